@@ -18,6 +18,7 @@ from d9d_nn.ops.attention.sdpa import Sdpa
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = [pytest.mark.smoke, pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")]
 CPU = torch.device("cpu")
@@ -82,6 +83,7 @@ class Every:
         raise AssertionError
 
 
+@pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 @pytest.mark.parametrize("share", [Some(), Every()], ids=["some", "the first"])
 def test_in_rectangles_queries_and_gradients_are_those_among_all(share: Some | Every) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -108,12 +110,68 @@ def test_in_rectangles_queries_and_gradients_are_those_among_all(share: Some | E
             torch.testing.assert_close(one.grad, other)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck's own
-def test_the_op_of_rectangles_is_what_torch_wants_of_an_op() -> None:
-    numbers = QueryRectangles([range(4, 8), range(12, 16)], 16).numbers
-    shapes = [(2, 8, 4, 8), (2, 16, 2, 8), (2, 16, 2, 8)]
-    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    torch.library.opcheck(queries.forward, (*inputs, numbers))
+def test_the_ops_of_a_rectangle_are_what_torch_wants_of_ops() -> None:
+    query, key, grad = torch.randn(2, 8, 4, 8), torch.randn(2, 16, 2, 8), torch.randn(2, 8, 4, 8)
+    for numbers in QueryRectangles([range(4, 8), range(12, 16)], 16).numbers:
+        torch.library.opcheck(queries.forward, (query, key, key, [*numbers]))
+        _, total = queries.forward(query, key, key, numbers)
+        torch.library.opcheck(queries.backward, (grad, query, key, key, query, total, [*numbers]))
+
+
+@pytest.mark.parametrize("runs", [1, 2, 3, 4])
+def test_gradients_that_rectangles_share_are_rounded_once(runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rectangles = QueryRectangles([range(32 * run, 32 * run + 16) for run in range(runs)], 160)
+    query, grad = (torch.randn(2, 16 * runs, 4, 16, generator=generator).bfloat16() for _ in range(2))
+    key, value = (torch.randn(2, 160, 2, 16, generator=generator).bfloat16() for _ in range(2))
+    exact = [torch.zeros(one.shape) for one in (query, key, value)]
+    backward, calls = queries.backward, 0
+
+    def followed(*inputs: Any) -> tuple[Tensor, ...]:
+        nonlocal calls
+        calls += 1
+        parts = backward(*inputs)
+        rows, columns = slice(*inputs[-1][:2]), slice(*inputs[-1][2:4])
+        for of, place, part in zip(exact, (rows, columns, columns), parts, strict=True):
+            of[:, place] += part.float()
+        return parts
+
+    monkeypatch.setattr(queries, "backward", followed)
+    mine = [one.requires_grad_() for one in (query, key, value)]
+    rectangles.attend(*mine).backward(grad)
+    assert calls == 2 * runs - 1
+    for one, other in zip(mine, exact, strict=True):
+        assert one.grad is not None
+        assert torch.equal(one.grad, other.bfloat16())
+
+
+class Moved(TorchDispatchMode):
+    """Counts the elements that ops write, but for those of attention itself."""
+
+    written = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function.namespace != "d9d_nn" and not function.is_view and isinstance(out, Tensor):
+            self.written += out.numel()
+        return out
+
+
+def test_around_rectangles_little_is_copied() -> None:
+    # The first of two ranks of cp, in units of its queries: half of them see keys in two rectangles, of which outputs
+    # are widened, subtracted, weighted, and rounded, and gradients added. All are then put into one tensor.
+    query, key = torch.randn(1, 128, 4, 32), torch.randn(1, 256, 2, 32)
+    mine = [one.bfloat16().requires_grad_() for one in (query, key, key)]
+    rectangles = QueryRectangles([range(64), range(192, 256)], 256)
+    with Moved() as forward:
+        out = rectangles.attend(*mine)
+    grad = torch.randn_like(out)
+    with Moved() as backward:
+        out.backward(grad)
+    small = 0.1  # logarithms of sums
+    assert 0 < forward.written / out.numel() - (1 + 4 / 2) < small
+    of_keys = 1 + 1 / 4
+    assert 0 <= backward.written / out.numel() - (1 + 1 / 2 + 2 * of_keys) < small
 
 
 def test_rectangles_compute_in_what_autocast_says() -> None:

@@ -58,11 +58,13 @@ class ZigzagPositions:
     @staticmethod
     def joined(parts: Tensor) -> Tensor:
         """Parts of all ranks [R, B, S / R, ...] as whole samples [B, S, ...], in the order of positions."""
-        early, late = parts.chunk(2, dim=2)
-        return torch.cat([early, late.flip(0)]).movedim(0, 1).flatten(1, 2)
+        early, late = parts.movedim(0, 1).chunk(2, dim=2)  # [B, R, chunk, ...]
+        return torch.cat([early, late.flip(1)], dim=1).flatten(1, 2)
 
     @staticmethod
     def parted(samples: Tensor, ranks: int) -> Tensor:
         """Whole samples [B, S, ...] as the parts of all ranks [R, B, S / R, ...], contiguous."""
-        chunks = torch.stack(samples.chunk(2 * ranks, dim=1))
-        return torch.cat([chunks[:ranks], chunks[ranks:].flip(0)], dim=2)
+        count, positions, *rest = samples.shape
+        chunks = samples.reshape(count, 2, ranks, positions // (2 * ranks), *rest)
+        early, late = chunks.movedim(2, 0).unbind(2)  # [R, B, chunk, ...]
+        return torch.cat([early, late.flip(0)], dim=2)

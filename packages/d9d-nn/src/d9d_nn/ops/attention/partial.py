@@ -131,8 +131,9 @@ def attend_backward(
         Gradients of query, key and value, in their dtypes.
     """
     heads = _heads(query), _heads(key), _heads(value)
-    # cuDNN wants output and gradient in one layout.
-    both = _heads(grad.contiguous()), _heads(out.contiguous())
+    if grad.stride() != out.stride() or out.stride(-1) != 1:  # cuDNN wants output and gradient in one layout
+        grad, out = grad.contiguous(), out.contiguous()
+    both = _heads(grad), _heads(out)
     if query.device.type == "cpu":
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
         grads = backward(both[0], *heads, both[1], total.contiguous().transpose(1, 2), 0.0, causal)

@@ -1,20 +1,31 @@
 """Causal attention of queries at some positions to all keys, in rectangles that fused kernels compute without a mask.
 
-As custom ops of torch, which ``torch.compile`` keeps whole: which kernel computes a rectangle is decided in the call.
+A rectangle is a custom op of torch, which ``torch.compile`` keeps whole: which kernel computes it is decided in the
+call. What joins rectangles (weights of outputs, sums of gradients, their places) is plain PyTorch outside of the ops,
+so that a compiled block does it in few passes over memory, together with the layers before and behind.
 
-Shapes: B samples, S positions, Q queries, N query heads, K key/value heads, D features of a head.
+Shapes: B samples, S positions, Q queries (P of a rectangle, T keys of it), N query heads, K key/value heads, D features
+of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from d9d_nn.ops.attention import partial
 from d9d_nn.ops.attention.partial import Rectangle, rectangles
+
+#: First and last of the queries of a rectangle and of its keys, and whether it is causal: ops take plain numbers.
+Numbers = tuple[int, int, int, int, int]
+#: Piece of a dim: its length; and which rectangles reach it, each with its place among their own.
+Piece = tuple[int, tuple[tuple[int, int], ...]]
 
 
 class QueryRectangles:
@@ -27,12 +38,12 @@ class QueryRectangles:
 
     def __init__(self, queries: Sequence[range], length: int) -> None:
         found = rectangles(queries, [range(length)])
-        #: First and last of queries and of keys, and whether it is causal, of each rectangle: ops take plain numbers.
-        self.numbers = [
-            number
-            for one in found
-            for number in (one.queries.start, one.queries.stop, one.keys.start, one.keys.stop, int(one.causal))
-        ]
+        count = sum(len(run) for run in queries)
+        self.numbers: tuple[Numbers, ...] = tuple(map(_numbers, found))
+        #: Pieces of the queries, which are runs, and of the keys, that are reached by the same rectangles.
+        self.rows: tuple[Piece, ...] = _pieces([one.queries for one in found], count)
+        self.columns: tuple[Piece, ...] = _pieces([one.keys for one in found], length)
+        assert sum(len(reached) for _, reached in self.rows) == len(found)  # as all keys are one run
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute attention.
@@ -49,63 +60,125 @@ class QueryRectangles:
         if torch.is_autocast_enabled(device):  # it does not know these ops
             dtype = torch.get_autocast_dtype(device)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        out: Tensor = forward(query, key, value, self.numbers)[0]
+        out: Tensor = _Attention.apply(query, key, value, self.numbers, self.rows, self.columns)
         return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        numbers: Sequence[Numbers],
+        rows: Sequence[Piece],
+        columns: Sequence[Piece],
+    ) -> Tensor:
+        parts = [forward(query, key, value, one) for one in numbers]
+        runs = [reduce(_merged, [parts[place] for place, _ in reached]) for _, reached in rows]
+        out = torch.cat([one for one, _ in runs], dim=1)
+        ctx.numbers, ctx.rows, ctx.columns = numbers, rows, columns
+        ctx.save_for_backward(query, key, value, out, *(total for _, total in runs))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, *totals = ctx.saved_tensors
+        of_run = {place: run for run, (_, reached) in enumerate(ctx.rows) for place, _ in reached}
+        parts = [
+            backward(grad, query, key, value, out, totals[of_run[place]], one) for place, one in enumerate(ctx.numbers)
+        ]
+        pieces = ctx.rows, ctx.columns, ctx.columns
+        grads = [_added([part[which] for part in parts], of) for which, of in enumerate(pieces)]
+        return *grads, None, None, None
 
 
 @torch.library.custom_op("d9d_nn::attention_of_queries", mutates_args=())
 def forward(query: Tensor, key: Tensor, value: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Attention and what its backward needs; see :class:`QueryRectangles`.
+    """Attention in a rectangle. Whole tensors come in: views of what is not in memory yet would be computed each.
+
+    Args:
+        query: [B, Q, N, D].
+        key: [B, S, K, D].
+        value: [B, S, K, D].
+        numbers: the rectangle.
 
     Returns:
-        The output [B, Q, N, D], contiguous; and the logarithms of the sums of exponentials [B, Q, N], float32 or wider.
+        The output [B, P, N, D], and the logarithms of the sums of exponentials [B, N, P], float32 or wider; both
+        contiguous.
     """
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    total = out.new_empty(query.shape[:3], dtype=_wide(query))
-    seen: dict[int, tuple[Tensor, Tensor]] = {}  # by the first query: the rectangles of a run are neighbours
-    for one in _rectangles(numbers):
-        rows = one.queries
-        part, of_part = partial.attend(query[:, rows], key[:, one.keys], value[:, one.keys], causal=one.causal)
-        if rows.start in seen:
-            before, of_before = seen.pop(rows.start)
-            share = (of_part - of_before).sigmoid().unsqueeze(-1)
-            part = torch.lerp(before.to(_wide(query)), part.to(_wide(query)), share)
-            of_part = torch.logaddexp(of_before, of_part)
-        seen[rows.start] = part, of_part
-        out[:, rows], total[:, rows] = part, of_part
-    return out, total
+    one = _rectangle(numbers)
+    inputs = query[:, one.queries], key[:, one.keys], value[:, one.keys]
+    out, total = partial.attend(*inputs, causal=one.causal)
+    return out.contiguous(), total.transpose(1, 2).contiguous()  # CUDA's kernels write them so
 
 
 @torch.library.custom_op("d9d_nn::attention_of_queries_backward", mutates_args=())
 def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, numbers: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, contiguous.
+    """Gradients by a rectangle: of its queries [B, P, N, D], and of its keys and values [B, T, K, D]; contiguous.
 
     Args:
-        grad: gradient of the output, of any strides.
+        grad: gradient of the output to all keys, [B, Q, N, D].
         query: as in :func:`forward`, like ``key``, ``value`` and ``numbers``.
         key: see ``query``.
         value: see ``query``.
-        out: output of :func:`forward`.
-        total: its second output.
+        out: output to all keys, [B, Q, N, D].
+        total: logarithms of the sums over all keys, of the rectangle's queries, [B, N, P].
         numbers: see ``query``.
     """
-    # Several rectangles share queries, and keys: their gradients are added up in float32.
-    grads = [torch.zeros(one.shape, dtype=_wide(query), device=query.device) for one in (query, key, value)]
-    for one in _rectangles(numbers):
-        rows, columns = one.queries, one.keys
-        inputs = query[:, rows], key[:, columns], value[:, columns], out[:, rows], total[:, rows]
-        added = partial.attend_backward(grad[:, rows], *inputs, causal=one.causal)
-        for of, place, more in zip(grads, (rows, columns, columns), added, strict=True):
-            of[:, place] += more
-    of_query, of_key, of_value = (of.to(query.dtype) for of in grads)
-    return of_query, of_key, of_value
+    one = _rectangle(numbers)
+    rows, columns = one.queries, one.keys
+    inputs = query[:, rows], key[:, columns], value[:, columns], out[:, rows], total.transpose(1, 2)
+    of_query, of_key, of_value = partial.attend_backward(grad[:, rows], *inputs, causal=one.causal)
+    return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
 
 
-def _rectangles(numbers: Sequence[int]) -> list[Rectangle]:
-    rows = [numbers[place : place + 5] for place in range(0, len(numbers), 5)]
-    return [Rectangle(slice(a, b), slice(c, d), causal=bool(causal)) for a, b, c, d, causal in rows]
+def _numbers(one: Rectangle) -> Numbers:
+    return one.queries.start, one.queries.stop, one.keys.start, one.keys.stop, int(one.causal)
+
+
+def _rectangle(numbers: Sequence[int]) -> Rectangle:
+    first, last, first_key, last_key, causal = numbers
+    return Rectangle(slice(first, last), slice(first_key, last_key), causal=bool(causal))
+
+
+def _pieces(places: Sequence[slice], length: int) -> tuple[Piece, ...]:
+    """Cut a dim where a rectangle begins or ends."""
+    cuts = sorted({0, length, *(end for place in places for end in (place.start, place.stop))})
+    return tuple(
+        (
+            stop - start,
+            tuple((number, start - of.start) for number, of in enumerate(places) if of.start <= start < of.stop),
+        )
+        for start, stop in pairwise(cuts)
+    )
+
+
+def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention of the same queries to the keys of both; outputs [B, P, N, D], logarithms of sums [B, N, P]."""
+    (out, total), (of_other, total_of_other) = one, other
+    start = out.to(total.dtype)
+    share = (total_of_other - total).sigmoid().transpose(1, 2).unsqueeze(-1)
+    mixed = torch.addcmul(start, of_other - start, share).to(out.dtype)
+    return mixed, torch.logaddexp(total, total_of_other)
+
+
+def _added(parts: Sequence[Tensor], pieces: Sequence[Piece]) -> Tensor:
+    """Sums of gradients [B, P or T, heads, D] of rectangles in their places, [B, Q or S, heads, D], rounded once."""
+    found = []
+    for length, reached in pieces:
+        here = [parts[number][:, start : start + length] for number, start in reached]
+        if not here:  # nobody sees these keys
+            found.append(parts[0].new_zeros(parts[0].shape[0], length, *parts[0].shape[2:]))
+        elif len(here) > 2:
+            found.append(reduce(torch.add, [part.to(_wide(part)) for part in here]).to(here[0].dtype))
+        else:  # the sum of two is rounded once in their own dtype
+            found.append(reduce(torch.add, here))
+    return torch.cat(found, dim=1)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -113,30 +186,20 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 @forward.register_fake
-def _fake(query: Tensor, _key: Tensor, _value: Tensor, _numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    return out, out.new_empty(query.shape[:3], dtype=_wide(query))
+def _fake(query: Tensor, _key: Tensor, _value: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    samples, _, heads, features = query.shape
+    count = numbers[1] - numbers[0]
+    out = query.new_empty(samples, count, heads, features)
+    return out, query.new_empty(samples, heads, count, dtype=_wide(query))
 
 
 @backward.register_fake
-def _fake_backward(_grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in inputs[:3])
-    return query, key, value
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.numbers = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor | None, _of_total: None) -> tuple[Tensor | None, ...]:
-    query, key, value, out, total = ctx.saved_tensors
-    if grad is None:
-        return None, None, None, None
-    grads = backward(grad, query, key, value, out, total, ctx.numbers)
-    return *(one if needed else None for one, needed in zip(grads, ctx.needs_input_grad, strict=False)), None
-
-
-forward.register_autograd(_backward, setup_context=_keep)
+def _fake_backward(
+    _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _out: Tensor, _total: Tensor, numbers: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = numbers[1] - numbers[0], numbers[3] - numbers[2]
+    of_query, of_key, of_value = (
+        one.new_empty(one.shape[0], count, *one.shape[2:])
+        for one, count in ((query, rows), (key, columns), (value, columns))
+    )
+    return of_query, of_key, of_value
