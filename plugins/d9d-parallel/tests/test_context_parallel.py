@@ -17,6 +17,7 @@ from d9d_parallel.context_parallel import blocks
 from d9d_parallel.context_parallel.blocks import Block, attend, attend_backward, merge_into
 from d9d_parallel.context_parallel.config import ContextParallelConfig
 from d9d_parallel.context_parallel.forwards import check_heads
+from d9d_parallel.context_parallel.ring import PlacedSum
 from d9d_parallel.context_parallel.strategy import ContextParallel
 from d9d_testing.world import RankFailedError, World
 from pydantic import ValidationError
@@ -192,6 +193,15 @@ def rounded() -> float:
     with torch.autocast("cpu", torch.bfloat16):
         out = stage.core(*(own(tensor) for tensor in whole), None)
     return (out - own(expected)).abs().max().item()
+
+
+def test_gradients_of_parts_add_up_in_memory_of_any_values() -> None:
+    parts = [(slice(2, 4), torch.ones(1, 2, 1, 1)), (slice(3, 6), torch.ones(1, 3, 1, 1).bfloat16())]
+    for count, expected in ((0, [0.0] * 7), (1, [0.0, 0, 1, 1, 0, 0, 0]), (2, [0.0, 0, 1, 2, 1, 1, 0])):
+        sums = PlacedSum(torch.full((1, 7, 1, 1), math.nan))
+        for place, part in parts[:count]:
+            sums.add(place, part)
+        assert sums.finish().flatten().tolist() == expected
 
 
 def test_a_ring_merges_in_float32_where_products_are_to_be_in_bfloat16() -> None:

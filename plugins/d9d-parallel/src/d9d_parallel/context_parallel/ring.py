@@ -162,18 +162,21 @@ class _Ring(torch.autograd.Function):
         query, key, value, result, total = ctx.saved_tensors
         turns, ring = ctx.turns, ctx.ring
         blocks, last = ring.slot.function, len(turns.parts) - 1
-        of_query = torch.zeros(query.shape, dtype=total.dtype, device=query.device)
+        of_query = PlacedSum(torch.empty(query.shape, dtype=total.dtype, device=query.device))
         here = torch.stack([key, value])
         travelling: Passing | None = None
         for turn, parts in enumerate(turns.parts):
             coming = None if turn == last else Passing(here, ring.ranks)
-            of_here = torch.zeros(here.shape, dtype=total.dtype, device=here.device)
+            of_here = torch.empty(here.shape, dtype=total.dtype, device=here.device)
+            of_keys, of_values = (PlacedSum(one) for one in of_here)
             for mine, theirs, mask in parts:
                 inputs = query[:, mine], here[0][:, theirs], here[1][:, theirs]
                 added = blocks.backward(grad[:, mine], *inputs, result[:, mine], total[:, mine], mask)
-                of_query[:, mine] += added[0]
-                of_here[0][:, theirs] += added[1]
-                of_here[1][:, theirs] += added[2]
+                of_query.add(mine, added[0])
+                of_keys.add(theirs, added[1])
+                of_values.add(theirs, added[2])
+            for sums in (of_keys, of_values):
+                sums.finish()
             # The gradients of these keys by earlier ranks arrive while this rank computes its own; after the last turn
             # those of the next rank's keys are complete here, and go home.
             travelling = Passing(of_here if travelling is None else travelling.wait().add_(of_here), ring.ranks)
@@ -181,7 +184,33 @@ class _Ring(torch.autograd.Function):
                 here = coming.wait()
         assert travelling is not None  # there is a turn
         of_key, of_value = travelling.wait().unbind()
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None
+        return of_query.finish().to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None
+
+
+class PlacedSum:
+    """Sum of gradients of parts in their places, for which memory is not filled with zeros first.
+
+    Args:
+        memory: [B, Q or T, heads, D], float32 or wider, of any values; the sum when it is finished.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._is_begun = False
+
+    def add(self, place: slice, part: Tensor) -> None:
+        """Add the gradient of a part [B, its Q or T, heads, D] in any dtype."""
+        if self._is_begun:
+            self._memory[:, place] += part
+            return
+        self._memory[:, place] = part
+        self._memory[:, : place.start] = 0
+        self._memory[:, place.stop :] = 0
+        self._is_begun = True
+
+    def finish(self) -> Tensor:
+        """Sum of all parts; zeros if there was none."""
+        return self._memory if self._is_begun else self._memory.zero_()
 
 
 class Merged:
