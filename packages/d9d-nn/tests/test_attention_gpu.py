@@ -17,6 +17,7 @@ from d9d_core.extend import Decision, JobError, OpSignature
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import prepare_masks
 from d9d_nn.ops.attention import flex, sdpa
+from d9d_nn.ops.attention.queries import QueryRectangles
 from d9d_nn.ops.attention.reference import attention
 from d9d_nn.ops.attention.sdpa_pinned import CUDNN, EFFICIENT, FLASH
 from d9d_nn.ops.attention.slot import AttentionSlot
@@ -130,6 +131,30 @@ def test_a_backend_computes_what_the_reference_does(backend: str, dtype: str, ca
     rounded = forward_and_backward(reference, tensors)
     assert {tensor.dtype for tensor in found.values()} == {DTYPES[dtype]}
     assert_near(found, rounded, exact, dtype)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_queries_of_a_rank_in_rectangles_compute_what_the_reference_does(compiled: bool, rank: int) -> None:
+    length, chunk = 768, 128
+    chunks = [range(number * chunk, (number + 1) * chunk) for number in (rank, 5 - rank)]
+    rectangles = QueryRectangles([range(256, 512)] if rank == 2 else chunks, length)
+    places = torch.cat([torch.arange(run.start, run.stop) for run in chunks]).cuda()
+    tensors = inputs_of(2, length, 8, 2, 128, torch.bfloat16)
+    tensors[0], tensors[3] = tensors[0][:, places], tensors[3][:, places]
+    attend = torch.compile(rectangles.attend, fullgraph=True) if compiled else rectangles.attend
+
+    def gathered(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, *torch.cat([key, value], dim=2).chunk(2, dim=2))  # keys and values lie side by side
+
+    def reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        whole = query.new_zeros(2, length, *query.shape[2:]).index_copy(1, places, query)
+        return attention(whole, key, value)[:, places]
+
+    found = forward_and_backward(gathered, tensors)
+    exact = forward_and_backward(reference, [tensor.double() for tensor in tensors])
+    rounded = forward_and_backward(reference, tensors)
+    assert_near(found, rounded, exact, "bfloat16")
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "sdpa_efficient", "flex"])

@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 smoke = pytest.mark.smoke
@@ -209,6 +210,35 @@ def test_kernels_of_cuda_are_called_as_torch_declares_them(monkeypatch: pytest.M
     assert (total.shape, total.dtype) == ((2, 6, 4), torch.float32)
     grads = partial.attend_backward(out, query, key, key, found, total, causal=False)
     assert [tuple(grad.shape) for grad in grads] == [(2, 6, 4, 16), (2, 3, 2, 16), (2, 3, 2, 16)]
+
+
+class Backwards(TorchDispatchMode):
+    """Addresses of the tensors that backwards of attention get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[set[int]] = []
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            self.found.append({one.data_ptr() for one in args if isinstance(one, Tensor)})
+        return function(*args, **(kwargs or {}))
+
+
+@smoke
+def test_slices_of_output_and_gradient_are_copied_only_to_be_of_one_layout() -> None:
+    rows = slice(4, 8)
+    query, out, grad = (torch.randn(2, 8, 4, 16) for _ in range(3))
+    other = grad.transpose(1, 2).contiguous().transpose(1, 2)
+    inputs = query[:, rows], query[:, rows], query[:, rows], out[:, rows], torch.zeros(2, 4, 4)
+    mode = Backwards()
+    with mode:
+        alike = partial.attend_backward(grad[:, rows], *inputs, causal=True)
+        copied = partial.attend_backward(other[:, rows], *inputs, causal=True)
+    assert {grad[:, rows].data_ptr(), out[:, rows].data_ptr()} <= mode.found[0]
+    assert not {other[:, rows].data_ptr(), out[:, rows].data_ptr()} & mode.found[1]
+    for one, same in zip(alike, copied, strict=True):
+        assert torch.equal(one, same)
 
 
 @smoke
