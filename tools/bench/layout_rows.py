@@ -38,8 +38,9 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         context_row("ring", 2, 16_384),
         context_row("ulysses", 2, 16_384),
         replace(DENSE, samples=8, microbatch=1, mesh=(("pp", 2),), schedule="1f1b"),
-        replace(DENSE, samples=8, mesh=(("tp", 2),), parallel=(_ASYNCHRONOUS,)),
-        replace(DENSE, samples=8, recomputed=True, mesh=_SHARDED, parallel=("fsdp",)),
+    ),
+    "asynchronous": tuple(
+        replace(DENSE, samples=8, mesh=(("tp", 2),), parallel=(way,)) for way in ("tensor_parallel", _ASYNCHRONOUS)
     ),
     "long": (
         *(replace(_LONG, length=length) for length in (32_768, 131_072)),

@@ -86,9 +86,9 @@ def measure(rows: Sequence[Row], gpu: str, seconds: float | None, table: str) ->
     }  # fmt: skip
 
 
-def _processes(row: Row) -> tuple[int, bool]:
+def _processes(row: Row) -> tuple[bool, int]:
     """What rows that share processes have in common; pipelines have all kernels loaded at the start."""
-    return -row.ranks, "pp" in dict(row.mesh)
+    return "pp" in dict(row.mesh), -row.ranks
 
 
 def _alone(one: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
