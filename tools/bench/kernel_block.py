@@ -14,8 +14,6 @@ def measure_block(bench: Bench) -> dict[str, Any]:
     from d9d_core.extend import HasOps, OpSignature, modules_with
     from d9d_nn.ops.attention import sdpa
     from d9d_nn.ops.rms_norm import torch_build
-    from d9d_nn.ops.shared_input_linear import accumulated
-    from d9d_nn.ops.silu_mul import recomputed_build
     from d9d_nn.rope.rotary_embedding import RotaryEmbedding
     from d9d_qwen3.block import Qwen3Block
     from d9d_qwen3.config import Qwen3Config
@@ -49,12 +47,6 @@ def measure_block(bench: Bench) -> dict[str, Any]:
     own: dict[str, Function] = {
         "rms_norm": rms_norm.rms_norm, "normed_rope": normed_rope.normed_rope, "silu_mul": silu_mul.silu_mul
     }  # fmt: skip
-    # What compiled blocks on CUDA take by themselves, and the same with what is to be measured.
-    chosen: dict[str, Function] = {
-        "normed_rope": normed_rope.normed_rope,
-        "silu_mul": recomputed_build(OpSignature("silu_mul", bench.device, "bfloat16", compiled=True)),
-    }
-    shared: dict[str, Function] = {**chosen, "shared_input_linear": accumulated}
     hidden = bench.draw(s.samples, s.length, s.hidden)
     rotation = RotaryEmbedding(s.head_size, theta=1e6).to(bench.device)(
         torch.arange(s.length, device=bench.device).unsqueeze(0)
@@ -68,11 +60,6 @@ def measure_block(bench: Bench) -> dict[str, Any]:
         ("compiled", block(), True),
         ("compiled, with kernels", bound(own), True),
         ("compiled, with normed_rope alone", bound({"normed_rope": normed_rope.normed_rope}), True),
-        ("compiled, as chosen by itself", bound(chosen), True),
-        ("compiled, as chosen by itself, with shared_input_linear", bound(shared), True),
-        # Once more: what differs less than these two differs by chance.
-        ("compiled, as chosen by itself, again", bound(chosen), True),
-        ("compiled, as chosen by itself, with shared_input_linear, again", bound(shared), True),
     ):
         torch.compiler.reset()
         if compiled:

@@ -195,21 +195,10 @@ class TestTorchRmsNorm(KernelSuite):
     refused = ({"device": "cpu"},)
 
 
-class TestAccumulatedInputGradient(KernelSuite):
-    target = "shared_input_linear.accumulated"
-    dtypes = ("float64", "float32", "bfloat16", "float16")
-
-
 class TestGroupedMM(KernelSuite):
     target = "grouped_linear.grouped_mm"
     dtypes = ("float32", "bfloat16")
     refused = ({"dtype": "int8"}, {"device": "mps"}, {"out_features": 23})
-
-
-@pytest.mark.gpu
-class TestAccumulatedInputGradientOnCuda(KernelSuite):
-    target = "shared_input_linear.accumulated"
-    device = "cuda"
 
 
 @pytest.mark.gpu

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from d9d_core.extend import Deferral, OpSlot
+from d9d_core.extend import Deferral
 from torch import Tensor, nn
 from torch.nn import functional
 
-from d9d_nn.ops.deferred import as_autocast, linear, may_defer
-from d9d_nn.ops.shared_input_linear import shared_input_linear
+from d9d_nn.ops.deferred import linear, may_defer
 
 
 class Linear(nn.Linear):
@@ -89,12 +88,7 @@ def is_plain(layer: Linear) -> bool:
     No bias, and nothing that a strategy or a fine-tuning method has put in its place.
     """
     has_bias = layer.bias is not None
-    return is_unchanged(layer) and not has_bias
-
-
-def is_unchanged(layer: Linear) -> bool:
-    """Whether a layer is a product with its weight and perhaps a bias: nobody has put anything in its place."""
-    return type(layer) is Linear and not layer.lends and "forward" not in vars(layer)
+    return type(layer) is Linear and not has_bias and not layer.lends and "forward" not in vars(layer)
 
 
 def has_hooks(layer: nn.Module) -> bool:
@@ -103,34 +97,3 @@ def has_hooks(layer: nn.Module) -> bool:
     return bool(
         layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks  # noqa: SLF001
     )
-
-
-def shared_input_slot(*layers: Linear) -> OpSlot:
-    """Slot of the op ``shared_input_linear`` for layers that are called with the same input."""
-    return OpSlot(
-        "shared_input_linear",
-        shared_input_linear,
-        in_features=layers[0].in_features,
-        out_features=tuple(layer.out_features for layer in layers),
-    )
-
-
-def multiply_shared(slot: OpSlot, rows: Tensor, *layers: Linear) -> tuple[Tensor, ...]:
-    """Outputs of layers that read the same input, by a slot's backend if it is bound to one.
-
-    Else, and where one of them has hooks or leaves its weight gradient for later, each layer is called.
-
-    Args:
-        slot: of :func:`shared_input_slot`.
-        rows: [..., I].
-        layers: each is :func:`is_unchanged` if the slot is bound.
-
-    Returns:
-        [..., O] of each layer.
-    """
-    if slot.backend == "reference" or any(layer.defers or has_hooks(layer) for layer in layers):
-        return tuple(layer(rows) for layer in layers)
-    weights = [as_autocast(layer.weight) for layer in layers]
-    biases = [None if layer.bias is None else as_autocast(layer.bias) for layer in layers]
-    outs: tuple[Tensor, ...] = slot(as_autocast(rows), weights, biases)
-    return outs

@@ -173,13 +173,6 @@ def d9d_kernels() -> Iterable[KernelSpec]:
         build=Ref("d9d_nn.ops.silu_mul:recomputed_build"),
     )
     yield KernelSpec(
-        name="accumulated",
-        summary="Gradient of an input that linear layers share, added up inside of their products; only by name.",
-        op="shared_input_linear",
-        supports=Ref("d9d_nn.ops.shared_input_linear:accumulated_supports"),
-        build=Ref("d9d_nn.ops.shared_input_linear:accumulated_build"),
-    )
-    yield KernelSpec(
         name="grouped_mm",
         summary="torch.nn.functional.grouped_mm: all experts in one call; on CUDA bfloat16, without host reads.",
         op="grouped_linear",

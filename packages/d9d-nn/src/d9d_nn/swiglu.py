@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from d9d_core.extend import OpSlot, TensorStyle
 from torch import Tensor, nn
 
-from d9d_nn.linear import Linear, has_hooks, is_plain, is_unchanged, multiply_shared, shared_input_slot
+from d9d_nn.linear import Linear, has_hooks, is_plain
 from d9d_nn.ops.deferred import as_autocast
 from d9d_nn.ops.silu_mul import silu_mul
 from d9d_nn.ops.swiglu import swiglu
@@ -32,16 +32,12 @@ class SwiGLU(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, std=std)
         self.down_proj = Linear(intermediate_size, hidden_size, std=output_std)
         self.silu_mul = OpSlot("silu_mul", silu_mul, features=intermediate_size)
-        self.shared_input_linear = shared_input_slot(self.gate_proj, self.up_proj)
-        parts = ("silu_mul", "shared_input_linear")
-        self.swiglu = OpSlot("swiglu", swiglu, parts=parts, hidden=hidden_size, features=intermediate_size)
+        self.swiglu = OpSlot("swiglu", swiglu, parts=("silu_mul",), hidden=hidden_size, features=intermediate_size)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the gate, and those of gate and up projection and of the whole layer, unless one was changed."""
-        layers = self._projections()
-        pair = {"shared_input_linear": self.shared_input_linear} if all(map(is_unchanged, layers[:2])) else {}
-        whole = {"swiglu": self.swiglu} if all(map(is_plain, layers)) else {}
-        return {"silu_mul": self.silu_mul, **pair, **whole}
+        """Slot of the gate, and of the whole layer unless somebody has changed one of its projections."""
+        whole = {"swiglu": self.swiglu} if all(map(is_plain, self._projections())) else {}
+        return {"silu_mul": self.silu_mul, **whole}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """Styles of the projections: the inner features are split."""
@@ -54,8 +50,7 @@ class SwiGLU(nn.Module):
         if self.swiglu.backend != "reference" and not alone:
             whole: Tensor = self.swiglu(*map(as_autocast, (hidden, *(layer.weight for layer in layers))))
             return whole
-        gate, up = multiply_shared(self.shared_input_linear, hidden, self.gate_proj, self.up_proj)
-        out: Tensor = self.down_proj(self.silu_mul(gate, up))
+        out: Tensor = self.down_proj(self.silu_mul(self.gate_proj(hidden), self.up_proj(hidden)))
         return out
 
     def _projections(self) -> tuple[Linear, Linear, Linear]:

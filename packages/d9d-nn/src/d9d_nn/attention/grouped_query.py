@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import AttentionMasks
-from d9d_nn.linear import Linear, is_unchanged, multiply_shared, shared_input_slot
+from d9d_nn.linear import Linear
 from d9d_nn.ops.normed_rope import normed_rope
 from d9d_nn.ops.rope import rope
 from d9d_nn.rms_norm import RMSNorm
@@ -59,7 +59,6 @@ class GroupedQueryAttention(nn.Module):
         self.core = AttentionCore(
             query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim, window=window
         )
-        self.shared_input_linear = shared_input_slot(self.q_proj, self.k_proj, self.v_proj)
         self.rope = OpSlot("rope", rope, head_dim=head_dim)
         self.normed_rope = OpSlot(
             "normed_rope",
@@ -71,14 +70,8 @@ class GroupedQueryAttention(nn.Module):
         )
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of the rotation, of head norms and rotation in one, and of the projections unless one was changed.
-
-        That of the attention belongs to the core.
-        """
-        normed = {} if self.q_norm is None else {"normed_rope": self.normed_rope}
-        layers = self.q_proj, self.k_proj, self.v_proj
-        shared = {"shared_input_linear": self.shared_input_linear} if all(map(is_unchanged, layers)) else {}
-        return {"rope": self.rope, **normed, **shared}
+        """Slots of the rotation, and of head norms and rotation in one; that of the attention belongs to the core."""
+        return {"rope": self.rope} | ({} if self.q_norm is None else {"normed_rope": self.normed_rope})
 
     def attention_cores(self) -> Mapping[str, nn.Module]:
         """Attention core of this layer."""
@@ -116,8 +109,9 @@ class GroupedQueryAttention(nn.Module):
         """
         # The number of heads is inferred: a tensor-parallel rank holds only some of them.
         heads = (*hidden.shape[:2], -1, self.head_dim)
-        layers = self.q_proj, self.k_proj, self.v_proj
-        query, key, value = (out.view(heads) for out in multiply_shared(self.shared_input_linear, hidden, *layers))
+        query = self.q_proj(hidden).view(heads)
+        key = self.k_proj(hidden).view(heads)
+        value = self.v_proj(hidden).view(heads)
         query, key = self._placed(query, key, rotation)
         out: Tensor = self.o_proj(self.core(query, key, value, documents).flatten(2))
         return out

@@ -79,16 +79,6 @@ def swiglu(shape: Sequence[int], hidden: int, features: int) -> Call:
     return Call(f"x {[*shape, hidden]}, {features} inside", inputs, {"hidden": hidden, "features": features})
 
 
-def shared_input_linear(shape: Sequence[int], features: int, outputs: Sequence[int], *, bias: bool) -> Call:
-    """Call of ``shared_input_linear`` with x [*shape, features], and a layer for each number of output features."""
-    inputs = {"x": draw(*shape, features, seed=0)}
-    inputs |= {f"weight {number}": draw(out, features, seed=2 * number + 1) for number, out in enumerate(outputs)}
-    if bias:
-        inputs |= {f"bias {number}": draw(out, seed=2 * number + 2) for number, out in enumerate(outputs)}
-    name = f"x {[*shape, features]}, outputs {list(outputs)}, {'with' if bias else 'without'} biases"
-    return Call(name, inputs, {"in_features": features, "out_features": tuple(outputs)})
-
-
 def rope(samples: int, length: int, query_heads: int, heads: int, features: int, shared: bool) -> Call:
     """Call of ``rope``; with ``shared`` angles for all samples."""
     angles = 3 * draw(1 if shared else samples, length, features // 2, seed=2)

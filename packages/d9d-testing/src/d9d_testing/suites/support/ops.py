@@ -127,23 +127,6 @@ def _swiglu_at_random(random: Random) -> Call:
     return calls.swiglu(_leading(random), 8 * random.randint(1, 6), 8 * random.randint(1, 6))
 
 
-def _shared_input_linears() -> Sequence[Call]:
-    sizes = (((3, 5), 16, (24, 8, 8)), ((), 8, (16, 16)), ((7,), 33, (5, 1)), ((2, 0), 8, (8, 24)), ((2, 3), 8, (16,)))
-    return [calls.shared_input_linear(*size, bias=bias) for size in sizes for bias in (False, True)]
-
-
-def _shared_input_linear_at_random(random: Random) -> Call:
-    outputs = [random.choice(_SIZES) for _ in range(random.randint(1, 4))]
-    return calls.shared_input_linear(_leading(random), random.choice(_SIZES), outputs, bias=random.random() < 0.5)
-
-
-def _invoke_shared_input_linear(slot: OpSlot, call: Call) -> Tensor:
-    """Outputs of all layers, side by side."""
-    weights = [tensor for name, tensor in call.inputs.items() if name.startswith("weight")]
-    biases = [call.inputs.get(f"bias {number}") for number in range(len(weights))]
-    return torch.cat(slot(call.inputs["x"], weights, biases), dim=-1)
-
-
 _ROPES = (
     (2, 3, 4, 2, 8, False),
     (2, 3, 4, 2, 8, True),
@@ -282,12 +265,6 @@ KNOWN_OPS: Mapping[str, Op] = {
         _swiglus,
         invoke_plainly,
         at_random=_swiglu_at_random,
-    ),
-    "shared_input_linear": Op(
-        partial(_plain_slot, "shared_input_linear", "d9d_nn.ops.shared_input_linear:shared_input_linear"),
-        _shared_input_linears,
-        _invoke_shared_input_linear,
-        at_random=_shared_input_linear_at_random,
     ),
     "rope": Op(
         partial(_plain_slot, "rope", "d9d_nn.ops.rope:rope"),
