@@ -87,7 +87,7 @@ def measure(rows: Sequence[Row], gpu: str, seconds: float | None, table: str) ->
 
 
 def _processes(row: Row) -> tuple[bool, int]:
-    """What rows that share processes have in common; pipelines have all kernels loaded at the start."""
+    """Key of the rows that share processes; those of pipelines load all kernels at the start."""
     return "pp" in dict(row.mesh), -row.ranks
 
 

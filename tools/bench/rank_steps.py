@@ -129,7 +129,7 @@ def communication(step: Callable[[], Any], device: torch.device) -> dict[str, An
 
 
 def communication_of(kernels: list[Kernel]) -> dict[str, Any]:
-    """The same of the kernels that ran in a step."""
+    """Communication of a step by the kernels that ran in it, see :func:`communication`."""
     compute = [kernel for kernel in kernels if kernel.kind == "compute"]
     moved = [kernel for kernel in kernels if kernel.kind != "compute"]
     spans = [Kernel("", begin, end, 0, "") for begin, end in merged(moved)]

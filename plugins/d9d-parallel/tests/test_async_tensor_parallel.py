@@ -176,11 +176,9 @@ def test_gpus_compute_the_same(symmetric: bool) -> None:
     assert usable[0] == usable[1]
 
 
-def fused(case: dict[str, Any]) -> int:
-    """Number of fused operators that a layer and its backward call; torch's own fallbacks serve instead of a GPU."""
+def fallbacks(calls: list[str]) -> dict[str, Callable[..., Any]]:
+    """Torch's own fallbacks of the fused operators, which note their names."""
     import torch.distributed._symmetric_memory as symmetric
-
-    calls: list[str] = []
 
     def noted(name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -189,9 +187,14 @@ def fused(case: dict[str, Any]) -> int:
 
         return call
 
-    names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+    return {name: noted(name) for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")}
+
+
+def fused(case: dict[str, Any]) -> int:
+    """Number of fused operators that a layer and its backward call; torch's own fallbacks serve instead of a GPU."""
+    calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.ops, "symm_mem", SimpleNamespace(**{name: noted(name) for name in names}))
+        patch.setattr(torch.ops, "symm_mem", SimpleNamespace(**fallbacks(calls)))
         patch.setattr(torch.cuda, "current_stream", lambda _: case.get("stream", 0))
         patch.setattr(torch.cuda, "default_stream", lambda _: 0)
         found = results(overlapped(symmetric=True), case)
@@ -220,20 +223,10 @@ def test_operators_that_fuse_exchange_and_product_serve_what_they_can(case: dict
 
 def fused_in_a_graph() -> None:
     """Compare a compiled layer whose graph has the fused operators; torch's own fallbacks serve instead of a GPU."""
-    import torch.distributed._symmetric_memory as symmetric
-
     library = torch.library.Library("symm_mem", "IMPL")
     calls: list[str] = []
-
-    def noted(name: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            calls.append(name)
-            return getattr(symmetric, f"_{name}_fallback")(*args)
-
-        return call
-
-    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
-        library.impl(name, noted(name), "CPU")
+    for name, function in fallbacks(calls).items():
+        library.impl(name, function, "CPU")
     case = {"samples": 2, "positions": 4, "dtype": torch.float32, "compiled": True}
     found = results(overlapped(symmetric=True, in_graphs=True), case)
     assert_near(found, results(one_after_the_other(), case))

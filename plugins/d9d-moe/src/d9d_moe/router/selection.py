@@ -18,9 +18,9 @@ def best(scores: Tensor, count: int) -> Tensor:
     """Indices int64 [..., count] of the highest scores [..., N], highest first; of equals, the lowest index.
 
     ``torch.topk`` leaves open which of equals it returns, so devices and releases differ. A stable sort does not, but
-    inductor's takes a minute to compile for 128 experts. So the few best of float32 scores are maxima of integers, one
-    after the other: a score's bits in the order of numbers, then its place from behind, so that no two are equal. NaN
-    is above all numbers, as in a sort.
+    inductor's seems to take most of a minute to compile for 128 experts. So the few best of float32 scores are maxima
+    of integers, one after the other: a score's bits in the order of numbers, then its place from behind, so that no two
+    are equal. NaN is above all numbers, as in a sort.
     """
     if scores.dtype != torch.float32 or count > _MOST_MAXIMA:
         order = torch.sort(scores, dim=-1, descending=True, stable=True).indices

@@ -173,7 +173,7 @@ class LinearCrossEntropyByWords:
 
 
 def _fitting(length: int, hidden: Tensor) -> int:
-    """How many times so many logits a small chunk has, in whole tiles."""
+    """Size of a small chunk in the other dimension: times that ``size`` logits fit, in whole tiles."""
     return _SMALL_BYTES // (length * hidden.itemsize) // TILE * TILE
 
 
