@@ -311,7 +311,9 @@ def split_blocks(asynchronous: bool) -> None:
         assert all(isinstance(one, DTensor) for name, one in block.named_parameters() if name.endswith("weight"))
     assert graphs() == 2
     torch.testing.assert_close(found[1:], [found[0]] * 2)
+    # The input and parameters, and nothing that an autograd Function inside returned.
     assert kept[2] < kept[1]
+    assert kept[2] <= rows.numel() + sum(local_of(one).numel() for one in block.parameters())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "overlapped"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._higher_order_ops import wrap  # nothing public tells
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -51,6 +52,14 @@ def reduce_fsdp_gradients(root: FSDPModule) -> None:
     with torch.no_grad():
         # What autograd calls when a backward has ended: it runs `post_backward` of all units that did not.
         state._root_post_backward_final_callback()  # noqa: SLF001
+
+
+def recomputes_inside_functions() -> bool:
+    """Whether a checkpointed region in a graph computes again what autograd Functions inside of it return.
+
+    Torch 2.11 keeps that, unless it is told by a policy about every operator, as later releases do by themselves.
+    """
+    return hasattr(wrap, "_always_prefer_recompute")
 
 
 def _fsdp_groups(root: FSDPModule) -> list[Any]:

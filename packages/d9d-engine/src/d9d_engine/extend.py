@@ -9,7 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from d9d_engine.compat import keep_fsdp_gradients, prepare_fsdp_gradients, reduce_fsdp_gradients
+    from d9d_engine.compat import (
+        keep_fsdp_gradients,
+        prepare_fsdp_gradients,
+        recomputes_inside_functions,
+        reduce_fsdp_gradients,
+    )
     from d9d_engine.distributed.logs import rank_logger
     from d9d_engine.distributed.positions import ZigzagPositions
     from d9d_engine.figures import figure_svg, new_figure
@@ -24,6 +29,7 @@ _LAZY = {
     "keep_fsdp_gradients": "d9d_engine.compat",
     "prepare_fsdp_gradients": "d9d_engine.compat",
     "rank_logger": "d9d_engine.distributed.logs",
+    "recomputes_inside_functions": "d9d_engine.compat",
     "reduce_fsdp_gradients": "d9d_engine.compat",
 }
 
@@ -35,6 +41,7 @@ __all__ = [
     "new_figure",
     "prepare_fsdp_gradients",
     "rank_logger",
+    "recomputes_inside_functions",
     "reduce_fsdp_gradients",
 ]
 

@@ -35,6 +35,10 @@ class KeepOutputs:
         return CheckpointPolicy.MUST_SAVE if operator in self.operators else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+#: Contexts of blocks that keep nothing.
+KEEPING_NOTHING: Contexts = partial(create_selective_checkpoint_contexts, KeepOutputs(()))
+
+
 def keeping(patterns: Iterable[str]) -> Contexts | None:
     """Contexts of blocks that keep the outputs of matching operators; ``None`` without patterns.
 

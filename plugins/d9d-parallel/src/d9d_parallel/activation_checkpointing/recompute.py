@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from d9d_engine.extend import recomputes_inside_functions
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from d9d_parallel.activation_checkpointing.operators import Contexts
+from d9d_parallel.activation_checkpointing.operators import KEEPING_NOTHING, Contexts
 
 
 class Recomputed:
@@ -35,9 +37,12 @@ class Recomputed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
+        contexts = self.contexts
+        if contexts is None and torch.compiler.is_compiling() and not recomputes_inside_functions():
+            contexts = KEEPING_NOTHING
         # Dynamo refuses torch's own default for `context_fn`, so it is passed only where there is one.
-        if self.contexts is not None:
-            kwargs["context_fn"] = self.contexts
+        if contexts is not None:
+            kwargs["context_fn"] = contexts
         return checkpoint(
             self.forward, *args, use_reentrant=False, preserve_rng_state=self.preserve_rng_state, **kwargs
         )
