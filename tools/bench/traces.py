@@ -44,9 +44,9 @@ class Kernel(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """``exchange``: sends, receives and all-to-all; ``other communication``; or ``compute``."""
+        """``exchange``: sends, receives, all-to-all, copies between GPUs; ``other communication``; or ``compute``."""
         name = self.name.lower()
-        if "sendrecv" in name or "alltoall" in name:
+        if "sendrecv" in name or "alltoall" in name or "ptop" in name:
             return "exchange"
         return "other communication" if "nccl" in name else "compute"
 
@@ -58,7 +58,7 @@ def kernels(events: Sequence[dict[str, Any]]) -> list[Kernel]:
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
-    ran = [event for event in events if event.get("cat") == "kernel"]
+    ran = [event for event in events if event.get("cat") == "kernel" or _between_gpus(event)]
     forward = {launched.get(event["args"].get("correlation")) for event in ran if MARKER in event["name"]} - {None}
     found = []
     for event in ran:
@@ -67,6 +67,11 @@ def kernels(events: Sequence[dict[str, Any]]) -> list[Kernel]:
         begin = event["ts"]
         found.append(Kernel(event["name"], begin, begin + event["dur"], event["args"].get("stream", -1), side))
     return [kernel for kernel in found if MARKER not in kernel.name]
+
+
+def _between_gpus(event: dict[str, Any]) -> bool:
+    """Whether the event is a copy from one GPU to another."""
+    return event.get("cat") == "gpu_memcpy" and "PtoP" in event["name"]
 
 
 def merged(some: Iterable[Kernel]) -> list[tuple[float, float]]:
