@@ -14,6 +14,7 @@ from d9d_engine.api import Job, Trainer
 
 Write = Callable[..., Path]
 GRAPHS = {"name": "compile", "cudagraphs": True}
+COPYING = {"name": "replicate", "compute_dtype": "bfloat16"}
 
 
 def build(write: Write, name: str, **sections: Any) -> Trainer:
@@ -28,7 +29,7 @@ def build(write: Write, name: str, **sections: Any) -> Trainer:
     [
         ({"device": "cpu"}, "needs CUDA, and the model is on cpu"),
         ({"mesh": {"dp_shard": 2}, "parallel": ["fsdp", GRAPHS]}, "gathers or copies the parameters"),
-        ({"mesh": {"dp_replicate": 2}, "parallel": ["replicate", GRAPHS]}, "gathers or copies the parameters"),
+        ({"mesh": {"dp_replicate": 2}, "parallel": [COPYING, GRAPHS]}, "gathers or copies the parameters"),
         ({"mesh": {"pp": 2}, "pipeline": "1f1b"}, "2 pipeline stages"),
     ],
     ids=["cpu", "fsdp", "replicate", "pipeline"],

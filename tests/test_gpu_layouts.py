@@ -110,14 +110,19 @@ def run_without_waiting(values: dict[str, Any], plugins: list[str], parallel: li
     ("parallel", "mesh", "pipeline"),
     [
         (["fsdp"], {"dp_shard": 2}, None),
+        (["replicate", "compile"], {"dp_replicate": 2}, None),
+        (["replicate", {"name": "compile", "cudagraphs": True}], {"dp_replicate": 2}, None),
         ([{"name": "replicate", "ignore": ["*norm*"]}], {"dp_replicate": 2}, None),
         ([{"name": "fsdp", "defer": "everything", "compute_dtype": "bfloat16"}, "compile"], {"dp_shard": 2}, None),
         ([], {"pp": 2}, "1f1b"),
         ([], {"pp": 2}, "zero_bubble_v"),
         ([], {"pp": 2}, "dual_pipe_v"),
     ],
-    ids=["fsdp", "replicate with buckets", "deferred, mixed and compiled", "1f1b", "zero_bubble_v", "dual_pipe_v"],
-)
+    ids=[
+        "fsdp", "replicate", "replicate and graphs", "replicate with buckets", "deferred, mixed and compiled", "1f1b",
+        "zero_bubble_v", "dual_pipe_v",
+    ],
+)  # fmt: skip
 def test_a_step_of_many_ranks_never_waits_for_the_gpu(
     table: ModuleType, tmp_path: Path, parallel: list[Any], mesh: dict[str, int], pipeline: str | None
 ) -> None:

@@ -145,6 +145,10 @@ def test_sharding_divides_what_is_stored() -> None:
     assert (4 * shards.parameters, 4 * shards.optimizer) == (alone.parameters, alone.optimizer)
     assert (copies.parameters, copies.optimizer) == (alone.parameters, alone.optimizer)
     assert shards.activations == copies.activations == alone.activations
+    assert copies.communication == 0  # gradients are reduced where they are
+    formats = ["compile", {"name": "replicate", "compute_dtype": "bfloat16"}]
+    wrapped = prediction(DENSE, mesh={"dp_replicate": 4}, parallel=formats, batch={"size": 16}).memory
+    assert wrapped.communication > wrapped.parameters  # copies, from the forward to the backward
 
 
 def test_the_first_pipeline_rank_holds_most_microbatches_and_the_last_has_logits() -> None:

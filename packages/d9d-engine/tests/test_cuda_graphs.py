@@ -55,7 +55,7 @@ def test_other_layouts_are_allowed() -> None:
     check()
     check(device=None)  # not known yet: the job is planned for another machine
     check((chosen("recompute", "checkpointing"), Applied(("layers.0",))))
-    summed = Applied(("",), (GradientOwner("weight", "dp_replicate", "sync"),))  # by core, and unlike by `replicate`
+    summed = Applied(("",), (GradientOwner("weight", "dp_replicate", "sync"),))  # by core, as of `replicate`
     check((chosen("mine", "data"), summed))
 
 

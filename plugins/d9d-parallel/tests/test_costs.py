@@ -20,6 +20,12 @@ def test_what_waits_for_the_last_microbatch_is_said() -> None:
     assert sharded(FsdpConfig(defer="everything")).reduces == "last"
 
 
+def test_replicas_are_reduced_in_place_unless_something_asks_for_fsdp2() -> None:
+    assert replicated(ReplicateConfig(defer="everything")).in_place
+    assert not replicated(ReplicateConfig(compute_dtype="bfloat16")).in_place
+    assert not sharded(FsdpConfig()).in_place
+
+
 def test_formats_of_computation_and_reduction_are_those_of_the_config() -> None:
     effect = sharded(FsdpConfig(compute_dtype="bfloat16", reduce_dtype="float32"))
     assert (effect.compute_width, effect.reduce_width) == (2, 4)

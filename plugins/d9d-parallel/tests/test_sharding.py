@@ -103,16 +103,39 @@ def test_whole_parameters_have_memory_only_as_long_as_stated(world: Any) -> None
         ("fsdp", shard, {}, True),
         ("hsdp", shard, {}, True),
         ("fsdp", shard, {"reshard_after_forward": False}, True),
-        ("replicate", copy, {}, True),
+        ("replicate", copy, {"forward_prefetch": 1}, True),
         ("fsdp", shard, {}, False),
         ("fsdp", shard, {"reshard_after_forward": False}, False),
-        ("replicate", copy, {}, False),
+        ("replicate", copy, {"forward_prefetch": 1}, False),
     ]
     freed = {"embed": True, "layers.0": False, "layers.1": False}  # the root keeps its own for the backward
     kept, nothing = dict.fromkeys(freed, True), dict.fromkeys(freed, False)
     after_forward = [freed, freed, kept, kept, nothing, nothing, nothing]
     for found in world(2).run(all_held, cases):
         assert found == [[state, nothing] for state in after_forward]
+
+
+def units_of_replicate(mesh: Mapping[str, int], settings: Mapping[str, Any]) -> int:
+    """How many units of FSDP2 ``replicate`` makes of a model on the meta device."""
+    with torch.device("meta"):
+        model = Model()
+    applied = wrapped("replicate", mesh, model, **settings)
+    units = sum(isinstance(module, FSDPModule) for module in model.modules())
+    owners = {owner.owner for owner in applied.gradients if owner.axis == "dp_replicate"}
+    assert owners == {"fsdp" if units else "sync"}
+    assert any(isinstance(parameter, DTensor) for parameter in model.parameters()) == bool(units)
+    return units
+
+
+def test_replicas_stay_as_they_are_where_nothing_asks_for_more() -> None:
+    with simulated_world(2):
+        assert units_of_replicate({"dp_replicate": 2}, {}) == 0
+        assert units_of_replicate({"dp_replicate": 2}, {"defer": "everything"}) == 0
+        for settings in ({"compute_dtype": "bfloat16"}, {"offload": True}, {"ignore": ["head.*"]}):
+            assert units_of_replicate({"dp_replicate": 2}, settings) == 3
+    with simulated_world(4):
+        for axis in ("cp", "pp"):
+            assert units_of_replicate({"dp_replicate": 2, axis: 2}, {}) == 3
 
 
 def train(directory: str, evaluation: bool) -> None:

@@ -103,7 +103,9 @@ def wrapped(model: nn.Module, case: Mapping[str, Any]) -> FsdpReducer:
     sizes = Mesh(**case["mesh"]).sizes()
     topology = Topology(sizes=sizes, rank=dist.get_rank(), world_size=dist.get_world_size(), views=VIEWS)
     strategy, config = STRATEGIES[case["strategy"]]
-    (reducer,) = strategy(config(**case["settings"])).apply(model, topology).reducers
+    # Without it, `replicate` would need no FSDP2 outside of a pipeline, which these tests imitate.
+    as_in_a_pipeline = {"forward_prefetch": 1} if case["strategy"] == "replicate" else {}
+    (reducer,) = strategy(config(**case["settings"], **as_in_a_pipeline)).apply(model, topology).reducers
     model.to_empty(device="cpu")
     return reducer  # type: ignore[no-any-return]
 

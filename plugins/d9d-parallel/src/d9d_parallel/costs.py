@@ -21,8 +21,9 @@ _WIDTHS = {"float32": 4, "bfloat16": 2}
 
 
 def replicated(config: ReplicateConfig) -> StrategyCost:
-    """Effect of ``replicate``: FSDP2 with shards over ``cp`` alone, gathered once for forward and backward."""
-    return _data_parallel(config, StrategyCost(shards=True, gathers="once", reduces="each"))
+    """Effect of ``replicate``: shards over ``cp`` alone, gathered once for forward and backward, if at all."""
+    units = StrategyCost(shards=True, gathers="once", reduces="each", in_place=config.needs_no_units)
+    return _data_parallel(config, units)
 
 
 def sharded(config: ShardedConfig) -> StrategyCost:

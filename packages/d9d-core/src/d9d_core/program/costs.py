@@ -237,6 +237,8 @@ class StrategyCost:
             from the forward of their block to its backward, or for both of them anew.
         reduces: when gradients are reduced over data-parallel ranks: beside the backward of each microbatch; of each
             one to shards, and of the last one over replicas; or beside that of the last one, whole up to then.
+        in_place: where neither ``dp_shard`` nor ``cp`` nor ``pp`` has several ranks, nothing is sharded or gathered;
+            gradients are reduced where they are, beside the backward of the last microbatch.
         compute_width, reduce_width: bytes of a number of parameters in computation, and of gradients in reductions.
         offloads: parameters, gradients and optimizer state are in the host's memory.
         compiled: blocks are compiled.
@@ -249,6 +251,7 @@ class StrategyCost:
     shards: bool = False
     gathers: Literal["never", "once", "twice"] = "never"
     reduces: Literal["never", "each", "replicas_last", "last"] = "never"
+    in_place: bool = False
     compute_width: int | None = None
     reduce_width: int | None = None
     offloads: bool = False

@@ -271,7 +271,8 @@ class TimeModel:
                 size, shards = number * width, group if self._effect.shards else Group(1)
                 sums += block.count * seconds("reduce_scatter", size, shards, self._device)
                 over_replicas += block.count * seconds("all_reduce", size / shards.size, replicas, self._device)
-                moved += block.count * 2 * size if shards.size > 1 or replicas.size > 1 else 0.0
+                copied = self._effect.gathers != "never" and (shards.size > 1 or replicas.size > 1)
+                moved += block.count * 2 * size if copied else 0.0
         return sums, over_replicas, moved
 
     def _reduced(self, block: BlockCost) -> list[tuple[int, Group, Group]]:
@@ -313,7 +314,7 @@ class TimeModel:
         gradients, they are summed over ``cp`` after the last backward.
         """
         effect, cp = self._effect, axis_group(self._layout.mesh, "cp")
-        if effect.gathers == "never":
+        if effect.reduces == "never":
             width = self._workload.gradient_width
             sizes = (width * self._numbers(stage.blocks) for stage in self._stages)
             return max(seconds("all_reduce", size, cp, self._device) for size in sizes)

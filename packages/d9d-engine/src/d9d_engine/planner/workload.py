@@ -150,10 +150,14 @@ class Workload:
 
     def strategy(self, layout: Layout) -> StrategyCost:
         """Effect of all strategies of a layout."""
-        key = tuple(map(id, layout.parallel))
+        mesh = layout.mesh
+        alone = mesh.dp_shard == mesh.cp == mesh.pp == 1
+        key = (alone, *map(id, layout.parallel))
         if key not in self._effects:
-            effects = (self._effect(config) for config in layout.parallel)
-            self._effects[key] = layout.parallel, reduce(or_, effects, StrategyCost())  # keeps what has these ids
+            effect = reduce(or_, (self._effect(config) for config in layout.parallel), StrategyCost())
+            if alone and effect.in_place:
+                effect = replace(effect, shards=False, gathers="never", reduces="last")
+            self._effects[key] = layout.parallel, effect  # keeps what has these ids
         return self._effects[key][1]
 
     def _effect(self, config: PluginConfig) -> StrategyCost:

@@ -40,6 +40,11 @@ class ReplicateConfig(DataParallelConfig):
     name: Literal["replicate"] = "replicate"
     """Selects the plugin."""
 
+    @property
+    def needs_no_units(self) -> bool:
+        """Whether nothing here asks for units of FSDP2: gradients may be reduced where they are, once a step."""
+        return self == ReplicateConfig(defer=self.defer)
+
 
 class ShardedConfig(DataParallelConfig):
     """Shared fields of the strategies that shard parameters."""

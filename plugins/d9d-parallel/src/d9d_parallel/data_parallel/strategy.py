@@ -2,8 +2,8 @@
 
 One unit per block and one for the rest of the stage; experts that are spread over ranks are units of their own, over
 the ranks that hold the same ones. Gradients are summed, never averaged: the loss is divided by its
-global weight before the backward. ``replicate`` is ``hsdp`` with a shard size of one, so FSDP2 owns the data axes of
-everything it wraps, and there is one code path for all layouts.
+global weight before the backward. Where ``replicate`` needs FSDP2, it is ``hsdp`` with shards over ``cp`` alone, so
+FSDP2 owns the data axes of everything it wraps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
-from d9d_core.extend import Applied, BuildError, GradientOwner, Topology, local
+from d9d_core.extend import Applied, BuildError, GradientOwner, Topology, local, no_collectives
 from d9d_engine.extend import prepare_fsdp_gradients
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,17 +46,26 @@ _REPLICATED = _Dims(("dp_replicate", "fsdp"), (REPLICAS, SHARDS), ("dp_replicate
 
 
 class Replicate:
-    """Strategy with the whole model on every rank of ``dp_replicate``; gradients are all-reduced over it."""
+    """Strategy with the whole model on every rank of ``dp_replicate``; gradients are all-reduced over it.
+
+    FSDP2 is for what asks for it: formats of computation, offload, shards over ``cp``, stages of a pipeline whose
+    gradients are due at different times. Elsewhere the stage stays as it is, and gradients are reduced where they are,
+    in buckets while the last backward of a step runs: no copy of a parameter, and few of gradients.
+    """
 
     def __init__(self, config: ReplicateConfig) -> None:
         self._config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Wrap the stage. Collective over all ranks.
+        """Leave the stage as it is, or wrap it. Collective over all ranks.
 
         Raises:
-            BuildError: the stage has no blocks.
+            BuildError: the stage is to be wrapped and has no blocks.
         """
+        alone = all(topology.sizes[axis] == 1 for axis in ("pp", "dp_shard", "cp"))
+        if alone and self._config.needs_no_units and not _is_wrapped(stage):
+            owners = (GradientOwner(name, "dp_replicate", "sync") for name, _ in stage.named_parameters())
+            return Applied(modules=("",), gradients=tuple(owners), collectives=no_collectives)
         # FSDP2 copies parameters for the forward, also where there is nothing to gather: once is enough.
         return wrap(stage, topology, _REPLICATED, self._config, reshard_after_forward=False)
 
@@ -111,7 +120,7 @@ def wrap(
         BuildError: the stage has no blocks, the group size does not divide, units share a parameter, or another
             data-parallel strategy was applied already.
     """
-    if any(isinstance(module, FSDPModule) for module in stage.modules()):
+    if _is_wrapped(stage):
         raise BuildError(
             f"parallel: '{config.name}' comes after another strategy for data parallelism; list one of replicate, fsdp "
             "and hsdp, once"
@@ -182,6 +191,11 @@ def wrap(
             stage, topology, units_here, config.defer, policy.param_dtype, policy.reduce_dtype
         ),
     )
+
+
+def _is_wrapped(stage: nn.Module) -> bool:
+    """Whether a strategy has made units of FSDP2."""
+    return any(isinstance(module, FSDPModule) for module in stage.modules())
 
 
 def _units(
