@@ -94,7 +94,7 @@ class TorchStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Tokens or hidden states -> hidden states."""
         first = self.stage.stage.is_first
-        hidden: Tensor = self.stage.run(x if first else None, None if first else x, None, None, {})[0]["hidden"]
+        hidden: Tensor = self.stage.run(x if first else None, None if first else x, None, None, None, {})[0]["hidden"]
         return hidden
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
