@@ -203,19 +203,22 @@ def test_tables_show_what_was_measured_and_what_failed(room: SimpleNamespace) ->
     measured = {
         "name": "dense-2b 8x4096 compiled tp=2 tensor_parallel", "seconds": 0.4, "tokens_per_second": 40_960.0,
         "times_alone": 0.85, "predicted": {"seconds": 0.38, "allocated_gib": 44.4}, "peak_gib": 45.25,
-        "communication_ms": 60.0, "exposed_ms": 50.5, "sixth_step": 33.4,
+        "communication_ms": 60.0, "exposed_ms": 50.5, "sixth_step": 33.4, "row": {"document": None},
     }  # fmt: skip
     failed = {"name": "dense-2b 9x4096", "failed": "out of memory", "predicted": {"not_predicted": "no cost"}}
+    packed = {**measured, "name": "packed", "row": {"document": 4096}}
     result = {
         "table": "layouts-scaling", "taken": "2026-11-25", "command": "python tools/bench/layouts.py", "commit": "abc",
         "hardware": {"device": "NVIDIA H200", "versions": {"torch": "2.11.0"}},
-        room.layouts.KIND: [failed, measured],
+        room.layouts.KIND: [failed, measured, packed],
     }  # fmt: skip
     text = room.layouts.text_of([result])
     line = (
         "| `dense-2b 8x4096 compiled tp=2 tensor_parallel` | 40,960 | 0.850 | 400.0 | 380 | 45.2 | 44.4 | 60.0 | 50.5 |"
     )
     assert line in text.splitlines()
+    # What was predicted of its time is that of attention over the whole sample.
+    assert "| `packed` | 40,960 | 0.850 | 400.0 |  | 45.2 | 44.4 | 60.0 | 50.5 |" in text.splitlines()
     assert "| `dense-2b 9x4096` | out of memory |  |  |  |  |  |  |  |" in text.splitlines()
     assert "Sixth step of `dense-2b 8x4096 compiled tp=2 tensor_parallel` 33 s after the launch." in text
     assert room.layouts.text_of([]) == room.layouts.NONE_YET

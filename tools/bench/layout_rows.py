@@ -33,6 +33,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         replace(DENSE, mesh=_SHARDED, parallel=("fsdp",)),
         replace(DENSE, mesh=_SHARDED, parallel=(_KEPT,)),
         replace(_MOE, mesh=_SHARDED, parallel=(_KEPT,)),
+        replace(_MOE, mesh=(("dp_replicate", 2),), parallel=("replicate",)),
         replace(DENSE, samples=8, mesh=(("tp", 2),), parallel=("tensor_parallel",)),
         context_row("all_gather", 2, 16_384),
         context_row("ring", 2, 16_384),
@@ -50,13 +51,11 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
             for method in ("all_gather", "ring", "ulysses")
         ),
     ),
-    # Documents of 4,096 tokens, so that a step of a million takes seconds; its memory is that of one document.
+    # Documents of 4,096 tokens, so that a step of a million takes seconds; its memory is that of one document. The
+    # first of each fits into 80 GB.
     "longest": (
-        *(replace(_LONG, length=count * 65_536, document=4096) for count in (8, 9)),
-        *(
-            replace(context_row("all_gather", 1, count * 65_536), document=4096, recomputed=True)
-            for count in (16, 18)
-        ),
+        *(replace(_LONG, length=count * 65_536, document=4096) for count in (4, 5)),
+        *(replace(context_row("all_gather", 1, count * 65_536), document=4096) for count in (9, 10, 11)),
     ),
     "large": (
         Row("qwen3-30b-a3b", 4, 4096, compiled=True, recomputed=True, peft=LORA),

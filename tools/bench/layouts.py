@@ -121,6 +121,8 @@ def _line(answer: Mapping[str, Any]) -> list[str]:
     if "failed" in answer:
         return [name, answer["failed"], *[""] * (len(_HEAD) - 2)]
     ahead = answer["predicted"]
+    # Predictions take a sample as one document: right in memory, and not in the time of attention.
+    soon = None if answer["row"]["document"] else ahead.get("seconds")
 
     def number(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:,.{digits}f}"
@@ -130,7 +132,7 @@ def _line(answer: Mapping[str, Any]) -> list[str]:
         number(answer["tokens_per_second"], 0),
         number(answer.get("times_alone"), 3),
         number(1e3 * answer["seconds"], 1),
-        number(1e3 * ahead["seconds"] if "seconds" in ahead else None, 0),
+        number(None if soon is None else 1e3 * soon, 0),
         number(answer.get("peak_gib"), 1),
         number(ahead.get("allocated_gib"), 1),
         number(answer.get("communication_ms"), 1),
