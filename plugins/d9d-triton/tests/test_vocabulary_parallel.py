@@ -289,5 +289,6 @@ def test_on_gpus_too() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.gpus(2)
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_nobody_waits_for_a_gpu_not_even_for_a_target_that_is_no_word() -> None:
     World(2, timeout=240, backend="cpu:gloo,cuda:nccl").run(on_a_gpu)
