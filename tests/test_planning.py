@@ -305,6 +305,17 @@ def test_a_plan_tries_another_method_of_context_parallelism() -> None:
     assert methods == {"all_gather", "ulysses"}
 
 
+def test_a_plan_has_no_two_layouts_that_read_or_cost_the_same() -> None:
+    job = JobFile.from_values(values(DENSE, parallel=["compile"], batch={"size": 32}))
+    found = search(Workload(job, job.registry, job.views()), 4, Device.named("h200"))
+    lines = [(str(one.layout), one.layout.microbatch, one.layout.pipeline) for one in found.ranked]
+    assert len(set(map(str, lines))) == len(lines)
+    shown = {text for text, _, _ in lines}
+    # Whether replicas wait for the last microbatch makes no difference where they are reduced in place.
+    assert [text for text in shown if text.startswith("dp_replicate=4, ")] == ["dp_replicate=4, replicate"]
+    assert {"dp_shard=4, fsdp", "dp_shard=4, fsdp(defer=everything)"} <= shown
+
+
 # --- d9d check --------------------------------------------------------------------------------------------------------
 
 

@@ -58,9 +58,16 @@ class Layout:
 
     def __str__(self) -> str:
         axes = [f"{axis}={size}" for axis, size in self.mesh.sizes().items() if size > 1]
-        names = [config.selector for config in self.parallel if config.selector != "compile"]
+        names = [_described(config) for config in self.parallel if config.selector != "compile"]
         schedule = [] if self.pipeline is None else [self.pipeline.selector]
         return f"{' '.join(axes) or 'one device'}, {' '.join([*names, *schedule]) or 'no strategy'}"
+
+
+def _described(config: PluginConfig) -> str:
+    """Name of a strategy, and those of its settings that are not the defaults: ``fsdp(defer=everything)``."""
+    values = config.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+    shown = ", ".join(f"{name}={value}" for name, value in values.items())
+    return f"{config.selector}({shown})" if shown else config.selector
 
 
 def axis_group(mesh: Mesh, axis: str) -> Group:

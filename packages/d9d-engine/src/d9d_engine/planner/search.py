@@ -79,9 +79,17 @@ def search(workload: Workload, devices: int, device: Device) -> Found:
 
 
 def _by_least_time(workload: Workload, devices: int, device: Device) -> list[Prediction]:
-    """Layouts that the model allows, without a schedule yet, by the time that they take about at least."""
-    found = []
+    """Layouts that the model allows, without a schedule yet, by the time that they take about at least.
+
+    Of those that cost the same, the first.
+    """
+    found, seen = [], set()
     for layout in layouts(workload, devices, device.node):
+        # Settings that change nothing on a mesh, such as when to reduce replicas that are reduced in place.
+        same = (*layout.mesh.sizes().values(), layout.microbatch, workload.strategy(layout))
+        if same in seen:
+            continue
+        seen.add(same)
         prediction = Prediction(workload, layout, device)
         try:
             prediction.least_time  # noqa: B018 - is cached
