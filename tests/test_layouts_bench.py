@@ -181,6 +181,15 @@ def test_what_a_question_raises_is_its_answer(
     ]
 
 
+def test_copies_between_gpus_are_exchanges_and_others_are_nothing_that_runs(room: SimpleNamespace) -> None:
+    def event(kind: str, name: str) -> dict[str, Any]:
+        return {"cat": kind, "name": name, "ts": 0, "dur": 5, "args": {"correlation": 1}}
+
+    copies = [event("gpu_memcpy", f"Memcpy {way} (Device -> Device)") for way in ("PtoP", "DtoD")]
+    found = room.traces.kernels([event("kernel", "matmul"), *copies])
+    assert [kernel.kind for kernel in found] == ["compute", "exchange"]
+
+
 def test_communication_is_exposed_where_no_other_kernel_runs(room: SimpleNamespace) -> None:
     kernel = room.traces.Kernel
     found = room.rank_steps.communication_of(
