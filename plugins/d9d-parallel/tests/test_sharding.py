@@ -116,7 +116,7 @@ def test_whole_parameters_have_memory_only_as_long_as_stated(world: Any) -> None
 
 
 def units_of_replicate(mesh: Mapping[str, int], settings: Mapping[str, Any]) -> int:
-    """How many units of FSDP2 ``replicate`` makes of a model on the meta device."""
+    """Number of units of FSDP2 that ``replicate`` makes of a model on the meta device."""
     with torch.device("meta"):
         model = Model()
     applied = wrapped("replicate", mesh, model, **settings)
