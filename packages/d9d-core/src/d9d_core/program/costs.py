@@ -237,7 +237,7 @@ class StrategyCost:
             from the forward of their block to its backward, or for both of them anew.
         reduces: when gradients are reduced over data-parallel ranks: beside the backward of each microbatch; of each
             one to shards, and of the last one over replicas; or beside that of the last one, whole up to then.
-        in_place: where neither ``dp_shard`` nor ``cp`` nor ``pp`` has several ranks, nothing is sharded or gathered;
+        in_place: where neither ``dp_shard`` nor ``cp`` nor ``pp`` has several ranks, nothing is gathered or copied;
             gradients are reduced where they are, beside the backward of the last microbatch.
         compute_width, reduce_width: bytes of a number of parameters in computation, and of gradients in reductions.
         offloads: parameters, gradients and optimizer state are in the host's memory.

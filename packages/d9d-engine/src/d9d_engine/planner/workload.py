@@ -156,7 +156,7 @@ class Workload:
         if key not in self._effects:
             effect = reduce(or_, (self._effect(config) for config in layout.parallel), StrategyCost())
             if alone and effect.in_place:
-                effect = replace(effect, shards=False, gathers="never", reduces="last")
+                effect = replace(effect, gathers="never", reduces="last")
             self._effects[key] = layout.parallel, effect  # keeps what has these ids
         return self._effects[key][1]
 
