@@ -274,7 +274,7 @@ def on_a_gpu() -> None:
     grad = torch.ones(2, 5, device=hidden.device)
     torch.cuda.set_sync_debug_mode("error")
     loss.with_ranks(*leaves, targets)[0].backward(grad)
-    targets[1, 3] = 150
+    targets[1, 3].fill_(150)  # an assignment would wait
     losses = loss(*leaves, targets)
     torch.cuda.set_sync_debug_mode("default")
     assert losses[1, 3].isnan()
