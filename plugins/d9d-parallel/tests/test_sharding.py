@@ -197,7 +197,9 @@ def reductions(name: str, mesh: Mapping[str, int], defer: str) -> dict[str, int]
             loss = model(torch.ones(2, 4)).sum()
             reducer.before_backward(last=index == 2)
             loss.backward()
-    return {"scatter": seen.counts["c10d._reduce_scatter_base_"], "reduce": seen.counts["c10d.allreduce_"]}
+    scattered = ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")  # from a buffer, or from the gradients
+    scatter = sum(seen.counts[f"c10d.{operator}"] for operator in scattered)
+    return {"scatter": scatter, "reduce": seen.counts["c10d.allreduce_"]}
 
 
 def all_reductions(cases: list[Any]) -> list[Any]:

@@ -54,6 +54,34 @@ def reduce_fsdp_gradients(root: FSDPModule) -> None:
         state._root_post_backward_final_callback()  # noqa: SLF001
 
 
+def settle_fsdp_reduction(group: Any, kept: Any, event: torch.Event | None, stream: Any) -> None:
+    """Have FSDP2 treat a reduction that was made in its place as its own, in an ``FSDPParamGroup``.
+
+    The next reduction and the end of the backward wait for it. It waits for the one before, whose tensors are let go.
+
+    Args:
+        group: whose gradients are reduced.
+        kept: tensors that must live until then.
+        event: recorded behind the reduction.
+        stream: that runs it.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    state: Any = _fsdp_param_group.ReduceScatterState  # of two fields, later of four
+    shared, current = group.comm_ctx, group.device_handle.current_stream()
+    group._post_reduce_event = event  # noqa: SLF001
+    if hasattr(shared, "reduce_scatter_states"):  # newer than 2.11: a list, and events by stream
+        group._post_backward_pending = False  # noqa: SLF001
+        for before in shared.reduce_scatter_states:
+            current.wait_event(before.event)
+        shared.reduce_scatter_states[:] = [state(kept, event, current, group)]
+        shared._last_post_reduce_events[stream] = event  # noqa: SLF001
+        return
+    if shared.reduce_scatter_state is not None:
+        current.wait_event(shared.reduce_scatter_state.event)
+    shared.reduce_scatter_state = state(kept, event)
+
+
 def recomputes_inside_functions() -> bool:
     """Whether a checkpointed region in a graph computes again what autograd Functions inside of it return.
 

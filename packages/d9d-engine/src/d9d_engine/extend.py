@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         prepare_fsdp_gradients,
         recomputes_inside_functions,
         reduce_fsdp_gradients,
+        settle_fsdp_reduction,
     )
     from d9d_engine.distributed.logs import rank_logger
     from d9d_engine.distributed.positions import ZigzagPositions
@@ -31,6 +32,7 @@ _LAZY = {
     "rank_logger": "d9d_engine.distributed.logs",
     "recomputes_inside_functions": "d9d_engine.compat",
     "reduce_fsdp_gradients": "d9d_engine.compat",
+    "settle_fsdp_reduction": "d9d_engine.compat",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "rank_logger",
     "recomputes_inside_functions",
     "reduce_fsdp_gradients",
+    "settle_fsdp_reduction",
 ]
 
 

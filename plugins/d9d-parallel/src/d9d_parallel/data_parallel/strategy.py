@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from d9d_core.extend import Applied, BuildError, GradientOwner, Topology, local, no_collectives
@@ -23,6 +23,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from d9d_parallel.blocks import find_blocks
 from d9d_parallel.data_parallel.collectives import FsdpCommunication, Unit
 from d9d_parallel.data_parallel.config import DataParallelConfig, FsdpConfig, HsdpConfig, ReplicateConfig
+from d9d_parallel.data_parallel.direct_gather import DirectGather, gather_directly
+from d9d_parallel.data_parallel.direct_reduce import reduce_directly
 from d9d_parallel.data_parallel.experts import REPLICAS, SHARDS, VIEW, ShardDimension, find_banks, is_spread
 from d9d_parallel.data_parallel.reducer import FsdpReducer
 
@@ -170,9 +172,13 @@ def wrap(
         # A divisor of one and plain sums: FSDP2 would average, and gloo knows no scaled sum.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+    direct = gather_directly(stage)
+    reduce_directly(direct)
     prepare_fsdp_gradients(stage)
-    stage.register_forward_hook(_reshard_without_backward)
-    _prefetch([_units_of(block) for block in blocks.values()], config)
+    stage.register_forward_hook(partial(_reshard_without_backward, direct))
+    # A gather into the parameters themselves begins when the host asks for it, so it has to ask ahead.
+    ahead = config.forward_prefetch or int(bool(direct))
+    _prefetch([_units_of(block) for block in blocks.values()], ahead, config.backward_prefetch)
     spread = {f"{bank}.{name}" for bank, module in banks.items() for name, _ in module.named_parameters()}
     owners = (
         GradientOwner(name, axis, "fsdp")
@@ -286,9 +292,13 @@ def _check_ties(stage: nn.Module, blocks: Mapping[str, nn.Module], strategy: str
                 )
 
 
-def _reshard_without_backward(stage: nn.Module, _inputs: object, _outputs: object) -> None:
+def _reshard_without_backward(
+    gathers: Iterable[DirectGather], stage: nn.Module, _inputs: object, _outputs: object
+) -> None:
     """Reshard parameters after an evaluation, which no backward would do."""
     if not torch.is_grad_enabled():
+        for gather in gathers:
+            gather.drop()
         for unit in stage.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
@@ -299,12 +309,12 @@ def _units_of(block: nn.Module) -> list[FSDPModule]:
     return [unit for unit in block.modules() if isinstance(unit, FSDPModule)]
 
 
-def _prefetch(blocks: list[list[FSDPModule]], config: DataParallelConfig) -> None:
-    if config.forward_prefetch:
-        for units, ahead in _windows(blocks, config.forward_prefetch):
+def _prefetch(blocks: list[list[FSDPModule]], forward: int, backward: int) -> None:
+    if forward:
+        for units, ahead in _windows(blocks, forward):
             units[0].set_modules_to_forward_prefetch(ahead)
-    if config.backward_prefetch:
-        for units, ahead in _windows(blocks[::-1], config.backward_prefetch):
+    if backward:
+        for units, ahead in _windows(blocks[::-1], backward):
             units[0].set_modules_to_backward_prefetch(ahead)
 
 

@@ -1,0 +1,107 @@
+"""Reduce-scatters of FSDP2's units straight from the gradients.
+
+FSDP2 copies the gradients of a unit into one flat buffer, rank after rank, and sums that. Where parameters are split
+evenly along dimension 0, the parts of a gradient follow each other in its own memory, so it is summed from there, in
+one call for all of a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from d9d_engine.extend import settle_fsdp_reduction
+from torch import Tensor
+
+from d9d_parallel.data_parallel.direct_gather import DirectGather
+
+# Private in torch, as what gathers directly is: where the names do not fit, FSDP2 goes its own way, and
+# test_direct_gather.py fails.
+_OF_GROUP = (
+    "_all_reduce_hook", "_is_hsdp", "_post_reduce_event", "_reduce_scatter_process_group",
+    "force_sum_reduction_for_comms", "gradient_divide_factor", "post_backward", "reduce_grads",
+)  # fmt: skip
+
+
+def reduce_directly(gathers: Sequence[DirectGather]) -> None:
+    """Let units that gather directly reduce directly, too, unless replicas of their shards are to be summed as well.
+
+    Before :func:`d9d_engine.extend.prepare_fsdp_gradients`, whose zeros are reduced like other gradients.
+    """
+    for gather in gathers:
+        if all(hasattr(gather.group, name) for name in _OF_GROUP) and not gather.group._is_hsdp:  # noqa: SLF001
+            DirectReduce(gather.group)
+
+
+class DirectReduce:
+    """Reduction of one unit's gradients, in the place of that of its ``FSDPParamGroup``.
+
+    Args:
+        group: of a unit whose parameters are split evenly along dimension 0.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._post_backward = group.post_backward
+        group.post_backward = self.post_backward
+
+    def post_backward(self, *unused: Any) -> None:
+        """End a backward of the unit: free whole parameters and begin to reduce. Collective over the unit's ranks."""
+        group = self._group
+        if not self._is_direct():
+            self._post_backward(*unused)
+            return
+        trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+        gradients = [_taken(parameter) for parameter in trained]
+        group.reduce_grads = False  # so what follows frees and reduces nothing
+        try:
+            self._post_backward(*unused)
+        finally:
+            group.reduce_grads = True
+        if trained:
+            self._reduce(trained, gradients)
+
+    def _is_direct(self) -> bool:
+        """Whether this backward is reduced, in the format of the gradients, by sums; the same on all ranks."""
+        group = self._group
+        plain = group.gradient_divide_factor == 1.0 and group.force_sum_reduction_for_comms
+        if not (group.reduce_grads and plain and group._all_reduce_hook is None):  # noqa: SLF001
+            return False
+        return all(hasattr(p, "_unsharded_param") and _has_one_format(p) for p in group.fsdp_params)
+
+    def _reduce(self, parameters: Sequence[Any], gradients: Sequence[Tensor]) -> None:
+        group, ranks = self._group, self._group._reduce_scatter_process_group  # noqa: SLF001
+        handle, stream = group.device_handle, group.comm_ctx.reduce_scatter_stream
+        parts = [grad.new_empty(p.sharded_size) for p, grad in zip(parameters, gradients, strict=True)]
+        stream.wait_stream(handle.current_stream())
+        with torch.no_grad(), handle.stream(stream):
+            for dtype in dict.fromkeys(tensor.dtype for tensor in gradients):
+                pairs = [pair for pair in zip(parts, gradients, strict=True) if pair[0].dtype == dtype]
+                work = ranks.reduce_scatter_tensor_coalesced([part for part, _ in pairs], [grad for _, grad in pairs])
+                work.wait()  # the stream does; on a CPU, the host
+            for parameter, part in zip(parameters, parts, strict=True):
+                shard = parameter.sharded_param
+                if shard.grad is None:
+                    shard.grad = parameter.to_sharded_dtensor(part)
+                else:
+                    shard.grad.to_local().add_(part)
+            event = stream.record_event()
+        settle_fsdp_reduction(group, [*gradients, *parts], event, stream)
+
+
+def _has_one_format(parameter: Any) -> bool:
+    """Whether gradients are computed, summed and kept in the parameter's own format."""
+    shard = parameter.sharded_param
+    formats = {parameter.param_dtype, getattr(parameter, "reduce_dtype", None), shard.grad_dtype} - {None}
+    return formats <= {shard.dtype}
+
+
+def _taken(parameter: Any) -> Tensor:
+    """Gradient of a whole parameter, zeros if there is none, taken from it."""
+    whole = parameter._unsharded_param  # noqa: SLF001
+    if whole.grad is None:
+        whole.grad = torch.zeros_like(whole)
+    gradient: Tensor = parameter.unsharded_grad_data.contiguous()
+    whole.grad = None
+    return gradient
