@@ -14,16 +14,18 @@ from torch import Tensor
 
 from d9d_triton.linear_cross_entropy.parts import (
     add_product,
+    differentiate,
     empty,
     only,
     parts_of,
     project,
+    read,
+    read_and_differentiate,
     results,
     space_for,
     total_of,
     without_ignored,
 )
-from d9d_triton.linear_cross_entropy.passes import gradient_in_place, row_statistics
 
 
 @torch.library.custom_op("d9d_triton::linear_cross_entropy", mutates_args=())
@@ -47,7 +49,7 @@ def token_losses(
     tokens, logits = hidden.flatten(0, -2), space_for(kept, hidden, weight)
     for part, space in parts_of(len(tokens), logits, rows):
         project(tokens[part], weight, space)
-        _read(space, part, len(weight), targets, losses, ranks, statistics)
+        read(space, part, len(weight), targets, losses, ranks, statistics)
     return losses, ranks, statistics, logits
 
 
@@ -73,7 +75,7 @@ def gradients(
     for part, space in parts:
         if part.stop > len(logits):
             project(tokens[part], weight, space)
-        grad = _differentiate(space, part, len(weight), targets, statistics, grad_losses)
+        grad = differentiate(space, part, len(weight), targets, statistics, grad_losses)
         if of_hidden:
             torch.mm(grad, weight, out=grad_hidden.flatten(0, -2)[part])
         if of_weight:
@@ -103,11 +105,9 @@ def token_losses_ahead(
     tokens, masked = hidden.flatten(0, -2), without_ignored(hidden, targets, of_weight)
     unit_hidden = empty(hidden, torch.float32, of_hidden)
     total: Tensor | None = None
-    ones = torch.ones_like(losses)
     for part, space in parts_of(len(tokens), space_for(0, hidden, weight), rows):
         project(tokens[part], weight, space)
-        _read(space, part, len(weight), targets, losses, ranks, statistics)
-        grad = _differentiate(space, part, len(weight), targets, statistics, ones)
+        grad = read_and_differentiate(space, part, len(weight), targets, losses, ranks, statistics)
         if of_hidden:
             unit_hidden.flatten(0, -2)[part] = add_product(None, grad, weight, torch.float32)
         if of_weight:
@@ -235,26 +235,6 @@ token_losses_ahead.register_autograd(_backward_ahead, setup_context=_keep_ahead)
 
 
 # --- parts of the operators
-
-
-def _read(
-    space: Tensor, part: slice, words: int, targets: Tensor, losses: Tensor, ranks: Tensor, statistics: Tensor
-) -> None:
-    """Fill losses, ranks and statistics of a chunk from its logits."""
-    targets = targets.flatten()[part].contiguous()
-    # Torch checks the index: an error on the CPU, an assertion on the device. The kernels use no target as an address.
-    own = space[:, :words].gather(1, targets.masked_fill(targets == IGNORE, 0).unsqueeze(1)).squeeze(1)
-    counts = ranks.view(-1)[part] if ranks.numel() else None
-    row_statistics(space, own, targets, losses.view(-1)[part], statistics[:, part], counts, words=words, ignored=IGNORE)
-
-
-def _differentiate(
-    space: Tensor, part: slice, words: int, targets: Tensor, statistics: Tensor, grad_losses: Tensor
-) -> Tensor:
-    """Gradient [C, V] of a chunk's logits, in their place."""
-    targets, grads = (tensor.flatten()[part].contiguous() for tensor in (targets, grad_losses))
-    gradient_in_place(space, targets, statistics[:, part], grads, words=words, ignored=IGNORE)
-    return space[:, :words]
 
 
 def _times(unit: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
