@@ -36,6 +36,7 @@ def losses(path: Path) -> list[float]:
         ("stochastic_adamw", "triton", STOCHASTIC),
         ("linear_cross_entropy", "triton", FEW_TOKENS),
         ("linear_cross_entropy", "triton_sum", FEW_TOKENS),
+        ("linear_cross_entropy", "triton_sum_narrow", FEW_TOKENS),
         ("linear_cross_entropy", "triton_words", FEW_TOKENS),
     ],
 )

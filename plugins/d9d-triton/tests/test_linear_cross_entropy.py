@@ -15,7 +15,11 @@ from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients, assert_close_values
 from d9d_triton import support
 from d9d_triton.linear_cross_entropy import backend, operators
-from d9d_triton.linear_cross_entropy.backend import LinearCrossEntropy, LinearCrossEntropyByWords
+from d9d_triton.linear_cross_entropy.backend import (
+    LinearCrossEntropy,
+    LinearCrossEntropyByWords,
+    LinearCrossEntropyNarrow,
+)
 from d9d_triton.linear_cross_entropy.passes import (
     columns,
     gradient_in_place,
@@ -35,8 +39,8 @@ FEATURES, WORDS = 8, 40
 AHEAD = pytest.mark.parametrize("ahead", [False, True])
 OPS = pytest.mark.parametrize(
     "op",
-    [LinearCrossEntropy(), LinearCrossEntropy(ahead=True), LinearCrossEntropyByWords()],
-    ids=["kept", "ahead", "words"],
+    [LinearCrossEntropy(), LinearCrossEntropy(ahead=True), LinearCrossEntropyNarrow(), LinearCrossEntropyByWords()],
+    ids=["kept", "ahead", "narrow", "words"],
 )
 
 

@@ -79,6 +79,12 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "The loss where it has no weights, in memory for one chunk of logits; never chosen by itself.",
         ),
         (
+            "triton_sum_narrow",
+            "linear_cross_entropy_sum_narrow",
+            "build_sum_narrow",
+            "The same in the least memory, with a rounding for each chunk; never chosen by itself.",
+        ),
+        (
             "triton_words",
             "linear_cross_entropy_words",
             "build_words",

@@ -43,6 +43,12 @@ def linear_cross_entropy_sum(signature: OpSignature) -> Decision:
     return decide(signature, "memory for one chunk, if the loss is a plain sum over tokens; by name only", priority=0)
 
 
+def linear_cross_entropy_sum_narrow(signature: OpSignature) -> Decision:
+    """Accept, by name only, bfloat16 and float32: float16 lacks the range for gradients before they are scaled."""
+    reason = "a plain sum in a fraction of the memory, for a weight gradient rounded once per chunk; by name only"
+    return decide(signature, reason, ("bfloat16", "float32"), priority=0)
+
+
 def linear_cross_entropy_words(signature: OpSignature) -> Decision:
     """Accept, by name only, what :func:`linear_cross_entropy` accepts."""
     return decide(signature, "a fraction of the memory, for four products in place of three; by name only", priority=0)

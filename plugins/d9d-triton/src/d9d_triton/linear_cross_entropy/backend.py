@@ -1,4 +1,4 @@
-"""Backends ``triton``, ``triton_sum`` and ``triton_words`` of the op ``linear_cross_entropy``.
+"""Backends of the op ``linear_cross_entropy``: ``triton``, ``triton_sum``, ``triton_sum_narrow`` and ``triton_words``.
 
 Shapes: T tokens, H features, V words of the vocabulary, C tokens of a chunk, W words of a chunk.
 """
@@ -12,6 +12,7 @@ from d9d_nn.ops.linear_cross_entropy import may_be_kept
 from torch import Tensor
 
 from d9d_triton.launch import check_floats
+from d9d_triton.linear_cross_entropy import narrow
 from d9d_triton.linear_cross_entropy.operators import token_losses, token_losses_ahead
 from d9d_triton.linear_cross_entropy.passes import columns
 from d9d_triton.linear_cross_entropy.words import TILE, token_losses_by_words
@@ -23,6 +24,9 @@ _LEAST_ROWS = 256
 #: states in float32, which is why it has some words however many tokens there are.
 _SMALL_BYTES = 192 << 20
 _LEAST_WORDS = 4096
+#: Bytes that a chunk of tokens needs where gradients have no other memory than their own: logits, and hidden states
+#: without what is not predicted. For 2,048 features and 151,936 words in bfloat16 these are 1,024 tokens.
+_NARROW_BYTES = 304 << 20
 
 
 def build(_signature: OpSignature) -> LinearCrossEntropy:
@@ -33,6 +37,11 @@ def build(_signature: OpSignature) -> LinearCrossEntropy:
 def build_sum(_signature: OpSignature) -> LinearCrossEntropy:
     """Backend function of ``triton_sum``; it is the same for all signatures."""
     return LinearCrossEntropy(ahead=True)
+
+
+def build_sum_narrow(_signature: OpSignature) -> LinearCrossEntropyNarrow:
+    """Backend function of ``triton_sum_narrow``; it is the same for all signatures."""
+    return LinearCrossEntropyNarrow()
 
 
 def build_words(_signature: OpSignature) -> LinearCrossEntropyByWords:
@@ -111,6 +120,69 @@ class LinearCrossEntropy:
         return losses, ranks
 
 
+class LinearCrossEntropyNarrow:
+    """Loss of each token, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`, in memory for few logits.
+
+    As ``triton_sum``, the forward computes the gradients, for a loss that is some number times the sum of all tokens'
+    losses, and the backward computes everything again for any other loss. But they are computed, added up and scaled in
+    the memory in which the backward returns them, and chunks of tokens are small. So walking a graph twice
+    (``retain_graph``) is an error of autograd's.
+
+    Gradients in bfloat16 are less exact: they are rounded before they are scaled, and that of the weight with each
+    chunk. N chunks whose parts have random signs give ``sqrt((N + 1) / 2)`` times the error of one rounding, twice for
+    N = 8, and what a part adds below half of the sum's last place is lost. Statistics, and sums inside of a product,
+    are float32, and nothing is filtered. With float32 for weight and hidden states, it all is as in ``triton_sum``.
+    """
+
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None) -> Tensor:
+        """Compute the loss of each token.
+
+        Args:
+            hidden: [..., H], bfloat16 or float32.
+            weight: [V, H], of the same dtype.
+            targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` where nothing is predicted.
+            rows: largest C; ``None`` chooses by V and H.
+
+        Returns:
+            float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, whatever the hidden state is.
+
+        Raises:
+            TypeError: the dtype is another one, or hidden and weight have two. Nothing but float32 has the range of
+                bfloat16, for gradients that are not scaled yet.
+            ValueError: there are not as many targets as hidden states.
+            IndexError: a target is no word; on a GPU, an assertion on the device.
+        """
+        return self._compute(hidden, weight, targets, rows, ranked=False)[0]
+
+    def with_ranks(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the same losses and, in the same pass, the ranks int64 [...] of the targets.
+
+        See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`.
+        """
+        return self._compute(hidden, weight, targets, rows, ranked=True)
+
+    def _compute(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, *, ranked: bool
+    ) -> tuple[Tensor, Tensor]:
+        hidden, weight = autocast_operands(hidden, weight)
+        check_operands("linear_cross_entropy", hidden, weight, targets)
+        if hidden.dtype == torch.float16:
+            raise TypeError(
+                "linear_cross_entropy.triton_sum_narrow: gradients of a sum over all tokens may be too large for "
+                "torch.float16; train in bfloat16, or name triton_sum"
+            )
+        rows = narrow_rows(hidden, weight) if rows is None else rows
+        recorded = torch.is_grad_enabled()
+        of_hidden, of_weight = recorded and hidden.requires_grad, recorded and weight.requires_grad
+        if of_hidden or of_weight:
+            losses, ranks, *_ = narrow.token_losses_narrow(hidden, weight, targets, rows, ranked, of_hidden, of_weight)
+        else:
+            losses, ranks, *_ = token_losses(hidden, weight, targets, rows, 0, ranked)
+        return losses, ranks
+
+
 class LinearCrossEntropyByWords:
     """Loss of each token, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`, in memory for few logits.
 
@@ -180,6 +252,12 @@ def _fitting(length: int, hidden: Tensor) -> int:
 def rows_of_chunk(hidden: Tensor, size: int) -> int:
     """Largest C for rows of ``size`` logits."""
     return max(_LEAST_ROWS, _CHUNK_BYTES // (size * hidden.itemsize))
+
+
+def narrow_rows(hidden: Tensor, weight: Tensor) -> int:
+    """Largest C for chunks that need memory for little more than their logits."""
+    row = (columns(weight.shape[0]) + weight.shape[1]) * hidden.itemsize
+    return max(_LEAST_ROWS, _NARROW_BYTES // row // narrow.TILE * narrow.TILE)
 
 
 def check_operands(op: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:

@@ -16,6 +16,7 @@ from d9d_triton.linear_cross_entropy.parts import (
     add_product,
     differentiate,
     empty,
+    is_one_number,
     only,
     parts_of,
     project,
@@ -203,7 +204,7 @@ def _backward_ahead(ctx: Any, grad_losses: Tensor | None, *_others: None) -> tup
     found: tuple[Tensor | None, ...] = (None, None)
     if grad_losses is not None:
         targets, unit_hidden, unit_weight, *again = ctx.saved_tensors
-        if not again or _is_one_number(grad_losses):
+        if not again or is_one_number(grad_losses):
             found = only(ctx, scaled_gradients(grad_losses, targets, unit_hidden, unit_weight, ctx.dtype))
         else:
             hidden, weight, statistics = again
@@ -223,11 +224,6 @@ def _from_logits(
     logits = space_for(0, hidden, weight) if logits is None else logits
     wants = ctx.needs_input_grad[:2]
     return only(ctx, gradients(grad_losses, hidden, weight, targets, statistics, logits, ctx.rows, *wants))
-
-
-def _is_one_number(tensor: Tensor) -> bool:
-    """Whether all elements are one in memory, as are those of the gradient of a sum: a fact that the host knows."""
-    return all(size <= 1 or stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 token_losses.register_autograd(_backward, setup_context=_keep)

@@ -46,18 +46,19 @@ def space_for(rows: int, hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden.new_empty(rows, columns(weight.shape[0]))
 
 
-def parts_of(tokens: int, kept: Tensor, rows: int) -> list[tuple[slice, Tensor]]:
+def parts_of(tokens: int, kept: Tensor, rows: int, tile: int = _TILE) -> list[tuple[slice, Tensor]]:
     """Chunks of tokens and memory for their logits: those that are kept have their own, the others share some.
 
     Args:
         tokens: T.
         kept: memory for the logits of the first tokens [K, P], which are one chunk.
         rows: most tokens of another chunk.
+        tile: number that they are a multiple of, if they are more.
     """
     parts = [(slice(0, len(kept)), kept)] if len(kept) else []
     rest = tokens - len(kept)
     even = -(-rest // max(1, -(-rest // rows)))  # rather two halves than a large chunk and a tiny one
-    rows = min(rows, -(-even // _TILE) * _TILE)
+    rows = min(rows, -(-even // tile) * tile)
     shared = kept.new_empty(min(rows, rest), kept.shape[1])
     for start in range(len(kept), tokens, max(1, rows)):
         stop = min(start + rows, tokens)
@@ -128,3 +129,8 @@ def total_of(total: Tensor | None, weight: Tensor, wanted: bool) -> Tensor:
 def only(ctx: Any, found: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
     """Gradients of hidden states and weight, without those that autograd did not ask for."""
     return tuple(grad if wanted else None for grad, wanted in zip(found, ctx.needs_input_grad[:2], strict=True))
+
+
+def is_one_number(tensor: Tensor) -> bool:
+    """Whether all elements are one in memory, as are those of the gradient of a sum: a fact that the host knows."""
+    return all(size <= 1 or stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
