@@ -273,7 +273,11 @@ def gradient_norms(bench: Bench, rate: float) -> list[Row]:
 def measure_loss(bench: Bench) -> dict[str, Any]:
     """Output projection and loss, forward and backward, against its three products and by its memory."""
     from d9d_nn.ops.linear_cross_entropy import linear_cross_entropy
-    from d9d_triton.linear_cross_entropy.backend import LinearCrossEntropy, LinearCrossEntropyByWords
+    from d9d_triton.linear_cross_entropy.backend import (
+        LinearCrossEntropy,
+        LinearCrossEntropyByWords,
+        LinearCrossEntropyNarrow,
+    )
 
     s = bench.sizes
     hidden, weight = bench.draw(s.loss_tokens, s.hidden), bench.draw(s.words, s.hidden)
@@ -284,8 +288,10 @@ def measure_loss(bench: Bench) -> dict[str, Any]:
         ("reference", linear_cross_entropy, False),
         ("triton", LinearCrossEntropy(), False),
         ("triton_sum", LinearCrossEntropy(ahead=True), False),
+        ("triton_sum_narrow", LinearCrossEntropyNarrow(), False),
         ("triton_words", LinearCrossEntropyByWords(), False),
         ("triton, frozen weight", LinearCrossEntropy(), True),
+        ("triton_sum_narrow, frozen weight", LinearCrossEntropyNarrow(), True),
         ("triton_words, frozen weight", LinearCrossEntropyByWords(), True),
     ):
         weight.requires_grad_(not frozen)
