@@ -319,3 +319,41 @@ def test_a_second_strategy_of_data_parallelism_is_refused() -> None:
         wrapped("fsdp", {"dp_shard": 2}, model)
         with pytest.raises(BuildError, match="'replicate' comes after another strategy for data"):
             wrapped("replicate", {"dp_shard": 2}, model)
+
+
+# --- what is a unit
+
+
+class Head(nn.Linear):
+    """Computes with an op."""
+
+    def op_slots(self) -> Mapping[str, Any]:
+        return {}
+
+
+class Decoder(Model):
+    """Model of blocks with a small norm, a small head and large ones, of which one may be tied to the embedding."""
+
+    def __init__(self, tied: bool = False, large: int = 1) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(1)
+        self.norm.op_slots = dict  # type: ignore[assignment]
+        self.heads = nn.ModuleDict({"words": Head(4, 4, bias=False), "classes": Head(3, 1, bias=False)})
+        if large > 1:
+            self.heads["more"] = Head(4, 4)
+        if tied:
+            self.heads["words"].weight = self.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("settings", "head"),
+    [({}, ["heads.words"]), ({"tied": True}, []), ({"large": 2}, []), ({"tied": True, "large": 2}, ["heads.more"])],
+)
+def test_the_only_large_head_that_is_not_tied_is_a_unit(settings: dict[str, Any], head: list[str]) -> None:
+    with torch.device("meta"):
+        model = Decoder(**settings)
+    with simulated_world(2):
+        applied = wrapped("fsdp", {"dp_shard": 2}, model)
+    blocks = ["layers.0", "layers.1"]
+    assert list(applied.modules) == [*blocks, *head, ""]
+    assert [name for name, unit in model.named_modules() if isinstance(unit, FSDPModule)] == ["", *blocks, *head]

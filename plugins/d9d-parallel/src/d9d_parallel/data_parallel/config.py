@@ -24,7 +24,8 @@ class DataParallelConfig(PluginConfig):
     """What waits for the last microbatch: ``all_reduce`` keeps sums over one shard group, ``everything`` whole
     gradients of all parameters; less communication for more memory. What waits adds up in ``reduce_dtype``."""
     forward_prefetch: NonNegativeInt = 0
-    """Blocks whose parameters are requested ahead in the forward; 0 requests each when the host gets there."""
+    """Blocks whose parameters are requested ahead in the forward; 0 requests one where parameters are gathered
+    directly, else each when the host gets there."""
     backward_prefetch: NonNegativeInt = 0
     """The same in the backward; 0 leaves it to FSDP2, which requests one block ahead."""
     offload: bool = False
