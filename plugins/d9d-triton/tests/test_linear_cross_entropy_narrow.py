@@ -52,6 +52,7 @@ class TestTritonSumNarrow(KernelSuite):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
 class TestTritonSumNarrowOnCuda(TestTritonSumNarrow):
     device = "cuda"
 
