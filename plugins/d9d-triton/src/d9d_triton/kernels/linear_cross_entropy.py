@@ -31,7 +31,7 @@ def take_statistics(
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Statistics of one row per program.
+    """Statistics of one row per program. Each lane has a maximum and a sum of its own; they meet at the end.
 
     Args:
         logits: [C, P].
@@ -57,112 +57,30 @@ def take_statistics(
             tl.store(ranks + row, -1)
     else:
         target = tl.load(own + row).to(tl.float32)
-        largest, total, above = _read_row(logits, target, RANKED, WORDS, BLOCK)
+        offsets = tl.arange(0, BLOCK // _LANE)[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
+        peak = tl.full((BLOCK // _LANE,), _LOWEST, tl.float32)
+        total = tl.zeros((BLOCK // _LANE,), tl.float32)
+        above = tl.zeros((BLOCK // _LANE,), tl.int32)
+        for start in range(0, WORDS // BLOCK * BLOCK, BLOCK):
+            x = tl.load(logits + start + offsets).to(tl.float32)
+            peak, total = _include(x, peak, total)
+            if RANKED:
+                above += tl.sum(tl.where(x <= target, 0, 1), 1)
+        if WORDS % BLOCK:
+            column = WORDS // BLOCK * BLOCK + offsets
+            x = tl.load(logits + column, mask=column < WORDS, other=float("-inf")).to(tl.float32)
+            peak, total = _include(x, peak, total)
+            if RANKED:
+                # If the target's logit is NaN, no comparison holds, not even of what is outside.
+                above += tl.sum(tl.where((x <= target) | (column >= WORDS), 0, 1), 1)
+        largest = tl.max(peak, 0)
+        total = tl.sum(total * tl.exp2((peak - largest) * _LOG2E), 0)
         # Not by their sum, log-sum-exp, which has fewer bits for what is behind the point.
         tl.store(losses + row, tl.log(total) + (largest - target))
         tl.store(peaks + row, largest)
         tl.store(totals + row, total)
         if RANKED:
-            tl.store(ranks + row, above.to(tl.int64))
-
-
-@triton.jit(
-    do_not_specialize=["rows"],
-    do_not_specialize_on_alignment=["own", "targets", "losses", "peaks", "totals", "ranks"],
-)
-def differentiate_rows(
-    logits,
-    own,
-    targets,
-    losses,
-    peaks,
-    totals,
-    ranks,
-    rows,
-    ignored,
-    RANKED: tl.constexpr,
-    WORDS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Statistics of whole rows, then the gradient of each one's loss in the place of its logits.
-
-    It computes what :func:`take_statistics` does, then what :func:`differentiate` does for gradients of one. A program
-    takes one row after the other, so that few rows are between the two passes at a time: a cache may still hold them.
-    Nothing is overwritten that is still to be read, since each gradient depends on the sum of the whole row.
-
-    Args:
-        logits: [C, P], in and out.
-        own: logit of the target, [C].
-        targets: int64 [C].
-        losses: float32 [C], out.
-        peaks: float32 [C], out: largest logit.
-        totals: float32 [C], out: sum of ``exp(logit - largest)``.
-        ranks: int64 [C], out: number of logits that are not at most that of the target.
-        rows: C.
-        ignored: target of rows that are left out, and become zeros.
-        RANKED: whether to count ranks.
-        WORDS: V.
-        STRIDE: P.
-        BLOCK: logits at once.
-    """
-    offsets = tl.arange(0, BLOCK // _LANE)[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
-    row = tl.program_id(0)
-    while row < rows:
-        line = logits + row.to(tl.int64) * STRIDE
-        word = tl.load(targets + row).to(tl.int32)
-        if word == ignored:
-            tl.store(losses + row, 0.0)
-            tl.store(peaks + row, 0.0)
-            tl.store(totals + row, 1.0)
-            if RANKED:
-                tl.store(ranks + row, -1)
-            for start in range(0, STRIDE, BLOCK):
-                zeros = tl.zeros((BLOCK // _LANE, _LANE), logits.dtype.element_ty)
-                tl.store(line + start + offsets, zeros, mask=start + offsets < STRIDE)
-        else:
-            target = tl.load(own + row).to(tl.float32)
-            peak, total, above = _read_row(line, target, RANKED, WORDS, BLOCK)
-            tl.store(losses + row, tl.log(total) + (peak - target))
-            tl.store(peaks + row, peak)
-            tl.store(totals + row, total)
-            if RANKED:
-                tl.store(ranks + row, above.to(tl.int64))
-            scale = 1.0 / total
-            for start in range(0, STRIDE, BLOCK):
-                column = start + offsets
-                # To the end of the row in memory, so that accesses are wide; what is behind the last word is nobody's.
-                x = tl.load(line + column, mask=column < STRIDE, other=0.0).to(tl.float32)
-                p = tl.exp2((tl.where(column < WORDS, x, peak) - peak) * _LOG2E) * scale
-                grad = tl.where(column == word, p - 1.0, p)
-                tl.store(line + column, grad.to(logits.dtype.element_ty), mask=column < STRIDE)
-        row += tl.num_programs(0)
-
-
-@triton.jit
-def _read_row(logits, target, RANKED: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Largest logit of a row, sum of ``exp(logit - largest)``, and number of logits that are not at most ``target``.
-
-    Each lane has a maximum and a sum of its own; they meet at the end.
-    """
-    offsets = tl.arange(0, BLOCK // _LANE)[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
-    peak = tl.full((BLOCK // _LANE,), _LOWEST, tl.float32)
-    total = tl.zeros((BLOCK // _LANE,), tl.float32)
-    above = tl.zeros((BLOCK // _LANE,), tl.int32)
-    for start in range(0, WORDS // BLOCK * BLOCK, BLOCK):
-        x = tl.load(logits + start + offsets).to(tl.float32)
-        peak, total = _include(x, peak, total)
-        if RANKED:
-            above += tl.sum(tl.where(x <= target, 0, 1), 1)
-    if WORDS % BLOCK:
-        column = WORDS // BLOCK * BLOCK + offsets
-        x = tl.load(logits + column, mask=column < WORDS, other=float("-inf")).to(tl.float32)
-        peak, total = _include(x, peak, total)
-        if RANKED:
-            # If the target's logit is NaN, no comparison holds, not even of what is outside.
-            above += tl.sum(tl.where((x <= target) | (column >= WORDS), 0, 1), 1)
-    largest = tl.max(peak, 0)
-    return largest, tl.sum(total * tl.exp2((peak - largest) * _LOG2E), 0), tl.sum(above, 0)
+            tl.store(ranks + row, tl.sum(above, 0).to(tl.int64))
 
 
 @triton.jit

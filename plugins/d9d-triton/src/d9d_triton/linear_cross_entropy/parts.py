@@ -15,7 +15,6 @@ from d9d_triton.linear_cross_entropy.passes import (
     columns,
     gradient_in_place,
     row_statistics,
-    statistics_and_gradient,
 )
 
 #: Chunks are a multiple of this, if they are larger: products are computed in tiles.
@@ -75,16 +74,19 @@ def read(
     space: Tensor, part: slice, words: int, targets: Tensor, losses: Tensor, ranks: Tensor, statistics: Tensor
 ) -> None:
     """Fill losses, ranks and statistics of a chunk from its logits."""
-    row_statistics(*_of_rows(space, part, words, targets, losses, ranks, statistics), words=words, ignored=IGNORE)
+    targets = targets.flatten()[part].contiguous()
+    # Torch checks the index: an error on the CPU, an assertion on the device. The kernels use no target as an address.
+    own = space[:, :words].gather(1, targets.masked_fill(targets == IGNORE, 0).unsqueeze(1)).squeeze(1)
+    counts = ranks.view(-1)[part] if ranks.numel() else None
+    row_statistics(space, own, targets, losses.view(-1)[part], statistics[:, part], counts, words=words, ignored=IGNORE)
 
 
 def read_and_differentiate(
     space: Tensor, part: slice, words: int, targets: Tensor, losses: Tensor, ranks: Tensor, statistics: Tensor
 ) -> Tensor:
     """Fill losses, ranks and statistics of a chunk, and return the gradient [C, V] of the losses' sum, in its place."""
-    rows = _of_rows(space, part, words, targets, losses, ranks, statistics)
-    statistics_and_gradient(*rows, words=words, ignored=IGNORE)
-    return space[:, :words]
+    read(space, part, words, targets, losses, ranks, statistics)
+    return differentiate(space, part, words, targets, statistics, torch.ones_like(losses))
 
 
 def differentiate(
@@ -94,17 +96,6 @@ def differentiate(
     targets, grads = (tensor.flatten()[part].contiguous() for tensor in (targets, grad_losses))
     gradient_in_place(space, targets, statistics[:, part], grads, words=words, ignored=IGNORE)
     return space[:, :words]
-
-
-def _of_rows(
-    space: Tensor, part: slice, words: int, targets: Tensor, losses: Tensor, ranks: Tensor, statistics: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Logits of a chunk, those of its targets, the targets, and where losses, statistics and ranks go."""
-    targets = targets.flatten()[part].contiguous()
-    # Torch checks the index: an error on the CPU, an assertion on the device. The kernels use no target as an address.
-    own = space[:, :words].gather(1, targets.masked_fill(targets == IGNORE, 0).unsqueeze(1)).squeeze(1)
-    counts = ranks.view(-1)[part] if ranks.numel() else None
-    return space, own, targets, losses.view(-1)[part], statistics[:, part], counts
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

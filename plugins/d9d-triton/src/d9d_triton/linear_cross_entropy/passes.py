@@ -10,14 +10,8 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from d9d_triton.kernels.linear_cross_entropy import (
-    count_above,
-    differentiate,
-    differentiate_rows,
-    include_words,
-    take_statistics,
-)
-from d9d_triton.launch import on_device, persistent_programs
+from d9d_triton.kernels.linear_cross_entropy import count_above, differentiate, include_words, take_statistics
+from d9d_triton.launch import on_device
 
 #: Columns in memory are a multiple of this, so that every row begins where wide loads may, whatever V is.
 _COLUMNS = 16
@@ -25,10 +19,6 @@ _COLUMNS = 16
 _BLOCK = 8192
 #: Options of the compiler. Triton's default for the fusion of multiplications and additions depends on its version.
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
-#: The same where a program reads whole rows twice, and warps of all programs that share a multiprocessor. So 132 rows
-#: of 151,936 logits are between the two passes at a time, 38 MiB in bfloat16; the cache of an H100 or H200 has 50.
-_ROW_BLOCK = 16384
-_ROW_WARPS = 32
 #: The same where rows are chunks, of which a large block would hold little but what is behind the last word.
 _CHUNK_BLOCK = 4096
 #: Largest logit of no words: finite, also times log2(e), because minus infinity less itself is no number.
@@ -80,50 +70,6 @@ def row_statistics(
             STRIDE=logits.stride(0),
             BLOCK=_block(words),
             **_OPTIONS,
-        )
-
-
-def statistics_and_gradient(
-    logits: Tensor,
-    own: Tensor,
-    targets: Tensor,
-    losses: Tensor,
-    statistics: Tensor,
-    ranks: Tensor | None,
-    *,
-    words: int,
-    ignored: int,
-) -> None:
-    """Compute what :func:`row_statistics` does, then :func:`gradient_in_place` for gradients of one, in one launch.
-
-    Args:
-        logits: [C, P], which become ``softmax(logits) - onehot(target)``, and zeros where the target is ``ignored``.
-        own: logit of the target, [C].
-        targets: int64 [C].
-        losses: receives the loss, float32 [C]; zero where the target is ``ignored``.
-        statistics: receives the largest logit of each row and the sum of ``exp(logit - largest)``, float32 [2, C].
-        ranks: receives how many logits are not at most ``own``, int64 [C]; -1 where the target is ``ignored``.
-        words: V.
-        ignored: target of rows that are left out.
-    """
-    block = _block(words, _ROW_BLOCK)
-    warps = max(1, block * _ROW_WARPS // _ROW_BLOCK)
-    with on_device(logits):
-        differentiate_rows[(persistent_programs(logits, len(logits), each=_ROW_WARPS // warps),)](
-            logits,
-            own,
-            targets,
-            losses,
-            statistics[0],
-            statistics[1],
-            targets if ranks is None else ranks,
-            len(logits),
-            ignored,
-            RANKED=ranks is not None,
-            WORDS=words,
-            STRIDE=logits.stride(0),
-            BLOCK=block,
-            **{**_OPTIONS, "num_warps": warps},
         )
 
 
