@@ -121,6 +121,7 @@ def new_plugin(
     kind: Annotated[
         str,
         typer.Option(
+            "--kind",
             metavar="KIND",
             help="metric, tracker, optimizer, lr_schedule, task, dataset, model, strategy, schedule, peft, kernel or "
             "subscriber.",

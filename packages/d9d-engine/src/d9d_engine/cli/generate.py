@@ -23,7 +23,8 @@ def generate(
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Complete or answer this text.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Answer each line of standard input.")] = False,
     file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON lines, each with 'prompt' or 'messages', maybe 'tools'.")
+        Path | None,
+        typer.Option("--file", metavar="FILE", help="JSON lines, each with 'prompt' or 'messages', maybe 'tools'."),
     ] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Completions of --file, in its order.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
@@ -43,7 +44,9 @@ def generate(
         typer.Option(metavar="X", help="Draw from the most probable tokens of this probability.", min=1e-9, max=1.0),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the draws.", min=0)] = 0,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="Such as cpu or cuda; auto by default.")] = "auto",
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="Such as cpu or cuda; auto by default.")
+    ] = "auto",
     dtype: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="Number format, such as bfloat16; kept by default.")
     ] = None,

@@ -25,7 +25,9 @@ def verify(
     job: JobPath,
     layout: Annotated[
         list[str],
-        typer.Option(metavar="LAYOUT", help="Such as dp_shard=2:fsdp; may be repeated; the job's own by default."),
+        typer.Option(
+            "--layout", metavar="LAYOUT", help="Such as dp_shard=2:fsdp; may be repeated; the job's own by default."
+        ),
     ] = [],  # noqa: B006
     steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to compare.", min=1)] = 4,
     max_ranks: Annotated[int, typer.Option(metavar="N", help="Most processes for the job's own layout.", min=1)] = 8,
