@@ -151,6 +151,23 @@ def test_sharding_divides_what_is_stored() -> None:
     assert wrapped.communication > wrapped.parameters  # copies, from the forward to the backward
 
 
+def test_sharding_copies_what_changes_its_format_or_has_replicas() -> None:
+    fast, slow = (Device.named("h100").model_copy(update={"copy_bytes": rate}) for rate in (3e12, 1e12))
+
+    def copied(strategy: dict[str, Any], **mesh: int) -> float:
+        job = JobFile.from_values(values(SMALL, mesh=mesh, parallel=[strategy]))
+        times = [
+            predict(job, job.registry, job.views(), rates).time.parts["data parallelism"] for rates in (fast, slow)
+        ]
+        return times[1] - times[0]
+
+    plain = copied({"name": "fsdp"}, dp_shard=2)
+    assert plain <= 0  # what is computed is slower, too, and hides more
+    assert copied({"name": "fsdp", "reduce_dtype": "float32"}, dp_shard=2) > plain
+    assert copied({"name": "fsdp", "compute_dtype": "float32"}, dp_shard=2) > plain
+    assert copied({"name": "hsdp"}, dp_shard=2, dp_replicate=2) > plain
+
+
 def test_the_first_pipeline_rank_holds_most_microbatches_and_the_last_has_logits() -> None:
     found = prediction(DENSE, mesh={"pp": 4}, pipeline="1f1b", batch={"size": 16, "microbatch": 1})
     activations = [rank.activations for rank in found.ranks]
