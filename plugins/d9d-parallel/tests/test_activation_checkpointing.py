@@ -12,6 +12,7 @@ from d9d_engine.api import Topology
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
 from d9d_parallel.activation_checkpointing.operators import find_operators
 from d9d_parallel.activation_checkpointing.strategy import ActivationCheckpointing
+from d9d_testing.operators import OperatorCounter
 from pydantic import ValidationError
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -111,20 +112,8 @@ def test_less_is_kept_for_the_backward(make_model) -> None:
     assert saved_elements(full) < saved_elements(plain) / 3
 
 
-class Calls(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func.overloadpacket)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def calls(model: nn.Module, run: Any) -> Counter[str]:
-    with Calls() as mode:
+    with OperatorCounter() as mode:
         run(model)
     return mode.counts
 

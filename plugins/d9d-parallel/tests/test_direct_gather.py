@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +14,11 @@ from d9d_parallel.data_parallel import strategy
 from d9d_parallel.data_parallel.config import FsdpConfig, HsdpConfig
 from d9d_parallel.data_parallel.direct_gather import DirectGather
 from d9d_parallel.data_parallel.strategy import Fsdp, Hsdp
+from d9d_testing.operators import OperatorCounter
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.smoke
 VIEWS = {e.spec.key: e.spec for e in Registry.of().entries("view") if isinstance(e.spec, ViewSpec)}
@@ -71,24 +70,12 @@ def wrapped(case: Mapping[str, Any], direct: bool = True) -> Model:
     return model
 
 
-class Operators(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func.overloadpacket)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def steps_of(case: Mapping[str, Any], direct: bool) -> tuple[list[Tensor], dict[str, int]]:
     """Outputs and whole gradients of training steps with an evaluation between them, and counts of operators."""
     model = wrapped(case, direct)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
     found: list[Tensor] = []
-    with Operators() as seen:
+    with OperatorCounter() as seen:
         for layers in case.get("layers", (3, 3)):
             for microbatch in range(2):
                 x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * microbatch + dist.get_rank()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from d9d_engine.testing import CheckpointStore, simulated_world
 from d9d_parallel.data_parallel.config import FsdpConfig, HsdpConfig, ReplicateConfig
 from d9d_parallel.data_parallel.strategy import Fsdp, Hsdp, Replicate
 from d9d_testing.layouts import job_of, topology_here
+from d9d_testing.operators import OperatorCounter
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.smoke
 VIEWS = {e.spec.key: e.spec for e in Registry.of().entries("view") if isinstance(e.spec, ViewSpec)}
@@ -176,23 +175,11 @@ def test_a_checkpoint_right_after_an_evaluation_holds_the_same_as_without(world:
 # --- communication
 
 
-class Operators(TorchDispatchMode):
-    """Counts operators, collectives among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func.overloadpacket)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def reductions(name: str, mesh: Mapping[str, int], defer: str) -> dict[str, int]:
     """Collectives of three microbatches that reduce gradients."""
     model = seeded()
     reducer = wrapped(name, mesh, model, defer=defer).reducers[0]
-    with Operators() as seen:
+    with OperatorCounter() as seen:
         for index in range(3):
             loss = model(torch.ones(2, 4)).sum()
             reducer.before_backward(last=index == 2)
