@@ -1,7 +1,7 @@
 """Data parallelism by FSDP2 (Zhao et al., PyTorch FSDP; torch.distributed.fsdp.fully_shard).
 
-One unit per block, one for a large head and one for the rest of the stage; experts that are spread over ranks are units
-of their own, over the ranks that hold the same ones. Gradients are summed, never averaged: the loss is divided by its
+One unit per block and one for the rest of the stage; experts that are spread over ranks are units of their own, over
+the ranks that hold the same ones. Gradients are summed, never averaged: the loss is divided by its
 global weight before the backward. Where ``replicate`` needs FSDP2, it is ``hsdp`` with shards over ``cp`` alone, so
 FSDP2 owns the data axes of everything it wraps.
 """
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from d9d_parallel.blocks import find_blocks, find_head
+from d9d_parallel.blocks import find_blocks
 from d9d_parallel.data_parallel.collectives import FsdpCommunication, Unit
 from d9d_parallel.data_parallel.config import DataParallelConfig, FsdpConfig, HsdpConfig, ReplicateConfig
 from d9d_parallel.data_parallel.direct_gather import DirectGather, gather_directly
@@ -109,14 +109,14 @@ def wrap(
     config: ReplicateConfig | FsdpConfig | HsdpConfig,
     reshard_after_forward: bool | int,
 ) -> Applied:
-    """Make blocks and head of the stage, and the stage around them, units of FSDP2. Collective over all ranks.
+    """Make every block of the stage, and the stage around them, a unit of FSDP2. In place. Collective over all ranks.
 
     Args:
         stage: on the meta device.
         topology: topology with the meshes.
         dims: one dimension to shard over, or two: replicas, then shards.
         config: config of the strategy.
-        reshard_after_forward: as FSDP2 takes it; head and root keep theirs, which the backward needs at once.
+        reshard_after_forward: as FSDP2 takes it; the root keeps its parameters, which the backward needs at once.
 
     Raises:
         BuildError: the stage has no blocks, the group size does not divide, units share a parameter, or another
@@ -129,7 +129,6 @@ def wrap(
         )
     mesh = topology.mesh("dense", *dims.dense)
     blocks, experts = find_blocks(stage, config.name), find_banks(stage)
-    head = find_head(stage, blocks)
     banks = {name: bank for name, bank in experts.items() if is_spread(bank)}
     _check_ties(stage, blocks, config.name)
     ignored, unmatched = _ignored(stage, config)
@@ -140,7 +139,7 @@ def wrap(
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload else OffloadPolicy()
     _check_formats(stage, experts, ignored, policy.param_dtype, config.name)
     skipped = {parameter for name, parameter in stage.named_parameters() if name in ignored}
-    units_here = _units(stage, banks, blocks, head, ignored, dims, reshard_after_forward, config.backward_prefetch)
+    units_here = _units(stage, banks, blocks, ignored, dims, reshard_after_forward, config.backward_prefetch)
     for bank in banks.values():
         fully_shard(
             bank,
@@ -151,11 +150,11 @@ def wrap(
             offload_policy=offload,
             ignored_params=skipped,
         )
-    for name, unit in {**blocks, **head}.items():
+    for block in blocks.values():
         fully_shard(
-            unit,
+            block,
             mesh=mesh,
-            reshard_after_forward=reshard_after_forward if name in blocks else False,
+            reshard_after_forward=reshard_after_forward,
             mp_policy=policy,
             offload_policy=offload,
             ignored_params=skipped,
@@ -178,8 +177,8 @@ def wrap(
     prepare_fsdp_gradients(stage)
     stage.register_forward_hook(partial(_reshard_without_backward, direct))
     # A gather into the parameters themselves begins when the host asks for it, so it has to ask ahead.
-    ahead = config.forward_prefetch or int(bool(direct))
-    _prefetch([*map(_units_of, (*blocks.values(), *head.values()))], len(blocks), ahead, config.backward_prefetch)
+    ahead = config.forward_prefetch or int(any(stage not in gather.group.modules for gather in direct))
+    _prefetch([_units_of(block) for block in blocks.values()], ahead, config.backward_prefetch)
     spread = {f"{bank}.{name}" for bank, module in banks.items() for name, _ in module.named_parameters()}
     owners = (
         GradientOwner(name, axis, "fsdp")
@@ -188,7 +187,7 @@ def wrap(
         for axis in (dims.experts if name in spread else dims.axes)
     )
     return Applied(
-        modules=(*banks, *blocks, *head, ""),
+        modules=(*banks, *blocks, ""),
         gradients=tuple(owners),
         reducers=(FsdpReducer(root, config.defer),),
         compute_dtype=policy.param_dtype,
@@ -209,7 +208,6 @@ def _units(
     stage: nn.Module,
     banks: Mapping[str, nn.Module],
     blocks: Mapping[str, nn.Module],
-    head: Mapping[str, nn.Module],
     ignored: frozenset[str],
     dims: _Dims,
     reshard_after_forward: bool | int,
@@ -222,13 +220,13 @@ def _units(
     left = {name: local(parameter).shape for name, parameter in stage.named_parameters() if name not in ignored}
     inside = {block: [bank for bank in banks if bank.startswith(f"{block}.")] for block in blocks}
     units, first = [], next(iter(blocks))
-    for name in (*(one for block in blocks for one in (*inside[block], block)), *head, ""):
+    for name in (*(one for block in blocks for one in (*inside[block], block)), ""):
         own = {key: shape for key, shape in left.items() if not name or key.startswith(f"{name}.")}
         left = {key: shape for key, shape in left.items() if key not in own}
         view, over = (VIEW, dims.experts) if name in banks else ("dense", dims.dense)
         ahead = prefetch > 0 and name in blocks and name != first
         if own:
-            reshards = reshard_after_forward if name and name not in head else False
+            reshards = reshard_after_forward if name else False
             units.append(Unit(name, own, view, over, reshards, prefetches=ahead, even=name in banks))
     return units
 
@@ -307,22 +305,21 @@ def _reshard_without_backward(
 
 
 def _units_of(block: nn.Module) -> list[FSDPModule]:
-    """Units of a block or head, and of the experts in it, in the order of a forward."""
+    """Units of a block and of the experts in it, in the order of a forward."""
     return [unit for unit in block.modules() if isinstance(unit, FSDPModule)]
 
 
-def _prefetch(parts: list[list[FSDPModule]], blocks: int, forward: int, backward: int) -> None:
-    """Say what is requested ahead of what: so many blocks and, behind them, a head."""
+def _prefetch(blocks: list[list[FSDPModule]], forward: int, backward: int) -> None:
     if forward:
-        for units, ahead in _windows(parts, forward):
+        for units, ahead in _windows(blocks, forward):
             units[0].set_modules_to_forward_prefetch(ahead)
     if backward:
-        for units, ahead in _windows(parts[:blocks][::-1], backward):
+        for units, ahead in _windows(blocks[::-1], backward):
             units[0].set_modules_to_backward_prefetch(ahead)
 
 
 def _windows(blocks: list[list[FSDPModule]], depth: int) -> Iterable[tuple[list[FSDPModule], list[FSDPModule]]]:
-    """Pairs of the units of each part but the last, and of the units fetched ahead with it, its experts first."""
+    """Pairs of the units of each block but the last, and of the units fetched ahead with it, its experts first."""
     for index, units in enumerate(blocks[:-1]):
         following = blocks[index + 1 : index + 1 + depth]
         yield units, [*units[1:], *(unit for later in following for unit in later)]
