@@ -161,6 +161,30 @@ def test_replicas_of_shards_and_groups_of_ranks_within_them_gather_directly(worl
         assert near_counts[COPY_OUT] > 0  # in the backward, among two
 
 
+def left_behind(train: bool) -> list[int]:
+    """Bytes of whole parameters of a block that was requested and did not run: at the end of the forward, and after."""
+    model = wrapped({})
+    group = model.layers[2]._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+
+    def held() -> int:
+        return sum(t.untyped_storage().size() for p in group.fsdp_params for t in p.all_gather_outputs)
+
+    found: list[int] = []
+    model.head.register_forward_pre_hook(lambda *_: found.append(held()))
+    with torch.set_grad_enabled(train):
+        loss = model(torch.ones(2, 4), 2).sum()
+    if train:
+        loss.backward()
+    assert group._all_gather_result is None
+    return [*found, held()]
+
+
+def test_what_was_requested_and_not_used_is_freed(world: Any) -> None:
+    whole = 2 * 8 * 4 * 4 + 4 * 8
+    for train in (True, False):
+        assert world(2).run(left_behind, train) == [[whole, 0]] * 2
+
+
 def test_the_private_parts_of_torch_are_where_they_were(world: Any) -> None:
     for found in world(2).run(ways, {}):
         assert all(found.values())

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 # test_direct_gather.py fails.
 _OF_GROUP = (
     "_all_gather_process_group", "_all_gather_result", "_to_unsharded", "_training_state", "comm_ctx", "device",
-    "device_handle", "fsdp_params", "is_sharded", "unshard", "unshard_in_backward", "wait_for_unshard",
+    "device_handle", "finalize_backward", "fsdp_params", "is_sharded", "modules", "unshard", "unshard_in_backward",
+    "wait_for_unshard",
 )  # fmt: skip
 _OF_PARAMETER = (
     "_orig_size", "_sharded_local_tensor", "_sharded_param_data", "alloc_all_gather_outputs", "all_gather_outputs",
@@ -66,12 +67,14 @@ class _Begun(NamedTuple):
 
     Attributes:
         all_gather_event: recorded behind it.
-        inputs: kept until the wait, as their memory may be another stream's.
+        inputs: what is gathered, kept until the wait.
+        copies: stream that the memory of inputs in another format belongs to.
         all_gather_work: nothing else is to be waited for.
     """
 
     all_gather_event: torch.Event | None
     inputs: Sequence[Tensor]
+    copies: Any
     all_gather_work: None = None
 
 
@@ -84,10 +87,10 @@ class DirectGather:
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self._unshard, self._wait = group.unshard, group.wait_for_unshard
+        self._unshard, self._wait, self._finalize = group.unshard, group.wait_for_unshard, group.finalize_backward
         #: What :meth:`unshard` has begun, and the group remembers as ``_all_gather_result``.
         self._begun: _Begun | None = None
-        group.unshard, group.wait_for_unshard = self.unshard, self.wait
+        group.unshard, group.wait_for_unshard, group.finalize_backward = self.unshard, self.wait, self.finalize
 
     def unshard(self, async_op: bool = False) -> None:
         """Begin to gather, if the parameters are shards. Collective over the unit's ranks.
@@ -113,21 +116,28 @@ class DirectGather:
         if self._begun is None or group._all_gather_result is not self._begun:  # noqa: SLF001
             self._wait()
             return
-        group.device_handle.current_stream().wait_event(self._begun.all_gather_event)
+        self._land(self._begun)
         for parameter in group.fsdp_params:
             parameter.init_unsharded_param()
         group._to_unsharded()  # noqa: SLF001
-        self._begun = group._all_gather_result = None  # noqa: SLF001
+
+    def finalize(self) -> None:
+        """End the last backward of a step, after which parameters change."""
+        self.drop()
+        self._finalize()
 
     def drop(self) -> None:
-        """Forget what was begun and not used: a block that did not run, after a forward without a backward."""
-        group = self.group
-        if self._begun is None or group._all_gather_result is not self._begun:  # noqa: SLF001
+        """Free what was requested and not used: a block that did not run."""
+        if self._begun is None or self.group._all_gather_result is not self._begun:  # noqa: SLF001
             return
-        group.device_handle.current_stream().wait_event(self._begun.all_gather_event)
-        for parameter in group.fsdp_params:
+        self._land(self._begun)
+        for parameter in self.group.fsdp_params:
             parameter.free_unsharded_param()
-        self._begun = group._all_gather_result = None  # noqa: SLF001
+
+    def _land(self, begun: _Begun) -> None:
+        self.group.device_handle.current_stream().wait_event(begun.all_gather_event)
+        begun.copies.wait_event(begun.all_gather_event)  # its memory may be given to the next unit's inputs now
+        self._begun = self.group._all_gather_result = None  # noqa: SLF001
 
     def _begin(self) -> _Begun:
         group, ranks = self.group, self.group._all_gather_process_group  # noqa: SLF001
@@ -138,10 +148,11 @@ class DirectGather:
             dtype = parameter.param_dtype or shard.dtype
             parameter.init_all_gather_outputs([shard.numel()], [dtype], ranks.size(), group.device)
             parameter.alloc_all_gather_outputs()
+        current = handle.current_stream()
         for stream in (copies, gathers):
-            stream.wait_stream(handle.current_stream())
-        # What a unit with a buffer leaves until the next gather: both streams are behind its copies now.
-        shared.all_gather_state = None
+            stream.wait_stream(current)
+        if copies != current:  # which are behind the copies of a unit with a buffer now, so that can be freed
+            shared.all_gather_state = None
         with torch.no_grad(), handle.stream(copies):  # which has nothing to do if formats are the same
             inputs = [parameter.all_gather_inputs[0] for parameter in group.fsdp_params]
         gathers.wait_stream(copies)
@@ -152,4 +163,4 @@ class DirectGather:
                 pairs = [pair for pair in zip(outputs, inputs, strict=True) if pair[0].dtype == dtype]
                 work = ranks.allgather_into_tensor_coalesced([o for o, _ in pairs], [i for _, i in pairs])
                 work.wait()  # the stream does; on a CPU, the host
-            return _Begun(gathers.record_event(), inputs)
+            return _Begun(gathers.record_event(), inputs, copies)
