@@ -49,26 +49,25 @@ class DirectReduce:
     def post_backward(self, *unused: Any) -> None:
         """End a backward of the unit: free whole parameters and begin to reduce. Collective over the unit's ranks."""
         group = self._group
-        if not self._is_direct():
+        trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+        if not trained or not self._is_direct(trained):
             self._post_backward(*unused)
             return
-        trained = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
         gradients = [_taken(parameter) for parameter in trained]
         group.reduce_grads = False  # so what follows frees and reduces nothing
         try:
             self._post_backward(*unused)
         finally:
             group.reduce_grads = True
-        if trained:
-            self._reduce(trained, gradients)
+        self._reduce(trained, gradients)
 
-    def _is_direct(self) -> bool:
-        """Whether this backward is reduced, in the format of the gradients, by sums; the same on all ranks."""
+    def _is_direct(self, trained: Sequence[Any]) -> bool:
+        """Whether this backward is reduced, by sums in the format of the parameters; the same on all ranks."""
         group = self._group
         plain = group.gradient_divide_factor == 1.0 and group.force_sum_reduction_for_comms
         if not (group.reduce_grads and plain and group._all_reduce_hook is None):  # noqa: SLF001
             return False
-        return all(hasattr(p, "_unsharded_param") and _has_one_format(p) for p in group.fsdp_params)
+        return all(hasattr(parameter, "_unsharded_param") and _is_plain(parameter) for parameter in trained)
 
     def _reduce(self, parameters: Sequence[Any], gradients: Sequence[Tensor]) -> None:
         group, ranks = self._group, self._group._reduce_scatter_process_group  # noqa: SLF001
@@ -90,11 +89,11 @@ class DirectReduce:
         settle_fsdp_reduction(group, [*gradients, *parts], event, stream)
 
 
-def _has_one_format(parameter: Any) -> bool:
-    """Whether gradients are computed, summed and kept in the parameter's own format."""
+def _is_plain(parameter: Any) -> bool:
+    """Whether gradients are computed, summed and kept in the parameter's own format, and no hook waits for them."""
     shard = parameter.sharded_param
-    formats = {parameter.param_dtype, getattr(parameter, "reduce_dtype", None), shard.grad_dtype} - {None}
-    return formats <= {shard.dtype}
+    formats = {parameter.param_dtype, getattr(parameter, "reduce_dtype", None)} - {None} | {shard.grad_dtype}
+    return formats <= {shard.dtype} and not getattr(shard, "_post_accumulate_grad_hooks", None)
 
 
 def _taken(parameter: Any) -> Tensor:
