@@ -11,11 +11,7 @@ import torch
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 from torch import Tensor
 
-from d9d_triton.linear_cross_entropy.passes import (
-    columns,
-    gradient_in_place,
-    row_statistics,
-)
+from d9d_triton.linear_cross_entropy.passes import columns, gradient_in_place, row_statistics
 
 #: Chunks are a multiple of this, if they are larger: products are computed in tiles.
 _TILE = 64
