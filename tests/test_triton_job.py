@@ -65,6 +65,7 @@ def calls_of_kernels(path: str) -> int:
     return count
 
 
+@pytest.mark.thorough
 def test_ranks_that_share_the_words_train_with_the_kernel_as_with_the_reference(small_job: Write) -> None:
     common = {
         "steps": 3, "batch": {"size": 1, "microbatch": 1}, "mesh": {"tp": 2}, "parallel": ["tensor_parallel"],

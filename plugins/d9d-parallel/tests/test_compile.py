@@ -228,6 +228,7 @@ def exchanged() -> None:
         torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 def test_collectives_of_a_compiled_graph_have_their_gradients() -> None:
     """With torch 2.11, Dynamo lost those of outputs that a Function returned as it had filled them."""
     World(2).run(exchanged)
@@ -316,6 +317,7 @@ def split_blocks(asynchronous: bool) -> None:
     assert kept[2] <= rows.numel() + sum(local_of(one).numel() for one in block.parameters())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "overlapped"])
 def test_split_blocks_that_are_checkpointed_are_one_graph(asynchronous: bool) -> None:
     """Local shards take the place of their parameters while they are traced."""

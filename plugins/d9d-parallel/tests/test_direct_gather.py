@@ -148,6 +148,7 @@ def ways(case: dict[str, Any]) -> dict[str, bool]:
     return {name: isinstance(group.unshard.__self__, DirectGather) for name, group in groups.items()}
 
 
+@pytest.mark.thorough
 def test_replicas_of_shards_and_groups_of_ranks_within_them_gather_directly(world: Any) -> None:
     hybrid = {"name": "hsdp", "mesh": {"dp_replicate": 2, "dp_shard": 2}}
     near = {"mesh": {"dp_shard": 4}, "settings": {"reshard_after_forward": 2}}

@@ -132,6 +132,7 @@ def test_normed_rope_agrees_with_float64(
     assert_near(found, exact, *dtypes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("heads", [(5, 1), (1, 5), (4, 2), (5, 3)])
 @pytest.mark.parametrize("positions", [96, 23], ids=["whole tiles", "the last is not full"])
 def test_more_tokens_and_heads_than_a_program_takes_are_taken_by_several(
