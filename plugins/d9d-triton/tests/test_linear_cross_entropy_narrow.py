@@ -28,6 +28,8 @@ pytestmark = pytest.mark.smoke
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FEATURES, WORDS, TOKENS = 8, 40, 6
 GIB = 2**30
+Large = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Need = Callable[[int], None]
 Weigh = Callable[[Tensor], Tensor]
 
 
@@ -302,25 +304,12 @@ def test_float16_is_refused_which_lacks_the_range() -> None:
 # --- on a GPU, of the size of a model
 
 
-def large(tokens: int = 8192, words: int = 151_936) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    hidden, weight = (
-        torch.randn(n, 2048, device="cuda", generator=generator, dtype=torch.bfloat16) for n in (tokens, words)
-    )
-    targets = torch.randint(words, (tokens,), device="cuda", generator=generator)
-    targets[1::7] = IGNORE
-    return hidden.requires_grad_(), (weight / 30).requires_grad_(), targets
-
-
-def need(memory: int) -> None:
-    if torch.cuda.mem_get_info()[0] < memory:
-        pytest.skip(f"needs {memory / GIB:.0f} GiB of free device memory")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("frozen", [False, True])
 @WEIGH
-def test_beyond_its_gradients_it_needs_less_than_a_third_of_a_gibibyte(weigh: Weigh, frozen: bool) -> None:
+def test_beyond_its_gradients_it_needs_less_than_a_third_of_a_gibibyte(
+    weigh: Weigh, frozen: bool, large: Large, need: Need
+) -> None:
     need(4 * GIB)
     hidden, weight, targets = large()
     leaves = (hidden,) if frozen else (hidden, weight)
@@ -337,7 +326,7 @@ def test_beyond_its_gradients_it_needs_less_than_a_third_of_a_gibibyte(weigh: We
 
 @pytest.mark.gpu
 @WEIGH
-def test_in_bfloat16_it_is_near_the_exact_loss_and_the_same_bits_again(weigh: Weigh) -> None:
+def test_in_bfloat16_it_is_near_the_exact_loss_and_the_same_bits_again(weigh: Weigh, large: Large, need: Need) -> None:
     need(16 * GIB)
     inputs = large()
     op = LinearCrossEntropyNarrow()
@@ -351,7 +340,7 @@ def test_in_bfloat16_it_is_near_the_exact_loss_and_the_same_bits_again(weigh: We
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @WEIGH
-def test_the_host_never_waits(weigh: Weigh) -> None:
+def test_the_host_never_waits(weigh: Weigh, large: Large, need: Need) -> None:
     need(4 * GIB)
     inputs = large(tokens=2048)
     op = LinearCrossEntropyNarrow()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.smoke
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FEATURES, WORDS, TOKENS = 8, 150, 5
 GIB = 2**30
+Large = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Need = Callable[[int], None]
 
 
 class TestTritonWords(KernelSuite):
@@ -279,23 +282,8 @@ def test_it_is_never_chosen_by_itself() -> None:
 # --- on a GPU, of the size of a model
 
 
-def large(tokens: int = 8192, number: int = 151_936) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    hidden, weight = (
-        torch.randn(n, 2048, device="cuda", generator=generator, dtype=torch.bfloat16) for n in (tokens, number)
-    )
-    targets = torch.randint(number, (tokens,), device="cuda", generator=generator)
-    targets[1::7] = IGNORE
-    return hidden.requires_grad_(), (weight / 30).requires_grad_(), targets
-
-
-def need(memory: int) -> None:
-    if torch.cuda.mem_get_info()[0] < memory:
-        pytest.skip(f"needs {memory / GIB:.0f} GiB of free device memory")
-
-
 @pytest.mark.gpu
-def test_beyond_its_gradients_it_needs_less_than_a_third_of_a_gibibyte() -> None:
+def test_beyond_its_gradients_it_needs_less_than_a_third_of_a_gibibyte(large: Large, need: Need) -> None:
     need(4 * GIB)
     hidden, weight, targets = large()
     op = LinearCrossEntropyByWords()
@@ -313,7 +301,7 @@ def test_beyond_its_gradients_it_needs_less_than_a_third_of_a_gibibyte() -> None
 
 
 @pytest.mark.gpu
-def test_in_bfloat16_it_is_the_exact_loss_and_the_same_bits_again() -> None:
+def test_in_bfloat16_it_is_the_exact_loss_and_the_same_bits_again(large: Large, need: Need) -> None:
     need(16 * GIB)
     hidden, weight, targets = large(tokens=2048)
     op = LinearCrossEntropyByWords()
@@ -326,7 +314,7 @@ def test_in_bfloat16_it_is_the_exact_loss_and_the_same_bits_again() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_the_host_never_waits() -> None:
+def test_the_host_never_waits(large: Large, need: Need) -> None:
     need(4 * GIB)
     inputs = large(tokens=1024)
     op = LinearCrossEntropyByWords()
@@ -340,7 +328,7 @@ def test_the_host_never_waits() -> None:
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_32_bits_are_right() -> None:
+def test_offsets_beyond_32_bits_are_right(large: Large, need: Need) -> None:
     """Of a chunk that has more logits than 32 bits can count: rows at its end are those of a few tokens."""
     need(24 * GIB)
     few = 64
