@@ -165,6 +165,7 @@ def test_sharding_copies_what_changes_its_format_or_has_replicas() -> None:
     assert plain <= 0  # what is computed is slower, too, and hides more
     assert copied({"name": "fsdp", "reduce_dtype": "float32"}, dp_shard=2) > plain
     assert copied({"name": "fsdp", "compute_dtype": "float32"}, dp_shard=2) > plain
+    assert copied({"name": "fsdp", "offload": True}, dp_shard=2) > plain
     assert copied({"name": "hsdp"}, dp_shard=2, dp_replicate=2) > plain
 
 

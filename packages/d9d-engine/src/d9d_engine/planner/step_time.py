@@ -251,26 +251,29 @@ class TimeModel:
     def _gather(self, blocks: Iterable[BlockCost]) -> tuple[float, float]:
         """Time of gathering all parameters of blocks, and bytes of the copies around it.
 
-        Shards are gathered straight into the parameters, once they have the format of computation.
+        Shards are gathered straight into the parameters, once they have the format of computation; what is offloaded
+        goes through a buffer.
         """
         if self._effect.gathers == "never" or not self._effect.shards:
             return 0.0, 0.0
         stored = self._workload.parameter_width
         cast = 0 if self._effect.compute_width in (None, stored) else stored + self._width
+        buffered = 2 * self._width if self._effect.offloads else 0
         taken = moved = 0.0
         for block in blocks:
             for number, group in self._sharded(block):
                 taken += block.count * seconds("all_gather", number * self._width, group, self._device)
-                moved += block.count * cast * number / group.size if group.size > 1 else 0.0
+                moved += block.count * number * (buffered or cast / group.size) if group.size > 1 else 0.0
         return taken, moved
 
     def _reduce(self, blocks: Iterable[BlockCost]) -> tuple[float, float, float]:
         """Times of summing all gradients of blocks to shards and over replicas, and bytes of the copies around it.
 
-        Gradients in the format of the parameters are summed to shards from where they are.
+        Gradients in the format of the parameters are summed to shards from where they are, unless they are offloaded.
         """
         width = self._effect.reduce_width or max(self._width, self._workload.gradient_width)
         one_format = self._effect.compute_width is None and width == self._workload.parameter_width
+        in_place = one_format and not self._effect.offloads
         sums = over_replicas = moved = 0.0
         if self._effect.reduces == "never":
             return 0.0, 0.0, 0.0
@@ -279,7 +282,7 @@ class TimeModel:
                 size, shards = number * width, group if self._effect.shards else Group(1)
                 sums += block.count * seconds("reduce_scatter", size, shards, self._device)
                 over_replicas += block.count * seconds("all_reduce", size / shards.size, replicas, self._device)
-                copied = replicas.size > 1 or (shards.size > 1 and not one_format)
+                copied = replicas.size > 1 or (shards.size > 1 and not in_place)
                 copied = copied and self._effect.gathers != "never"
                 moved += block.count * 2 * size if copied else 0.0
         return sums, over_replicas, moved
