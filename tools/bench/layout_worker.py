@@ -48,7 +48,7 @@ def measured(row: Row, job: Job, device: torch.device, launched: float, window: 
 def main(asked: str, answered: str, launched: str, gpu: str) -> None:
     """Append the answer of each row to a file, on the first rank."""
     questions = json.loads(Path(asked).read_text(encoding="utf-8"))
-    device = begin(eager=any("pp" in dict(question["row"]["mesh"]) for question in questions))
+    device = begin(pipeline=any("pp" in dict(question["row"]["mesh"]) for question in questions))
     rates = Device.named(gpu)
     if device.type == "cuda":  # ops keep more where there is more memory
         rates = rates.model_copy(update={"memory_gib": torch.cuda.mem_get_info()[1] / GIB})

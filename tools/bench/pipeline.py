@@ -28,7 +28,7 @@ from d9d_core.extend import DefersWeights, HasOps, Pack, modules_with
 from d9d_core.plugin import Registry
 from d9d_engine.api import Job, Trainer
 from d9d_engine.step.executor import Executor
-from d9d_engine.testing import load_kernels_eagerly
+from d9d_engine.testing import load_kernels_eagerly, share_hardware_queues
 from here import synchronise, topology_of
 from random_tokens import Synthetic
 from stage_costs import Run, predicted, stage_costs, timed, transfer_ms
@@ -258,6 +258,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         load_kernels_eagerly("cuda")
+        share_hardware_queues("cuda")
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     recorded(synchronise, device)  # the first profile of a process is slow

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_engine.testing import load_kernels_eagerly
+from d9d_engine.testing import load_kernels_eagerly, share_hardware_queues
 from here import synchronise
 from records import GIB, hardware
 from timing import timed
@@ -26,17 +26,18 @@ WARMUP, SLOW = 6, 1.5
 WINDOW, STEPS = 4.0, 10
 
 
-def begin(*, eager: bool = False) -> torch.device:
+def begin(*, pipeline: bool = False) -> torch.device:
     """Device of this process; joins the process group that torchrun describes, if there are several ranks.
 
     Args:
-        eager: load all kernels at once, as the launcher does for pipelines.
+        pipeline: choose of CUDA what the launcher does for jobs that are pipelines alone.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
-        if eager:
+        if pipeline:
             load_kernels_eagerly("cuda")
+            share_hardware_queues("cuda")
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")

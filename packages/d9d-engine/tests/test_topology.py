@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from d9d_core.grid import AXES, Grid
 from d9d_core.layout.check import covers
 from d9d_core.plugin import Registry, ViewDim, ViewSpec, hookimpl
 from d9d_engine.build.assemble import check_divisibility
-from d9d_engine.distributed.devices import load_kernels_eagerly
+from d9d_engine.distributed.devices import load_kernels_eagerly, share_hardware_queues
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.distributed.simulate import simulated_world
 from d9d_engine.process_env import ProcessEnv
@@ -136,29 +137,50 @@ def groups_of_places() -> float:
     return total.item()
 
 
-@pytest.mark.parametrize(("device", "found"), [("cuda", "EAGER"), ("auto", "EAGER"), ("cpu", None)])
-def test_kernels_are_loaded_eagerly_unless_someone_chose_otherwise(
-    device: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("choose", "variable", "chosen"),
+    [
+        (load_kernels_eagerly, "CUDA_MODULE_LOADING", "EAGER"),
+        (share_hardware_queues, "CUDA_DEVICE_MAX_CONNECTIONS", "2"),
+    ],
+)
+@pytest.mark.parametrize(("device", "applies"), [("cuda", True), ("auto", True), ("cpu", False)])
+def test_what_pipelines_choose_of_cuda_gives_way_to_the_environment(
+    choose: Callable[[str], None],
+    variable: str,
+    chosen: str,
+    device: str,
+    applies: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
-    load_kernels_eagerly(device)
-    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
-    monkeypatch.delenv("CUDA_MODULE_LOADING")
-    load_kernels_eagerly(device)
-    assert os.environ.get("CUDA_MODULE_LOADING") == found
+    monkeypatch.setenv(variable, "mine")
+    choose(device)
+    assert os.environ[variable] == "mine"
+    monkeypatch.delenv(variable)
+    choose(device)
+    assert os.environ.get(variable) == (chosen if applies else None)
 
 
-@pytest.mark.parametrize(("axis", "found"), [("pp", "EAGER"), ("dp_replicate", None)])
-def test_jobs_of_several_stages_load_kernels_eagerly(world: Any, axis: str, found: str | None) -> None:
-    assert world(2).run(kernels_loaded, axis) == [found] * 2
+@pytest.mark.parametrize(
+    ("mesh", "found"),
+    [({"pp": 2}, ["EAGER", "2"]), ({"pp": 2, "dp_replicate": 2}, ["EAGER", None]), ({"dp_replicate": 2}, [None, None])],
+)
+def test_jobs_of_several_stages_choose_how_cuda_starts(
+    world: Any, mesh: dict[str, int], found: list[str | None]
+) -> None:
+    ranks = math.prod(mesh.values())
+    assert world(ranks).run(variables_of_cuda, mesh) == [found] * ranks
 
 
-def kernels_loaded(axis: str) -> str | None:
-    os.environ.pop("CUDA_MODULE_LOADING", None)
-    values = {"steps": 1, "mesh": {axis: 2}, "model": "toy_model", "data": "toy_data", "task": "toy_task"}
+def variables_of_cuda(mesh: dict[str, int]) -> list[str | None]:
+    variables = ("CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
+    for variable in variables:
+        os.environ.pop(variable, None)
+    values = {"steps": 1, "mesh": mesh, "model": "toy_model", "data": "toy_data", "task": "toy_task"}
     job = job_of({**values, "run": {"name": "kernels"}, "optimizer": "toy_optimizer"}, ["d9d_testing.toy.plugin"])
-    with job.joined(ProcessEnv(dist.get_rank(), 2, dist.get_rank(), 2)):
-        return os.environ.get("CUDA_MODULE_LOADING")
+    ranks = dist.get_world_size()
+    with job.joined(ProcessEnv(dist.get_rank(), ranks, dist.get_rank(), ranks)):
+        return [os.environ.get(variable) for variable in variables]
 
 
 def test_4096_ranks_exist_in_one_process() -> None:

@@ -53,7 +53,7 @@ class JoinsProcesses(LoadedJob):
         if self.mesh.world_size != env.world_size:
             self.check_layout(env.world_size)  # says why, and what else does not fit
         from d9d_engine.distributed.determinism import prepare_determinism
-        from d9d_engine.distributed.devices import device_of, load_kernels_eagerly
+        from d9d_engine.distributed.devices import device_of, load_kernels_eagerly, share_hardware_queues
         from d9d_engine.distributed.logs import log_lines
         from d9d_engine.distributed.mesh import Topology
         from d9d_engine.distributed.world import joined
@@ -63,6 +63,8 @@ class JoinsProcesses(LoadedJob):
             prepare_determinism(self.device)
         if self.mesh.pp > 1:
             load_kernels_eagerly(self.device)
+        if self.mesh.pp == self.mesh.world_size > 1:  # transfers are all that is communicated
+            share_hardware_queues(self.device)
         device = device_of(self.device, env.local_rank, env.local_world_size)
         identity = Identity.of(Manifest.of(self.registry), self.resolved())
         sizes, views = self.mesh.sizes(), self.views()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from d9d_engine.build.initialise import initialise
     from d9d_engine.checkpoint.store import CheckpointStore
-    from d9d_engine.distributed.devices import load_kernels_eagerly
+    from d9d_engine.distributed.devices import load_kernels_eagerly, share_hardware_queues
     from d9d_engine.distributed.packed_reduction import PackedReduction
     from d9d_engine.distributed.simulate import simulated_world
     from d9d_engine.step.metrics import Statistics
@@ -29,6 +29,7 @@ _LAZY = {
     "Statistics": "d9d_engine.step.metrics",
     "TrackerHub": "d9d_engine.trackers.hub",
     "load_kernels_eagerly": "d9d_engine.distributed.devices",
+    "share_hardware_queues": "d9d_engine.distributed.devices",
     "simulated_world": "d9d_engine.distributed.simulate",
     "Verdict": "d9d_engine.verify.compare",
     "compare": "d9d_engine.verify.compare",
@@ -63,6 +64,7 @@ __all__ = [
     "load_kernels_eagerly",
     "measure",
     "narrowest_dtype",
+    "share_hardware_queues",
     "simulated_world",
 ]
 
