@@ -156,8 +156,8 @@ def test_a_token_travels_once_to_each_rank_and_overlaps_with_what_is_computed_me
     rows, labels = f"5 x {HIDDEN}", "5 x 6"  # tokens 0, 1, 2 to rank 0; 2, 3 to rank 1; both ranks route alike
     back, label_grads = f"6 x {HIDDEN}", "6 x 3"  # 3 tokens of either rank come to rank 0
     assert log == [
-        "send 2 x 2",  # the sizes
-        "await 2 x 2",
+        "send 2 x 3",  # tokens for the rank, and rows of both of its experts
+        "await 2 x 3",
         "meanwhile",
         f"send {rows}",
         f"send {labels}",

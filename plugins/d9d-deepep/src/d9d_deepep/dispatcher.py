@@ -118,7 +118,7 @@ class PendingDispatch:
         tokens, weights, chosen, count, handle = self._finish()
         foreign = chosen < 0
         experts = chosen.masked_fill(foreign, self._local)
-        slots, places = sort_by_expert(experts, count)
+        slots, places = sort_by_expert(experts, count, self._local)
         back = DeepEPHandle(handle, slots, places, weights.masked_fill(foreign, 0))
         rows = self._permute(tokens, slots, places, absent=True)
         return Dispatched(rows, count_rows(experts, self._local), spare_rows=False, handle=back)

@@ -112,16 +112,17 @@ def dispatch(tokens: float, experts: int, per_token: int, features: int, ranks: 
     elsewhere = math.comb(experts - experts // ranks, per_token) / math.comb(experts, per_token)
     travelling, wide = tokens * ranks * (1 - elsewhere), max(width, _FLOAT32)
     token, sent = width * tokens * features, width * travelling * features
-    # Tokens are copied to rows that leave, and those that return are summed; rows that arrived are read by the
-    # permutation in place of the rank's own tokens, and its sums are written for them.
+    # Tokens are copied to rows that leave, as many as there may be, and those that return are summed; rows that arrived
+    # are read by the permutation in place of the rank's own tokens, and its sums are written for them.
+    leaving = token * min(ranks, per_token)
     moved = 2 * (token + sent) + 2 * (sent - token)
-    counts = Exchange("all_to_all", "ep", float(2 * _COUNT * ranks))
+    counts = Exchange("all_to_all", "ep", float(_COUNT * (ranks + experts)))
     rows = Exchange("all_to_all", "ep", sent)
     labels = Exchange("all_to_all", "ep", travelling * 2 * per_token * wide)
     weights = Exchange("all_to_all", "ep", travelling * per_token * wide)
     return Dispatch(
-        (OpCost("travelling tokens", "memory", traffic=moved, backward_traffic=moved),),
+        (OpCost("travelling tokens", "memory", traffic=moved + leaving - sent, backward_traffic=moved),),
         (counts, rows, labels, rows),
         (rows, rows, weights),
-        2 * sent,
+        leaving + sent,
     )

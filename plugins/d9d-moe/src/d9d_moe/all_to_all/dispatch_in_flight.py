@@ -14,7 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from d9d_moe.all_to_all.pending_rows import PendingTensors, Sizes, send_rows
-from d9d_moe.all_to_all.plan import make_plan, read_labels, write_labels
+from d9d_moe.all_to_all.plan import make_plan, read_labels, tokens_of, write_labels
 from d9d_moe.all_to_all.streams import HostNumbers, SideStream
 from d9d_moe.dispatch.async_exchange import AsyncExchange, Tensors, untraced
 
@@ -40,10 +40,12 @@ class DispatchInFlight:
         local: experts of each rank.
         sizes: rows by rank; known after the arrival.
         rows: R, or an upper bound of it with padding; known after the arrival.
+        counts: int64 [experts of this rank], rows of each; to be used after the arrival.
     """
 
     sizes: Sizes
     rows: int
+    counts: Tensor
 
     @untraced  # streams, a wait of the host, and collectives that are awaited elsewhere
     def __init__(
@@ -67,18 +69,24 @@ class DispatchInFlight:
         )
         self._pending: PendingTensors | None = None
         with side.active(tokens, follow=True):
-            self._pending_sizes = self._exchange_sizes()
+            self._pending_sizes = self._exchange_counts()
+            # Whatever the sizes are: while they are on their way to the host, the device has something to do.
+            self._labels = write_labels(self.plan, routing.indices, routing.weights.detach(), len(routing.counts))
+            self._rows = self._tokens.index_select(0, tokens_of(self.plan))
         if self.plan.padded is not None:
             self._launch()
 
     @untraced
     def wait(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for tokens [N, H], weights [N, k], experts int64 [N, k] with ``local`` for those of other ranks."""
+        """Wait for tokens [N, H], weights [N, k], experts [N, k] with ``local`` for those of other ranks."""
         if self._pending is None:
             self._launch()
         assert self._pending is not None
         back = partial(return_gradients, sizes=self.sizes.back(), group=self._group)
-        tokens, weights, experts = self._exchange.wait(_Unpacked(self._pending), (), back)
+        unpacked = _Unpacked(self._pending, self._group.rank(), self.local)
+        tokens, weights, experts = self._exchange.wait(unpacked, (), back)
+        if self.counts.is_cuda:  # they were allocated for the side stream
+            self.counts.record_stream(torch.cuda.current_stream(self.counts.device))
         return tokens, weights, experts
 
     @property
@@ -86,50 +94,49 @@ class DispatchInFlight:
         """Choice of a rank, of T * W, for each row that left, int64 [S]; any for padding."""
         return self.plan.slots[: sum(self.sizes.sent)].clamp(min=0)
 
-    def _exchange_sizes(self) -> HostNumbers | None:
-        """Exchange the numbers of rows between ranks."""
+    def _exchange_counts(self) -> HostNumbers | None:
+        """Exchange the numbers of rows of ranks and of experts. Those that the host needs are on their way to it."""
         plan, routing, ranks = self.plan, self._routing, self._ranks
-        each = Sizes((1,) * ranks, (1,) * ranks)
-        if plan.padded is None:
-            rows = routing.counts.view(ranks, self.local).sum(1)
-            theirs = send_rows(torch.stack([plan.tokens, rows], dim=1), each, self._group).wait()
-            return HostNumbers(torch.cat([plan.tokens, theirs.T.flatten()]))
         shapes = (*routing.indices.shape, routing.limit or 0)
-        mine = torch.stack([torch.full_like(plan.tokens, number) for number in shapes], dim=1)
-        theirs = send_rows(mine, each, self._group).wait()
+        heads = [plan.tokens] if plan.padded is None else [torch.full_like(plan.tokens, number) for number in shapes]
+        mine = torch.cat([torch.stack(heads, dim=1), routing.counts.view(ranks, self.local)], dim=1)
+        theirs = send_rows(mine, Sizes((1,) * ranks, (1,) * ranks), self._group).wait()
+        self.counts = theirs[:, len(heads) :].sum(0)
+        if plan.padded is None:
+            return HostNumbers(torch.cat([plan.tokens, theirs[:, 0], self.counts.sum(0, keepdim=True)]))
+        agree = theirs[:, : len(heads)] == mine[:, : len(heads)]
         # Not public, but nothing public compares on the device: NCCL would hang where ranks disagree about sizes.
-        torch._assert_async((theirs == mine).all(), _UNEQUAL)  # noqa: SLF001
+        torch._assert_async(agree.all(), _UNEQUAL)  # noqa: SLF001
         return None
 
     def _launch(self) -> None:
         """Launch both exchanges; without padding the host waits for the sizes first."""
-        plan, routing, ranks = self.plan, self._routing, self._ranks
+        ranks = self._ranks
         if self._pending_sizes is not None:
             numbers = self._pending_sizes.wait()
             self.sizes = Sizes(tuple(numbers[:ranks]), tuple(numbers[ranks : 2 * ranks]))
-            self.rows = sum(numbers[2 * ranks :])
+            self.rows = numbers[-1]
         else:
-            even = (plan.padded or 0,) * ranks
+            even = (self.plan.padded or 0,) * ranks
             self.sizes = Sizes(even, even)
-            self.rows = ranks * self.local * (routing.limit or 0)
-        slots = plan.slots[: sum(self.sizes.sent)]
+            self.rows = ranks * self.local * (self._routing.limit or 0)
+        leaving = sum(self.sizes.sent)
         with self._side.active(self._tokens):
-            labels = write_labels(slots, routing.indices, routing.weights.detach(), ranks, self.local)
-            rows = self._tokens.index_select(0, slots.clamp(min=0) // ranks)
-            self._pending = PendingTensors((rows, labels), self.sizes, self._group)
+            self._pending = PendingTensors((self._rows[:leaving], self._labels[:leaving]), self.sizes, self._group)
+        del self._rows, self._labels  # what is pending keeps them until they have left
 
 
 class _Unpacked:
-    """Rows [N, H] and labels [N, 2 * k] in flight, received as tokens, weights and experts."""
+    """Rows [N, H] and labels [N, 2 * k] in flight, received as tokens, weights and experts of a rank."""
 
-    __slots__ = ("_pending",)
+    __slots__ = ("_local", "_pending", "_rank")
 
-    def __init__(self, pending: PendingTensors) -> None:
-        self._pending = pending
+    def __init__(self, pending: PendingTensors, rank: int, local: int) -> None:
+        self._pending, self._rank, self._local = pending, rank, local
 
     def wait(self) -> Tensors:
         rows, labels = self._pending.wait()
-        experts, weights = read_labels(labels)
+        experts, weights = read_labels(labels, self._rank, self._local)
         return rows, weights, experts
 
 

@@ -19,7 +19,6 @@ from d9d_moe.all_to_all.streams import SideStream
 from d9d_moe.dispatch.async_exchange import AsyncExchange, OutsideGraph
 from d9d_moe.dispatch.local import sort_by_expert
 from d9d_moe.dispatch.permutation import PermutingDispatcher
-from d9d_moe.router.routing import count_rows
 
 
 class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
@@ -29,7 +28,7 @@ class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
     to them, and their weighted outputs are summed; the parts return, and the token's own rank adds them up. Gradients
     take the same way. Sums have a fixed order, so the same input gives the same bits.
 
-    Dispatch takes three collectives (sizes, labels, tokens), combine one, and the backward of both three. On a GPU the
+    Dispatch takes three collectives (counts, tokens, labels), combine one, and the backward of both three. On a GPU the
     host waits once for the sizes, in :meth:`~d9d_core.extend.Transfer.wait` of the dispatch, so after what was
     launched in between; with ``Routing.limit`` sizes follow from shapes, rows are padded, and nothing waits.
 
@@ -107,12 +106,10 @@ class PendingDispatch:
         """Wait for the tokens [R, H] of the experts of this rank."""
         in_flight = self._in_flight
         arrived, weights, experts = in_flight.wait()  # [N, H], [N, k], [N, k]
-        slots, places = sort_by_expert(experts, min(in_flight.rows, experts.numel()))
+        slots, places = sort_by_expert(experts, min(in_flight.rows, experts.numel()), in_flight.local)
         handle = AllToAllHandle(in_flight.sizes, slots, places, weights, in_flight.sent_slots, in_flight.plan.places)
         rows = self._permute(arrived, slots, places, absent=True)
-        return Dispatched(
-            rows, count_rows(experts, in_flight.local), spare_rows=in_flight.plan.padded is not None, handle=handle
-        )
+        return Dispatched(rows, in_flight.counts, spare_rows=in_flight.plan.padded is not None, handle=handle)
 
 
 class PendingCombine:

@@ -17,7 +17,7 @@ class Plan(NamedTuple):
     """Rows that leave this rank, as in :mod:`d9d_moe.dispatch.permutation`: the choices of a token are the ranks.
 
     Attributes:
-        slots: int64 [T * W] or [S] with padding, ``token * W + rank`` of each row; -1 for padding and beyond S.
+        slots: int64 [T * min(W, k)] or [S] with padding, ``token * W + rank`` of each row; -1 for padding and beyond S.
         places: int64 [T, W], row for each rank; at least S if the token does not travel there.
         tokens: int64 [W], tokens for each rank.
         padded: rows reserved for each rank if that is known from shapes alone.
@@ -42,9 +42,9 @@ def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Pla
     goes = torch.zeros(count, ranks + 1, dtype=torch.bool, device=indices.device)
     goes = goes.scatter_(1, indices // local, value=True)[:, :ranks]  # nobody is beyond the last rank
     nth = goes.T.contiguous().cumsum(1).T  # [T, W], counted from 1; along rows, or each rank's would take one thread
-    tokens = goes.sum(0)
+    tokens = nth[-1] if count else nth.new_zeros(ranks)
     padded = None if limit is None else min(count, local * limit)
-    rows = count * ranks if padded is None else padded * ranks
+    rows = count * min(ranks, indices.shape[1]) if padded is None else padded * ranks
     first = tokens.cumsum(0) - tokens if padded is None else torch.arange(ranks, device=indices.device) * padded
     places = torch.where(goes, first + nth - 1, count * ranks)
     slots = torch.full((count * ranks + 1,), -1, dtype=torch.int64, device=indices.device)
@@ -52,32 +52,44 @@ def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Pla
     return Plan(slots[:rows], places, tokens, padded)
 
 
-def write_labels(slots: Tensor, indices: Tensor, weights: Tensor, ranks: int, local: int) -> Tensor:
-    """Write the labels of rows: experts and weights, as the receiving rank numbers them.
+def write_labels(plan: Plan, indices: Tensor, weights: Tensor, nobody: int) -> Tensor:
+    """Write the labels of rows: all experts of their tokens, and the weights.
 
     Args:
-        slots: int64 [S], as in :class:`Plan`.
+        plan: rows that leave.
         indices: int64 [T, k].
         weights: [T, k].
-        ranks: W.
+        nobody: number of experts, which stands for nobody.
+
+    Returns:
+        Integers [S, 2 * k] as wide as the weights, [T * min(W, k), 2 * k] where S is not known: numbers of experts,
+        ``nobody`` in padding, and the bits of the weights.
+    """
+    wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    integer = torch.int64 if wide.dtype == torch.float64 else torch.int32
+    labels = torch.cat([indices.to(integer), wide.view(integer)], dim=1).index_select(0, tokens_of(plan))
+    if plan.padded is not None:
+        labels[:, : indices.shape[1]].masked_fill_((plan.slots < 0).unsqueeze(1), nobody)
+    return labels
+
+
+def tokens_of(plan: Plan) -> Tensor:
+    """Token of each row that leaves, int64 like ``plan.slots``; any token for padding and beyond S."""
+    return plan.slots.clamp(min=0) // plan.places.shape[1]
+
+
+def read_labels(labels: Tensor, rank: int, local: int) -> tuple[Tensor, Tensor]:
+    """Read experts [N, k] and weights float32 or float64 [N, k] from labels [N, 2 * k].
+
+    Args:
+        labels: of rows that arrived.
+        rank: this one.
         local: experts of each rank.
 
     Returns:
-        Integers [S, 2 * k] as wide as the weights: numbers among the receiver's experts, ``local`` for those of
-        others, and the bits of the weights, zeros for those of others.
+        Integers, numbers among the experts of this rank, ``local`` for those of others, whose weights are zeros.
     """
-    safe = slots.clamp(min=0)
-    numbers = indices.index_select(0, safe // ranks) - (safe % ranks * local).unsqueeze(1)
-    foreign = (numbers < 0) | (numbers >= local) | (slots < 0).unsqueeze(1)
-    factors = weights.index_select(0, safe // ranks).masked_fill(foreign, 0)
-    wide = factors.to(torch.promote_types(factors.dtype, torch.float32))
-    integer = torch.int64 if wide.dtype == torch.float64 else torch.int32
-    return torch.cat([numbers.masked_fill(foreign, local).to(integer), wide.view(integer)], dim=1)
-
-
-def read_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Read experts int64 [N, k] and weights float32 or float64 [N, k] from labels [N, 2 * k]."""
-    numbers, bits = labels.chunk(2, dim=1)
-    return numbers.to(torch.int64), bits.contiguous().view(
-        torch.float64 if bits.dtype == torch.int64 else torch.float32
-    )
+    experts, bits = labels.chunk(2, dim=1)
+    here = experts // local == rank
+    weights = bits.view(torch.float64 if bits.dtype == torch.int64 else torch.float32)
+    return torch.where(here, experts - rank * local, local), weights.where(here, 0.0)

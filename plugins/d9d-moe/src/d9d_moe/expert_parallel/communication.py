@@ -54,7 +54,7 @@ class ExpertCommunication:
             rows = None if features is None else step.bytes_of(travels / self.split * features)
             labels = step.bytes_of(travels / self.split * 2 * each, wide)
             weights = step.bytes_of(travels / self.split * each, wide)
-        numbers = 2 if limit is None else 3
+        numbers = (1 if limit is None else 3) + self.experts[name] // len(self.ranks)
         sizes = _COUNT * numbers * len(self.ranks)
         yield Collective("all_to_all", "ep", self.ranks, sizes, step.forwards, f"row counts of {name}", name)
         for what, size in (("tokens", rows), ("labels", labels), ("outputs", rows)):
