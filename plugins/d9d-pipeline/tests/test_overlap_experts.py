@@ -245,20 +245,20 @@ def turns() -> list[str]:
     out = stages[1](x)
     with Trace() as trace:
         runner.run(lambda: stages[0](x.detach().requires_grad_()), out.sum().backward)
-    names = {"(2,)": "sizes or label gradients", f"({HIDDEN},)": "tokens", "(4,)": "labels"}
+    counts = f"({1 + EXPERTS // 2},)"  # of tokens, and of each expert of a rank
+    names = {counts: "counts", "(2,)": "label gradients", f"({HIDDEN},)": "tokens", "(4,)": "labels"}
     return [f"{step[0]} {names[step[step.index('(') :]]}" for step in trace]
 
 
 def test_each_side_sends_in_turn(world: type[World]) -> None:
     log = world(2).run(turns)[0]
-    sizes = "sizes or label gradients"
     per_block = [
-        f"F {sizes}",
+        "F counts",
         "B tokens",  # gradients of what a combine returned
         "F tokens",
         "F labels",
         "B tokens",  # gradients of what a dispatch brought
-        f"B {sizes}",
+        "B label gradients",
         "F tokens",  # combine
     ]
     assert log == per_block * 2
