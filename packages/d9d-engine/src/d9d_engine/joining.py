@@ -34,6 +34,10 @@ class JoinsProcesses(LoadedJob):
     def _started(cls) -> int | None:
         return ProcessEnv.from_environment(os.environ).world_size
 
+    def _makes_pairs(self) -> bool:
+        """Whether the schedule has overlapped pairs, whose transfers must not wait for each other."""
+        return False
+
     def _log_level(self) -> str | None:
         """Least level of the log lines, if the job says."""
         return None
@@ -63,8 +67,8 @@ class JoinsProcesses(LoadedJob):
             prepare_determinism(self.device)
         if self.mesh.pp > 1:
             load_kernels_eagerly(self.device)
-        if self.mesh.pp == self.mesh.world_size > 1:  # transfers are all that is communicated
-            share_hardware_queues(self.device)
+        if self.mesh.pp == self.mesh.world_size > 1 and not self._makes_pairs():
+            share_hardware_queues(self.device)  # transfers are all that is communicated in the middle of a step
         device = device_of(self.device, env.local_rank, env.local_world_size)
         identity = Identity.of(Manifest.of(self.registry), self.resolved())
         sizes, views = self.mesh.sizes(), self.views()
