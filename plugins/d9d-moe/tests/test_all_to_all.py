@@ -180,6 +180,7 @@ def test_a_token_travels_once_to_each_rank_and_overlaps_with_what_is_computed_me
 def test_with_a_limit_tokens_leave_before_what_is_computed_meanwhile(world: type[World]) -> None:
     log = world(2).run(traced, 100, meanwhile=True)[0]
     rows = f"8 x {HIDDEN}"  # 4 for each rank, some of them padding
+    assert log[0] == "send 2 x 5"  # tokens, choices and limit of the ranks, and rows of both experts
     assert log[2:7] == [f"send {rows}", "send 8 x 6", "meanwhile", f"await {rows}", "await 8 x 6"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_moe.dispatch.local import LocalDispatcher
+from d9d_moe.dispatch.local import LocalDispatcher, sort_by_expert
 from d9d_moe.dispatch.permutation import permute, unpermute
 from d9d_moe.router.routing import TopKRouting
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
@@ -47,6 +47,16 @@ CASES = {
     "one_token": [[4, 0]],
     "no_token": [],
 }
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("nobody", [2**8 - 1, 2**8, 2**15 - 1, 2**15])
+def test_choices_are_sorted_however_many_experts_there_are(nobody: int) -> None:
+    experts = torch.randint(nobody + 1, (50, 7), generator=torch.Generator().manual_seed(0))
+    experts[3], experts[4], experts[5] = nobody, nobody - 1, 0
+    slots, places = sort_by_expert(experts, experts.numel(), nobody)
+    assert torch.equal(slots, torch.sort(experts.flatten(), stable=True).indices)
+    assert torch.equal(places.flatten()[slots], torch.arange(experts.numel()))
 
 
 @pytest.mark.smoke

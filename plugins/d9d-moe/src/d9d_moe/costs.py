@@ -12,7 +12,7 @@ from d9d_core.extend import Exchange, OpCost, Weight
 from d9d_nn.costs import silu_mul
 
 _FLOAT32 = 4
-#: Bytes of a number of rows; two are exchanged with each rank.
+#: Bytes of a number of rows; each rank is sent how many come to it, and how many to each of its experts.
 _COUNT = 8
 
 

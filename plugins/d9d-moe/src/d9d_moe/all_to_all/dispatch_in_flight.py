@@ -70,7 +70,7 @@ class DispatchInFlight:
         self._pending: PendingTensors | None = None
         with side.active(tokens, follow=True):
             self._pending_sizes = self._exchange_counts()
-            # Whatever the sizes are: while they are on their way to the host, the device has something to do.
+            # Of as many rows as there may be: the device has something to do until the host knows how many there are.
             self._labels = write_labels(self.plan, routing.indices, routing.weights.detach(), len(routing.counts))
             self._rows = self._tokens.index_select(0, tokens_of(self.plan))
         if self.plan.padded is not None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from d9d_moe.all_to_all.separate import SeparateDispatcher
 
-#: Bytes of a row count in the exchange of sizes.
+#: Bytes of a number in the exchange of counts.
 _COUNT = 8
 
 
@@ -55,8 +55,8 @@ class ExpertCommunication:
             labels = step.bytes_of(travels / self.split * 2 * each, wide)
             weights = step.bytes_of(travels / self.split * each, wide)
         numbers = (1 if limit is None else 3) + self.experts[name] // len(self.ranks)
-        sizes = _COUNT * numbers * len(self.ranks)
-        yield Collective("all_to_all", "ep", self.ranks, sizes, step.forwards, f"row counts of {name}", name)
+        counts = _COUNT * numbers * len(self.ranks)
+        yield Collective("all_to_all", "ep", self.ranks, counts, step.forwards, f"row counts of {name}", name)
         for what, size in (("tokens", rows), ("labels", labels), ("outputs", rows)):
             yield self._exchange(size, step.forwards, f"{what} of {name}, forward", name)
         for what, size in (("outputs", rows), ("tokens", rows), ("weights", weights)):
