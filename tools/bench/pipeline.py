@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from d9d_core.extend import DefersWeights, HasOps, Pack, modules_with
-from d9d_core.plugin import Registry
+from d9d_core.plugin import Registry, ScheduleSpec
 from d9d_engine.api import Job, Trainer
 from d9d_engine.step.executor import Executor
 from d9d_engine.testing import load_kernels_eagerly, share_hardware_queues
@@ -258,7 +258,11 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         load_kernels_eagerly("cuda")
-        share_hardware_queues("cuda")
+        registry = Registry.of(*map(importlib.import_module, MODULES))
+        specs = [registry.find("schedule", name).spec for name in options.schedules.split(",")]
+        # One process runs them all.
+        if all(isinstance(spec, ScheduleSpec) and spec.ordered_transfers for spec in specs):
+            share_hardware_queues("cuda")
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     recorded(synchronise, device)  # the first profile of a process is slow

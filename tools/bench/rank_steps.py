@@ -30,7 +30,7 @@ def begin(*, pipeline: bool = False) -> torch.device:
     """Device of this process; joins the process group that torchrun describes, if there are several ranks.
 
     Args:
-        pipeline: choose of CUDA what jobs do that are pipelines alone, without overlapped pairs.
+        pipeline: choose of CUDA what jobs of the schedule `1f1b` and nothing else do.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")

@@ -161,26 +161,17 @@ def test_what_pipelines_choose_of_cuda_gives_way_to_the_environment(
     assert os.environ.get(variable) == (chosen if applies else None)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "found"),
-    [({"pp": 2}, ["EAGER", "2"]), ({"pp": 2, "dp_replicate": 2}, ["EAGER", None]), ({"dp_replicate": 2}, [None, None])],
-)
-def test_jobs_of_several_stages_choose_how_cuda_starts(
-    world: Any, mesh: dict[str, int], found: list[str | None]
-) -> None:
-    ranks = math.prod(mesh.values())
-    assert world(ranks).run(variables_of_cuda, mesh) == [found] * ranks
+@pytest.mark.parametrize(("axis", "found"), [("pp", "EAGER"), ("dp_replicate", None)])
+def test_jobs_of_several_stages_load_kernels_eagerly(world: Any, axis: str, found: str | None) -> None:
+    assert world(2).run(kernels_loaded, axis) == [found] * 2
 
 
-def variables_of_cuda(mesh: dict[str, int]) -> list[str | None]:
-    variables = ("CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
-    for variable in variables:
-        os.environ.pop(variable, None)
-    values = {"steps": 1, "mesh": mesh, "model": "toy_model", "data": "toy_data", "task": "toy_task"}
+def kernels_loaded(axis: str) -> str | None:
+    os.environ.pop("CUDA_MODULE_LOADING", None)
+    values = {"steps": 1, "mesh": {axis: 2}, "model": "toy_model", "data": "toy_data", "task": "toy_task"}
     job = job_of({**values, "run": {"name": "kernels"}, "optimizer": "toy_optimizer"}, ["d9d_testing.toy.plugin"])
-    ranks = dist.get_world_size()
-    with job.joined(ProcessEnv(dist.get_rank(), ranks, dist.get_rank(), ranks)):
-        return [os.environ.get(variable) for variable in variables]
+    with job.joined(ProcessEnv(dist.get_rank(), 2, dist.get_rank(), 2)):
+        return os.environ.get("CUDA_MODULE_LOADING")
 
 
 def test_4096_ranks_exist_in_one_process() -> None:

@@ -15,8 +15,6 @@ from d9d_core.config.open_union import Named
 from d9d_core.errors import JobError
 from d9d_core.failures import exits_are_errors
 from d9d_core.job import JobFile
-from d9d_core.program.actions import Overlap
-from d9d_core.program.placement import plan_pipeline
 
 from d9d_engine.joining import JoinsProcesses, print_note, silent
 from d9d_engine.run.interrupt import Interrupts
@@ -76,11 +74,6 @@ class Job(JoinsProcesses, JobFile):
         )
         with simulated_world(size, rank):
             return plan(self, self.registry, topology, here)
-
-    def _makes_pairs(self) -> bool:
-        if self.pipeline is None:
-            return False
-        return Overlap in plan_pipeline(self, self.resolve(self.mesh.world_size).selection).kinds
 
     def _log_level(self) -> str | None:
         return self.logging.level

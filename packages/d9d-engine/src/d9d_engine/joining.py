@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from d9d_core.job import LoadedJob
+from d9d_core.plugin import ScheduleSpec
 from d9d_core.plugin.manifest import Manifest
 
 from d9d_engine.process_env import ProcessEnv
@@ -34,9 +35,12 @@ class JoinsProcesses(LoadedJob):
     def _started(cls) -> int | None:
         return ProcessEnv.from_environment(os.environ).world_size
 
-    def _makes_pairs(self) -> bool:
-        """Whether the schedule has overlapped pairs, whose transfers must not wait for each other."""
-        return False
+    def _only_transfers(self) -> bool:
+        """Whether ranks communicate by a schedule's transfers alone in the middle of a step, which may be in order."""
+        if self.pipeline is None or not self.mesh.pp == self.mesh.world_size > 1:
+            return False
+        spec = self.registry.find("schedule", self.pipeline.name).spec
+        return isinstance(spec, ScheduleSpec) and spec.ordered_transfers
 
     def _log_level(self) -> str | None:
         """Least level of the log lines, if the job says."""
@@ -67,8 +71,8 @@ class JoinsProcesses(LoadedJob):
             prepare_determinism(self.device)
         if self.mesh.pp > 1:
             load_kernels_eagerly(self.device)
-        if self.mesh.pp == self.mesh.world_size > 1 and not self._makes_pairs():
-            share_hardware_queues(self.device)  # transfers are all that is communicated in the middle of a step
+        if self._only_transfers():
+            share_hardware_queues(self.device)
         device = device_of(self.device, env.local_rank, env.local_world_size)
         identity = Identity.of(Manifest.of(self.registry), self.resolved())
         sizes, views = self.mesh.sizes(), self.views()

@@ -37,6 +37,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
         build=Ref("d9d_pipeline.build:build_1f1b"),
         handlers=_HANDLERS,
         simulate=_SIMULATE,
+        ordered_transfers=True,
     )
     yield ScheduleSpec(
         name="interleaved_1f1b",

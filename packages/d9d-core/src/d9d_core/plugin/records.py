@@ -164,10 +164,13 @@ class ScheduleSpec(ConfiguredSpec):
             run: ``Ref("d9d_pipeline.runtime.handlers:handlers")`` runs all of those that core defines.
         simulate: ``(programs, times: StageTimes) -> float``, seconds of a step, imported without torch, for ``d9d
             plan``: ``Ref("d9d_pipeline.simulator.seconds:seconds")`` simulates any schedule.
+        ordered_transfers: whether a step still ends if each transfer waits for those that its rank launched before it,
+            in either direction; then the streams of transfers may share the hardware queues of a GPU.
     """
 
     handlers: Ref | None = None
     simulate: Ref | None = None
+    ordered_transfers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

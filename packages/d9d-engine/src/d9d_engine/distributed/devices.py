@@ -50,21 +50,24 @@ def load_kernels_eagerly(device: str) -> None:
     Args:
         device: as in the job file.
     """
-    if device.partition(":")[0] in ("auto", "cuda") and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    _set_before_cuda(device, "CUDA_MODULE_LOADING", "EAGER")
 
 
 def share_hardware_queues(device: str) -> None:
     """Let all streams share two hardware queues, if CUDA has not started yet and nobody has chosen otherwise.
 
     With more, kernels begin about a microsecond later while other streams wait, as those of transfers do nearly always
-    (docs/notes.md). With two, what several strategies communicate at the same time may wait for each other.
+    (docs/notes.md). With two, transfers may wait for each other, and for what strategies communicate meanwhile.
 
     Args:
         device: as in the job file.
     """
+    _set_before_cuda(device, "CUDA_DEVICE_MAX_CONNECTIONS", "2")
+
+
+def _set_before_cuda(device: str, variable: str, value: str) -> None:
     if device.partition(":")[0] in ("auto", "cuda") and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "2")
+        os.environ.setdefault(variable, value)
 
 
 def is_available(name: str) -> bool:
