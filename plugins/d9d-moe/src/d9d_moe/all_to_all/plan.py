@@ -42,7 +42,7 @@ def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Pla
     goes = torch.zeros(count, ranks + 1, dtype=torch.bool, device=indices.device)
     goes = goes.scatter_(1, indices // local, value=True)[:, :ranks]  # nobody is beyond the last rank
     nth = goes.T.contiguous().cumsum(1).T  # [T, W], counted from 1; along rows, or each rank's would take one thread
-    tokens = nth[-1] if count else nth.new_zeros(ranks)
+    tokens = goes.sum(0)
     padded = None if limit is None else min(count, local * limit)
     rows = count * min(ranks, indices.shape[1]) if padded is None else padded * ranks
     first = tokens.cumsum(0) - tokens if padded is None else torch.arange(ranks, device=indices.device) * padded
