@@ -82,10 +82,7 @@ def read_and_differentiate(
 ) -> Tensor:
     """Fill losses, ranks and statistics of a chunk, and return the gradient [C, V] of the losses' sum, in its place."""
     read(space, part, words, targets, losses, ranks, statistics)
-    targets = targets.flatten()[part].contiguous()
-    ones = losses.new_ones(len(targets))
-    gradient_in_place(space, targets, statistics[:, part], ones, words=words, ignored=IGNORE)
-    return space[:, :words]
+    return differentiate(space, part, words, targets, statistics, losses.new_ones(()).expand(losses.numel()))
 
 
 def differentiate(
