@@ -7,9 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from d9d_core.plugin import Registry
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it sleeps. " * 8
 
@@ -143,3 +146,22 @@ def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     for name in names:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def _hello_and_nothing_that_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The example plugin is no member of the workspace, so it is not installed."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples/d9d-hello/src"))
+    monkeypatch.delenv("D9D_PLUGINS", raising=False)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("d9d_hello", "acme_zloss") or name.startswith("d9d_file_"):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def installed() -> Registry:
+    from d9d_core.plugin import PluginPolicy, discover
+
+    return discover(PluginPolicy())
