@@ -1,7 +1,8 @@
 """What goes wrong with several processes ends all of them, with one message that says which rank, where and why.
 
 Others of the kind stand elsewhere: damaged and missing files, ranks that contradict each other (test_checkpoint_ranks),
-a cause among its consequences, restarts, a dead launcher (test_launch), stuck ranks of all sorts (test_watchdog).
+a cause among its consequences (test_failure_causes), restarts, a dead launcher (test_launch), stuck ranks of all sorts
+(test_watchdog).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""`d9d train --nproc` and torchrun: one cause at the end, restarts, Ctrl-C, and no process left behind."""
+"""Launches of several processes, by `d9d train --nproc` or torchrun: one cause, restarts, Ctrl-C, no process left."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -12,18 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import d9d_testing.toy.plugin as toy
 import pytest
-from d9d_core.errors import JobError, PluginError
-from d9d_engine.launch import agent
-from d9d_engine.launch.agent import Launch, cause, run_module
-from d9d_engine.launch.process import ERROR_FILE, Process, running
-from d9d_engine.launch.ranks import Ended, Rank
-from d9d_engine.process_env import ProcessEnv
-from d9d_engine.run.interrupt import Interrupts, Terminated
-from d9d_engine.supervision.failure import ErrorFile, Failure
 from d9d_testing.processes import LOOPBACK, is_running, listening_at, ranks_of
 
 #: Stands for a job that uses several processes: three steps, each with a collective.
@@ -119,9 +108,6 @@ def wait_for(true: Callable[[], object]) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-# --- real processes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough
@@ -306,231 +292,3 @@ def test_a_launch_listens_on_the_loopback_only_and_when_it_is_killed_leaves_no_f
 def _pending(pid: int, number: int) -> bool:
     masks = re.findall(r"^(?:Sig|Shd)Pnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
-
-
-# --- the command line ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def d9d(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    values = {"run": {"name": "toy", "dir": str(tmp_path / "runs")}, "steps": 3, "device": "cpu"}
-    values |= {"model": "toy_model", "data": "toy_data", "task": "toy_task", "optimizer": "toy_optimizer"}
-    (tmp_path / "job.json").write_text(json.dumps(values))
-
-    def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        code = (
-            "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules));"
-            "from d9d_core.cli.main import main; main()"
-        )
-        command = [sys.executable, "-c", code, "train", "job.json", "--no-plugins", "--plugin", toy.__file__]
-        return subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False, env=os.environ | environ
-        )
-
-    return run
-
-
-@pytest.mark.thorough
-def test_train_with_nproc_starts_the_same_command(d9d: Callable[..., Any], tmp_path: Path) -> None:
-    result = d9d("--nproc", "auto", "--max-restarts", "1", "--set", "steps=2")
-    assert result.returncode == 0, result.stderr
-    assert "step 2/2  loss" in result.stdout
-    assert f"finished 2 steps; results in {tmp_path}/runs/toy" in result.stdout
-    assert "Traceback" not in result.stderr
-    assert "arning" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environ", "text"),
-    [
-        (["--nproc", "3", "--set", "mesh.pp=1"], {}, "mesh: one process = 1 rank, but the job was started with 3"),
-        (
-            ["--nproc", "2", "--set", "mesh.pp=2", "--set", "optimizer.lrr=1"],
-            {},
-            "optimizer.lrr: not a field of 'toy_optimizer'",
-        ),
-        (["--nproc", "many"], {}, "--nproc: 'many' is neither a number nor auto"),
-        (
-            ["--set", "mesh.dp_shard=2"],
-            {},
-            "change mesh or start 2 processes (d9d train --nproc 2, torchrun, or srun)",
-        ),
-        (
-            ["--nproc", "2"],
-            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-            "--nproc, --max-restarts: torchrun has started this process; tell it instead",
-        ),
-        ([], {"RANK": "0"}, "RANK is set, but WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are not"),
-    ],
-)
-def test_what_cannot_start_is_one_message_without_torch(
-    d9d: Callable[..., Any], arguments: list[str], environ: dict[str, str], text: str
-) -> None:
-    result = d9d(*arguments, **environ)
-    assert result.returncode == 2
-    assert text in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout.splitlines()[-1] == "False"
-
-
-# --- which failure is the cause --------------------------------------------------------------------------------------
-
-
-BROKEN = Failure("rank 0 failed:\nRuntimeError: Connection closed by peer", 1, second_hand=True)
-OWN = Failure("rank 1 failed:\nValueError: mine", 1)
-
-
-@pytest.mark.parametrize(
-    ("failures", "text"),
-    [
-        ({0: {"failure": BROKEN}, 1: {"failure": OWN}}, "ValueError: mine"),
-        ({0: {"failure": BROKEN}, 1: {"exit_code": -9}}, "rank 1 (x) on {node} was killed by SIGKILL"),
-        ({0: {"echoes": True}, 1: {"exit_code": -11}}, "rank 1 (x) on {node} was killed by SIGSEGV"),
-        ({0: {"exit_code": -15}, 1: {"failure": OWN}}, "ValueError: mine"),
-        ({0: {"failure": BROKEN}, 1: {"exit_code": 7}}, "rank 1 (x) on {node} ended with exit status 7"),
-        ({0: {"echoes": True}, 1: {"failure": BROKEN}}, "Connection closed"),
-        ({0: {"exit_code": -15}}, "rank 0 (x) on {node} was killed by SIGTERM"),
-        ({0: {"exit_code": -9, "ended": 2}, 1: {"exit_code": -6, "ended": 1}}, "rank 1 (x) on {node} was killed by"),
-    ],
-)
-def test_the_cause_is_found_among_its_consequences(failures: dict[int, dict[str, Any]], text: str) -> None:
-    import platform
-
-    nothing: Any = None
-    failed = [Rank(rank, nothing, nothing, **({"exit_code": 1} | facts)) for rank, facts in failures.items()]
-    assert text.format(node=platform.node()) in cause(failed, lambda rank: f"rank {rank} (x)").text
-
-
-def test_errors_keep_their_exit_status() -> None:
-    nothing: Any = None
-    failure = Failure.of(PluginError("d9d-moe is missing"))
-    assert cause([Rank(0, nothing, nothing, failure=failure, exit_code=2)], str).exit_code == 2
-
-
-def test_an_agent_finds_the_cause_in_its_file(tmp_path: Path) -> None:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-    ErrorFile(tmp_path / "error").failed(Failure.of(PluginError("d9d-moe is missing")))
-    process = ProcessFailure(0, 1, 1, str(tmp_path / "error"))
-    assert process.message["extraInfo"]["py_callstack"] == "error: d9d-moe is missing"  # type: ignore[index]
-
-
-# --- one process -----------------------------------------------------------------------------------------------------
-
-SECOND = ProcessEnv(1, 2, 1, 2, "node-a", "torchrun")
-
-
-def test_an_error_before_the_ranks_meet_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"), running(SECOND, {}, Interrupts()):
-        raise JobError("no such file")
-    assert capsys.readouterr().err == "error: no such file\n"
-    with pytest.raises(SystemExit, match="2"), running(SECOND, {ERROR_FILE: str(tmp_path / "error")}, Interrupts()):
-        raise JobError("no such file")
-    assert capsys.readouterr().err == ""
-    assert json.loads((tmp_path / "error").read_text())["message"]["message"] == "error: no such file"
-
-
-def test_what_was_told_is_not_told_again(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(process: Process) -> None:
-        error = ValueError("mine")
-        process.reporter("rank 1 (tp=1)").raised(error, claim=lambda name: name)
-        raise error
-
-    with pytest.raises(SystemExit, match="1"), running(SECOND, {}, Interrupts()) as process:
-        fail(process)
-    assert capsys.readouterr().err == "rank 1 (tp=1) on node-a failed:\nValueError: mine\n"
-
-
-def test_a_process_alone_raises_as_usual() -> None:
-    with pytest.raises(ValueError, match="mine"), running(ProcessEnv(), {}, Interrupts()):
-        raise ValueError("mine")
-
-
-def test_the_launcher_leaves_its_own_process_as_it_was() -> None:
-    before, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
-    assert Launch(("-c", "import os; os._exit(0 if os.environ['OMP_NUM_THREADS'] else 1)"), 1, 0, str).run() == 0
-    assert dict(os.environ) == before
-    assert signal.getsignal(signal.SIGINT) == handler
-
-
-def test_sigterm_before_there_is_anything_to_save_ends_a_process_that_is_alone() -> None:
-    previous = signal.getsignal(signal.SIGTERM)
-    with Interrupts().noted() as interrupts:
-        with pytest.raises(Terminated), interrupts.raised():
-            signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(Terminated), interrupts.raised():
-            raise AssertionError("must not begin")
-        with interrupts:  # what has begun in spite of it stops after its first step
-            assert interrupts.requested == "SIGTERM"
-        assert interrupts.requested is None
-    assert signal.getsignal(signal.SIGTERM) == previous
-
-
-def test_what_another_took_for_a_failure_of_its_own_was_a_request_to_stop() -> None:
-    def load_a_plugin() -> None:
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        except BaseException as error:
-            raise ValueError("the plugin failed") from error
-
-    with Interrupts().noted() as interrupts, pytest.raises(Terminated), interrupts.raised():
-        load_a_plugin()
-    with pytest.raises(ValueError, match="mine"), Interrupts().noted() as interrupts, interrupts.raised():
-        raise ValueError("mine")
-
-
-FORKS = """
-import os, signal, socket, time
-from contextlib import nullcontext
-from d9d_engine.launch.link import Link
-from d9d_engine.launch.process import _follow
-from d9d_engine.run.interrupt import Interrupts
-
-here, there = socket.socketpair()
-with Interrupts().noted() as interrupts:
-    _follow(Link(there), interrupts)
-    for number, block in (("SIGTERM", nullcontext()), ("SIGINT", interrupts), ("SIGTERM", interrupts)):
-        with block:
-            reading, writing = os.pipe()
-            if not (worker := os.fork()):
-                os.write(writing, b".")
-                for _ in range(600):  # a signal right before a sleep is handled after it
-                    time.sleep(0.05)
-                os._exit(0)
-            os.read(reading, 1)
-            os.kill(worker, getattr(signal, number))
-            print(number, os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]), interrupts.requested)
-    time.sleep(0.5)
-    print("asked" in here.recv(1000).decode())
-"""
-
-
-def test_signals_for_a_forked_process_are_for_nobody_else() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.splitlines() == ["SIGTERM -15 None", "SIGINT -2 None", "SIGTERM -15 None", "False"]
-
-
-def test_who_asked_a_module_to_stop_is_told_that_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = Ended(failed=(), asked="SIGINT", training=False, insisted=False)
-    monkeypatch.setattr(agent, "run_ranks", lambda *_: ended)
-    with pytest.raises(KeyboardInterrupt):
-        run_module("greets", [], 2)
-
-
-@pytest.mark.thorough
-def test_a_module_runs_in_processes_that_know_each_other(tmp_path: Path) -> None:
-    (tmp_path / "greets.py").write_text(
-        "import os, sys\n"
-        "from torch import distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "dist.barrier()\n"
-        "os.write(1, f'{sys.argv[1]} {dist.get_rank()} of {dist.get_world_size()}\\n'.encode())\n"
-        "sys.exit(3 * int(sys.argv[1] == 'fails'))\n"
-    )
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    with (tmp_path / "output").open("w+") as output:
-        assert run_module("greets", ["rank"], 2, environ, output) is None
-        failure = run_module("greets", ["fails"], 1, environ, output)
-    assert failure is not None
-    assert failure.exit_code == 3
-    assert sorted((tmp_path / "output").read_text().splitlines()) == ["fails 0 of 1", "rank 0 of 2", "rank 1 of 2"]

@@ -1,0 +1,50 @@
+"""Causes of failures: the one among its consequences, its exit status, and where an agent of torchrun finds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from d9d_core.errors import PluginError
+from d9d_engine.launch.agent import cause
+from d9d_engine.launch.ranks import Rank
+from d9d_engine.supervision.failure import ErrorFile, Failure
+
+BROKEN = Failure("rank 0 failed:\nRuntimeError: Connection closed by peer", 1, second_hand=True)
+OWN = Failure("rank 1 failed:\nValueError: mine", 1)
+
+
+@pytest.mark.parametrize(
+    ("failures", "text"),
+    [
+        ({0: {"failure": BROKEN}, 1: {"failure": OWN}}, "ValueError: mine"),
+        ({0: {"failure": BROKEN}, 1: {"exit_code": -9}}, "rank 1 (x) on {node} was killed by SIGKILL"),
+        ({0: {"echoes": True}, 1: {"exit_code": -11}}, "rank 1 (x) on {node} was killed by SIGSEGV"),
+        ({0: {"exit_code": -15}, 1: {"failure": OWN}}, "ValueError: mine"),
+        ({0: {"failure": BROKEN}, 1: {"exit_code": 7}}, "rank 1 (x) on {node} ended with exit status 7"),
+        ({0: {"echoes": True}, 1: {"failure": BROKEN}}, "Connection closed"),
+        ({0: {"exit_code": -15}}, "rank 0 (x) on {node} was killed by SIGTERM"),
+        ({0: {"exit_code": -9, "ended": 2}, 1: {"exit_code": -6, "ended": 1}}, "rank 1 (x) on {node} was killed by"),
+    ],
+)
+def test_the_cause_is_found_among_its_consequences(failures: dict[int, dict[str, Any]], text: str) -> None:
+    import platform
+
+    nothing: Any = None
+    failed = [Rank(rank, nothing, nothing, **({"exit_code": 1} | facts)) for rank, facts in failures.items()]
+    assert text.format(node=platform.node()) in cause(failed, lambda rank: f"rank {rank} (x)").text
+
+
+def test_errors_keep_their_exit_status() -> None:
+    nothing: Any = None
+    failure = Failure.of(PluginError("d9d-moe is missing"))
+    assert cause([Rank(0, nothing, nothing, failure=failure, exit_code=2)], str).exit_code == 2
+
+
+def test_an_agent_finds_the_cause_in_its_file(tmp_path: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    ErrorFile(tmp_path / "error").failed(Failure.of(PluginError("d9d-moe is missing")))
+    process = ProcessFailure(0, 1, 1, str(tmp_path / "error"))
+    assert process.message["extraInfo"]["py_callstack"] == "error: d9d-moe is missing"  # type: ignore[index]
