@@ -36,6 +36,47 @@ def test_tied_parameters_stay_one_parameter() -> None:
     assert stage.get_parameter("head.weight") is stage.get_parameter("embedding.weight")
 
 
+class Sides(nn.Module):
+    """Weights that want to follow each other, some of which may not."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self.first, self.between = nn.Linear(3, 4, bias=False), nn.Linear(3, 3, bias=False)
+        self.second = nn.Linear(changes.get("features", 3), 2, bias=False, dtype=changes.get("dtype"))
+        if changes.get("tied"):
+            self.between.weight = self.first.weight
+
+    def adjacent_weights(self) -> list[tuple[str, str]]:
+        return [("first.weight", "second.weight")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "host", "beside"),
+    [
+        ({}, (), True),
+        ({}, ("second.weight",), False),
+        ({"tied": True}, (), False),
+        ({"features": 5}, (), False),
+        ({"dtype": torch.float64}, (), False),
+    ],
+    ids=["plain", "one on the host", "tied", "other features", "other dtype"],
+)
+def test_adjacent_weights_follow_each_other_in_memory_where_they_can(
+    changes: dict[str, Any], host: tuple[str, ...], beside: bool
+) -> None:
+    with torch.device("meta"):
+        stage, plain = Sides(**changes), Sides(**changes)
+    plain.adjacent_weights = list  # type: ignore[method-assign]
+    for each in (stage, plain):
+        materialise(each, frozenset(host), 0, torch.device("cpu"))
+    first, second = stage.first.weight, stage.second.weight
+    assert (first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()) == beside
+    if beside:
+        assert second.data_ptr() == first.data_ptr() + first.nbytes
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, stage.get_parameter(name)), name
+
+
 def test_a_module_without_initial_values_for_what_it_owns_is_refused_by_name() -> None:
     hollow, owner = nn.Module(), nn.Module()
     hollow.register_parameter("bias", None)

@@ -309,6 +309,19 @@ class HasOps(Protocol):
 
 
 @runtime_checkable
+class HasAdjacentWeights(Protocol):
+    """``model:adjacent_weights``: kernels read some parameters as one, if they follow each other in memory.
+
+    They are parameters of their own all the same: names, gradients and checkpoints stay as they are. Where a strategy
+    shards them, or they are tied or on the host, each has memory of its own.
+    """
+
+    def adjacent_weights(self) -> Sequence[Sequence[str]]:
+        """Groups of names relative to this module: matrices of one dtype, alike in all dims but the first."""
+        ...
+
+
+@runtime_checkable
 class DefersWeights(Protocol):
     """``model:split_backward``: the module can defer its weight gradients to a time after those of its inputs."""
 
@@ -337,6 +350,7 @@ TRAITS: Mapping[str, type] = {
     "model:pipeline": PipelineStage,
     "model:ops": HasOps,
     "model:divisible": Divisible,
+    "model:adjacent_weights": HasAdjacentWeights,
     "model:split_backward": DefersWeights,
 }
 

@@ -10,6 +10,7 @@ import torch
 from d9d_core.config.job import BaseJob
 from d9d_core.config.resolve import Parts
 from d9d_core.plugin.registry import Registry
+from d9d_core.traits import HasAdjacentWeights
 from torch import Tensor, nn
 
 from d9d_engine.build.adapter import start_method
@@ -66,15 +67,18 @@ def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: to
         device: where everything else lives.
     """
     kept = {id(parameter) for name, parameter in stage.named_parameters() if name in on_host}
+    tied = _tied(stage)
+    adjacent = _adjacent(stage, kept | {id(stage.get_parameter(name)) for name in tied})
 
     def allocate(tensor: Tensor) -> Tensor:
+        if id(tensor) in adjacent:
+            return adjacent[id(tensor)].to(device)
         target = torch.device("cpu") if id(tensor) in kept else device
         if type(tensor) not in (Tensor, nn.Parameter):
             return torch.empty_like(tensor, device=target)
         # What empty_like does, which of a meta tensor runs in Python and imports a library of algebra for it.
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target)
 
-    tied = _tied(stage)
     stage._apply(allocate)  # type: ignore[no-untyped-call]  # noqa: SLF001 - to_empty() has one device for all tensors
     for name, first in tied.items():
         owner, _, leaf = name.rpartition(".")
@@ -82,6 +86,53 @@ def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: to
             setattr(stage.get_submodule(owner), leaf, stage.get_parameter(first))
     initialise(stage, seed, device)
     stage.train()
+
+
+@dataclass
+class _Adjacent:
+    """Part of the memory that several weights share.
+
+    Attributes:
+        memory: where all of them are, made for the first; one object for all.
+        rows: rows of all weights.
+        first: first row of this one.
+        weight: the weight, on the meta device.
+    """
+
+    memory: list[Tensor]
+    rows: int
+    first: int
+    weight: Tensor
+
+    def to(self, device: torch.device) -> Tensor:
+        """Memory of this weight on a device."""
+        if not self.memory:
+            shape = (self.rows, *self.weight.shape[1:])
+            self.memory.append(torch.empty(shape, dtype=self.weight.dtype, device=device))
+        return self.memory[0][self.first : self.first + len(self.weight)]
+
+
+def _adjacent(stage: nn.Module, apart: set[int]) -> dict[int, _Adjacent]:
+    """Weights that follow each other in memory, by the identity of the parameter.
+
+    Args:
+        stage: on the meta device.
+        apart: identities of parameters that have memory of their own.
+    """
+    found: dict[int, _Adjacent] = {}
+    for module in (module for module in stage.modules() if isinstance(module, HasAdjacentWeights)):
+        for names in module.adjacent_weights():
+            weights = [module.get_parameter(name) for name in names]
+            alike = len({(weight.dtype, weight.shape[1:]) for weight in weights}) == 1
+            plain = all(type(weight) is nn.Parameter and weight.is_contiguous() for weight in weights)
+            if alike and plain and not any(id(weight) in apart for weight in weights):
+                memory: list[Tensor] = []
+                rows = sum(map(len, weights))
+                first = 0
+                for weight in weights:
+                    found[id(weight)] = _Adjacent(memory, rows, first, weight)
+                    first += len(weight)
+    return found
 
 
 def _tied(stage: nn.Module) -> dict[str, str]:
