@@ -29,7 +29,7 @@ class Qwen3Block(nn.Module):
 
     def __init__(self, config: AnyQwen3Config, layer: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, residual=True)
         self.attention = GroupedQueryAttention(
             config.hidden_size,
             query_heads=config.num_attention_heads,
@@ -41,7 +41,7 @@ class Qwen3Block(nn.Module):
             bias=config.attention_bias,
             window=config.window(layer),
         )
-        self.ffn_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.ffn_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, residual=True)
         self.ffn = feed_forward(config, layer)
         self.has_experts = isinstance(self.ffn, MoELayer)
 
@@ -64,6 +64,6 @@ class Qwen3Block(nn.Module):
             documents: documents, or the masks made of them.
             padding: bool [B, S], positions that experts leave out; ``None`` if there are none.
         """
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, documents)
-        normed = self.ffn_norm(hidden)
+        normed, hidden = self.attention_norm.branch(hidden)
+        normed, hidden = self.ffn_norm.branch(hidden, self.attention(normed, rotation, documents))
         return hidden + (self.ffn(normed, padding) if self.has_experts else self.ffn(normed))  # type: ignore[no-any-return]

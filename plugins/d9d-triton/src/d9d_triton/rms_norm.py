@@ -51,19 +51,46 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm.triton: x {list(x.shape)} and weight {list(weight.shape)} must be [..., D] and [D]")
     out = empty_like(x)
-    if out.numel():
-        rows = as_rows(x)
-        tile = _tile(rows.shape[1])
-        with on_device(x):
-            normalise[(triton.cdiv(len(rows), tile["ROWS"]),)](
-                out, rows, weight, len(rows), rows.shape[1], *rows.stride(), weight.stride(0), eps, **tile, **OPTIONS
-            )
+    fill_norm(out, x, weight, eps)
     return out
+
+
+def fill_norm(
+    out: Tensor, x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None, total: Tensor | None = None
+) -> None:
+    """Launch of the forward, which writes the norm, and the sum if there is one.
+
+    Args:
+        out: [..., D], contiguous, is filled.
+        x: [..., D].
+        weight: [D].
+        eps: added to the mean square.
+        added: [..., D], what is added to x before; ``None`` for nothing.
+        total: [..., D], contiguous, is filled with the sum if there is one.
+    """
+    if not out.numel():
+        return
+    rows = as_rows(x)
+    # Pointers that are not used have to be there all the same.
+    others = rows if added is None else as_rows(added)
+    sums = out if total is None else total
+    tile = _tile(rows.shape[1])
+    with on_device(x):
+        normalise[(triton.cdiv(len(rows), tile["ROWS"]),)](
+            out, sums, rows, others, weight, len(rows), rows.shape[1], *rows.stride(), *others.stride(),
+            weight.stride(0), eps, **tile, ADDS=added is not None, **OPTIONS,
+        )  # fmt: skip
 
 
 @torch.library.custom_op("d9d_triton::rms_norm_backward", mutates_args=())
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, of_x: bool, of_weight: bool
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    of_x: bool,
+    of_weight: bool,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`rms_norm`.
 
@@ -74,6 +101,8 @@ def rms_norm_backward(
         eps: as in the forward.
         of_x: whether the gradient of x is needed.
         of_weight: whether that of the weight is.
+        residual: [..., D], gradient that x gets beside the norm's, which is added before the sum is rounded; ``None``
+            for none.
 
     Returns:
         The gradients of x and of the weight, in their dtypes; [0] in place of one that is not needed.
@@ -82,14 +111,15 @@ def rms_norm_backward(
     if not x.numel():
         return grad_x, weight.new_zeros(weight.shape if of_weight else 0)
     rows, grads = as_rows(x), as_rows(grad)
+    others = as_rows(residual) if of_x and residual is not None else grads
     tile = _tile(rows.shape[1])
     programs = persistent_programs(x, triton.cdiv(len(rows), tile["ROWS"]))
-    # float32 [P, D]; a pointer that is not used has to be there all the same.
+    # float32 [P, D]; as for the residual's gradient, a pointer that is not used has to be there all the same.
     partial = torch.empty((programs, rows.shape[1]) if of_weight else 0, dtype=torch.float32, device=x.device)
     with on_device(x):
         differentiate[(programs,)](
-            grad_x, partial, grads, rows, weight, len(rows), rows.shape[1], *grads.stride(), *rows.stride(),
-            weight.stride(0), eps, **tile, OF_X=of_x, OF_WEIGHT=of_weight,
+            grad_x, partial, grads, others, rows, weight, len(rows), rows.shape[1], *grads.stride(), *others.stride(),
+            *rows.stride(), weight.stride(0), eps, **tile, OF_X=of_x, OF_WEIGHT=of_weight, ADDS=others is not grads,
             AHEAD=rows.shape[1] <= _MOST_FEATURES_AHEAD, **OPTIONS,
         )  # fmt: skip
         return grad_x, column_sums(partial, weight.dtype) if of_weight else weight.new_empty(0)
@@ -108,7 +138,13 @@ def _fake(x: Tensor, _weight: Tensor, _eps: float) -> Tensor:
 
 @rms_norm_backward.register_fake
 def _fake_backward(
-    _grad: Tensor, x: Tensor, weight: Tensor, _eps: float, of_x: bool, of_weight: bool
+    _grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    _eps: float,
+    of_x: bool,
+    of_weight: bool,
+    _residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return empty_like(x) if of_x else x.new_empty(0), weight.new_empty(weight.shape if of_weight else 0)
 

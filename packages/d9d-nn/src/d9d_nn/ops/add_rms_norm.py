@@ -1,0 +1,29 @@
+"""Op ``add_rms_norm``: residual addition, then RMSNorm of the sum, as at each branch of a residual stream.
+
+Both touch each feature of a token once, forward and backward, so a kernel needs one pass over memory each way.
+
+Shapes: D features, ``...`` any leading dims. The slot's static fact is ``features``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from d9d_nn.ops.rms_norm import rms_norm
+
+
+def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Reference: ``x + added``, and :func:`~d9d_nn.ops.rms_norm.rms_norm` of this sum.
+
+    Args:
+        x: [..., D].
+        added: [..., D], the shape of ``x``; ``None`` for nothing.
+        weight: [D].
+        eps: added to the mean square.
+
+    Returns:
+        The norm and the sum, both [..., D] in the dtype that torch gives the sum: that of ``x``, unless ``added`` is
+        wider.
+    """
+    total = x if added is None else x + added
+    return rms_norm(total, weight, eps), total

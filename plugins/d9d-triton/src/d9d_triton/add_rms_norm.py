@@ -1,0 +1,108 @@
+"""Backend of the op ``add_rms_norm``: one pass over memory forward, and one backward for all gradients.
+
+The sum has two gradients: one through the norm, and one of the residual stream behind it. The kernel of the backward
+adds them where it has the first in registers, so that it reads three tensors and writes one.
+
+Shapes: ``...`` any leading dims, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from d9d_core.extend import OpSignature
+from torch import Tensor
+
+from d9d_triton.launch import check_floats, empty_like
+from d9d_triton.rms_norm import fill_norm, rms_norm_backward
+
+
+def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Backend function; it is the same for all signatures."""
+    return add_rms_norm
+
+
+def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add and normalise, see :func:`d9d_nn.ops.add_rms_norm.add_rms_norm`; the sum is rounded before its norm is taken.
+
+    Args:
+        x: [..., D], of any strides.
+        added: [..., D], of any strides; ``None`` for nothing.
+        weight: [D].
+        eps: added to the mean square.
+
+    Returns:
+        The norm and the sum, [..., D], in the dtype that torch gives the sum, contiguous; without ``added`` the sum has
+        the memory of ``x``.
+
+    Raises:
+        TypeError: a tensor is of a dtype that the kernel does not read.
+        ValueError: shapes do not fit together.
+    """
+    found: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, added, weight, eps)
+    return found
+
+
+@torch.library.custom_op("d9d_triton::add_rms_norm", mutates_args=())
+def add_and_normalise(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Custom op of :func:`add_rms_norm`, which has no gradients of its own.
+
+    It returns [0] in place of the sum where nothing is added: an op may not return what it was given.
+    """
+    _check(x, added, weight)
+    out, total = _outputs(x, added)
+    fill_norm(out, x, weight, eps, added, total)
+    return out, total
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    """Function that has the gradients of norm and sum at once, even where the sum is ``x`` itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # zeros as large as the residual stream
+        normed, total = add_and_normalise(x, added, weight, eps)
+        total = x if added is None else total
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.dtypes = eps, (x.dtype, None if added is None else added.dtype)
+        return normed, total
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor | None, residual: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        total, weight = ctx.saved_tensors
+        of_x, of_added, of_weight, _ = ctx.needs_input_grad
+        found, grad_weight = residual, None
+        if grad is not None:
+            found, grad_weight = rms_norm_backward(grad, total, weight, ctx.eps, of_x or of_added, of_weight, residual)
+        grad_x, grad_added = (
+            found.to(dtype) if needed and found is not None else None
+            for needed, dtype in zip((of_x, of_added), ctx.dtypes, strict=True)
+        )
+        return grad_x, grad_added, grad_weight if of_weight else None, None
+
+
+def _outputs(x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Memory of the norm, and of the sum if there is one."""
+    if added is None:
+        return empty_like(x), x.new_empty(0)
+    shape, dtype = x.shape, torch.promote_types(x.dtype, added.dtype)
+    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=dtype)
+
+
+def _check(x: Tensor, added: Tensor | None, weight: Tensor) -> None:
+    """Refuse what the kernel would read as something else, or outside of a tensor."""
+    check_floats("add_rms_norm", x=x, weight=weight, **({} if added is None else {"added": added}))
+    if weight.shape != x.shape[-1:] or (added is not None and added.shape != x.shape):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, added, weight) if tensor is not None)
+        raise ValueError(
+            f"add_rms_norm.triton: x, what is added and weight are {shapes}; must be [..., D] twice and [D]"
+        )
+
+
+@add_and_normalise.register_fake
+def _fake(x: Tensor, added: Tensor | None, _weight: Tensor, _eps: float) -> tuple[Tensor, Tensor]:
+    return _outputs(x, added)
