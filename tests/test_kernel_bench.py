@@ -28,7 +28,9 @@ def test_the_whole_bench_runs_on_a_cpu(tmp_path: Path) -> None:
     found = result["kernels"]
     both = {"forward", "backward"}
     assert {(row["op"], row["pass"]) for row in found["ops"] if row["backend"] == "triton"} == {
-        (op, way) for op in ("rms_norm", "silu_mul", "rope", "normed_rope", "permute", "unpermute") for way in both
+        (op, way)
+        for op in ("rms_norm", "add_rms_norm", "silu_mul", "rope", "normed_rope", "permute", "unpermute")
+        for way in both
     }
     assert any(row["op"].startswith("adamw triton") for row in found["optimizers"])
     assert any(row["op"].startswith("stochastic_adamw triton") for row in found["optimizers"])
@@ -48,6 +50,7 @@ def test_bytes_are_the_fewest(room: SimpleNamespace) -> None:
     bench = room.kernel_parts.Bench(room.kernel_parts.TINY, "cpu")
     found = {(case.op, case.shape.split(",")[0]): case.bytes for case in room.kernel_parts.cases(bench)}
     assert found["rms_norm", "8 x 16"] == (2 * 8 * 16 * 2, 3 * 8 * 16 * 2)
+    assert found["add_rms_norm", "8 x 16"] == (4 * 8 * 16 * 2, 4 * 8 * 16 * 2)
     assert found["silu_mul", "8 x 24"] == (3 * 8 * 24 * 2, 5 * 8 * 24 * 2)
     turned = 2 * (2 * 4 * (4 + 2) * 8) * 2 + 2 * 4 * 4 * 4
     assert found["rope", "2 x 4"] == (turned, turned)

@@ -19,6 +19,7 @@ STOCHASTIC = {"optimizer": {"name": "stochastic_adamw", "lr": 0.01}, "precision"
 
 #: Interpreted, each token of the loss takes milliseconds.
 FEW_TOKENS = {"steps": 3, "batch": {"size": 1, "microbatch": 1}, "metrics": []}
+COMPILED = ["activation_checkpointing", {"name": "compile", "backend": "aot_eager"}]
 
 
 def losses(path: Path) -> list[float]:
@@ -29,11 +30,14 @@ def losses(path: Path) -> list[float]:
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")  # Dynamo's
 @pytest.mark.parametrize(
     ("op", "backend", "sections"),
     [
         ("adamw", "triton", {}),
         ("stochastic_adamw", "triton", STOCHASTIC),
+        ("add_rms_norm", "triton", FEW_TOKENS),
+        ("add_rms_norm", "triton", {**FEW_TOKENS, "parallel": COMPILED}),
         ("linear_cross_entropy", "triton", FEW_TOKENS),
         ("linear_cross_entropy", "triton_sum", FEW_TOKENS),
         ("linear_cross_entropy", "triton_sum_narrow", FEW_TOKENS),
@@ -80,6 +84,33 @@ def test_ranks_that_share_the_words_train_with_the_kernel_as_with_the_reference(
     assert len(found["triton"][0]) == 3
     for of_kernel, of_reference in zip(found["triton"], found["reference"], strict=True):
         assert of_kernel == pytest.approx(of_reference, rel=2e-3)
+
+
+def train(path: str) -> None:
+    job = Job.load(path)
+    with job.joined() as topology:
+        job.build(lambda _: None, topology).train()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"mesh": {"tp": 2}, "parallel": ["tensor_parallel", *COMPILED]},
+        {"mesh": {"dp_shard": 2}, "parallel": ["fsdp", *COMPILED]},
+    ],
+    ids=["tensor_parallel", "fsdp"],
+)
+def test_ranks_train_with_the_kernel_of_norms_in_a_residual_stream(small_job: Write, layout: dict[str, Any]) -> None:
+    common = {"steps": 3, "batch": {"size": 2, "microbatch": 1}, "metrics": [], "logging": {"every": 1}, **layout}
+    found = {}
+    for backend in ("triton", "reference"):
+        path = small_job(backend, kernels={"add_rms_norm": backend}, export=False, **common)
+        World(2, timeout=240).run(train, str(path))
+        lines = list(map(json.loads, (path.parent / "runs" / backend / "metrics.jsonl").read_text().splitlines()))
+        found[backend] = [line[name] for line in lines for name in ("loss", "grad_norm")]
+    assert len(found["triton"]) == 6
+    assert found["triton"] == pytest.approx(found["reference"], rel=2e-3)
 
 
 def test_explain_shows_the_kernel_of_ranks_that_share_the_words(small_job: Write, d9d: D9d) -> None:

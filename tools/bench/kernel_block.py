@@ -17,7 +17,7 @@ def measure_block(bench: Bench) -> dict[str, Any]:
     from d9d_nn.rope.rotary_embedding import RotaryEmbedding
     from d9d_qwen3.block import Qwen3Block
     from d9d_qwen3.config import Qwen3Config
-    from d9d_triton import normed_rope, rms_norm, silu_mul
+    from d9d_triton import add_rms_norm, normed_rope, rms_norm, silu_mul
 
     s = bench.sizes
     config = Qwen3Config(
@@ -45,8 +45,10 @@ def measure_block(bench: Bench) -> dict[str, Any]:
 
     fused = torch_build(OpSignature("rms_norm", bench.device, "bfloat16"))
     own: dict[str, Function] = {
-        "rms_norm": rms_norm.rms_norm, "normed_rope": normed_rope.normed_rope, "silu_mul": silu_mul.silu_mul
+        "rms_norm": rms_norm.rms_norm, "add_rms_norm": add_rms_norm.add_rms_norm,
+        "normed_rope": normed_rope.normed_rope, "silu_mul": silu_mul.silu_mul,
     }  # fmt: skip
+    both = "normed_rope", "add_rms_norm"
     hidden = bench.draw(s.samples, s.length, s.hidden)
     rotation = RotaryEmbedding(s.head_size, theta=1e6).to(bench.device)(
         torch.arange(s.length, device=bench.device).unsqueeze(0)
@@ -60,6 +62,7 @@ def measure_block(bench: Bench) -> dict[str, Any]:
         ("compiled", block(), True),
         ("compiled, with kernels", bound(own), True),
         ("compiled, with normed_rope alone", bound({"normed_rope": normed_rope.normed_rope}), True),
+        ("compiled, with normed_rope and add_rms_norm", bound({op: own[op] for op in both}), True),
     ):
         torch.compiler.reset()
         if compiled:

@@ -150,11 +150,12 @@ class Case:
 def cases(bench: Bench) -> Iterator[Case]:
     """Cases of the ops of models: the references as they are written, and the kernels."""
     from d9d_moe.dispatch import permutation as moe
+    from d9d_nn.ops.add_rms_norm import add_rms_norm as add
     from d9d_nn.ops.normed_rope import normed_rope as place
     from d9d_nn.ops.rms_norm import rms_norm as norm
     from d9d_nn.ops.rope import rope as turn
     from d9d_nn.ops.silu_mul import silu_mul as gate
-    from d9d_triton import normed_rope, permutation, rms_norm, rope, silu_mul
+    from d9d_triton import add_rms_norm, normed_rope, permutation, rms_norm, rope, silu_mul
 
     s, draw = bench.sizes, bench.draw
     for rows, features in ((s.tokens, s.hidden), (s.tokens * s.heads, s.head_size)):
@@ -166,6 +167,14 @@ def cases(bench: Bench) -> Iterator[Case]:
             (draw(rows, features), draw(features), 1e-6),
             (2 * size, 3 * size),
         )
+    size = 2 * s.tokens * s.hidden
+    yield Case(
+        "add_rms_norm",
+        f"{s.tokens} x {s.hidden}",
+        {"reference": add, "triton": add_rms_norm.add_rms_norm},
+        (draw(s.tokens, s.hidden), draw(s.tokens, s.hidden), draw(s.hidden), 1e-6),
+        (4 * size, 4 * size),
+    )
     size = 2 * s.tokens * s.feed_forward
     yield Case(
         "silu_mul",

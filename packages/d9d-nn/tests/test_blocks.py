@@ -124,6 +124,18 @@ def test_swiglu_calls_projections_that_have_hooks_whatever_kernel_it_is_bound_to
         assert call(torch.ones(3, 4)).tolist() == [[2.0] * 4] * 3
 
 
+def test_attention_calls_projections_that_have_hooks_whatever_kernel_its_inputs_are_bound_to() -> None:
+    layer, rotation = attention_layer(), RotaryEmbedding(6, theta=1e4)(torch.arange(5).unsqueeze(0))
+    calls: list[str] = []
+    hook = layer.v_proj.register_forward_hook(lambda *_: calls.append("hook"))
+    layer.inputs.bind("other", lambda *_: pytest.fail("calls no projection"))
+    layer(torch.randn(2, 5, 32), rotation, None)
+    assert calls == ["hook"]
+    hook.remove()
+    layer.inputs.bind("other", lambda x, *_: tuple(torch.zeros(*x.shape[:2], heads, 6) for heads in (4, 2, 2)))
+    assert not layer(torch.randn(2, 5, 32), rotation, None).any()
+
+
 def test_modules_implement_the_traits_they_should() -> None:
     layer = attention_layer()
     assert isinstance(layer, ContextParallelizable)

@@ -38,6 +38,19 @@ def rms_norm() -> None:
     backward(rms_norm(ones(6, 2048).detach(), ones(2048), 1e-6))
 
 
+def add_rms_norm() -> None:
+    from d9d_triton.add_rms_norm import add_rms_norm
+
+    for features in (2048, 8192, 16384):
+        for added in (ones(6, features), None):
+            torch.autograd.backward(
+                add_rms_norm(ones(6, features), added, ones(features), 1e-6), [ones(6, features)] * 2
+            )
+    for dtype, of_weight in DTYPES:
+        backward(add_rms_norm(ones(6, 33, dtype=dtype), ones(6, 33), ones(33, dtype=of_weight), 1e-6)[0])
+    torch.autograd.backward(add_rms_norm(ones(6, 64), ones(6, 64), ones(64).detach(), 1e-6), [ones(6, 64)] * 2)
+
+
 def silu_mul() -> None:
     from d9d_triton.silu_mul import silu_mul
 
@@ -45,6 +58,15 @@ def silu_mul() -> None:
         backward(silu_mul(ones(4, 6144, dtype=of_gate), ones(4, 6144, dtype=of_up)))
     backward(silu_mul(*ones(4, 2 * 768).chunk(2, dim=1)))
     backward(silu_mul(ones(3, 33), ones(33, 3).T))
+
+
+def swiglu() -> None:
+    from d9d_triton.swiglu import swiglu
+
+    for features in (6144, 33):
+        for dtype in (torch.bfloat16, torch.float32):
+            weights = [ones(features, 8, dtype=dtype) for _ in range(2)]
+            backward(swiglu(ones(4, 8, dtype=dtype), *weights, ones(8, features, dtype=dtype)))
 
 
 def rope() -> None:
@@ -65,6 +87,17 @@ def normed_rope() -> None:
         for of_weight in (torch.bfloat16, torch.float32):
             weights = (ones(features, dtype=of_weight) for _ in range(2))
             backward(torch.cat(normed_rope(query, key, *weights, angles, angles, 1e-6), dim=2))
+
+
+def attention_inputs() -> None:
+    from d9d_triton.attention_inputs import attention_inputs
+
+    for query_heads, key_heads, features in ((16, 8, 128), (5, 3, 80)):
+        angles = torch.ones(1, 5, features // 2)
+        for dtype, of_norm in DTYPES:
+            weights = [ones(heads * features, 8, dtype=dtype) for heads in (query_heads, key_heads, key_heads)]
+            norms = (ones(features, dtype=of_norm) for _ in range(2))
+            backward(torch.cat(attention_inputs(ones(2, 5, 8, dtype=dtype), *weights, *norms, angles, angles, 1e-6), 2))
 
 
 def gradient_power() -> None:
@@ -123,9 +156,12 @@ def linear_cross_entropy() -> None:
 
 LAUNCHES: Mapping[str, Callable[[], None]] = {
     "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
     "silu_mul": silu_mul,
+    "swiglu": swiglu,
     "rope": rope,
     "normed_rope": normed_rope,
+    "attention_inputs": attention_inputs,
     "gradient_power": gradient_power,
     "permutation": permutation,
     "adamw": adamw,

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_nn.ops import add_rms_norm as plain_add_rms_norm
 from d9d_nn.ops import rms_norm as plain_rms_norm
 from d9d_nn.ops import rope as plain_rope
 from d9d_nn.ops import silu_mul as plain_silu_mul
 from d9d_testing.tolerances import assert_close_gradients
-from d9d_triton import permutation, rms_norm, rope, silu_mul
+from d9d_triton import add_rms_norm, permutation, rms_norm, rope, silu_mul
 from torch import Tensor
 
 reference = pytest.importorskip("d9d_moe.dispatch.permutation")
@@ -62,6 +63,16 @@ def _cases() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Te
             lambda x, w: plain_rms_norm.rms_norm(x, w, 1e-6),
             (heads, normal(HEAD_DIM, seed=1)),
         ),
+        "norm of a sum": (
+            lambda x, added, w: add_rms_norm.add_rms_norm(x, added, w, 1e-6),
+            lambda x, added, w: plain_add_rms_norm.add_rms_norm(x, added, w, 1e-6),
+            (normal(TOKENS, HIDDEN), normal(TOKENS, HIDDEN, seed=2), normal(HIDDEN, seed=1)),
+        ),
+        "norm before a branch": (
+            lambda x, w: add_rms_norm.add_rms_norm(x, None, w, 1e-6),
+            lambda x, w: plain_add_rms_norm.add_rms_norm(x, None, w, 1e-6),
+            (normal(TOKENS, HIDDEN), normal(HIDDEN, seed=1, dtype=torch.float32)),
+        ),
         "gate": (
             silu_mul.silu_mul,
             plain_silu_mul.silu_mul,
@@ -101,8 +112,8 @@ def _cases() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Te
 
 
 NAMES = [
-    *("norm", "head norm", "gate", "gate of halves", "rotation", "rotation of what attention has"),
-    *("copies", "sums", "sums of fewer rows"),
+    *("norm", "head norm", "norm of a sum", "norm before a branch", "gate", "gate of halves"),
+    *("rotation", "rotation of what attention has", "copies", "sums", "sums of fewer rows"),
 ]
 
 
@@ -113,6 +124,14 @@ def test_it_agrees_with_the_reference_and_repeats_bit_by_bit(name: str) -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
     exact = outcome(theirs, *(x.double() for x in inputs))
     assert_close_gradients(first, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_sum_is_rounded_as_torch_does(dtype: torch.dtype) -> None:
+    x, added = normal(TOKENS, HIDDEN, dtype=dtype), 9 * normal(TOKENS, HIDDEN, seed=2, dtype=dtype)
+    normed, total = add_rms_norm.add_rms_norm(x, added, normal(HIDDEN, seed=1), 1e-6)
+    assert torch.equal(total, x + added)
+    assert torch.equal(normed, rms_norm.rms_norm(total, normal(HIDDEN, seed=1), 1e-6))
 
 
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
@@ -143,6 +162,10 @@ def ends(name: str, many: Tensor) -> Tensor:
         out = rms_norm.rms_norm(rows, normal(HIDDEN, seed=1), 1e-6)
     elif name == "gradients of the norm":
         out, _ = rms_norm.rms_norm_backward(rows, rows, normal(HIDDEN, seed=1), 1e-6, True, True)
+    elif name == "norm of a sum":
+        out = torch.stack(add_rms_norm.add_rms_norm(rows, rows, normal(HIDDEN, seed=1), 1e-6), dim=1)
+    elif name == "gradients of the norm of a sum":
+        out, _ = rms_norm.rms_norm_backward(rows, rows, normal(HIDDEN, seed=1), 1e-6, True, True, rows)
     elif name == "gate":
         out = silu_mul.silu_mul(many, many).view(-1, HIDDEN)
     elif name == "gradients of the gate":
@@ -155,7 +178,13 @@ def ends(name: str, many: Tensor) -> Tensor:
     return torch.stack([out[:some], out[-some:]])
 
 
-@pytest.mark.parametrize("name", ["norm", "gradients of the norm", "gate", "gradients of the gate", "rotation"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("norm", "gradients of the norm", "norm of a sum", "gradients of the norm of a sum"),
+        *("gate", "gradients of the gate", "rotation"),
+    ],
+)
 def test_offsets_beyond_32_bits_are_right(name: str) -> None:
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of free device memory")

@@ -55,14 +55,29 @@ def chosen(registry: Any, tmp_path: Path) -> Callable[..., dict[str, tuple[str, 
 
 def test_a_job_takes_them_where_it_does_not_compile(chosen: Any) -> None:
     found = chosen()
-    assert set(found) == {"rms_norm.triton", "silu_mul.triton", "rope.triton", "normed_rope.triton"}
+    assert set(found) == {
+        "rms_norm.triton",
+        "silu_mul.triton",
+        "rope.triton",
+        "normed_rope.triton",
+        "add_rms_norm.triton",
+    }
 
 
 def test_compiled_blocks_keep_what_the_compiler_fuses(chosen: Any) -> None:
     found = chosen(parallel=["compile"])
     assert found["silu_mul.recomputed"] == ("layers.0.ffn.silu_mul", "layers.1.ffn.silu_mul")
     assert found["rope.reference"] == ("layers.0.attention.rope", "layers.1.attention.rope")
+    norms = [f"layers.{layer}.{norm}.add_rms_norm" for layer in (0, 1) for norm in ("attention_norm", "ffn_norm")]
+    assert found["add_rms_norm.triton"] == tuple(norms)
     assert found["rms_norm.triton"] == ("norm.rms_norm",), "the norm behind the blocks is not compiled"
+
+
+@pytest.mark.parametrize("parallel", [[], ["compile"]])
+def test_norms_of_branches_are_apart_where_the_job_names_a_backend_of_norms(chosen: Any, parallel: list[str]) -> None:
+    found = chosen(parallel=parallel, kernels={"rms_norm": "reference"})
+    assert len(found["add_rms_norm.reference"]) == 4
+    assert "add_rms_norm.triton" not in found
 
 
 def test_a_compiled_job_gets_them_by_name(chosen: Any) -> None:

@@ -12,8 +12,20 @@ class TestRmsNorm(KernelSuite):
 
 
 @pytest.mark.thorough
+class TestAddRmsNorm(KernelSuite):
+    target = "add_rms_norm.triton"
+    refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"}, {"features": 16385})
+
+
+@pytest.mark.thorough
 class TestSiluMul(KernelSuite):
     target = "silu_mul.triton"
+    refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
+
+
+@pytest.mark.thorough
+class TestSwiglu(KernelSuite):
+    target = "swiglu.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
@@ -26,6 +38,12 @@ class TestRope(KernelSuite):
 @pytest.mark.thorough
 class TestNormedRope(KernelSuite):
     target = "normed_rope.triton"
+    refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
+
+
+@pytest.mark.thorough
+class TestAttentionInputs(KernelSuite):
+    target = "attention_inputs.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
@@ -47,7 +65,17 @@ class TestRmsNormOnCuda(TestRmsNorm):
 
 
 @pytest.mark.gpu
+class TestAddRmsNormOnCuda(TestAddRmsNorm):
+    device = "cuda"
+
+
+@pytest.mark.gpu
 class TestSiluMulOnCuda(TestSiluMul):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestSwigluOnCuda(TestSwiglu):
     device = "cuda"
 
 
@@ -58,6 +86,11 @@ class TestRopeOnCuda(TestRope):
 
 @pytest.mark.gpu
 class TestNormedRopeOnCuda(TestNormedRope):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestAttentionInputsOnCuda(TestAttentionInputs):
     device = "cuda"
 
 

@@ -5,7 +5,7 @@ Shapes: H features, I features inside, ``...`` any leading dims.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from d9d_core.extend import OpSlot, TensorStyle
 from torch import Tensor, nn
@@ -38,6 +38,10 @@ class SwiGLU(nn.Module):
         """Slot of the gate, and of the whole layer unless somebody has changed one of its projections."""
         whole = {"swiglu": self.swiglu} if all(map(is_plain, self._projections())) else {}
         return {"silu_mul": self.silu_mul, **whole}
+
+    def adjacent_weights(self) -> Sequence[Sequence[str]]:
+        """Weights that :attr:`swiglu` may read as one: gate and up."""
+        return [("gate_proj.weight", "up_proj.weight")] if all(map(is_plain, self._projections())) else []
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """Styles of the projections: the inner features are split."""

@@ -16,6 +16,7 @@ _PROVIDES = frozenset(
         "model:late_init",
         "model:ops",
         "model:divisible",
+        "model:adjacent_weights",
         "model:pipeline",
         "model:split_backward",
         "model:tensor_parallel",

@@ -103,28 +103,53 @@ def backward(
     ``grad_query`` and ``grad_key`` are those of the outputs; the other arguments are the forward's.
     """
     of_query, of_key = empty_like(query), empty_like(key)
+    of_weights = fill_gradients(
+        of_query, of_key, grad_query, grad_key, query, key, query_weight, key_weight, cos, sin, eps
+    )
+    return of_query, of_key, *of_weights
+
+
+def fill_gradients(
+    of_query: Tensor,
+    of_key: Tensor,
+    grad_query: Tensor,
+    grad_key: Tensor,
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of both weights [D]; those of query and key are written where the caller wants them.
+
+    ``of_query`` and ``of_key`` receive them: [B, S, N, D] and [B, S, K, D], where each token's heads are contiguous
+    and tokens follow each other at any distance. The other arguments are those of :func:`backward`.
+    """
     samples, positions, _, features = query.shape
     if not samples * positions:
-        return of_query, of_key, torch.zeros_like(query_weight), torch.zeros_like(key_weight)
+        return torch.zeros_like(query_weight), torch.zeros_like(key_weight)
     tile, groups = _tile(query, key)
     tiles = triton.cdiv(samples * positions, tile["TOKENS"])
     programs = triton.cdiv(persistent_programs(query, tiles * groups, _PROGRAMS_EACH), groups)
     partial = torch.empty(programs * groups, features, dtype=torch.float32, device=query.device)
     of_queries = programs * tile["QUERY_GROUPS"]
     partials = partial[:of_queries], partial[of_queries:]
+    found = [tensor.view(-1, *tensor.shape[2:]) for tensor in (of_query, of_key)]
     tokens = [tensor.flatten(0, 1) for tensor in (grad_query, grad_key, query, key)]
     angles = [tensor.expand(samples, positions, features // 2) for tensor in (cos, sin)]
     with on_device(query):
         differentiate[(programs, groups)](
-            of_query, of_key, *partials, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
+            *found, *partials, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
             samples * positions, positions, query.shape[2], key.shape[2], features // 2,
-            *(stride for tensor in tokens for stride in tensor.stride()),
+            *(tensor.stride(0) for tensor in found), *(stride for tensor in tokens for stride in tensor.stride()),
             *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
         )  # fmt: skip
         of_weights = [
             column_sums(sums, weight.dtype) for sums, weight in zip(partials, (query_weight, key_weight), strict=True)
         ]
-    return of_query, of_key, of_weights[0], of_weights[1]
+    return of_weights[0], of_weights[1]
 
 
 def _tile(query: Tensor, key: Tensor) -> tuple[dict[str, Any], int]:

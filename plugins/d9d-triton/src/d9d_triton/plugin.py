@@ -47,13 +47,31 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "Squares of all gradients for their norm, in one launch for each number format.",
         ),
         ("rms_norm", "rules:rms_norm", "rms_norm:build", f"RMSNorm in one pass each way; {by_itself}."),
+        (
+            "add_rms_norm",
+            "rules:rms_norm",
+            "add_rms_norm:build",
+            "Residual addition and RMSNorm in one pass each way; by itself on CUDA, in compiled blocks, too.",
+        ),
         ("silu_mul", "rules:by_rule", "silu_mul:build", f"Gate of SwiGLU in one pass each way; {by_itself}."),
+        (
+            "swiglu",
+            "rules:by_rule",
+            "swiglu:build",
+            "SwiGLU layer; one product for the gradient of its input, and one for those of gate and up.",
+        ),
         ("rope", "rules:by_rule", "rope:build", f"Rotations of queries and keys in one launch; {by_itself}."),
         (
             "normed_rope",
             "rules:by_rule",
             "normed_rope:build",
             f"Head norms and rotations in one pass each way; {by_itself}.",
+        ),
+        (
+            "attention_inputs",
+            "rules:by_rule",
+            "attention_inputs:build",
+            "Projections, head norms and rotations; one product for gradients of rows, one for those of weights.",
         ),
         ("permute", "rules:by_rule", "permutation:build_permute", f"Copies of tokens for their experts; {by_itself}."),
         (

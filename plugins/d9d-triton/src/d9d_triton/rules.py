@@ -36,9 +36,20 @@ RULES: Mapping[str, Rule] = {
         eager=(PRIORITY, "one pass in each direction; torch's fused norm reaches 1.7 TB/s in its backward"),
         compiled=(BY_NAME, "inductor fuses norms with what is around them, in a third of the time; by name only"),
     ),
+    "add_rms_norm": Rule(
+        eager=(PRIORITY, "addition and norm in one pass each way, where they take two each"),
+        compiled=(PRIORITY, "one pass backward for both gradients, where inductor takes two"),
+    ),
     "silu_mul": Rule(
         eager=(PRIORITY, "one pass in each direction; without a compiler the reference reaches 2.4 TB/s"),
         compiled=(BY_NAME, "inductor reaches 4.3 TB/s, as much as a copy; by name only"),
+    ),
+    "swiglu": Rule(
+        eager=(PRIORITY, "gradients of gate and up are one product for the input and one for weights; keeps no gate"),
+        compiled=(
+            PRIORITY,
+            "one product for the gradient of the input, where inductor's backward has two and their sum",
+        ),
     ),
     "rope": Rule(
         eager=(PRIORITY, "one launch and one pass for queries and keys, which take the reference many"),
@@ -47,6 +58,10 @@ RULES: Mapping[str, Rule] = {
     "normed_rope": Rule(
         eager=(PRIORITY, "one launch each way, where two norms and a rotation take three"),
         compiled=(PRIORITY, "one launch each way, 0.15 ms for a layer where inductor's kernels take 0.33"),
+    ),
+    "attention_inputs": Rule(
+        eager=(PRIORITY, "one product for the gradient of the rows, where three projections need three and two sums"),
+        compiled=(PRIORITY, "one product for the gradient of the rows; inductor computes three, and reads them twice"),
     ),
     "permute": Rule(
         eager=(PRIORITY, "copies as the reference does; their gradients are summed in one pass, not in one per choice"),
@@ -57,7 +72,7 @@ RULES: Mapping[str, Rule] = {
         compiled=(BY_NAME, "inductor fuses the passes of the reference; by name only"),
     ),
 }
-#: A program of ``rms_norm`` holds whole rows in registers: x, its gradient, the weight, the sum of its gradient.
+#: A program of a norm holds whole rows in registers: x, gradients, the weight, the sum of its gradient.
 MOST_FEATURES = 16384
 
 

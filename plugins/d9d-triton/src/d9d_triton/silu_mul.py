@@ -5,7 +5,7 @@ Shapes: R rows (all leading dims), I features. Contiguous tensors are taken as o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         raise ValueError(f"silu_mul.triton: gate {list(gate.shape)} and up {list(up.shape)} must have one shape")
     out = _empty_out(gate, up)
     if out.numel():
-        _launch(gate_rows, (out,), (gate, up))
+        _launch(gate_rows, (out,), _rows(gate, up))
     return out
 
 
@@ -63,19 +63,49 @@ def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
     """
     grads = empty_like(gate), empty_like(up)
     if gate.numel():
-        _launch(differentiate, grads, (grad, gate, up))
+        rows = _rows(grad, gate, up)
+        _launch(differentiate, (*(x.view(rows[0].shape) for x in grads), gate), rows, GATED=False)
     return grads
 
 
-def _launch(kernel: Any, outs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> None:
-    """Launch a kernel over contiguous outputs and inputs of one shape, not empty."""
-    contiguous = all(tensor.is_contiguous() for tensor in inputs)
-    rows = [tensor.view(1, -1) if contiguous else as_rows(tensor) for tensor in inputs]
-    count, features = rows[0].shape
+@torch.library.custom_op("d9d_triton::silu_mul_backward_beside", mutates_args=())
+def silu_mul_backward_beside(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`silu_mul` side by side, as one product after the other reads them, and its output once more.
+
+    Args:
+        grad: [R, I], gradient of the output; of any strides.
+        gate: [R, I].
+        up: [R, I], in the dtype of the gate.
+
+    Returns:
+        The gradients of gate and up [R, 2 I], and the output [R, I], in the dtype of the gate.
+    """
+    both, gated = _beside(gate)
+    if gate.numel():
+        _launch(differentiate, (*both.chunk(2, dim=1), gated), (grad, gate, up), GATED=True)
+    return both, gated
+
+
+def _beside(gate: Tensor) -> tuple[Tensor, Tensor]:
+    rows, features = gate.shape
+    return gate.new_empty(rows, 2 * features), gate.new_empty(rows, features)
+
+
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    """Tensors of one shape as rows [R, I]; if all are contiguous, as a single one."""
+    contiguous = all(tensor.is_contiguous() for tensor in tensors)
+    return [tensor.view(1, -1) if contiguous else as_rows(tensor) for tensor in tensors]
+
+
+def _launch(kernel: Any, outs: Sequence[Tensor], inputs: Sequence[Tensor], **options: Any) -> None:
+    """Launch a kernel over inputs [R, I] that are not empty; the first two of three outputs may be of any rows."""
+    count, features = inputs[0].shape
     block = min(_BLOCK, triton.next_power_of_2(features))
-    strides = [stride for tensor in rows for stride in tensor.stride()]
+    strides = [out.stride(0) for out in outs[:-1]] + [stride for tensor in inputs for stride in tensor.stride()]
     with on_device(outs[0]):
-        kernel[(count * triton.cdiv(features, block),)](*outs, *rows, features, *strides, BLOCK=block, **OPTIONS)
+        kernel[(count * triton.cdiv(features, block),)](
+            *outs, *inputs, features, *strides, BLOCK=block, **options, **OPTIONS
+        )
 
 
 def _empty_out(gate: Tensor, up: Tensor) -> Tensor:
@@ -90,6 +120,11 @@ def _fake(gate: Tensor, up: Tensor) -> Tensor:
 @silu_mul_backward.register_fake
 def _fake_backward(_grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return empty_like(gate), empty_like(up)
+
+
+@silu_mul_backward_beside.register_fake
+def _fake_beside(_grad: Tensor, gate: Tensor, _up: Tensor) -> tuple[Tensor, Tensor]:
+    return _beside(gate)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001 - torch's signature

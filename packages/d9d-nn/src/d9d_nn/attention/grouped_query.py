@@ -5,14 +5,16 @@ Shapes: B samples, S positions, H features, N query heads, K key/value heads, D 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from d9d_core.extend import OpSlot, TensorStyle
 from torch import Tensor, nn
 
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import AttentionMasks
-from d9d_nn.linear import Linear
+from d9d_nn.linear import Linear, has_hooks, is_plain
+from d9d_nn.ops.attention_inputs import attention_inputs
+from d9d_nn.ops.deferred import as_autocast
 from d9d_nn.ops.normed_rope import normed_rope
 from d9d_nn.ops.rope import rope
 from d9d_nn.rms_norm import RMSNorm
@@ -68,10 +70,31 @@ class GroupedQueryAttention(nn.Module):
             query_heads=query_heads,
             key_heads=key_value_heads,
         )
+        self.inputs = OpSlot(
+            "attention_inputs",
+            attention_inputs,
+            parts=("normed_rope", "rms_norm", "rope"),
+            hidden=hidden_size,
+            head_dim=head_dim,
+            query_heads=query_heads,
+            key_heads=key_value_heads,
+        )
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of the rotation, and of head norms and rotation in one; that of the attention belongs to the core."""
-        return {"rope": self.rope} | ({} if self.q_norm is None else {"normed_rope": self.normed_rope})
+        """Slots of the rotation, and with head norms of both in one.
+
+        With head norms, there is one of all that is before the attention, too, unless somebody has changed one of the
+        projections. The slot of the attention belongs to the core.
+        """
+        if self.q_norm is None:
+            return {"rope": self.rope}
+        whole = {"attention_inputs": self.inputs} if all(map(is_plain, self._projections())) else {}
+        return {"rope": self.rope, "normed_rope": self.normed_rope, **whole}
+
+    def adjacent_weights(self) -> Sequence[Sequence[str]]:
+        """Weights that :attr:`inputs` may read as one: of queries, keys and values."""
+        plain = self.q_norm is not None and all(map(is_plain, self._projections()))
+        return [("q_proj.weight", "k_proj.weight", "v_proj.weight")] if plain else []
 
     def attention_cores(self) -> Mapping[str, nn.Module]:
         """Attention core of this layer."""
@@ -107,14 +130,27 @@ class GroupedQueryAttention(nn.Module):
         Returns:
             [B, S, H].
         """
-        # The number of heads is inferred: a tensor-parallel rank holds only some of them.
-        heads = (*hidden.shape[:2], -1, self.head_dim)
-        query = self.q_proj(hidden).view(heads)
-        key = self.k_proj(hidden).view(heads)
-        value = self.v_proj(hidden).view(heads)
-        query, key = self._placed(query, key, rotation)
+        query, key, value = self._inputs(hidden, rotation)
         out: Tensor = self.o_proj(self.core(query, key, value, documents).flatten(2))
         return out
+
+    def _inputs(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values with their norms and positions."""
+        layers = self._projections()
+        alone = any(layer.defers or has_hooks(layer) for layer in layers)
+        if self.q_norm is not None and self.k_norm is not None and self.inputs.backend != "reference" and not alone:
+            weights = (*(as_autocast(layer.weight) for layer in layers), self.q_norm.weight, self.k_norm.weight)
+            found: tuple[Tensor, Tensor, Tensor] = self.inputs(
+                as_autocast(hidden), *weights, rotation.cos, rotation.sin, self.q_norm.eps
+            )
+            return found
+        # The number of heads is inferred: a tensor-parallel rank holds only some of them.
+        heads = (*hidden.shape[:2], -1, self.head_dim)
+        query, key, value = (layer(hidden).view(heads) for layer in layers)
+        return *self._placed(query, key, rotation), value
+
+    def _projections(self) -> tuple[Linear, Linear, Linear]:
+        return self.q_proj, self.k_proj, self.v_proj
 
     def _placed(self, query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Query and key with their norms and positions."""

@@ -4,8 +4,8 @@ A program handles TOKENS tokens, and of each HEADS heads, either of queries or o
 one head of all its tokens, so that cosines, sines and weights stay in registers. More heads would not fit into those.
 Heads are handled as halves, for a rotation pairs feature i with feature i + D/2: tiles are [TOKENS, PAIRS], and PAIRS
 is at least D/2. The numbers named after a tensor [T, heads, D] and one of its dims are strides, T is B x S, ``half`` is
-D/2, and outputs are contiguous. TOKENS and PAIRS are powers of two; EXACT: tiles divide everything, no mask is needed.
-The first QUERY_GROUPS programs of the grid's second dim have queries, the others keys.
+D/2. Outputs are contiguous; tokens of gradients may lie apart. TOKENS and PAIRS are powers of two; EXACT: tiles divide
+everything, no mask is needed. The first QUERY_GROUPS programs of the grid's second dim have queries, the others keys.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ def differentiate(
     query_heads,
     key_heads,
     half,
+    grad_query_token,
+    grad_key_token,
     query_arrived_token,
     query_arrived_head,
     query_arrived_feature,
@@ -120,14 +122,14 @@ def differentiate(
     if group < QUERY_GROUPS:
         _backward_heads(
             grad_query, query_partial, query_arrived, query, query_weight, cos, sin, tokens, positions, query_heads,
-            half, query_arrived_token, query_arrived_head, query_arrived_feature, query_token, query_head,
-            query_feature, cos_sample, cos_position, cos_pair, sin_sample, sin_position, sin_pair, eps,
+            half, grad_query_token, query_arrived_token, query_arrived_head, query_arrived_feature, query_token,
+            query_head, query_feature, cos_sample, cos_position, cos_pair, sin_sample, sin_position, sin_pair, eps,
             group, QUERY_GROUPS, HEADS, TOKENS, PAIRS, EXACT,
         )  # fmt: skip
     else:
         _backward_heads(
             grad_key, key_partial, key_arrived, key, key_weight, cos, sin, tokens, positions, key_heads,
-            half, key_arrived_token, key_arrived_head, key_arrived_feature, key_token, key_head,
+            half, grad_key_token, key_arrived_token, key_arrived_head, key_arrived_feature, key_token, key_head,
             key_feature, cos_sample, cos_position, cos_pair, sin_sample, sin_position, sin_pair, eps,
             group - QUERY_GROUPS, tl.num_programs(1) - QUERY_GROUPS, HEADS, TOKENS, PAIRS, EXACT,
         )  # fmt: skip
@@ -160,9 +162,9 @@ def _forward_heads(
 
 @triton.jit
 def _backward_heads(
-    out, partial, arrived, x, weight, cos, sin, tokens, positions, heads, half, arrived_token, arrived_head,
-    arrived_feature, x_token, x_head, x_feature, cos_sample, cos_position, cos_pair, sin_sample, sin_position,
-    sin_pair, eps, group, groups,
+    out, partial, arrived, x, weight, cos, sin, tokens, positions, heads, half, out_token, arrived_token,
+    arrived_head, arrived_feature, x_token, x_head, x_feature, cos_sample, cos_position, cos_pair, sin_sample,
+    sin_position, sin_pair, eps, group, groups,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of some heads of x [T, heads, D], and this program's sum of the weight's."""
@@ -178,7 +180,7 @@ def _backward_heads(
         there = (token < tokens) & (pair < half)
         c = _angles(cos, token, pair, there, positions, cos_sample, cos_position, cos_pair, EXACT)
         s = _angles(sin, token, pair, there, positions, sin_sample, sin_position, sin_pair, EXACT)
-        source, target = _at(x, token, pair, x_token, x_feature), _at(out, token, pair, heads * half * 2, 1)
+        source, target = _at(x, token, pair, x_token, x_feature), _at(out, token, pair, out_token, 1)
         grad = _at(arrived, token, pair, arrived_token, arrived_feature)
         for number in tl.static_range(HEADS):
             head = group * HEADS + number

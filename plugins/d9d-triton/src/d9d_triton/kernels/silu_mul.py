@@ -42,10 +42,13 @@ def gate_rows(
 def differentiate(
     grad_gate,
     grad_up,
+    gated,
     grad,
     gate,
     up,
     features,
+    grad_gate_row,
+    grad_up_row,
     grad_row,
     grad_feature,
     gate_row,
@@ -53,8 +56,29 @@ def differentiate(
     up_row,
     up_feature,
     BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
 ):
-    """Gradients of :func:`gate_rows`, contiguous, from that of its output; the other arguments are as there."""
+    """Gradients of :func:`gate_rows` from that of its output; the other arguments are as there.
+
+    Args:
+        grad_gate: [R, I], out; features are contiguous.
+        grad_up: [R, I], out; features are contiguous.
+        gated: [R, I], out, contiguous: what :func:`gate_rows` computes; any tensor without ``GATED``.
+        grad: [R, I], gradient of the output.
+        gate: [R, I].
+        up: [R, I].
+        features: I.
+        grad_gate_row: stride of the gradient of the gate.
+        grad_up_row: stride of the gradient of up.
+        grad_row: stride of the gradient.
+        grad_feature: stride of the gradient.
+        gate_row: stride of the gate.
+        gate_feature: stride of the gate.
+        up_row: stride of up.
+        up_feature: stride of up.
+        BLOCK: features of a program.
+        GATED: whether the output is computed once more.
+    """
     row, feature = _place(features, BLOCK)
     there = feature < features
     arrived = tl.load(grad + row * grad_row + feature * grad_feature, there, other=0.0).to(tl.float32)
@@ -64,8 +88,10 @@ def differentiate(
     silu = x * sigmoid
     of_gate = arrived * y * (sigmoid + silu * (1.0 - sigmoid))
     of_up = arrived * silu
-    tl.store(grad_gate + row * features + feature, of_gate.to(grad_gate.dtype.element_ty), there)
-    tl.store(grad_up + row * features + feature, of_up.to(grad_up.dtype.element_ty), there)
+    tl.store(grad_gate + row * grad_gate_row + feature, of_gate.to(grad_gate.dtype.element_ty), there)
+    tl.store(grad_up + row * grad_up_row + feature, of_up.to(grad_up.dtype.element_ty), there)
+    if GATED:
+        tl.store(gated + row * features + feature, (silu * y).to(gated.dtype.element_ty), there)
 
 
 @triton.jit

@@ -63,6 +63,14 @@ def rms_norm(*shape: int) -> Call:
     return Call(f"x {list(shape)}", inputs, {"features": shape[-1]}, {"eps": 1e-6})
 
 
+def add_rms_norm(*shape: int, adds: bool) -> Call:
+    """Call of ``add_rms_norm``; nothing is added unless it ``adds``."""
+    inputs = {"x": draw(*shape, seed=0), "weight": draw(shape[-1], seed=1)}
+    inputs |= {"added": draw(*shape, seed=2)} if adds else {}
+    name = f"x {list(shape)}, {'as much' if adds else 'nothing'} added"
+    return Call(name, inputs, {"features": shape[-1]}, {"eps": 1e-6})
+
+
 def silu_mul(*shape: int) -> Call:
     """Call of ``silu_mul``."""
     return Call(f"gate {list(shape)}", {"gate": draw(*shape, seed=0), "up": draw(*shape, seed=1)})
@@ -100,6 +108,23 @@ def normed_rope(samples: int, length: int, query_heads: int, heads: int, feature
     inputs |= {"cos": call.inputs["cos"], "sin": call.inputs["sin"]}
     static = {**call.static, "query_heads": query_heads, "key_heads": heads}
     return Call(call.name, inputs, static, {"eps": 1e-6}, constants=call.constants)
+
+
+def attention_inputs(samples: int, length: int, query_heads: int, heads: int, features: int, shared: bool) -> Call:
+    """Call of ``attention_inputs`` with rows of 24 features; with ``shared`` angles for all samples."""
+    call = normed_rope(samples, length, query_heads, heads, features, shared)
+    hidden, given = 24, call.inputs
+    inputs = {
+        "x": draw(samples, length, hidden, seed=5),
+        "query_weight": draw(query_heads * features, hidden, seed=6),
+        "key_weight": draw(heads * features, hidden, seed=7),
+        "value_weight": draw(heads * features, hidden, seed=8),
+        "query_norm": given["query_weight"],
+        "key_norm": given["key_weight"],
+        "cos": given["cos"],
+        "sin": given["sin"],
+    }
+    return Call(call.name, inputs, {**call.static, "hidden": hidden}, call.options, constants=call.constants)
 
 
 def grouped_linear(

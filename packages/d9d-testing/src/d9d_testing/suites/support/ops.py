@@ -111,6 +111,20 @@ def _rms_norm_at_random(random: Random) -> Call:
     return calls.rms_norm(*_leading(random), random.choice(_SIZES[1:]))
 
 
+def _add_rms_norms() -> Sequence[Call]:
+    shapes = (3, 5, 16), (1, 2), (7, 33), (0, 8)
+    return [calls.add_rms_norm(*shape, adds=adds) for shape in shapes for adds in (True, False)]
+
+
+def _add_rms_norm_at_random(random: Random) -> Call:
+    return calls.add_rms_norm(*_leading(random), random.choice(_SIZES[1:]), adds=random.random() < 0.7)
+
+
+def _invoke_add_rms_norm(slot: OpSlot, call: Call) -> Tensor:
+    x, added, weight = (call.inputs.get(name) for name in ("x", "added", "weight"))
+    return torch.cat(slot(x, added, weight, **call.options), dim=-1)
+
+
 def _silu_muls() -> Sequence[Call]:
     return [calls.silu_mul(*shape) for shape in ((3, 5, 16), (1,), (7, 33), (0, 8))]
 
@@ -138,6 +152,10 @@ _ROPES = (
 )
 
 
+#: Features of a head from which on the gradient through its norm is not mostly the rounding of what was projected.
+_LEAST_HEAD = 8
+
+
 def _rope_at_random(random: Random, make: Callable[..., Call]) -> Call:
     samples, length, query_heads, heads = (random.randint(1, most) for most in (2, 5, 5, 3))
     return make(samples, length, query_heads, heads, 2 * random.choice(_SIZES[1:]), random.random() < 0.5)
@@ -145,6 +163,17 @@ def _rope_at_random(random: Random, make: Callable[..., Call]) -> Call:
 
 def _invoke_rope(slot: OpSlot, call: Call) -> Tensor:
     return torch.cat(slot(*call.inputs.values(), **call.options), dim=2)
+
+
+def _attention_inputs() -> Sequence[Call]:
+    return [calls.attention_inputs(*size) for size in _ROPES if size[4] >= _LEAST_HEAD]
+
+
+def _attention_inputs_at_random(random: Random) -> Call:
+    call = None
+    while call is None or call.static["head_dim"] < _LEAST_HEAD:
+        call = _rope_at_random(random, calls.attention_inputs)
+    return call
 
 
 _COUNTS = (
@@ -254,6 +283,12 @@ KNOWN_OPS: Mapping[str, Op] = {
         invoke_plainly,
         at_random=_rms_norm_at_random,
     ),
+    "add_rms_norm": Op(
+        partial(_plain_slot, "add_rms_norm", "d9d_nn.ops.add_rms_norm:add_rms_norm"),
+        _add_rms_norms,
+        _invoke_add_rms_norm,
+        at_random=_add_rms_norm_at_random,
+    ),
     "silu_mul": Op(
         partial(_plain_slot, "silu_mul", "d9d_nn.ops.silu_mul:silu_mul"),
         _silu_muls,
@@ -277,6 +312,12 @@ KNOWN_OPS: Mapping[str, Op] = {
         lambda: [calls.normed_rope(*size) for size in _ROPES],
         _invoke_rope,
         at_random=partial(_rope_at_random, make=calls.normed_rope),
+    ),
+    "attention_inputs": Op(
+        partial(_plain_slot, "attention_inputs", "d9d_nn.ops.attention_inputs:attention_inputs"),
+        _attention_inputs,
+        _invoke_rope,
+        at_random=_attention_inputs_at_random,
     ),
     "grouped_linear": Op(
         partial(_plain_slot, "grouped_linear", "d9d_nn.ops.grouped_linear:grouped_linear"),

@@ -1,0 +1,45 @@
+"""Products with several weights at once, which may follow each other in memory.
+
+Shapes: R rows, H features of the input, F features of all results together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """Weights [..., H] one below the other [F, H]; without a copy where they follow each other in memory.
+
+    See :class:`d9d_core.extend.HasAdjacentWeights`. To be called with tensors that have memory, so not by a compiler.
+    """
+    first, end = weights[0], weights[0].data_ptr()
+    for weight in weights:
+        beside = weight.data_ptr() == end and weight.is_contiguous()
+        if not beside or weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(list(weights))
+        end += weight.nbytes
+    rows = sum(map(len, weights))
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+@torch.library.custom_op("d9d_triton::joint_rows_gradient", mutates_args=())
+def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
+    """Gradient of rows that several weights project, in one product.
+
+    Args:
+        grad: [R, F], gradients of all results, side by side.
+        weights: [..., H], of F rows together.
+
+    Returns:
+        [R, H].
+    """
+    return grad.mm(stacked(weights))
+
+
+@joint_rows_gradient.register_fake
+def _fake(grad: Tensor, weights: list[Tensor]) -> Tensor:
+    return grad.new_empty(grad.shape[0], weights[0].shape[1])
