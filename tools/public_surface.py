@@ -44,7 +44,8 @@ DECLARED = (
     *("d9d_nn.causal_lm.config", "d9d_nn.classification.config", "d9d_nn.contrastive.config"),
     *("d9d_nn.distillation.config", "d9d_nn.inference.config", "d9d_nn.preference.config"),
     *("d9d_nn.heads.causal_lm", "d9d_nn.heads.config", "d9d_nn.heads.heads", "d9d_nn.heads.layer_mean"),
-    *("d9d_nn.ops.attention.slot", "d9d_nn.ops.deferred", "d9d_nn.ops.grouped_linear"),
+    *("d9d_nn.ops.add_rms_norm", "d9d_nn.ops.attention.slot", "d9d_nn.ops.attention_inputs", "d9d_nn.ops.deferred"),
+    "d9d_nn.ops.grouped_linear",
     *("d9d_nn.ops.linear_cross_entropy", "d9d_nn.ops.normed_rope", "d9d_nn.ops.rms_norm", "d9d_nn.ops.rope"),
     *("d9d_nn.ops.silu_mul", "d9d_nn.ops.swiglu", "d9d_nn.ops.vocabulary_parallel"),
     *("d9d_nn.rms_norm", "d9d_nn.rope.rotary_embedding", "d9d_nn.rope.scaling", "d9d_nn.stages", "d9d_nn.swiglu"),
@@ -72,6 +73,7 @@ DECLARED = (
     *("d9d_testing.suites.moe.router", "d9d_testing.suites.optimizer", "d9d_testing.suites.peft"),
     *("d9d_testing.suites.plugin", "d9d_testing.suites.schedule", "d9d_testing.suites.strategy"),
     *("d9d_testing.suites.subscriber", "d9d_testing.suites.task", "d9d_testing.suites.tracker"),
+    *("d9d_triton.joint_products", "d9d_triton.swiglu"),
 )
 
 

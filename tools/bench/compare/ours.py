@@ -18,7 +18,7 @@ from torch import Tensor
 
 PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_qwen3")
 #: Used where they are installed, as they are by themselves in a job.
-OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention", "d9d_fp8", "d9d_quack")
+OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention", "d9d_fp8", "d9d_quack", "d9d_cublas")
 
 
 def build(setting: Setting, device: torch.device) -> Contender:

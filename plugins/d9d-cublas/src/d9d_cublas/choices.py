@@ -1,0 +1,197 @@
+"""Choices of algorithms, by device, version of the library and product; those of this user are kept on disk.
+
+A file of choices is JSON::
+
+    {"format": 1, "choices": [
+        {"device": "NVIDIA H200", "library": 130100,
+         "layout": "forward", "rows": 16384, "out_features": 6144, "in_features": 2048, "dtype": "bfloat16",
+         "algorithm": {"id": 66, "tile": 36, "stages": 35, "cluster": 3, ...}, "milliseconds": [0.626, 0.592]}]}
+
+``device`` is its name as torch has it, ``library`` what ``cublasLtGetVersion`` returns; the fields of the product are
+those of :class:`~d9d_cublas.problem.Problem`, the algorithm's those of :class:`~d9d_cublas.problem.Settings`. An
+algorithm of ``null`` is what cuBLAS guesses. ``milliseconds``, of that guess and of the choice, are for readers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from d9d_cublas.problem import LAYOUTS, Problem, Settings
+
+FORMAT = 1
+#: Choices that come with the package.
+SHIPPED = Path(__file__).with_name("choices.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Key of a choice.
+
+    Attributes:
+        device: name of the device, for example ``NVIDIA H200``.
+        library: version of the library, for example 130100.
+        problem: the product.
+    """
+
+    device: str
+    library: int
+    problem: Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Choice of an algorithm.
+
+    Attributes:
+        algorithm: its settings; ``None``: what cuBLAS guesses.
+        milliseconds: of a product by that guess and by the choice, where somebody measured them.
+    """
+
+    algorithm: Settings | None
+    milliseconds: tuple[float, float] | None = None
+
+
+def cache_file() -> Path:
+    """Path of this user's choices, ``d9d/cublas.json`` below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - raises without a home
+    return Path(home) / "d9d" / "cublas.json"
+
+
+class Choices:
+    """Choices of this user, and behind them those that come with the package.
+
+    Args:
+        cache: file of this user's choices; need not exist. Processes that share it agree: the first to record one wins.
+        shipped: file of the package's choices.
+    """
+
+    def __init__(self, cache: Path, shipped: Path = SHIPPED) -> None:
+        self._cache = cache
+        self._shipped = read(shipped)
+        self._own: dict[Key, Choice] = {}
+        self._seen: tuple[int, int] | None = None
+        self._works = True
+
+    def find(self, key: Key) -> Choice | None:
+        """Choice of this user, else of the package, else ``None``."""
+        if key not in self._own:
+            self._look()
+        return self._own.get(key) or self.find_shipped(key)
+
+    def find_shipped(self, key: Key) -> Choice | None:
+        """Choice of the package."""
+        return self._shipped.get(key)
+
+    def record(self, key: Key, choice: Choice) -> Choice:
+        """Keep a choice that was measured.
+
+        Returns:
+            The choice, or another that somebody else recorded before.
+        """
+        if not self._works:
+            return self._own.setdefault(key, choice)
+        try:
+            self._cache.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(self._cache.with_suffix(".lock")):
+                self._look()
+                adopted = self._own.setdefault(key, choice)
+                if self._works and adopted is choice:
+                    write(self._cache, self._own)
+        except OSError as error:
+            self._give_up(f"cannot be written ({error})")
+        return self._own.setdefault(key, choice)
+
+    def _look(self) -> None:
+        """Take over what others have recorded since."""
+        if not self._works:
+            return
+        try:
+            state = self._cache.stat()
+            seen = state.st_ino, state.st_mtime_ns
+            if seen != self._seen:
+                # What this process has used stays.
+                self._own = {**read(self._cache), **self._own}
+                self._seen = seen
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            self._give_up(f"cannot be used ({error}); delete it")
+
+    def _give_up(self, why: str) -> None:
+        """Leave the file alone from now on."""
+        self._works = False
+        text = f"choices of cuBLASLt algorithms: {self._cache} {why}; this process measures for itself"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def read(path: Path) -> dict[Key, Choice]:
+    """Read a file of choices.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such file, or of another format.
+    """
+    content = json.loads(path.read_text("utf-8"))
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"no choices of format {FORMAT}")
+    try:
+        return dict(_parse(entry) for entry in content["choices"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a choice is incomplete or of unknown fields: {error!r}") from error
+
+
+def write(path: Path, choices: Mapping[Key, Choice]) -> None:
+    """Write a file of choices, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    entries = [
+        {
+            "device": key.device,
+            "library": key.library,
+            **asdict(key.problem),
+            "algorithm": None if choice.algorithm is None else asdict(choice.algorithm),
+            "milliseconds": choice.milliseconds,
+        }
+        for key, choice in choices.items()
+    ]
+    lines = ",".join(f"\n  {json.dumps(entry)}" for entry in entries)  # a line each, for comparisons
+    text = f'{{\n "format": {FORMAT},\n "choices": [{lines}\n ]\n}}\n'
+    # Of this process alone, also where machines share the folder.
+    temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        temporary.write_text(text, "utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _parse(entry: Mapping[str, Any]) -> tuple[Key, Choice]:
+    problem = Problem(**{field.name: entry[field.name] for field in fields(Problem)})
+    algorithm = None if entry["algorithm"] is None else Settings(**entry["algorithm"])
+    numbers = [problem.rows, problem.out_features, problem.in_features, entry["library"]]
+    numbers += [] if algorithm is None else asdict(algorithm).values()
+    if problem.layout not in LAYOUTS or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"a choice has impossible values: {dict(entry)}")
+    times = entry.get("milliseconds")
+    return Key(entry["device"], entry["library"], problem), Choice(algorithm, None if times is None else tuple(times))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock of all processes that write; the lock goes with its process, however that ends."""
+    with path.open("w") as file:
+        # Where a file system locks nothing, the last of two that write at once wins; the file is whole all the same.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

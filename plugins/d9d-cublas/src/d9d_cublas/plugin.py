@@ -1,0 +1,22 @@
+"""Declaration of the backend by measured cuBLASLt algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from d9d_core.plugin import KernelSpec, Ref, hookimpl
+
+D9D_API = 1
+
+
+@hookimpl
+def d9d_kernels() -> Iterator[KernelSpec]:
+    """Backend of ``swiglu``."""
+    yield KernelSpec(
+        name="cublas",
+        summary="SwiGLU layer whose products run the cuBLASLt algorithms that were measured to be fastest.",
+        op="swiglu",
+        supports=Ref("d9d_cublas.rules:swiglu"),
+        build=Ref("d9d_cublas.swiglu:build"),
+        requires=frozenset({"import:triton"}),
+    )

@@ -1,0 +1,159 @@
+"""Products of all devices, and those of the backward as custom ops, which a compiler calls as they are.
+
+Shapes: T rows, N features out, K features in.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from d9d_triton.joint_products import stacked
+from torch import Tensor
+
+from d9d_cublas.binding import Functions, LibraryError, find_library
+from d9d_cublas.choices import Choices, cache_file
+from d9d_cublas.device import DeviceProducts, is_capturing
+from d9d_cublas.library import Library
+from d9d_cublas.problem import fits, multiply, shape_of
+from d9d_cublas.tuning import Tuner
+
+
+class Multiplies(Protocol):
+    """Products of one device, such as :class:`~d9d_cublas.device.DeviceProducts`."""
+
+    def multiply(self, layout: str, first: Tensor, second: Tensor, out: Tensor) -> None:
+        """Compute a product."""
+
+
+class Products:
+    """Products of all devices of a process.
+
+    Args:
+        open_device: products of a device when it is first needed; ``None``: as torch computes them.
+        capturing: whether a CUDA graph is being captured; no device is opened meanwhile.
+    """
+
+    def __init__(
+        self,
+        open_device: Callable[[torch.device], Multiplies | None],
+        capturing: Callable[[], bool] = is_capturing,
+    ) -> None:
+        self._open = open_device
+        self._capturing = capturing
+        self._devices: dict[torch.device, Multiplies | None] = {}
+        self._lock = threading.Lock()
+
+    def multiply(self, layout: str, first: Tensor, second: Tensor) -> Tensor:
+        """Compute a product; operands that do not fit are multiplied as torch does.
+
+        Args:
+            layout: one of :data:`~d9d_cublas.problem.LAYOUTS`.
+            first: first operand.
+            second: second operand.
+        """
+        out = first.new_empty(shape_of(layout, first, second))
+        device = self._of(first.device) if fits(first, second) else None
+        if device is None:
+            multiply(layout, first, second, out)
+        else:
+            device.multiply(layout, first, second, out)
+        return out
+
+    def _of(self, device: torch.device) -> Multiplies | None:
+        with self._lock:
+            if device not in self._devices:
+                if self._capturing():
+                    return None
+                self._devices[device] = self._open(device)
+            return self._devices[device]
+
+
+def open_device(device: torch.device) -> DeviceProducts | None:
+    """Products by cuBLASLt of a CUDA device; ``None``, after a warning, where the library is not to be had."""
+    if device.type != "cuda":
+        return None
+    try:
+        library = Library(Functions(find_library()), device)
+    except (LibraryError, OSError, AttributeError) as error:
+        text = f"products of swiglu.cublas are torch's: cuBLASLt is not to be had on {device}: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return None
+    return DeviceProducts(library, torch.cuda.get_device_name(device), Choices(cache_file()), Tuner())
+
+
+#: An op is registered for the process, so what it remembers has no other owner.
+_PRODUCTS = Products(open_device)
+
+
+def forward(rows: Tensor, weight: Tensor) -> Tensor:
+    """Product of rows with a weight, ``rows @ weight.T``; no op of its own, for it runs inside of one.
+
+    Args:
+        rows: [T, K].
+        weight: [N, K].
+
+    Returns:
+        [T, N].
+    """
+    return _PRODUCTS.multiply("forward", rows, weight)
+
+
+@torch.library.custom_op("d9d_cublas::rows_gradient", mutates_args=())
+def rows_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """Gradient of the rows of :func:`forward`, ``grad @ weight``.
+
+    Args:
+        grad: [T, N].
+        weight: [N, K].
+
+    Returns:
+        [T, K].
+    """
+    return _PRODUCTS.multiply("rows_gradient", grad, weight)
+
+
+@torch.library.custom_op("d9d_cublas::joint_rows_gradient", mutates_args=())
+def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
+    """Gradient of rows that several weights project, in one product.
+
+    Args:
+        grad: [T, N].
+        weights: [..., K], of N rows together.
+
+    Returns:
+        [T, K].
+    """
+    return _PRODUCTS.multiply("rows_gradient", grad, stacked(weights))
+
+
+@torch.library.custom_op("d9d_cublas::weight_gradient", mutates_args=())
+def weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
+    """Gradient of the weight of :func:`forward`, ``grad.T @ rows``.
+
+    Args:
+        grad: [T, N].
+        rows: [T, K].
+
+    Returns:
+        [N, K].
+    """
+    return _PRODUCTS.multiply("weight_gradient", grad, rows)
+
+
+@rows_gradient.register_fake
+def _fake_rows_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    return grad.new_empty(shape_of("rows_gradient", grad, weight))
+
+
+@joint_rows_gradient.register_fake
+def _fake_joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
+    return grad.new_empty(grad.shape[0], weights[0].shape[1])
+
+
+@weight_gradient.register_fake
+def _fake_weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
+    return grad.new_empty(shape_of("weight_gradient", grad, rows))

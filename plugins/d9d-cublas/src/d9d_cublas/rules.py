@@ -1,0 +1,28 @@
+"""Decision of the backend, and its priority. Imports neither torch nor the library."""
+
+from __future__ import annotations
+
+from d9d_core.extend import Decision, OpSignature
+
+#: Priority and reason, above d9d-triton's backend, of which this is a variant.
+PRIORITY = 25
+REASON = (
+    "measured algorithms of the products: on an H200 up to 5 % less time than those that cuBLAS guesses "
+    "(0.592 for 0.626 ms, 0.603 for 0.636 ms), others the same"
+)
+_FLOATS = ("bfloat16", "float16")
+#: Elements of 16 bytes.
+_ALIGNED = 8
+
+
+def swiglu(signature: OpSignature) -> Decision:
+    """Accept layers on CUDA whose rows are multiples of 16 bytes."""
+    if signature.device != "cuda":
+        return Decision(False, f"cuBLASLt is for CUDA, the device is {signature.device}")
+    if signature.dtype not in _FLOATS:
+        return Decision(False, f"multiplies {' or '.join(_FLOATS)}; the tensors are {signature.dtype}")
+    odd = {name: size for name, size in signature.static.items() if size % _ALIGNED}
+    if odd:
+        sizes = ", ".join(f"{name} {size}" for name, size in odd.items())
+        return Decision(False, f"its algorithms take rows of 16 bytes: {sizes} is no multiple of {_ALIGNED}")
+    return Decision(True, REASON, PRIORITY)

@@ -1,0 +1,44 @@
+"""Backend ``cublas`` of the op ``swiglu``: that of d9d-triton, whose products run algorithms that were measured.
+
+Gate and up have joint products in the backward, as there, so there are six products of a layer to choose for.
+"""
+
+from __future__ import annotations
+
+from d9d_core.extend import OpSignature
+from d9d_triton.swiglu import Swiglu, register
+from torch import Tensor
+
+from d9d_cublas import products
+
+
+class CuBlasProducts:
+    """Products by the algorithms that :mod:`d9d_cublas.products` chooses; see :class:`d9d_triton.swiglu.Products`."""
+
+    def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """``rows @ weight.T``: [R, K] and [N, K] to [R, N]."""
+        return products.forward(rows, weight)
+
+    def rows_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """``grad @ weight``: [R, N] and [N, K] to [R, K]."""
+        found: Tensor = products.rows_gradient(grad, weight)
+        return found
+
+    def joint_rows_gradient(self, grad: Tensor, weights: list[Tensor]) -> Tensor:
+        """:meth:`rows_gradient` of several weights, one below the other."""
+        found: Tensor = products.joint_rows_gradient(grad, weights)
+        return found
+
+    def weight_gradient(self, grad: Tensor, rows: Tensor) -> Tensor:
+        """``grad.T @ rows``: [R, N] and [R, K] to [N, K]."""
+        found: Tensor = products.weight_gradient(grad, rows)
+        return found
+
+
+#: Backend function.
+swiglu = register("d9d_cublas::swiglu", CuBlasProducts())
+
+
+def build(_signature: OpSignature) -> Swiglu:
+    """Backend function; it is the same for all signatures."""
+    return swiglu

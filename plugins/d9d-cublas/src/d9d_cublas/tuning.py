@@ -1,0 +1,137 @@
+"""Measurement of algorithms for one product, and the choice between them.
+
+A chip at its limit of power runs everything slower than one that comes from a pause, so nothing is waited for between
+candidates, and each has its turn in several rounds of changing order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from d9d_cublas.binding import LibraryError
+
+#: Part of the default's time that another algorithm must save.
+GAIN = 0.02
+#: Most of the default's time that a candidate may take in the first pass.
+SCREEN = 1.1
+ROUNDS = 3
+#: Milliseconds of products before anything is measured, of a candidate in the first pass, and of one in a round.
+HEAT, FIRST, ROUND = 300.0, 5.0, 10.0
+#: Most relative distance of a product from torch's.
+DISTANCE = 1e-2
+
+Run = Callable[[], None]
+
+
+class Clock(Protocol):
+    """Clock of runs that follow each other without a pause."""
+
+    def __call__(self, runs: Sequence[Run], repetitions: Sequence[int]) -> list[float]:
+        """Milliseconds of each of the runs, the mean of its repetitions."""
+
+
+def event_clock(runs: Sequence[Run], repetitions: Sequence[int]) -> list[float]:
+    """Clock by CUDA events on the current stream; waits for the device once, at the end."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    for run, count, event in zip(runs, repetitions, events[1:], strict=True):
+        for _ in range(count):
+            run()
+        event.record()
+    events[-1].synchronize()
+    pairs = zip(events, events[1:], repetitions, strict=False)
+    return [before.elapsed_time(after) / count for before, after, count in pairs]
+
+
+class Tuner:
+    """Choice among the default and other algorithms for the same product.
+
+    Args:
+        clock: measures runs.
+    """
+
+    def __init__(self, clock: Clock = event_clock) -> None:
+        self._clock = clock
+
+    def choose(self, default: Run, candidates: Sequence[Run]) -> tuple[int | None, tuple[float, float]]:
+        """Measure and choose.
+
+        Args:
+            default: what is kept unless a candidate is clearly faster.
+            candidates: others, whose results are right.
+
+        Returns:
+            Number of the chosen candidate, or ``None`` for the default; milliseconds of the default and of the choice.
+        """
+        # What comes first pays for loading the code; the second run is a measure of how many fit into a millisecond.
+        once = self._clock([default, default], [1, 1])[1]
+        heated, plain, *others = self._clock(
+            [default, default, *candidates], _counts([HEAT] + [FIRST] * (1 + len(candidates)), once)
+        )
+        left = [number for number, time in enumerate(others) if time <= SCREEN * plain]
+        if not left:
+            return None, (plain, plain)
+        times = self._rounds([default, *(candidates[number] for number in left)], heated)
+        best = decide(times)
+        chosen = None if best == 0 else left[best - 1]
+        return chosen, (median(times[0]), median(times[best]))
+
+    def _rounds(self, runs: Sequence[Run], once: float) -> list[list[float]]:
+        """Milliseconds of each run in each round."""
+        numbers = list(range(len(runs)))
+        half = len(runs) // 2
+        orders = [numbers, numbers[::-1], numbers[half:] + numbers[:half]]
+        order = [number for round_ in orders[:ROUNDS] for number in round_]
+        # After the pause in which the first pass was read, the first run is not counted.
+        counts = _counts([ROUND] * (1 + len(order)), once)
+        found = self._clock([runs[0], *(runs[number] for number in order)], counts)[1:]
+        times: list[list[float]] = [[] for _ in runs]
+        for number, time in zip(order, found, strict=True):
+            times[number].append(time)
+        return times
+
+
+def decide(times: Sequence[Sequence[float]]) -> int:
+    """Number of the run to take: the default, number 0, unless another is clearly faster.
+
+    Args:
+        times: milliseconds of each run in each round.
+
+    Returns:
+        The one with the smallest median of those that save :data:`GAIN` in the median and something in each round.
+    """
+    default = times[0]
+    enough = (1 - GAIN) * median(default)
+    faster = [
+        number
+        for number, run in enumerate(times)
+        if median(run) <= enough and all(mine < its for mine, its in zip(run, default, strict=True))
+    ]
+    return min(faster, key=lambda number: median(times[number]), default=0)
+
+
+def is_right(run: Run, out: Tensor, expected: Tensor) -> bool:
+    """Whether a run writes what is expected, everywhere; waits for the device.
+
+    Args:
+        run: writes into ``out``.
+        out: is overwritten.
+        expected: of the shape of ``out``.
+    """
+    out.fill_(torch.nan)
+    try:
+        run()
+    except LibraryError:
+        return False
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in (out.sub_(expected), expected)]
+    distance, norm = torch.stack(norms).tolist()
+    return bool(distance <= DISTANCE * norm)  # not so for a distance of NaN
+
+
+def _counts(milliseconds: Sequence[float], once: float) -> list[int]:
+    return [max(1, round(each / max(once, 1e-3))) for each in milliseconds]

@@ -1,0 +1,136 @@
+"""Choices on disk: kept, shared between processes, and never the end of a run."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from d9d_cublas.choices import SHIPPED, Choice, Choices, Key, cache_file, read, write
+from d9d_cublas.problem import Problem, Settings
+
+PROBLEM = Problem("forward", 16384, 6144, 2048, "bfloat16")
+KEY = Key("NVIDIA H200", 130100, PROBLEM)
+FAST = Choice(Settings(66, tile=36, stages=35, cluster=3), (0.626, 0.592))
+DEFAULT = Choice(None, (0.6, 0.6))
+
+
+def test_choices_are_kept_for_the_next_run(tmp_path: Path) -> None:
+    cache = tmp_path / "absent" / "cublas.json"
+    assert Choices(cache).find(KEY) is None
+    assert Choices(cache).record(KEY, FAST) == FAST
+    assert Choices(cache).find(KEY) == FAST
+
+
+def test_the_default_is_a_choice_too(tmp_path: Path) -> None:
+    Choices(tmp_path / "cublas.json").record(KEY, DEFAULT)
+    assert Choices(tmp_path / "cublas.json").find(KEY) == DEFAULT
+
+
+def test_who_records_first_wins_and_others_adopt_it(tmp_path: Path) -> None:
+    one, other = (Choices(tmp_path / "cublas.json") for _ in range(2))
+    assert one.find(KEY) is other.find(KEY) is None
+    assert one.record(KEY, FAST) == FAST
+    assert other.record(KEY, DEFAULT) == FAST
+    assert other.find(KEY) == one.find(KEY) == FAST
+
+
+def test_what_others_record_meanwhile_is_found_and_stays(tmp_path: Path) -> None:
+    one, other = (Choices(tmp_path / "cublas.json") for _ in range(2))
+    second = Key("NVIDIA H200", 130100, Problem("rows_gradient", 16384, 6144, 2048, "bfloat16"))
+    one.record(KEY, FAST)
+    other.record(second, DEFAULT)
+    assert one.find(second) == DEFAULT
+    assert read(tmp_path / "cublas.json") == {KEY: FAST, second: DEFAULT}
+
+
+@pytest.mark.parametrize("change", [{"library": 130200}, {"device": "NVIDIA H100"}])
+def test_choices_of_another_version_or_device_are_not_taken(tmp_path: Path, change: Any) -> None:
+    Choices(tmp_path / "cublas.json").record(
+        Key(**{"device": KEY.device, "library": KEY.library} | change, problem=PROBLEM), FAST
+    )
+    assert Choices(tmp_path / "cublas.json").find(KEY) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"format": 2, "choices": []}',
+        '{"format": 1, "choices": [{"device": "x"}]}',
+        '{"format": 1, "choices": 3}',
+        "\xff\xfe",
+    ],
+)
+def test_a_broken_or_foreign_file_is_left_alone_after_one_warning(tmp_path: Path, content: str) -> None:
+    cache = tmp_path / "cublas.json"
+    cache.write_bytes(content.encode("latin-1"))
+    choices = Choices(cache)
+    with pytest.warns(RuntimeWarning, match=r"cublas.json cannot be used .*delete it"):
+        assert choices.find(KEY) is None
+    # A second warning would be an error.
+    assert choices.record(KEY, FAST) == FAST
+    assert choices.find(KEY) == FAST
+    assert cache.read_bytes() == content.encode("latin-1")
+
+
+@pytest.mark.parametrize("change", [{"layout": "sideways"}, {"rows": "many"}, {"algorithm": {"id": -1}}])
+def test_impossible_values_are_refused(tmp_path: Path, change: Any) -> None:
+    write(tmp_path / "cublas.json", {KEY: FAST})
+    content = json.loads((tmp_path / "cublas.json").read_text())
+    content["choices"][0] |= change
+    (tmp_path / "cublas.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="impossible values"):
+        read(tmp_path / "cublas.json")
+
+
+def test_where_nothing_can_be_written_choices_last_as_long_as_the_process(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    choices = Choices(tmp_path / "file" / "cublas.json")
+    with pytest.warns(RuntimeWarning, match="cannot be"):
+        assert choices.record(KEY, FAST) == FAST
+    assert choices.find(KEY) == FAST
+
+
+def test_choices_of_the_package_stand_behind_those_of_the_user(tmp_path: Path) -> None:
+    write(tmp_path / "shipped.json", {KEY: FAST})
+    choices = Choices(tmp_path / "cublas.json", tmp_path / "shipped.json")
+    assert choices.find(KEY) == FAST
+    assert not (tmp_path / "cublas.json").exists()
+    choices.record(KEY, DEFAULT)
+    assert choices.find(KEY) == DEFAULT
+    assert choices.find_shipped(KEY) == FAST
+
+
+def test_the_packages_own_file_is_in_order(tmp_path: Path) -> None:
+    write(tmp_path / "again.json", read(SHIPPED))
+    assert (tmp_path / "again.json").read_text() == SHIPPED.read_text()
+
+
+def test_the_file_is_below_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_file() == Path("/somewhere/d9d/cublas.json")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_file() == Path("~/.cache/d9d/cublas.json").expanduser()
+
+
+def record_many(cache: Path, number: int) -> None:
+    choices = Choices(cache)
+    for rows in range(20):
+        choices.record(Key("x", 1, Problem("forward", rows, 8, 8, "bfloat16")), Choice(Settings(number)))
+
+
+@pytest.mark.thorough
+def test_processes_that_record_at_once_agree_and_lose_nothing(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=record_many, args=(tmp_path / "cublas.json", number)) for number in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert len(read(tmp_path / "cublas.json")) == 20
+    assert {path.name for path in tmp_path.iterdir()} == {"cublas.json", "cublas.lock"}
