@@ -61,6 +61,8 @@ def test_a_job_takes_them_where_it_does_not_compile(chosen: Any) -> None:
         "rope.triton",
         "normed_rope.triton",
         "add_rms_norm.triton",
+        "attention_inputs.triton",
+        "swiglu.triton",
     }
 
 
@@ -71,6 +73,8 @@ def test_compiled_blocks_keep_what_the_compiler_fuses(chosen: Any) -> None:
     norms = [f"layers.{layer}.{norm}.add_rms_norm" for layer in (0, 1) for norm in ("attention_norm", "ffn_norm")]
     assert found["add_rms_norm.triton"] == tuple(norms)
     assert found["rms_norm.triton"] == ("norm.rms_norm",), "the norm behind the blocks is not compiled"
+    assert found["attention_inputs.triton"] == ("layers.0.attention.inputs", "layers.1.attention.inputs")
+    assert found["swiglu.triton"] == ("layers.0.ffn.swiglu", "layers.1.ffn.swiglu")
 
 
 @pytest.mark.parametrize("parallel", [[], ["compile"]])

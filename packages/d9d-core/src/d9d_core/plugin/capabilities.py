@@ -34,6 +34,7 @@ MODEL_TRAITS = (
     "pipeline",
     "ops",
     "divisible",
+    "adjacent_weights",
     "experts",
     "banks",
     "losses",

@@ -77,12 +77,12 @@ def silu_mul(*shape: int) -> Call:
 
 
 def swiglu(shape: Sequence[int], hidden: int, features: int) -> Call:
-    """Call of ``swiglu`` with x [*shape, hidden]."""
+    """Call of ``swiglu`` with x [*shape, hidden], and weights that keep the size of what they project."""
     inputs = {
         "x": draw(*shape, hidden, seed=0),
-        "gate_weight": draw(features, hidden, seed=1),
-        "up_weight": draw(features, hidden, seed=2),
-        "down_weight": draw(hidden, features, seed=3),
+        "gate_weight": draw(features, hidden, seed=1) / hidden**0.5,
+        "up_weight": draw(features, hidden, seed=2) / hidden**0.5,
+        "down_weight": draw(hidden, features, seed=3) / features**0.5,
     }
     return Call(f"x {[*shape, hidden]}, {features} inside", inputs, {"hidden": hidden, "features": features})
 
