@@ -37,7 +37,8 @@ def explained(small_job: Write, d9d: D9d, monkeypatch: pytest.MonkeyPatch) -> Ca
         status, out, err = d9d("explain", str(job), "--world-size", str(ranks))
         assert status == 0, err
         lines = [" ".join(line.split()) for line in out.splitlines()]
-        return [line for line in lines if line.startswith(("attention", "flex ", "sdpa "))]
+        own = ("attention: ", "attention_block: ", "flex ", "sdpa ")
+        return [line for line in lines if line.startswith(own)]
 
     return lines_of
 

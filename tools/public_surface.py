@@ -73,7 +73,7 @@ DECLARED = (
     *("d9d_testing.suites.moe.router", "d9d_testing.suites.optimizer", "d9d_testing.suites.peft"),
     *("d9d_testing.suites.plugin", "d9d_testing.suites.schedule", "d9d_testing.suites.strategy"),
     *("d9d_testing.suites.subscriber", "d9d_testing.suites.task", "d9d_testing.suites.tracker"),
-    *("d9d_triton.joint_products", "d9d_triton.swiglu"),
+    *("d9d_triton.joint.products", "d9d_triton.joint.swiglu"),
 )
 
 

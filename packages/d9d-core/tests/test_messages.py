@@ -82,7 +82,7 @@ def test_a_config_without_a_default_name_is_said_so(install: Callable[..., None]
 
 def test_an_unknown_op_is_called_so() -> None:
     with pytest.raises(
-        PluginError, match=r"^kernels.bogus: unknown op 'bogus', .*; ops with kernels: adamw, attention, "
+        PluginError, match=r"^kernels.bogus: unknown op 'bogus', .*; ops with kernels: adamw, add_rms_norm, attention, "
     ):
         find_kernel(Registry.of(), "bogus", "x")
 

@@ -128,11 +128,13 @@ def test_attention_calls_projections_that_have_hooks_whatever_kernel_its_inputs_
     layer, rotation = attention_layer(), RotaryEmbedding(6, theta=1e4)(torch.arange(5).unsqueeze(0))
     calls: list[str] = []
     hook = layer.v_proj.register_forward_hook(lambda *_: calls.append("hook"))
-    layer.inputs.bind("other", lambda *_: pytest.fail("calls no projection"))
+    layer.attention_inputs.bind("other", lambda *_: pytest.fail("calls no projection"))
     layer(torch.randn(2, 5, 32), rotation, None)
     assert calls == ["hook"]
     hook.remove()
-    layer.inputs.bind("other", lambda x, *_: tuple(torch.zeros(*x.shape[:2], heads, 6) for heads in (4, 2, 2)))
+    layer.attention_inputs.bind(
+        "other", lambda x, *_: tuple(torch.zeros(*x.shape[:2], heads, 6) for heads in (4, 2, 2))
+    )
     assert not layer(torch.randn(2, 5, 32), rotation, None).any()
 
 

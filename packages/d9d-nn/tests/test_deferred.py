@@ -10,6 +10,7 @@ import torch
 from d9d_core.extend import Deferral, DefersWeights, LendsProduct, OpSignature
 from d9d_nn.linear import Linear
 from d9d_nn.ops import grouped_linear_torch
+from d9d_nn.ops.deferred import as_autocast_together
 from d9d_nn.ops.grouped_linear import grouped_linear
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -164,3 +165,17 @@ def test_a_layer_asks_who_computes_its_product_and_adds_its_own_bias() -> None:
     deferral = Deferral()
     layer.defer_to(deferral)
     assert layer.deferral is deferral
+
+
+def test_weights_that_autocast_casts_together_follow_each_other_in_memory() -> None:
+    weights = [torch.randn(rows, 4, requires_grad=True) for rows in (3, 2)]
+    assert all(one is other for one, other in zip(as_autocast_together(weights), weights, strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        first, second = as_autocast_together(weights)
+        narrow = [weight.detach().bfloat16() for weight in weights]
+        assert all(one is other for one, other in zip(as_autocast_together(narrow), narrow, strict=True))
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+    for cast, weight in zip((first, second), weights, strict=True):
+        assert torch.equal(cast, weight.bfloat16())
+        (grad,) = torch.autograd.grad(cast.sum(), weight)
+        assert torch.equal(grad, torch.ones_like(weight))

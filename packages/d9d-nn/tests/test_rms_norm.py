@@ -35,9 +35,11 @@ def bound(norm: RMSNorm) -> list[Tensor | None]:
     """Bind a kernel that notes what is added in each of its calls."""
     calls: list[Tensor | None] = []
 
-    def kernel(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def kernel(
+        x: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
         calls.append(added)
-        return add_rms_norm(x, added, weight, eps)
+        return add_rms_norm(x, added, weight, eps, dtype)
 
     norm.add_rms_norm.bind("noting", kernel)
     return calls
@@ -112,3 +114,14 @@ def test_hooks_see_what_is_normalised(before: bool) -> None:
     assert calls == []
     norm.branch(normal(0), normal(1))
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["a kernel", "the reference"])
+def test_autocast_narrows_the_norm_in_a_kernel_only_where_products_alone_read_it(fused: bool) -> None:
+    norm = norm_of()
+    if fused:
+        bound(norm)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [norm.branch(normal(0), for_products=asked)[0].dtype for asked in (True, False)]
+    assert found == [torch.bfloat16 if fused else torch.float32, torch.float32]
+    assert norm.branch(normal(0), for_products=True)[0].dtype == torch.float32, "autocast is off"

@@ -125,6 +125,23 @@ def test_the_sum_is_that_of_torch_and_the_norm_is_of_the_rounded_sum(dtype: torc
     torch.testing.assert_close(normed.double(), exact, rtol=0.51 * torch.finfo(dtype).eps + 1e-6, atol=1e-6)
 
 
+def test_a_norm_of_a_narrower_dtype_is_rounded_once_and_the_stream_stays_wide() -> None:
+    x, weight = normal(5, 33).requires_grad_(), normal(33, seed=2)
+    added = normal(5, 33, seed=1, dtype=torch.float16).requires_grad_()
+    normed, total = add_rms_norm(x, added, weight, 1e-3, torch.float16)
+    exact = plain_add_rms_norm(x, added, weight, 1e-3, torch.float16)
+    assert (normed.dtype, total.dtype) == (torch.float16, torch.float32)
+    assert torch.equal(total, exact[1])
+    assert_close_values(normed, exact[0])
+    arriving = [normal(5, 33, seed=3, dtype=torch.float16), normal(5, 33, seed=4)]
+    with launched() as names:
+        found = torch.autograd.grad((normed, total), (x, added), arriving)
+    assert [grad.dtype for grad in found] == [torch.float32, torch.float16]
+    assert "aten._to_copy" not in names, "the kernel writes the gradient in both dtypes"
+    for one, other in zip(found, torch.autograd.grad(exact, (x, added), arriving), strict=True):
+        assert_close_values(one, other, TOLERANCES[torch.float16])
+
+
 def test_without_an_addition_the_sum_has_the_memory_of_what_was_given() -> None:
     x, weight = normal(3, 8).requires_grad_(), normal(8, seed=1)
     for asked in (True, False):
@@ -206,8 +223,8 @@ def test_a_gradient_of_the_gradient_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("op", "arguments"),
     [
-        (add_and_normalise, (normal(3, 8), normal(3, 8, seed=1), normal(8, seed=2), 1e-6)),
-        (add_and_normalise, (normal(8, 3).T, None, normal(8, seed=2), 1e-6)),
+        (add_and_normalise, (normal(3, 8), normal(3, 8, seed=1), normal(8, seed=2), 1e-6, None)),
+        (add_and_normalise, (normal(8, 3).T, None, normal(8, seed=2), 1e-6, torch.bfloat16)),
         (
             rms_norm_backward,
             (normal(3, 8), normal(3, 8, seed=1), normal(8), 1e-6, True, True, normal(8, 3, seed=2).T),

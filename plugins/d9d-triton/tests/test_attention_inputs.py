@@ -11,7 +11,7 @@ from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.ops import normed_rope as plain
 from d9d_nn.rope.rotary_embedding import RotaryEmbedding
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients
-from d9d_triton.attention_inputs import attention_inputs
+from d9d_triton.joint.attention_inputs import attention_inputs
 from torch import Tensor
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -26,7 +26,7 @@ def layer(*frozen: str, joint: bool = False) -> Any:
     for name in frozen:
         module.get_submodule(name).requires_grad_(False)
     if joint:
-        module.inputs.bind("triton", attention_inputs)
+        module.attention_inputs.bind("triton", attention_inputs)
     return module
 
 
@@ -80,7 +80,7 @@ def test_a_compiled_layer_keeps_the_op() -> None:
 
 def test_weight_gradients_that_are_left_for_later_are_products_of_their_own() -> None:
     module, deferral = layer(), Deferral()
-    module.inputs.bind("triton", lambda *_: pytest.fail("has no weight gradients to leave"))
+    module.attention_inputs.bind("triton", lambda *_: pytest.fail("has no weight gradients to leave"))
     for name in PROJECTIONS:
         module.get_submodule(name).defer_to(deferral)
     module(torch.randn(2, 5, 16).requires_grad_(), ROTATION, None)

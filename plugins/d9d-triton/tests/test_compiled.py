@@ -61,7 +61,7 @@ def silu_mul() -> None:
 
 
 def swiglu() -> None:
-    from d9d_triton.swiglu import swiglu
+    from d9d_triton.joint.swiglu import swiglu
 
     for features in (6144, 33):
         for dtype in (torch.bfloat16, torch.float32):
@@ -90,7 +90,7 @@ def normed_rope() -> None:
 
 
 def attention_inputs() -> None:
-    from d9d_triton.attention_inputs import attention_inputs
+    from d9d_triton.joint.attention_inputs import attention_inputs
 
     for query_heads, key_heads, features in ((16, 8, 128), (5, 3, 80)):
         angles = torch.ones(1, 5, features // 2)

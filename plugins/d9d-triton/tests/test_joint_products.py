@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_triton.joint_products import joint_rows_gradient, stacked
+from d9d_triton.joint.products import joint_rows_gradient, stacked
 from torch import Tensor
 
 

@@ -162,11 +162,11 @@ def ends(name: str, many: Tensor) -> Tensor:
     if name == "norm":
         out = rms_norm.rms_norm(rows, normal(HIDDEN, seed=1), 1e-6)
     elif name == "gradients of the norm":
-        out, _ = rms_norm.rms_norm_backward(rows, rows, normal(HIDDEN, seed=1), 1e-6, True, True)
+        out, *_ = rms_norm.rms_norm_backward(rows, rows, normal(HIDDEN, seed=1), 1e-6, True, True)
     elif name == "norm of a sum":
         out = torch.stack(add_rms_norm.add_rms_norm(rows, rows, normal(HIDDEN, seed=1), 1e-6), dim=1)
     elif name == "gradients of the norm of a sum":
-        out, _ = rms_norm.rms_norm_backward(rows, rows, normal(HIDDEN, seed=1), 1e-6, True, True, rows)
+        out, *_ = rms_norm.rms_norm_backward(rows, rows, normal(HIDDEN, seed=1), 1e-6, True, True, rows)
     elif name == "gate":
         out = silu_mul.silu_mul(many, many).view(-1, HIDDEN)
     elif name == "gradients of the gate":

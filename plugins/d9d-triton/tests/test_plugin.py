@@ -73,7 +73,10 @@ def test_compiled_blocks_keep_what_the_compiler_fuses(chosen: Any) -> None:
     norms = [f"layers.{layer}.{norm}.add_rms_norm" for layer in (0, 1) for norm in ("attention_norm", "ffn_norm")]
     assert found["add_rms_norm.triton"] == tuple(norms)
     assert found["rms_norm.triton"] == ("norm.rms_norm",), "the norm behind the blocks is not compiled"
-    assert found["attention_inputs.triton"] == ("layers.0.attention.inputs", "layers.1.attention.inputs")
+    assert found["attention_inputs.triton"] == (
+        "layers.0.attention.attention_inputs",
+        "layers.1.attention.attention_inputs",
+    )
     assert found["swiglu.triton"] == ("layers.0.ffn.swiglu", "layers.1.ffn.swiglu")
 
 

@@ -9,7 +9,7 @@ import torch
 from d9d_core.extend import Deferral
 from d9d_nn.swiglu import SwiGLU
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients
-from d9d_triton import swiglu
+from d9d_triton.joint import swiglu
 from torch import Tensor
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

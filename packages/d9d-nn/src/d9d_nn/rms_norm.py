@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from d9d_nn.linear import has_hooks
 from d9d_nn.ops.add_rms_norm import add_rms_norm
+from d9d_nn.ops.deferred import autocast_dtype
 from d9d_nn.ops.rms_norm import rms_norm
 
 
@@ -44,18 +45,21 @@ class RMSNorm(nn.Module):
         out: Tensor = self.rms_norm(x, self.weight, self.eps)
         return out
 
-    def branch(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def branch(self, x: Tensor, added: Tensor | None = None, *, for_products: bool = False) -> tuple[Tensor, Tensor]:
         """Add what the last branch returned to the residual stream, and normalise the stream for the next branch.
 
         Args:
             x: [..., features], the residual stream.
             added: [..., features], what is added to it; ``None`` for nothing.
+            for_products: whether products with weights are all that reads the norm. Autocast rounds their arguments, so
+                a kernel may round the norm at once.
 
         Returns:
             The norm [..., features], and the residual stream [..., features] from here on.
         """
         if self.add_rms_norm.backend != "reference" and self._is_plain() and not has_hooks(self):
-            both: tuple[Tensor, Tensor] = self.add_rms_norm(x, added, self.weight, self.eps)
+            dtype = autocast_dtype(x) if for_products else None
+            both: tuple[Tensor, Tensor] = self.add_rms_norm(x, added, self.weight, self.eps, dtype)
             return both
         total = x if added is None else x + added
         return self(total), total

@@ -11,7 +11,7 @@ from d9d_core.extend import OpSlot, TensorStyle
 from torch import Tensor, nn
 
 from d9d_nn.linear import Linear, has_hooks, is_plain
-from d9d_nn.ops.deferred import as_autocast
+from d9d_nn.ops.deferred import as_autocast, as_autocast_together
 from d9d_nn.ops.silu_mul import silu_mul
 from d9d_nn.ops.swiglu import swiglu
 
@@ -52,7 +52,8 @@ class SwiGLU(nn.Module):
         layers = self._projections()
         alone = any(layer.defers or has_hooks(layer) for layer in layers)
         if self.swiglu.backend != "reference" and not alone:
-            whole: Tensor = self.swiglu(*map(as_autocast, (hidden, *(layer.weight for layer in layers))))
+            gate_and_up = as_autocast_together([self.gate_proj.weight, self.up_proj.weight])
+            whole: Tensor = self.swiglu(as_autocast(hidden), *gate_and_up, as_autocast(self.down_proj.weight))
             return whole
         out: Tensor = self.down_proj(self.silu_mul(self.gate_proj(hidden), self.up_proj(hidden)))
         return out

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from d9d_triton.joint_products import stacked
+from d9d_triton.joint.products import stacked
 from torch import Tensor
 
 from d9d_cublas.binding import Functions, LibraryError, find_library

@@ -6,14 +6,14 @@ Gate and up have joint products in the backward, as there, so there are six prod
 from __future__ import annotations
 
 from d9d_core.extend import OpSignature
-from d9d_triton.swiglu import Swiglu, register
+from d9d_triton.joint.swiglu import Swiglu, register
 from torch import Tensor
 
 from d9d_cublas import products
 
 
 class CuBlasProducts:
-    """Products by the algorithms that :mod:`d9d_cublas.products` chooses; see :class:`d9d_triton.swiglu.Products`."""
+    """Products by the algorithms of :mod:`d9d_cublas.products`; see :class:`d9d_triton.joint.swiglu.Products`."""
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
         """``rows @ weight.T``: [R, K] and [N, K] to [R, N]."""

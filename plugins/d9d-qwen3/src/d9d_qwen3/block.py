@@ -64,6 +64,8 @@ class Qwen3Block(nn.Module):
             documents: documents, or the masks made of them.
             padding: bool [B, S], positions that experts leave out; ``None`` if there are none.
         """
-        normed, hidden = self.attention_norm.branch(hidden)
-        normed, hidden = self.ffn_norm.branch(hidden, self.attention(normed, rotation, documents))
+        normed, hidden = self.attention_norm.branch(hidden, for_products=True)
+        attended = self.attention(normed, rotation, documents)
+        # A router's scores are not products with weights alone.
+        normed, hidden = self.ffn_norm.branch(hidden, attended, for_products=not self.has_experts)
         return hidden + (self.ffn(normed, padding) if self.has_experts else self.ffn(normed))  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ import torch
 from d9d_core.extend import OpSignature
 from torch import Tensor
 
-from d9d_triton.launch import check_floats, empty_like
+from d9d_triton.launch import check_floats
 from d9d_triton.rms_norm import fill_norm, rms_norm_backward
 
 
@@ -24,7 +24,9 @@ def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
     return add_rms_norm
 
 
-def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Add and normalise, see :func:`d9d_nn.ops.add_rms_norm.add_rms_norm`; the sum is rounded before its norm is taken.
 
     Args:
@@ -32,27 +34,30 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
         added: [..., D], of any strides; ``None`` for nothing.
         weight: [D].
         eps: added to the mean square.
+        dtype: of the norm, bfloat16, float16 or float32; by default that of the sum.
 
     Returns:
-        The norm and the sum, [..., D], in the dtype that torch gives the sum, contiguous; without ``added`` the sum has
-        the memory of ``x``.
+        The norm and the sum, [..., D], contiguous; the sum in the dtype that torch gives it. Without ``added`` the sum
+        has the memory of ``x``.
 
     Raises:
         TypeError: a tensor is of a dtype that the kernel does not read.
         ValueError: shapes do not fit together.
     """
-    found: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, added, weight, eps)
+    found: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, added, weight, eps, dtype)
     return found
 
 
 @torch.library.custom_op("d9d_triton::add_rms_norm", mutates_args=())
-def add_and_normalise(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_and_normalise(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
     """Custom op of :func:`add_rms_norm`, which has no gradients of its own.
 
     It returns [0] in place of the sum where nothing is added: an op may not return what it was given.
     """
     _check(x, added, weight)
-    out, total = _outputs(x, added)
+    out, total = _outputs(x, added, dtype)
     fill_norm(out, x, weight, eps, added, total)
     return out, total
 
@@ -61,9 +66,11 @@ class _AddRmsNorm(torch.autograd.Function):
     """Function that has the gradients of norm and sum at once, even where the sum is ``x`` itself."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # zeros as large as the residual stream
-        normed, total = add_and_normalise(x, added, weight, eps)
+        normed, total = add_and_normalise(x, added, weight, eps, dtype)
         total = x if added is None else total
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.dtypes = eps, (x.dtype, None if added is None else added.dtype)
@@ -72,25 +79,28 @@ class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor | None, residual: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         total, weight = ctx.saved_tensors
-        of_x, of_added, of_weight, _ = ctx.needs_input_grad
-        found, grad_weight = residual, None
+        of_x, of_added, of_weight, *_ = ctx.needs_input_grad
+        # What is added may be narrower than the stream: autocast's products are.
+        narrow = ctx.dtypes[1] if of_added and ctx.dtypes[1] != total.dtype else None
+        of_total, of_narrow, grad_weight = residual, residual, None
         if grad is not None:
-            found, grad_weight = rms_norm_backward(grad, total, weight, ctx.eps, of_x or of_added, of_weight, residual)
+            of_total, grad_weight, twice = rms_norm_backward(
+                grad, total, weight, ctx.eps, of_x or of_added, of_weight, residual, narrow
+            )
+            of_narrow = of_total if narrow is None else twice
         grad_x, grad_added = (
             found.to(dtype) if needed and found is not None else None
-            for needed, dtype in zip((of_x, of_added), ctx.dtypes, strict=True)
+            for found, dtype, needed in zip((of_total, of_narrow), ctx.dtypes, (of_x, of_added), strict=True)
         )
-        return grad_x, grad_added, grad_weight if of_weight else None, None
+        return grad_x, grad_added, grad_weight if of_weight else None, None, None
 
 
-def _outputs(x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+def _outputs(x: Tensor, added: Tensor | None, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Memory of the norm, and of the sum if there is one."""
-    if added is None:
-        return empty_like(x), x.new_empty(0)
-    shape, dtype = x.shape, torch.promote_types(x.dtype, added.dtype)
-    return x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=dtype)
+    wide = x.dtype if added is None else torch.promote_types(x.dtype, added.dtype)
+    return x.new_empty(x.shape, dtype=dtype or wide), x.new_empty(0 if added is None else x.shape, dtype=wide)
 
 
 def _check(x: Tensor, added: Tensor | None, weight: Tensor) -> None:
@@ -104,5 +114,7 @@ def _check(x: Tensor, added: Tensor | None, weight: Tensor) -> None:
 
 
 @add_and_normalise.register_fake
-def _fake(x: Tensor, added: Tensor | None, _weight: Tensor, _eps: float) -> tuple[Tensor, Tensor]:
-    return _outputs(x, added)
+def _fake(
+    x: Tensor, added: Tensor | None, _weight: Tensor, _eps: float, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    return _outputs(x, added, dtype)

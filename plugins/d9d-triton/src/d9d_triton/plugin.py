@@ -57,7 +57,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
         (
             "swiglu",
             "rules:by_rule",
-            "swiglu:build",
+            "joint.swiglu:build",
             "SwiGLU layer; one product for the gradient of its input, and one for those of gate and up.",
         ),
         ("rope", "rules:by_rule", "rope:build", f"Rotations of queries and keys in one launch; {by_itself}."),
@@ -70,7 +70,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
         (
             "attention_inputs",
             "rules:by_rule",
-            "attention_inputs:build",
+            "joint.attention_inputs:build",
             "Projections, head norms and rotations; one product for gradients of rows, one for those of weights.",
         ),
         ("permute", "rules:by_rule", "permutation:build_permute", f"Copies of tokens for their experts; {by_itself}."),

@@ -91,7 +91,8 @@ def rms_norm_backward(
     of_x: bool,
     of_weight: bool,
     residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    also: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`rms_norm`.
 
     Args:
@@ -103,13 +104,15 @@ def rms_norm_backward(
         of_weight: whether that of the weight is.
         residual: [..., D], gradient that x gets beside the norm's, which is added before the sum is rounded; ``None``
             for none.
+        also: second dtype to write the gradient of x in; only with ``of_x``.
 
     Returns:
-        The gradients of x and of the weight, in their dtypes; [0] in place of one that is not needed.
+        The gradients of x and of the weight, in their dtypes, and that of x in the second dtype; [0] in place of one
+        that is not needed.
     """
-    grad_x = empty_like(x) if of_x else x.new_empty(0)
+    grad_x, twice = _rows_gradients(x, of_x, also)
     if not x.numel():
-        return grad_x, weight.new_zeros(weight.shape if of_weight else 0)
+        return grad_x, weight.new_zeros(weight.shape if of_weight else 0), twice
     rows, grads = as_rows(x), as_rows(grad)
     others = as_rows(residual) if of_x and residual is not None else grads
     tile = _tile(rows.shape[1])
@@ -118,11 +121,20 @@ def rms_norm_backward(
     partial = torch.empty((programs, rows.shape[1]) if of_weight else 0, dtype=torch.float32, device=x.device)
     with on_device(x):
         differentiate[(programs,)](
-            grad_x, partial, grads, others, rows, weight, len(rows), rows.shape[1], *grads.stride(), *others.stride(),
-            *rows.stride(), weight.stride(0), eps, **tile, OF_X=of_x, OF_WEIGHT=of_weight, ADDS=others is not grads,
+            grad_x, twice, partial, grads, others, rows, weight, len(rows), rows.shape[1],
+            *grads.stride(), *others.stride(), *rows.stride(), weight.stride(0), eps, **tile,
+            OF_X=of_x, OF_WEIGHT=of_weight, ADDS=others is not grads, TWICE=also is not None,
             AHEAD=rows.shape[1] <= _MOST_FEATURES_AHEAD, **OPTIONS,
         )  # fmt: skip
-        return grad_x, column_sums(partial, weight.dtype) if of_weight else weight.new_empty(0)
+        return grad_x, column_sums(partial, weight.dtype) if of_weight else weight.new_empty(0), twice
+
+
+def _rows_gradients(x: Tensor, of_x: bool, also: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Memory of the gradient of x in its dtype and in a second one."""
+    return (
+        empty_like(x) if of_x else x.new_empty(0),
+        x.new_empty(0) if also is None else x.new_empty(x.shape, dtype=also),
+    )
 
 
 def _tile(features: int) -> dict[str, int]:
@@ -145,8 +157,10 @@ def _fake_backward(
     of_x: bool,
     of_weight: bool,
     _residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return empty_like(x) if of_x else x.new_empty(0), weight.new_empty(weight.shape if of_weight else 0)
+    also: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x, twice = _rows_gradients(x, of_x, also)
+    return grad_x, weight.new_empty(weight.shape if of_weight else 0), twice
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:  # noqa: ARG001 - torch's signature
@@ -157,7 +171,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> Non
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, weight = ctx.saved_tensors
     of_x, of_weight, _ = ctx.needs_input_grad
-    grad_x, grad_weight = rms_norm_backward(grad, x, weight, ctx.eps, of_x, of_weight)
+    grad_x, grad_weight, _ = rms_norm_backward(grad, x, weight, ctx.eps, of_x, of_weight)
     return grad_x if of_x else None, grad_weight if of_weight else None, None
 
 

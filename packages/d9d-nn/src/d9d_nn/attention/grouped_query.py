@@ -14,7 +14,7 @@ from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.linear import Linear, has_hooks, is_plain
 from d9d_nn.ops.attention_inputs import attention_inputs
-from d9d_nn.ops.deferred import as_autocast
+from d9d_nn.ops.deferred import as_autocast, as_autocast_together
 from d9d_nn.ops.normed_rope import normed_rope
 from d9d_nn.ops.rope import rope
 from d9d_nn.rms_norm import RMSNorm
@@ -70,7 +70,7 @@ class GroupedQueryAttention(nn.Module):
             query_heads=query_heads,
             key_heads=key_value_heads,
         )
-        self.inputs = OpSlot(
+        self.attention_inputs = OpSlot(
             "attention_inputs",
             attention_inputs,
             parts=("normed_rope", "rms_norm", "rope"),
@@ -88,11 +88,11 @@ class GroupedQueryAttention(nn.Module):
         """
         if self.q_norm is None:
             return {"rope": self.rope}
-        whole = {"attention_inputs": self.inputs} if all(map(is_plain, self._projections())) else {}
+        whole = {"attention_inputs": self.attention_inputs} if all(map(is_plain, self._projections())) else {}
         return {"rope": self.rope, "normed_rope": self.normed_rope, **whole}
 
     def adjacent_weights(self) -> Sequence[Sequence[str]]:
-        """Weights that :attr:`inputs` may read as one: of queries, keys and values."""
+        """Weights that :attr:`attention_inputs` may read as one: of queries, keys and values."""
         plain = self.q_norm is not None and all(map(is_plain, self._projections()))
         return [("q_proj.weight", "k_proj.weight", "v_proj.weight")] if plain else []
 
@@ -138,9 +138,18 @@ class GroupedQueryAttention(nn.Module):
         """Queries, keys and values with their norms and positions."""
         layers = self._projections()
         alone = any(layer.defers or has_hooks(layer) for layer in layers)
-        if self.q_norm is not None and self.k_norm is not None and self.inputs.backend != "reference" and not alone:
-            weights = (*(as_autocast(layer.weight) for layer in layers), self.q_norm.weight, self.k_norm.weight)
-            found: tuple[Tensor, Tensor, Tensor] = self.inputs(
+        if (
+            self.q_norm is not None
+            and self.k_norm is not None
+            and self.attention_inputs.backend != "reference"
+            and not alone
+        ):
+            weights = (
+                *as_autocast_together([layer.weight for layer in layers]),
+                self.q_norm.weight,
+                self.k_norm.weight,
+            )
+            found: tuple[Tensor, Tensor, Tensor] = self.attention_inputs(
                 as_autocast(hidden), *weights, rotation.cos, rotation.sin, self.q_norm.eps
             )
             return found

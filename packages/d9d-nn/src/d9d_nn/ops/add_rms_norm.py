@@ -7,12 +7,15 @@ Shapes: D features, ``...`` any leading dims. The slot's static fact is ``featur
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from d9d_nn.ops.rms_norm import rms_norm
 
 
-def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Reference: ``x + added``, and :func:`~d9d_nn.ops.rms_norm.rms_norm` of this sum.
 
     Args:
@@ -20,10 +23,12 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
         added: [..., D], the shape of ``x``; ``None`` for nothing.
         weight: [D].
         eps: added to the mean square.
+        dtype: of the norm; by default that of the sum.
 
     Returns:
-        The norm and the sum, both [..., D] in the dtype that torch gives the sum: that of ``x``, unless ``added`` is
+        The norm and the sum, both [..., D]; the sum in the dtype that torch gives it, that of ``x`` unless ``added`` is
         wider.
     """
     total = x if added is None else x + added
-    return rms_norm(total, weight, eps), total
+    normed = rms_norm(total, weight, eps)
+    return normed if dtype is None else normed.to(dtype), total

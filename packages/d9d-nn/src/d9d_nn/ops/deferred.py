@@ -5,7 +5,7 @@ Shapes: ``...`` any leading dims, I features in, O features out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,36 @@ def _flat(x: Tensor) -> Tensor:
 
 def as_autocast(x: Tensor) -> Tensor:
     """Argument of a linear layer, cast as autocast does, where it is on; casts are recorded."""
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)
+
+
+def as_autocast_together(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Weights [..., I] cast as :func:`as_autocast` does, the casts one behind the other in memory."""
+    dtypes = [autocast_dtype(weight) for weight in weights]
+    if all(dtype in (None, weight.dtype) for dtype, weight in zip(dtypes, weights, strict=True)):
+        return list(weights)
+    found: tuple[Tensor, ...] = _CastTogether.apply(*weights)
+    return list(found)
+
+
+class _CastTogether(torch.autograd.Function):
+    """Casts into one piece of memory. Autograd by itself would put gradients together, and cut them apart again."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtypes = [weight.dtype for weight in weights]
+        together = torch.cat([as_autocast(weight) for weight in weights])
+        return torch.split(together, [len(weight) for weight in weights])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Dtype that autocast gives an argument of a product; ``None`` where it leaves it alone, or is off."""
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() and x.dtype != torch.float64 else x
+        return None
+    return torch.get_autocast_dtype(device) if x.is_floating_point() and x.dtype != torch.float64 else None

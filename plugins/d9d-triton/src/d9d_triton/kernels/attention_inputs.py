@@ -1,4 +1,4 @@
-"""Kernel of the inputs of attention, see :mod:`d9d_triton.attention_inputs`."""
+"""Kernel of the inputs of attention, see :mod:`d9d_triton.joint.attention_inputs`."""
 
 from __future__ import annotations
 

@@ -63,6 +63,7 @@ def normalise(
 @triton.jit
 def differentiate(
     grad_x,
+    grad_added,
     partial,
     grad,
     residual,
@@ -83,12 +84,14 @@ def differentiate(
     OF_X: tl.constexpr,
     OF_WEIGHT: tl.constexpr,
     ADDS: tl.constexpr,
+    TWICE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """Gradients of :func:`normalise`; each program sums the weight's over its rows.
 
     Args:
         grad_x: [R, D], out, contiguous; any tensor without ``OF_X``.
+        grad_added: [R, D], out, contiguous: the same in another dtype; any tensor without ``TWICE``.
         partial: float32 [P, D], out, contiguous: sums of the P programs; any tensor without ``OF_WEIGHT``.
         grad: [R, D], gradient of the output.
         residual: [R, D], gradient that is added to that of x; any tensor without ``ADDS``.
@@ -109,6 +112,7 @@ def differentiate(
         OF_X: whether the gradient of x is needed.
         OF_WEIGHT: whether that of the weight is.
         ADDS: whether a gradient is added; only with ``OF_X``.
+        TWICE: whether it is written in two dtypes; only with ``OF_X``.
         AHEAD: whether a program loads a tile before it computes with the one before.
     """
     feature = tl.arange(0, FEATURES).to(tl.int64)[None, :]
@@ -148,6 +152,8 @@ def differentiate(
                 found += beside.to(tl.float32)
             there = (row < rows) & (feature < features)
             tl.store(grad_x + row * features + feature, found.to(grad_x.dtype.element_ty), there)
+            if TWICE:
+                tl.store(grad_added + row * features + feature, found.to(grad_added.dtype.element_ty), there)
         first += step
     if OF_WEIGHT:
         columns = tl.arange(0, FEATURES)

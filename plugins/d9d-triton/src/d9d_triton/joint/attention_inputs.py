@@ -19,7 +19,7 @@ from d9d_nn.ops.attention_inputs import attention_inputs as reference
 from d9d_nn.ops.attention_inputs import project
 from torch import Tensor
 
-from d9d_triton.joint_products import joint_rows_gradient
+from d9d_triton.joint.products import joint_rows_gradient
 from d9d_triton.kernels.attention_inputs import copy_rows
 from d9d_triton.launch import OPTIONS, on_device
 from d9d_triton.normed_rope import fill_gradients

@@ -16,7 +16,7 @@ import torch
 from d9d_core.extend import OpSignature
 from torch import Tensor
 
-from d9d_triton.joint_products import joint_rows_gradient
+from d9d_triton.joint.products import joint_rows_gradient
 from d9d_triton.silu_mul import silu_mul, silu_mul_backward_beside
 
 #: A backend of the op.
