@@ -22,8 +22,8 @@ from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.suites.support.ops import KNOWN_OPS, Op
 
 OURS = [f"{op}.triton" for op in (
-    "rms_norm", "add_rms_norm", "silu_mul", "rope", "normed_rope", "permute", "unpermute", "linear_cross_entropy",
-    "adamw",
+    "rms_norm", "add_rms_norm", "silu_mul", "swiglu", "rope", "normed_rope", "attention_inputs", "permute", "unpermute",
+    "linear_cross_entropy", "adamw",
 )]  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float16")
 

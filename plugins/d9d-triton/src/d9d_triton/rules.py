@@ -38,7 +38,10 @@ RULES: Mapping[str, Rule] = {
     ),
     "add_rms_norm": Rule(
         eager=(PRIORITY, "addition and norm in one pass each way, where they take two each"),
-        compiled=(PRIORITY, "one pass backward for both gradients, where inductor takes two"),
+        compiled=(
+            PRIORITY,
+            "one pass backward for both gradients, where inductor takes two: 342.6 ms a dense step, not 345.3",
+        ),
     ),
     "silu_mul": Rule(
         eager=(PRIORITY, "one pass in each direction; without a compiler the reference reaches 2.4 TB/s"),
@@ -48,7 +51,7 @@ RULES: Mapping[str, Rule] = {
         eager=(PRIORITY, "gradients of gate and up are one product for the input and one for weights; keeps no gate"),
         compiled=(
             PRIORITY,
-            "one product for the gradient of the input, where inductor's backward has two and their sum",
+            "one product for the gradient of the input, not two and their sum: 340.1 ms a step, not 341.2",
         ),
     ),
     "rope": Rule(
@@ -61,7 +64,10 @@ RULES: Mapping[str, Rule] = {
     ),
     "attention_inputs": Rule(
         eager=(PRIORITY, "one product for the gradient of the rows, where three projections need three and two sums"),
-        compiled=(PRIORITY, "one product for the gradient of the rows; inductor computes three, and reads them twice"),
+        compiled=(
+            PRIORITY,
+            "one product for the gradient of the rows, not three and their sum: 341.2 ms a step, not 342.6",
+        ),
     ),
     "permute": Rule(
         eager=(PRIORITY, "copies as the reference does; their gradients are summed in one pass, not in one per choice"),
