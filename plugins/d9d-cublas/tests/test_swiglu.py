@@ -14,6 +14,7 @@ from torch import Tensor
 SwiGLU = pytest.importorskip("d9d_nn.swiglu").SwiGLU
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ops")
 class TestSwiglu(KernelSuite):
     """Over the stand-in, with tensors on the CPU."""
