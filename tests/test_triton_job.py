@@ -21,6 +21,15 @@ STOCHASTIC = {"optimizer": {"name": "stochastic_adamw", "lr": 0.01}, "precision"
 FEW_TOKENS = {"steps": 3, "batch": {"size": 1, "microbatch": 1}, "metrics": []}
 COMPILED = ["activation_checkpointing", {"name": "compile", "backend": "aot_eager"}]
 
+#: Of joint projections: as written, compiled, and with weights that autocast casts.
+JOBS: tuple[dict[str, Any], ...] = (
+    {},
+    {"parallel": COMPILED},
+    {"precision": {"autocast": "bfloat16"}, "parallel": COMPILED},
+)
+#: Kernels of a layer whose projections nobody has changed.
+LAYERS = ("add_rms_norm", "attention_inputs", "swiglu")
+
 
 def losses(path: Path) -> list[float]:
     Job.load(path).build(lambda _: None).train()
@@ -38,6 +47,7 @@ def losses(path: Path) -> list[float]:
         ("stochastic_adamw", "triton", STOCHASTIC),
         ("add_rms_norm", "triton", FEW_TOKENS),
         ("add_rms_norm", "triton", {**FEW_TOKENS, "parallel": COMPILED}),
+        *((op, "triton", {**FEW_TOKENS, **sections}) for op in ("attention_inputs", "swiglu") for sections in JOBS),
         ("linear_cross_entropy", "triton", FEW_TOKENS),
         ("linear_cross_entropy", "triton_sum", FEW_TOKENS),
         ("linear_cross_entropy", "triton_sum_narrow", FEW_TOKENS),
@@ -94,18 +104,20 @@ def train(path: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "layout",
+    ("ops", "layout"),
     [
-        {"mesh": {"tp": 2}, "parallel": ["tensor_parallel", *COMPILED]},
-        {"mesh": {"dp_shard": 2}, "parallel": ["fsdp", *COMPILED]},
+        (LAYERS[:1], {"mesh": {"tp": 2}, "parallel": ["tensor_parallel", *COMPILED]}),
+        (LAYERS, {"mesh": {"dp_shard": 2}, "parallel": ["fsdp", *COMPILED]}),
+        (LAYERS, {"mesh": {"dp_replicate": 2}, "parallel": ["replicate", *COMPILED]}),
+        (LAYERS, {"mesh": {"pp": 2}, "pipeline": "zb1p"}),
     ],
-    ids=["tensor_parallel", "fsdp"],
+    ids=["tensor_parallel", "fsdp", "replicate", "zb1p"],
 )
-def test_ranks_train_with_the_kernel_of_norms_in_a_residual_stream(small_job: Write, layout: dict[str, Any]) -> None:
+def test_ranks_train_with_the_kernels_of_layers(small_job: Write, ops: tuple[str, ...], layout: dict[str, Any]) -> None:
     common = {"steps": 3, "batch": {"size": 2, "microbatch": 1}, "metrics": [], "logging": {"every": 1}, **layout}
     found = {}
     for backend in ("triton", "reference"):
-        path = small_job(backend, kernels={"add_rms_norm": backend}, export=False, **common)
+        path = small_job(backend, kernels=dict.fromkeys(ops, backend), export=False, **common)
         World(2, timeout=240).run(train, str(path))
         lines = list(map(json.loads, (path.parent / "runs" / backend / "metrics.jsonl").read_text().splitlines()))
         found[backend] = [line[name] for line in lines for name in ("loss", "grad_norm")]
