@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,20 +118,22 @@ def test_the_file_is_below_the_users_cache_folder(monkeypatch: pytest.MonkeyPatc
     assert cache_file() == Path("~/.cache/d9d/cublas.json").expanduser()
 
 
-def record_many(cache: Path, number: int) -> None:
-    choices = Choices(cache)
-    for rows in range(20):
-        choices.record(Key("x", 1, Problem("forward", rows, 8, 8, "bfloat16")), Choice(Settings(number)))
+RECORD_MANY = """
+import sys
+from pathlib import Path
+from d9d_cublas.choices import Choice, Choices, Key
+from d9d_cublas.problem import Problem, Settings
+
+choices = Choices(Path(sys.argv[1]))
+for rows in range(20):
+    choices.record(Key("x", 1, Problem("forward", rows, 8, 8, "bfloat16")), Choice(Settings(int(sys.argv[2]))))
+"""
 
 
 @pytest.mark.thorough
 def test_processes_that_record_at_once_agree_and_lose_nothing(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=record_many, args=(tmp_path / "cublas.json", number)) for number in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    command = [sys.executable, "-c", RECORD_MANY, str(tmp_path / "cublas.json")]
+    processes = [subprocess.Popen([*command, str(number)]) for number in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
     assert len(read(tmp_path / "cublas.json")) == 20
     assert {path.name for path in tmp_path.iterdir()} == {"cublas.json", "cublas.lock"}
