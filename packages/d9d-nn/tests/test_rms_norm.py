@@ -48,7 +48,7 @@ def bound(norm: RMSNorm) -> list[Tensor | None]:
 def gradients(
     norm: RMSNorm, step: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]], adds: bool
 ) -> list[Tensor]:
-    """What a step of the residual stream returns, and the gradients of all that it reads."""
+    """Results of a step of the residual stream, and the gradients of all that it reads."""
     leaves = [normal(seed, torch.bfloat16).requires_grad_() for seed in range(1 + adds)]
     normed, total = step(leaves[0], leaves[1] if adds else None)
     norm.weight.grad = None

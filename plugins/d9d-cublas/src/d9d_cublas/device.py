@@ -50,7 +50,7 @@ def is_capturing() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a product is computed; without an algorithm, as torch does."""
+    """Plan of a product: its algorithm, or none, for torch's."""
 
     description: Any = None
     algorithm: Any = None
