@@ -70,6 +70,7 @@ def test_a_layer_computes_the_same_by_algorithms_of_the_library(ops: Any, compil
     ("changes", "accepted", "reason"),
     [
         ({}, True, "0.568 for 0.611 ms"),
+        ({"checkpointed": True}, True, "by name only"),
         ({"static": {"hidden": 64, "features": 100}}, False, "features 100 is no multiple of 8"),
         ({"dtype": "float32"}, False, "multiplies bfloat16 or float16; the tensors are float32"),
         ({"device": "cpu"}, False, "cuBLASLt is for CUDA, the device is cpu"),
@@ -78,5 +79,5 @@ def test_a_layer_computes_the_same_by_algorithms_of_the_library(ops: Any, compil
 def test_layers_on_cuda_get_it_by_themselves(changes: Any, accepted: bool, reason: str) -> None:
     values = {"device": "cuda", "dtype": "bfloat16", "static": {"hidden": 64, "features": 128}} | changes
     decision = rules.swiglu(OpSignature("swiglu", **values))
-    assert (decision.accept, decision.priority) == (accepted, 25 if accepted else 0)
+    assert (decision.accept, decision.priority) == (accepted, 25 if accepted and not changes else 0)
     assert reason in decision.reason

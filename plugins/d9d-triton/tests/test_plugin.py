@@ -80,6 +80,16 @@ def test_compiled_blocks_keep_what_the_compiler_fuses(chosen: Any) -> None:
     assert found["swiglu.triton"] == ("layers.0.ffn.swiglu", "layers.1.ffn.swiglu")
 
 
+@pytest.mark.parametrize("after", [[], ["compile"]])
+def test_checkpointed_blocks_have_products_that_can_be_kept_unless_a_kernel_is_named(
+    chosen: Any, after: list[str]
+) -> None:
+    parallel = [{"name": "activation_checkpointing", "save": ["aten.mm"]}, *after]
+    found = chosen(parallel=parallel)
+    assert {"swiglu.reference", "attention_inputs.reference", "add_rms_norm.triton"} <= set(found)
+    assert "swiglu.triton" in chosen(parallel=parallel, kernels={"swiglu": "triton"})
+
+
 @pytest.mark.parametrize("parallel", [[], ["compile"]])
 def test_norms_of_branches_are_apart_where_the_job_names_a_backend_of_norms(chosen: Any, parallel: list[str]) -> None:
     found = chosen(parallel=parallel, kernels={"rms_norm": "reference"})

@@ -25,4 +25,7 @@ def swiglu(signature: OpSignature) -> Decision:
     if odd:
         sizes = ", ".join(f"{name} {size}" for name, size in odd.items())
         return Decision(False, f"its algorithms take rows of 16 bytes: {sizes} is no multiple of {_ALIGNED}")
+    if signature.checkpointed:
+        reason = "checkpointing finds no products inside of it to keep (save: [aten.mm]); by name only"
+        return Decision(True, reason)
     return Decision(True, REASON, PRIORITY)

@@ -56,7 +56,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
         ("silu_mul", "rules:by_rule", "silu_mul:build", f"Gate of SwiGLU in one pass each way; {by_itself}."),
         (
             "swiglu",
-            "rules:by_rule",
+            "rules:joint",
             "joint.swiglu:build",
             "SwiGLU layer; one product for the gradient of its input, and one for those of gate and up.",
         ),
@@ -69,7 +69,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
         ),
         (
             "attention_inputs",
-            "rules:by_rule",
+            "rules:joint",
             "joint.attention_inputs:build",
             "Projections, head norms and rotations; one product for gradients of rows, one for those of weights.",
         ),

@@ -90,6 +90,18 @@ def rms_norm(signature: OpSignature) -> Decision:
     return decision
 
 
+def joint(signature: OpSignature) -> Decision:
+    """Accept by the op's rule; in checkpointed blocks by name only.
+
+    There, a job may say by the names of operators which products are kept, and those inside of an op have none.
+    """
+    decision = by_rule(signature)
+    if decision.accept and signature.checkpointed:
+        reason = "checkpointing finds no products inside of it to keep (save: [aten.mm]); by name only"
+        return Decision(True, reason, BY_NAME)
+    return decision
+
+
 def by_rule(signature: OpSignature) -> Decision:
     """Accept with the priority of the op's rule, where Triton kernels run at all."""
     rule = RULES[signature.op]
