@@ -104,6 +104,7 @@ class LinearCrossEntropy:
         self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
     ) -> tuple[Tensor, Tensor]:
         """Compute losses, and ranks if ``ranked``, else no elements."""
+        parameter = weight
         hidden, weight = autocast_operands(hidden, weight)
         check_operands("linear_cross_entropy", hidden, weight, targets)
         size = columns(weight.shape[0])
@@ -116,7 +117,10 @@ class LinearCrossEntropy:
         tokens, kept = targets.numel(), 0
         if of_weight and keep is not False:
             kept = tokens if keep else min(tokens, may_be_kept(hidden) // size)
-        losses, ranks, *_ = token_losses(hidden, weight, targets, rows, kept, ranked)
+        cast_from = parameter if of_weight and parameter.dtype != weight.dtype else None
+        if cast_from is not None:
+            weight = weight.detach()
+        losses, ranks, *_ = token_losses(hidden, weight, targets, rows, kept, ranked, cast_from)
         return losses, ranks
 
 

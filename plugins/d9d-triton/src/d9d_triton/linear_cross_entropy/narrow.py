@@ -131,7 +131,7 @@ def _backward(ctx: Any, grad_losses: Tensor | None, *_others: None) -> tuple[Ten
         else:
             hidden, weight, statistics = again
             compute_again(grad_losses, hidden, weight, targets, statistics, *grads, ctx.rows)
-        found = only(ctx, grads)
+        found = only(ctx.needs_input_grad[:2], grads)
     return *found, None, None, None, None, None
 
 

@@ -31,7 +31,13 @@ from d9d_triton.linear_cross_entropy.parts import (
 
 @torch.library.custom_op("d9d_triton::linear_cross_entropy", mutates_args=())
 def token_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, kept: int, ranked: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rows: int,
+    kept: int,
+    ranked: bool,
+    cast_from: Tensor | None = None,  # noqa: ARG001 - only autograd reads it
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses, whose backward overwrites the logits that are kept, and computes the others again.
 
@@ -42,6 +48,8 @@ def token_losses(
         rows: largest C, for tokens whose logits are not kept.
         kept: K; these are the first tokens.
         ranked: whether to count ranks.
+        cast_from: [V, H], the wider tensor that ``weight`` is a cast of, which then gets the gradient in its own dtype,
+            as the product adds it up. Rounded and cast back, it would take a pass of its own.
 
     Returns:
         Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and logits [K, P].
@@ -65,13 +73,17 @@ def gradients(
     rows: int,
     of_hidden: bool,
     of_weight: bool,
+    wide: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden states [..., H] and weight [V, H], in their dtypes. Kept logits become their own gradient."""
+    """Gradients of hidden states [..., H] in their dtype, and of the weight [V, H] in the dtype ``wide``.
+
+    Kept logits become their own gradient.
+    """
     tokens, masked = hidden.flatten(0, -2), without_ignored(hidden, targets, of_weight)
     grad_hidden = empty(hidden, hidden.dtype, of_hidden)
     parts = parts_of(len(tokens), logits, rows)
     # A sum over many chunks would lose bits in a narrow dtype; one product adds up in float32 by itself.
-    dtype = weight.dtype if len(parts) == 1 else torch.float32
+    dtype = wide if len(parts) == 1 else torch.float32
     total: Tensor | None = None
     for part, space in parts:
         if part.stop > len(logits):
@@ -81,7 +93,7 @@ def gradients(
             torch.mm(grad, weight, out=grad_hidden.flatten(0, -2)[part])
         if of_weight:
             total = add_product(total, grad.t(), masked[part], dtype)
-    return grad_hidden, total_of(total, weight, of_weight).to(weight.dtype)
+    return grad_hidden, total_of(total, weight, of_weight).to(wide)
 
 
 @torch.library.custom_op("d9d_triton::linear_cross_entropy_ahead", mutates_args=())
@@ -134,7 +146,13 @@ def scaled_gradients(
 
 @token_losses.register_fake
 def _fake_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, _rows: int, kept: int, ranked: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    _rows: int,
+    kept: int,
+    ranked: bool,
+    _cast_from: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     return *results(hidden, targets, ranked), space_for(kept, hidden, weight)
 
@@ -150,8 +168,9 @@ def _fake_gradients(
     _rows: int,
     of_hidden: bool,
     of_weight: bool,
+    wide: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    return empty(hidden, hidden.dtype, of_hidden), empty(weight, weight.dtype, of_weight)
+    return empty(hidden, hidden.dtype, of_hidden), empty(weight, wide, of_weight)
 
 
 @token_losses_ahead.register_fake
@@ -171,10 +190,14 @@ def _fake_scaled(
 
 # --- autograd
 
+#: Place of ``cast_from`` among the arguments of :func:`token_losses`.
+_CAST_FROM = 6
+
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, targets, ctx.rows, kept, _ = inputs
+    hidden, weight, targets, ctx.rows, kept, _, cast_from = inputs
     _, ranks, statistics, logits = output
+    ctx.of_cast, ctx.wide = cast_from is not None, (weight if cast_from is None else cast_from).dtype
     # Autograd refuses a second backward once the first has written over the logits, if there are any.
     ctx.save_for_backward(hidden, weight, targets, statistics, *((logits,) if kept else ()))
     ctx.mark_non_differentiable(ranks, statistics, logits)
@@ -182,11 +205,15 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, grad_losses: Tensor | None, *_others: None) -> tuple[Tensor | None, ...]:
-    found: tuple[Tensor | None, ...] = (None, None)
+    of_hidden: Tensor | None = None
+    of_weight: Tensor | None = None
     if grad_losses is not None:
         hidden, weight, targets, statistics, *kept = ctx.saved_tensors
-        found = _from_logits(ctx, grad_losses, hidden, weight, targets, statistics, *kept)
-    return *found, None, None, None, None
+        wants = ctx.needs_input_grad[0], ctx.needs_input_grad[_CAST_FROM if ctx.of_cast else 1]
+        found = _from_logits(ctx.rows, wants, ctx.wide, grad_losses, hidden, weight, targets, statistics, *kept)
+        of_hidden, of_weight = only(wants, found)
+    both = (None, of_weight) if ctx.of_cast else (of_weight, None)
+    return of_hidden, both[0], None, None, None, None, both[1]
 
 
 def _keep_ahead(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -203,27 +230,34 @@ def _keep_ahead(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 def _backward_ahead(ctx: Any, grad_losses: Tensor | None, *_others: None) -> tuple[Tensor | None, ...]:
     found: tuple[Tensor | None, ...] = (None, None)
     if grad_losses is not None:
+        wants = ctx.needs_input_grad[:2]
         targets, unit_hidden, unit_weight, *again = ctx.saved_tensors
         if not again or is_one_number(grad_losses):
-            found = only(ctx, scaled_gradients(grad_losses, targets, unit_hidden, unit_weight, ctx.dtype))
+            both = scaled_gradients(grad_losses, targets, unit_hidden, unit_weight, ctx.dtype)
         else:
             hidden, weight, statistics = again
-            found = _from_logits(ctx, grad_losses, hidden, weight, targets, statistics)
+            wide = weight.dtype
+            both = _from_logits(ctx.rows, wants, wide, grad_losses, hidden, weight, targets, statistics)
+        found = only(wants, both)
     return *found, None, None, None, None, None
 
 
 def _from_logits(
-    ctx: Any,
+    rows: int,
+    wants: tuple[bool, bool],
+    wide: torch.dtype,
     grad_losses: Tensor,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     statistics: Tensor,
     logits: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor]:
     logits = space_for(0, hidden, weight) if logits is None else logits
-    wants = ctx.needs_input_grad[:2]
-    return only(ctx, gradients(grad_losses, hidden, weight, targets, statistics, logits, ctx.rows, *wants))
+    found: tuple[Tensor, Tensor] = gradients(
+        grad_losses, hidden, weight, targets, statistics, logits, rows, *wants, wide
+    )
+    return found
 
 
 token_losses.register_autograd(_backward, setup_context=_keep)

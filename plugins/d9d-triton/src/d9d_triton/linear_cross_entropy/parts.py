@@ -5,7 +5,7 @@ Shapes: T tokens, C tokens of a chunk, H features, V words, P columns of logits 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from d9d_nn.ops.linear_cross_entropy import IGNORE
@@ -113,9 +113,9 @@ def total_of(total: Tensor | None, weight: Tensor, wanted: bool) -> Tensor:
     return torch.zeros_like(weight) if wanted else weight.new_empty(0)
 
 
-def only(ctx: Any, found: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
+def only(wants: Sequence[bool], found: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
     """Gradients of hidden states and weight, without those that autograd did not ask for."""
-    return tuple(grad if wanted else None for grad, wanted in zip(found, ctx.needs_input_grad[:2], strict=True))
+    return tuple(grad if wanted else None for grad, wanted in zip(found, wants, strict=True))
 
 
 def is_one_number(tensor: Tensor) -> bool:

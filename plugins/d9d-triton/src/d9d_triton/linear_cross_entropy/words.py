@@ -151,8 +151,9 @@ def _backward(ctx: Any, grad_losses: Tensor | None, *_others: None) -> tuple[Ten
     if grad_losses is not None:
         hidden, weight, targets, statistics, *kept = ctx.saved_tensors
         logits = kept[0] if kept else _space(hidden, weight, ctx.size, wanted=False)
-        asked = ctx.size, *ctx.needs_input_grad[:2]
-        found = only(ctx, gradients_by_words(grad_losses, hidden, weight, targets, statistics, logits, *asked))
+        wants = ctx.needs_input_grad[:2]
+        asked = ctx.size, *wants
+        found = only(wants, gradients_by_words(grad_losses, hidden, weight, targets, statistics, logits, *asked))
     return *found, None, None, None, None
 
 
