@@ -22,7 +22,8 @@ from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like, on_dev
 
 #: Elements that a program handles at a time; rows that are shorter are taken together.
 _TILE = 2048
-#: Longest rows that a program of the backward loads a tile ahead; of longer ones, registers hold no two.
+#: Longest rows of 16 bits that a program of the backward loads a tile ahead; of longer or wider ones, registers hold no
+#: two: rows of 2,048 in float32 take 114 us without and 127 with it, in bfloat16 72 and 66.
 _MOST_FEATURES_AHEAD = 8192
 
 
@@ -124,7 +125,7 @@ def rms_norm_backward(
             grad_x, twice, partial, grads, others, rows, weight, len(rows), rows.shape[1],
             *grads.stride(), *others.stride(), *rows.stride(), weight.stride(0), eps, **tile,
             OF_X=of_x, OF_WEIGHT=of_weight, ADDS=others is not grads, TWICE=also is not None,
-            AHEAD=rows.shape[1] <= _MOST_FEATURES_AHEAD, **OPTIONS,
+            AHEAD=x.element_size() == 2 and rows.shape[1] <= _MOST_FEATURES_AHEAD, **OPTIONS,
         )  # fmt: skip
         return grad_x, column_sums(partial, weight.dtype) if of_weight else weight.new_empty(0), twice
 
