@@ -29,6 +29,7 @@ def rmsnorm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tenso
     assert weight.is_contiguous()
     assert weight.shape == x.shape[-1:]
     assert x.numel()
+    assert x.shape[-1] * x.element_size() % 4 == 0
     return reference(x, weight, eps)
 
 
@@ -78,6 +79,13 @@ def test_it_is_for_hopper_and_blackwell(monkeypatch: pytest.MonkeyPatch, major: 
     decision = rules.rms_norm(signature())
     assert decision.accept == accepted
     assert accepted or decision.reason == f"QuACK is for compute capability 9.x or 10.x, this GPU has {major}.x"
+
+
+@pytest.mark.parametrize(("dtype", "accepted"), [("bfloat16", False), ("float16", False), ("float32", True)])
+def test_rows_that_end_between_four_bytes_are_refused(dtype: str, accepted: bool) -> None:
+    decision = rules.rms_norm(OpSignature("rms_norm", "cuda", dtype, {"features": 33}))
+    assert decision.accept == accepted
+    assert accepted or decision.reason == "copies of QuACK take 4 bytes at least: features 33 is odd"
 
 
 class Norm(nn.Module):

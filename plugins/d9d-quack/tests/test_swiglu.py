@@ -46,6 +46,7 @@ def gemm_dgated(
     """Stand-in: gradients of gate and up in turns, and once more what was gated."""
     assert (activation, dynamic_scheduler, tuned) == ("swiglu", True, False)
     assert A.is_contiguous()
+    assert B.is_contiguous()
     gate, up, grad = PreAct[:, ::2].float(), PreAct[:, 1::2].float(), A.float() @ B.float()
     # Inside of an op, autograd records nothing.
     grads = torch.ops.aten.silu_backward(grad * up, gate), grad * functional.silu(gate)

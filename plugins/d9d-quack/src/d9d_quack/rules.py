@@ -27,6 +27,9 @@ def rms_norm(signature: OpSignature) -> Decision:
     if major is not None and major not in _CAPABILITIES:
         known = " or ".join(f"{number}.x" for number in _CAPABILITIES)
         return Decision(False, f"QuACK is for compute capability {known}, this GPU has {major}.x")
+    features = signature.static.get("features")
+    if features is not None and features % 2 and signature.dtype != "float32":
+        return Decision(False, f"copies of QuACK take 4 bytes at least: features {features} is odd")
     priority, reason = RMS_NORM
     return Decision(True, reason, priority)
 

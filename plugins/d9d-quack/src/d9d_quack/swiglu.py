@@ -51,7 +51,9 @@ def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tenso
     rows = x.reshape(-1, x.shape[-1])
     if not rows.numel():  # nothing to launch, but a graph that leads to all of them
         return (rows @ gate_weight.T * (rows @ up_weight.T) @ down_weight.T).view(x.shape)
-    out: Tensor = _forward(rows.contiguous(), gate_weight.contiguous(), up_weight.contiguous(), down_weight)[0]
+    # Tensor copies read rows of features that follow each other.
+    packed = (tensor.contiguous() for tensor in (rows, gate_weight, up_weight, down_weight))
+    out: Tensor = _forward(*packed)[0]
     return out.view(x.shape)
 
 
