@@ -26,7 +26,7 @@ AttentionCore = pytest.importorskip("d9d_nn.attention.core").AttentionCore
 attention = pytest.importorskip("d9d_nn.ops.attention.reference").attention
 pytestmark = pytest.mark.usefixtures("libraries")
 
-HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
+HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 32
 STATIC = {
     "query_heads": HEADS,
     "key_value_heads": KEY_HEADS,
@@ -244,10 +244,13 @@ def test_four_is_taken_by_itself_for_samples_of_one_document(
         (3, 8, {}, r"FlashAttention 3 is for compute capability 9.x, this GPU has 8.x"),
         (3, 10, {}, r"FlashAttention 3 is for compute capability 9.x, this GPU has 10.x"),
         (4, 8, {}, r"compute capability 9.x or 10.x, this GPU has 8.x"),
-        (4, 10, {"head_dim": 256}, "needs head_dim up to 128, a multiple of 8; here it is 256"),
+        (4, 10, {"head_dim": 256}, "needs head_dim from 24 to 128, a multiple of 8; here it is 256"),
         (4, 9, {"head_dim": 256}, None),
+        (4, 9, {"head_dim": 16}, "FlashAttention 4 needs head_dim from 24 to 256, a multiple of 8; here it is 16"),
+        (4, 9, {"head_dim": 24}, None),
+        (2, 9, {"head_dim": 8}, None),
         (2, 8, {"head_dim": 256}, None),
-        (2, None, {"head_dim": 260}, "needs head_dim up to 256, a multiple of 8; here it is 260"),
+        (2, None, {"head_dim": 260}, "needs head_dim from 8 to 256, a multiple of 8; here it is 260"),
     ],
 )
 def test_each_library_is_for_its_gpus_and_heads(
@@ -314,7 +317,7 @@ def bound(registry: Any, requested: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_job_gets_it_by_name_only(registry: Any, number: int) -> None:
-    assert bound(registry, {}) == "sdpa"
+    assert bound(registry, {}) == "flex"
     assert bound(registry, {"attention": f"flash_attention_{number}"}) == f"flash_attention_{number}"
 
 

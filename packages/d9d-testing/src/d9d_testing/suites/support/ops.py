@@ -63,6 +63,10 @@ def _attentions() -> Sequence[Call]:
         calls.attention(1, 1, 2, 2, 8, None, False),
         calls.attention(1, 17, 3, 1, 16, 5, False),
         calls.attention(3, 9, 6, 3, 8, 4, True),
+        # Of several blocks of a kernel, with heads as large as those of models.
+        calls.attention(1, 150, 2, 1, 64, None, False),
+        calls.attention(2, 140, 4, 2, 32, None, True),
+        calls.attention(1, 130, 2, 2, 32, 70, True),
     ]
 
 
