@@ -16,7 +16,7 @@ from d9d_testing.suites.support.calls import Call
 from d9d_testing.suites.support.component import registry_of
 from d9d_testing.suites.support.ops import KNOWN_OPS, Op
 from d9d_testing.suites.support.tensors import bits, differing
-from d9d_testing.tolerances import TOLERANCES, Tolerance, assert_close_gradients, assert_close_values
+from d9d_testing.tolerances import TOLERANCES, Tolerance, assert_close_gradients, assert_close_values, tolerance
 
 _Results = dict[str, Tensor]
 
@@ -140,7 +140,11 @@ class KernelSuite:
             found = self.run(signature, replace(call, inputs=inputs), backward=self.gradients, clone=False)
             expected = self.run(signature, call, backward=self.gradients)
             for name, tensor in expected.items():
-                assert_close_values(found[name], tensor, what=f"{where}, inputs that are not contiguous: {name}")
+                within = tolerance(found[name], tensor)
+                # Libraries add up products of other strides in another order; a sum near zero is no more exact for it.
+                scale = max(1.0, tensor.abs().max().item()) if tensor.numel() else 1.0
+                what = f"{where}, inputs that are not contiguous: {name}"
+                assert_close_values(found[name], tensor, replace(within, atol=within.atol * scale), what)
 
     def test_support_is_decided_with_reasons(self) -> None:
         """The same for the same signature; ``d9d explain`` prints the reason."""
