@@ -56,3 +56,12 @@ def test_a_run_with_stochastic_rounding_goes_on_in_another_layout(table: ModuleT
     optimizer = {"name": "stochastic_adamw", "lr": 0.01, "state_dtype": "parameter"}
     rounded = harness(table, tmp_path, optimizer, precision={"parameters": "bfloat16"})
     assert_passed([rounded.compare_resumed(PP2, FSDP2)])
+
+
+@pytest.mark.thorough
+def test_a_run_with_master_weights_computes_what_one_process_does_and_goes_on_in_another_layout(
+    table: ModuleType, tmp_path: Path
+) -> None:
+    optimizer = {"name": "adamw", "lr": 0.01, "master_weights": True}
+    split = harness(table, tmp_path, optimizer, precision={"parameters": "bfloat16"})
+    assert_passed([*split.compare([FSDP2, PP2]), split.compare_resumed(FSDP2, PP2)])

@@ -28,6 +28,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in SPECS),
     ("adamw", {"amsgrad": True}),
     ("adamw", {"state_dtype": "float32"}),
+    ("adamw", {"master_weights": True}),
     ("sgd", {"momentum": 0.9}),
     ("sgd", {"momentum": 0.9, "dampening": 0.1, "state_dtype": "float32"}),
     ("muon", {"state_dtype": "float32"}),
@@ -40,7 +41,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "fields"), SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_state_is_as_large_as_described(name: str, fields: dict[str, Any], dtype: torch.dtype) -> None:
-    if name == "stochastic_adamw" and dtype == torch.float32:
+    if (name == "stochastic_adamw" or "master_weights" in fields) and dtype == torch.float32:
         dtype = torch.bfloat16  # the only one that it trains
     parameters = {
         shape_name: nn.Parameter(torch.zeros(shape, dtype=dtype, device="meta")) for shape_name, shape in SHAPES.items()

@@ -18,6 +18,12 @@ class TestAdamWWithGroups(OptimizerSuite):
     config: ClassVar = {"lr": 0.01, "state_dtype": "float32", "groups": [{"match": "embed.*", "lr_scale": 0.1}]}
 
 
+class TestAdamWWithMasterWeights(OptimizerSuite):
+    target = "adamw"
+    dtypes: ClassVar = ("bfloat16",)
+    config: ClassVar = {"lr": 0.01, "master_weights": True}
+
+
 class TestSGD(OptimizerSuite):
     target = "sgd"
     config: ClassVar = {"lr": 0.1, "weight_decay": 0.01}

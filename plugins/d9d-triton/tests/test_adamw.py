@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 from d9d_core.extend import OpSignature
-from d9d_optim.optimizer.adamw import AdamW
+from d9d_optim.optimizer.adamw import AdamW, master_weight, split_weight
 from d9d_optim.optimizer.base import NamedOptimizer
 from d9d_optim.optimizer.config import AdamWConfig, StochasticAdamWConfig
 from d9d_optim.optimizer.stochastic_adamw import StochasticAdamW
 from d9d_triton import support
 from d9d_triton.adamw import FusedAdamW
-from d9d_triton.kernels.adamw import rounded
+from d9d_triton.kernels.adamw import divided, rounded
 from torch import Tensor, nn
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -108,6 +108,40 @@ def test_bfloat16_parameters_are_updated_to_within_their_rounding(
         torch.testing.assert_close(found, expected, rtol=3 / 128, atol=5e-3, msg=lambda t, name=name: f"{name}: {t}")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("divisor", [None, 4.0])  # a power of two, since the reference rounds narrow gradients
+def test_master_weights_are_updated_as_float32_parameters(
+    device: str, gradients: torch.dtype, divisor: float | None
+) -> None:
+    # Smaller than most of a bfloat16's last places.
+    make = adamw(lr=1e-4, master_weights=True)
+    fused, plain = (
+        steps(make, torch.bfloat16, device, fused=f, gradients=gradients, divisor=divisor) for f in (True, False)
+    )
+    for state in (fused, plain):
+        for name in SHAPES:
+            state[name] = master_weight(state[name], state.pop(f"{name}/lower_bits"))
+    for name, found, expected in pairs(fused, plain):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    start = parameters(torch.bfloat16, device)["matrix"].float()
+    assert (fused["matrix"] != start).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_kernel_splits_a_number_as_the_reference(device: str) -> None:
+    edges = torch.tensor([0x7F800001, -1, 0x7FFFFFFF, 0x7F7FFFFF, 0x3F808000, -0x407F8000, 1], dtype=torch.int32)
+    specials = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0, 1.0])
+    drawn = torch.randint(-(1 << 31), (1 << 31) - 1, (500,), dtype=torch.int32)
+    values = torch.cat((edges.view(torch.float32), specials, drawn.view(torch.float32))).to(device)
+    upper, lower = (torch.zeros(512, dtype=torch.int16, device=device) for _ in range(2))
+    split_all[(1,)](values, upper, lower, SIZE=512)
+    parameter, distance = torch.empty(512, dtype=torch.bfloat16, device=device), torch.empty_like(lower)
+    split_weight(values, parameter, distance)
+    assert torch.equal(upper, parameter.view(torch.int16))
+    assert torch.equal(lower, distance)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("state_dtype", ["parameter", "float32"])
@@ -126,7 +160,9 @@ def test_stochastic_rounding_draws_the_noise_of_the_reference(device: str, state
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make", [adamw(), stochastic()], ids=["adamw", "stochastic"])
+@pytest.mark.parametrize(
+    "make", [adamw(), stochastic(), adamw(master_weights=True)], ids=["adamw", "stochastic", "master_weights"]
+)
 def test_a_closed_gate_keeps_every_bit_whatever_the_gradients_are(make: Make, device: str) -> None:
     named = parameters(torch.bfloat16, device)
     optimizer: Any = make(named)
@@ -154,7 +190,12 @@ def test_noise_does_not_depend_on_how_a_tensor_is_cut_into_blocks(
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["transposed", "unaligned"])
-def test_tensors_that_lie_otherwise_in_memory_are_updated_alike(kind: str, dtype: torch.dtype, fused: bool) -> None:
+@pytest.mark.parametrize("masters", [False, True])
+def test_tensors_that_lie_otherwise_in_memory_are_updated_alike(
+    kind: str, dtype: torch.dtype, fused: bool, masters: bool
+) -> None:
+    if masters and dtype == torch.float32:
+        pytest.skip("they are their own master weights")
     found = []
     drawn = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     for moved in (False, True):
@@ -164,8 +205,9 @@ def test_tensors_that_lie_otherwise_in_memory_are_updated_alike(kind: str, dtype
         if moved and kind == "unaligned":
             plain = torch.empty(65, dtype=dtype)[1:].view(8, 8).copy_(plain)
         named = {"weight": nn.Parameter(plain)}
-        stochastic_one = dtype == torch.bfloat16
-        optimizer: Any = (stochastic if stochastic_one else adamw)(lr=0.1)(named)
+        stochastic_one = dtype == torch.bfloat16 and not masters
+        make = stochastic(lr=0.1) if stochastic_one else adamw(lr=0.1, master_weights=masters)
+        optimizer: Any = make(named)
         if fused:
             optimizer.op_slots()["step"].bind("triton", FusedAdamW(stochastic=stochastic_one))
         optimizer.init_state()
@@ -175,6 +217,14 @@ def test_tensors_that_lie_otherwise_in_memory_are_updated_alike(kind: str, dtype
         found.append(named["weight"].detach().clone())
     assert torch.equal(*found)
     assert not torch.equal(found[0], drawn)
+
+
+@triton.jit
+def split_all(values, upper, lower, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, SIZE)
+    first, second = divided(tl.load(values + at))
+    tl.store(upper + at, first)
+    tl.store(lower + at, second)
 
 
 @triton.jit
@@ -215,14 +265,14 @@ def sharded(dim: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     mesh = init_device_mesh("cpu", (2,))
     drawn = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
     found = []
-    for split in (False, True):
-        weight = nn.Parameter(distribute_tensor(drawn, mesh, [Shard(dim)]) if split else drawn.clone())
+    for is_split in (False, True):
+        weight = nn.Parameter(distribute_tensor(drawn, mesh, [Shard(dim)]) if is_split else drawn.clone())
         optimizer = StochasticAdamW(StochasticAdamWConfig(lr=0.01, state_dtype="parameter"), {"weight": weight})
         optimizer.op_slots()["step"].bind("triton", FusedAdamW(stochastic=True))
         optimizer.init_state()
         for step in range(2):
             gradient = torch.randn(7, 5, generator=torch.Generator().manual_seed(step)).bfloat16()
-            weight.grad = distribute_tensor(gradient, mesh, [Shard(dim)]) if split else gradient
+            weight.grad = distribute_tensor(gradient, mesh, [Shard(dim)]) if is_split else gradient
             optimizer.step(torch.tensor(True))
         tensors = [weight.detach(), optimizer.state()["weight/exp_avg"], optimizer.state()["weight/generator"]]
         found.append(tuple(t.full_tensor() if isinstance(t, DTensor) else t for t in tensors))

@@ -10,7 +10,7 @@ from functools import partial
 
 from d9d_core.extend import OptimizerCost
 
-from d9d_optim.optimizer.config import AdamFields, MuonConfig, OptimizerConfig, SGDConfig
+from d9d_optim.optimizer.config import AdamFields, AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 
 _FLOAT32, _BFLOAT16 = 4, 2
 #: Tensors of the state's width that an update of plain operations reads and writes, and those that exist at once.
@@ -21,7 +21,7 @@ _AROUND, _AROUND_BFLOAT16 = 21, 14
 
 def _state_width(config: OptimizerConfig, width: int) -> int:
     """Bytes of a number of the state, and of the computation of an update."""
-    return _FLOAT32 if config.state_dtype == "float32" else width
+    return _FLOAT32 if config.wide_state else width
 
 
 def _fused(config: OptimizerConfig, width: int, moments: int) -> OptimizerCost:
@@ -47,14 +47,20 @@ def _plain(config: OptimizerConfig, width: int, moments: int, passes: tuple[int,
     return OptimizerCost(moments * wide, traffic, workspace_of_one=float(passes[1] * wide))
 
 
-def adamw(config: AdamFields, width: int) -> OptimizerCost:
-    """Cost of ``adamw``: two moments, with ``amsgrad`` three."""
-    return _fused(config, width, 3 if config.amsgrad else 2)
+def adamw(config: AdamWConfig, width: int) -> OptimizerCost:
+    """Cost of ``adamw``: two moments, with ``amsgrad`` three; and the lower bits of master weights."""
+    cost = _adam(config, width)
+    lower = _FLOAT32 - width if config.master_weights else 0
+    return OptimizerCost(cost.state + lower, cost.traffic + 2 * lower)
 
 
 def adam(config: AdamFields, width: int) -> OptimizerCost:
-    """Cost of ``adam``: as of ``adamw``, with torch's kernel."""
-    return _by_torch(config, width, adamw(config, width))
+    """Cost of ``adam``: moments as of ``adamw``, with torch's kernel."""
+    return _by_torch(config, width, _adam(config, width))
+
+
+def _adam(config: AdamFields, width: int) -> OptimizerCost:
+    return _fused(config, width, 3 if config.amsgrad else 2)
 
 
 def stochastic_adamw(config: OptimizerConfig, width: int) -> OptimizerCost:

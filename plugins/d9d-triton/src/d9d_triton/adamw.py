@@ -75,6 +75,10 @@ class FusedAdamW:
             starts: for stochastic rounding, int32 [1] of each tensor: position of its first element in the whole one.
         """
         columns = [batch.params, batch.grads, batch.slots["exp_avg"], batch.slots["exp_avg_sq"], batch.slots["step"]]
+        lower = batch.slots.get("lower_bits")
+        # Tensors of a row that have the parameter's shape.
+        large = [*range(_LARGE), *([] if lower is None else [len(columns)])]
+        columns += [] if lower is None else [lower]
         if self._stochastic:
             assert starts is not None
             columns += [batch.slots["generator"], list(starts)]
@@ -82,23 +86,30 @@ class FusedAdamW:
         scattered: list[tuple[Tensor, Tensor]] = []
         for row in zip(*columns, strict=True):
             tensors = list(row)
-            for at in range(_LARGE):
+            for at in large:
                 if not row[at].is_contiguous():
                     tensors[at] = row[at].contiguous()
                     if at != _GRADIENT:
                         scattered.append((row[at], tensors[at]))
             check_floats("stochastic_adamw" if self._stochastic else "adamw", parameter=tensors[0], gradient=tensors[1])
-            aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors[:_LARGE])
+            aligned = all(tensors[at].data_ptr() % _ALIGNMENT == 0 for at in large)
             dtypes = tuple(tensor.dtype for tensor in tensors[:_LARGE])
             alike.setdefault((aligned, dtypes), []).append(tensors)
         for (aligned, _), rows in alike.items():
             with on_device(rows[0][0]):
-                self._update(batch, rows, betas, eps, aligned=aligned)
+                self._update(batch, rows, betas, eps, aligned=aligned, masters=lower is not None)
         for tensor, changed in scattered:
             tensor.copy_(changed)
 
     def _update(
-        self, batch: Batch, rows: list[list[Tensor]], betas: tuple[float, float], eps: float, *, aligned: bool
+        self,
+        batch: Batch,
+        rows: list[list[Tensor]],
+        betas: tuple[float, float],
+        eps: float,
+        *,
+        aligned: bool,
+        masters: bool,
     ) -> None:
         """Update tensors of the same number formats."""
         device = rows[0][0].device
@@ -147,6 +158,7 @@ class FusedAdamW:
             MOMENT=average,
             DIVIDES=batch.divisor is not None,
             STOCHASTIC=self._stochastic,
+            MASTERS=masters,
             ALIGNED=aligned,
             BLOCK=self._block,
             num_warps=_WARPS,
@@ -154,7 +166,7 @@ class FusedAdamW:
         )
 
 
-#: Tensors of a row that have the parameter's shape: parameter, gradient and moments; and which is only read.
+#: Number of the first tensors of a row: parameter, gradient and moments; and which of them is only read.
 _LARGE, _GRADIENT = 4, 1
 
 

@@ -86,7 +86,7 @@ class NamedOptimizer(ABC):
 
     def __init__(self, config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> None:
         self._base_lr = config.lr
-        self._least_dtype = torch.float32 if config.state_dtype == "float32" else None
+        self._least_dtype = torch.float32 if config.wide_state else None
         self._factor = 1.0
         self._divisor: Tensor | None = None
         self._groups = group_parameters(config, parameters)

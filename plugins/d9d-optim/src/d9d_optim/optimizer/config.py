@@ -47,6 +47,11 @@ class OptimizerConfig(PluginConfig):
     state_dtype: Literal["parameter", "float32"] = "parameter"
     """Number format of moments: each parameter's own, or float32 for narrower parameters, updated in float32 too."""
 
+    @property
+    def wide_state(self) -> bool:
+        """Whether moments are float32 at least."""
+        return self.state_dtype == "float32"
+
 
 class AdamFields(OptimizerConfig):
     """Shared fields of the Adam family."""
@@ -70,6 +75,20 @@ class AdamWConfig(AdamFields):
     """Selects the plugin."""
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Weight decay of parameters of two or more dimensions; biases and norm weights get none unless a group says so."""
+
+    master_weights: bool = False
+    """Train bfloat16 parameters as float32 weights, whose lower 16 bits are optimizer state; moments are float32."""
+
+    @property
+    def wide_state(self) -> bool:
+        """Whether moments are float32 at least."""
+        return self.master_weights or self.state_dtype == "float32"
+
+    @model_validator(mode="after")
+    def _have_wide_moments(self) -> AdamWConfig:
+        if self.master_weights and self.state_dtype == "parameter" and "state_dtype" in self.model_fields_set:
+            raise ValueError("master_weights has float32 moments; leave state_dtype out")
+        return self
 
 
 class AdamConfig(AdamFields):

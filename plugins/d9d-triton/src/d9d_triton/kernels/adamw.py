@@ -22,8 +22,8 @@ def count_step(
     """Factors of each tensor's step; where the gate is open, its count and its generator go on.
 
     Args:
-        table: int64 [8, n] (without noise [6, n]): addresses of parameter, gradient, moments, count, generator and
-            first position, and the number of elements.
+        table: int64 [8, n]: addresses of parameter, gradient, moments, count, generator and first position, and the
+            number of elements; without noise [6, n], or [7, n] with lower bits of master weights behind the count.
         factors: float32 [2, n], out: learning rate over the correction of the average, inverse of that of the squares.
         keys: int64 [n], out: generators before this step.
         gate: bool [1]: whether the step is taken.
@@ -75,10 +75,14 @@ def update_weights(
     MOMENT: tl.constexpr,
     DIVIDES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    MASTERS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """AdamW of one block of one tensor; the table is that of :func:`count_step`."""
+    """AdamW of one block of one tensor; the table is that of :func:`count_step`.
+
+    With ``MASTERS``, weights are bfloat16, and lower bits int16 make float32 numbers of them.
+    """
     if tl.load(gate) != 0:
         owner = tl.load(owners + tl.program_id(0)).to(tl.int64)
         begin = (tl.program_id(0) - tl.load(firsts + owner)).to(tl.int64) * BLOCK
@@ -92,6 +96,11 @@ def update_weights(
             gradients = tl.multiple_of(gradients, 16)
             averages = tl.multiple_of(averages, 16)
             squares = tl.multiple_of(squares, 16)
+        lower = weights
+        if MASTERS:
+            lower = tl.load(table + 5 * count + owner).to(tl.pointer_type(tl.int16)) + begin
+            if ALIGNED:
+                lower = tl.multiple_of(lower, 16)
         key = begin
         position = begin.to(tl.uint32)
         if STOCHASTIC:
@@ -100,7 +109,7 @@ def update_weights(
             position += tl.load(start)
             size = tl.load(table + 7 * count + owner)
         else:
-            size = tl.load(table + 5 * count + owner)
+            size = tl.load(table + (6 if MASTERS else 5) * count + owner)
         step_size = tl.load(factors + owner)
         inverse = tl.load(factors + count + owner)
         scale = step_size
@@ -109,14 +118,15 @@ def update_weights(
         # A mask would keep loads narrow, so blocks in the middle have none.
         if begin + BLOCK <= size:
             _update_block(
-                weights, gradients, averages, squares, BLOCK, position, key, step_size, inverse, scale, keep,
-                one_minus_beta1, beta2, one_minus_beta2, eps, WEIGHT, MOMENT, DIVIDES, STOCHASTIC, False, BLOCK,
+                weights, gradients, averages, squares, lower, BLOCK, position, key, step_size, inverse, scale, keep,
+                one_minus_beta1, beta2, one_minus_beta2, eps, WEIGHT, MOMENT, DIVIDES, STOCHASTIC, MASTERS, False,
+                BLOCK,
             )  # fmt: skip
         else:
             _update_block(
-                weights, gradients, averages, squares, (size - begin).to(tl.int32), position, key, step_size, inverse,
-                scale, keep, one_minus_beta1, beta2, one_minus_beta2, eps, WEIGHT, MOMENT, DIVIDES, STOCHASTIC, True,
-                BLOCK,
+                weights, gradients, averages, squares, lower, (size - begin).to(tl.int32), position, key, step_size,
+                inverse, scale, keep, one_minus_beta1, beta2, one_minus_beta2, eps, WEIGHT, MOMENT, DIVIDES,
+                STOCHASTIC, MASTERS, True, BLOCK,
             )  # fmt: skip
 
 
@@ -126,6 +136,7 @@ def _update_block(
     gradients,
     averages,
     squares,
+    lower,
     size,
     position,
     key,
@@ -141,12 +152,17 @@ def _update_block(
     MOMENT: tl.constexpr,
     DIVIDES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    MASTERS: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     offset = tl.arange(0, BLOCK)
     inside = offset < size if MASKED else None
-    weight = tl.load(weights + offset, mask=inside).to(tl.float32)
+    if MASTERS:
+        upper = tl.load(weights.to(tl.pointer_type(tl.int16)) + offset, mask=inside).to(tl.int32) << 16
+        weight = (upper + tl.load(lower + offset, mask=inside).to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        weight = tl.load(weights + offset, mask=inside).to(tl.float32)
     gradient = tl.load(gradients + offset, mask=inside).to(tl.float32)
     average = tl.load(averages + offset, mask=inside).to(tl.float32)
     square = tl.load(squares + offset, mask=inside).to(tl.float32)
@@ -161,6 +177,10 @@ def _update_block(
         random = _mix((position + offset.to(tl.uint32)) ^ _folded(key))
     if rounds_weight:
         tl.store(weights.to(tl.pointer_type(tl.int16)) + offset, rounded(weight, random & 0xFFFF), mask=inside)
+    elif MASTERS:
+        upper, distance = divided(weight)
+        tl.store(weights.to(tl.pointer_type(tl.int16)) + offset, upper, mask=inside)
+        tl.store(lower + offset, distance, mask=inside)
     else:
         tl.store(weights + offset, weight.to(WEIGHT), mask=inside)
     if rounds_moment:
@@ -198,3 +218,13 @@ def rounded(value, noise):
     # The fraction of a NaN may be in the bits that are cut off.
     chosen = tl.where(value != value, bits | 0x400000, chosen)
     return (chosen >> 16).to(tl.int16)
+
+
+@triton.jit
+def divided(value):
+    """Bits of the nearest bfloat16 and the distance to it, int16, see :class:`d9d_optim.optimizer.adamw.AdamW`."""
+    bits = value.to(tl.int32, bitcast=True)
+    upper = (bits + 0x8000) >> 16
+    distance = bits - (upper << 16)
+    nan = value != value
+    return tl.where(nan, (bits >> 16) | 0x40, upper).to(tl.int16), tl.where(nan, 0, distance).to(tl.int16)
