@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import subprocess
@@ -16,7 +17,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "tools" / "bench" / "compare"
-NAMES = ("records", "settings", "microbatches", "contender", "rounds", "record", "tables")
+NAMES = ("records", "settings", "microbatches", "contender", "ours", "rounds", "record", "tables")
 
 
 @pytest.fixture
@@ -113,6 +114,18 @@ def test_float8_is_measured_with_ours_alone_on_a_cpu(tmp_path: Path) -> None:
     assert set(result) == {"d9d", "torchtitan"}
     assert len(result["d9d"]["ms"]) == 1
     assert "skipped" in result["torchtitan"]
+
+
+@pytest.mark.filterwarnings("default")  # of Dynamo
+def test_master_weights_train_float32_weights_in_bfloat16_parameters(room: SimpleNamespace) -> None:
+    build, cpu = room.contender.builder_of("d9d-masters"), torch.device("cpu")
+    tiny = room.settings.Setting("tiny", 64, 2, backend="eager")
+    with pytest.raises(room.contender.NotHereError, match="give --precision autocast"):
+        build(tiny, cpu)
+    wide = dataclasses.replace(tiny, precision="autocast")
+    masters, autocast = (maker(wide, cpu) for maker in (build, room.contender.builder_of("d9d")))
+    assert (masters.optimizer_bytes, autocast.optimizer_bytes) == (26, None)
+    assert masters.step().item() == pytest.approx(autocast.step().item(), abs=0.05)
 
 
 def test_rounds_alternate_and_those_who_fail_are_not_asked_again(room: SimpleNamespace) -> None:
@@ -234,4 +247,4 @@ def test_a_wrong_name_is_refused_before_anything_runs() -> None:
     command = [sys.executable, str(ROOM), "dense-2b", "--contenders", "d9d", "tranformers"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "unknown contender 'tranformers'; known: d9d, d9d-eager, transformers" in done.stderr
+    assert "unknown contender 'tranformers'; known: d9d, d9d-eager, d9d-masters, transformers" in done.stderr

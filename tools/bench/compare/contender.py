@@ -26,12 +26,15 @@ class Contender:
         parameters: number of the model's parameters.
         versions: of what it is made of.
         remarks: what a reader of the table should know.
+        optimizer_bytes: bytes of a parameter, its gradient and states that the optimizer reads and writes; by default
+            seven numbers of the parameters' width.
     """
 
     step: Callable[[], Tensor]
     parameters: int
     versions: Mapping[str, str] = field(default_factory=dict)
     remarks: str = ""
+    optimizer_bytes: int | None = None
 
 
 Build = Callable[[Setting, torch.device], Contender]
@@ -40,6 +43,7 @@ Build = Callable[[Setting, torch.device], Contender]
 CONTENDERS: Mapping[str, tuple[str, str]] = {
     "d9d": ("d9d", "ours:build"),
     "d9d-eager": ("d9d without compile", "ours:build_eager"),
+    "d9d-masters": ("d9d, master weights", "ours:build_masters"),
     "transformers": ("transformers, SDPA", "with_transformers:build"),
     "transformers-flex": ("transformers, flex", "with_transformers:build_flex"),
     "transformers-compile": ("transformers + torch.compile", "with_transformers:build_compiled"),

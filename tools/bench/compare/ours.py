@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from contender import Contender, installed
+from contender import Contender, NotHereError, installed
 from d9d_core.plugin import Registry
 from d9d_engine.api import Job
 from microbatches import ComparedPlugin
@@ -19,6 +19,8 @@ from torch import Tensor
 PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_qwen3")
 #: Used where they are installed, as they are by themselves in a job.
 OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention", "d9d_fp8", "d9d_quack", "d9d_cublas")
+#: Read: parameter, gradient and lower bits of two bytes, moments of four; written: all but the gradient.
+BYTES_WITH_MASTERS = 14 + 12
 
 
 def build(setting: Setting, device: torch.device) -> Contender:
@@ -31,9 +33,18 @@ def build_eager(setting: Setting, device: torch.device) -> Contender:
     return _build(setting, device, [])
 
 
-def _build(setting: Setting, device: torch.device, strategies: list[dict[str, Any]]) -> Contender:
+def build_masters(setting: Setting, device: torch.device) -> Contender:
+    """Contender whose float32 weights are bfloat16 parameters, and the optimizer's; in place of autocast."""
+    if setting.precision != "autocast":
+        raise NotHereError("master weights are another way to train float32 ones: give --precision autocast")
+    return _build(setting, device, [{"name": "compile", "backend": setting.backend}], masters=True)
+
+
+def _build(
+    setting: Setting, device: torch.device, strategies: list[dict[str, Any]], masters: bool = False
+) -> Contender:
     with tempfile.TemporaryDirectory() as directory:
-        trainer = _job(setting, device, strategies, directory).build(lambda _: None)
+        trainer = _job(setting, device, strategies, directory, masters).build(lambda _: None)
     numbers = count()
 
     def step() -> Tensor:
@@ -45,30 +56,35 @@ def _build(setting: Setting, device: torch.device, strategies: list[dict[str, An
     trainer.step.ranges.on = True
     kernels = sorted({f"{slot.op} {slot.backend}" for slot in _slots(trainer.stage) if slot.backend != "reference"})
     parameters = sum(parameter.numel() for parameter in trainer.stage.parameters())
-    return Contender(step, parameters, installed("d9d-engine"), ", ".join(kernels))
+    moved = BYTES_WITH_MASTERS if masters else None
+    return Contender(step, parameters, installed("d9d-engine"), ", ".join(kernels), moved)
 
 
-def _job(setting: Setting, device: torch.device, strategies: list[dict[str, Any]], directory: str) -> Job:
+def _job(
+    setting: Setting, device: torch.device, strategies: list[dict[str, Any]], directory: str, masters: bool
+) -> Job:
     recomputed = [{"name": "activation_checkpointing"}] if setting.checkpointed else []
     float8 = []
     if setting.precision == "fp8":
         installed("d9d-fp8")
         float8 = [{"name": "fp8", "recipe": RECIPE, "emulate": device.type != "cuda"}]
-    autocast = {"autocast": "bfloat16"} if setting.precision == "autocast" else {"parameters": "bfloat16"}
+    autocast = setting.precision == "autocast" and not masters
     values = {
         "run": {"dir": directory},
         "device": device.type,
         "steps": 10_000,
         "batch": {"size": setting.samples},
         "parallel": float8 + recomputed + strategies,
-        "precision": autocast,
+        "precision": {"autocast": "bfloat16"} if autocast else {"parameters": "bfloat16"},
         "model": setting.model_values,
         "task": "causal_lm",
         "data": {
             "name": "compared", "model": setting.model, "sequence_length": setting.length,
             "samples": setting.samples, "data": setting.data,
         },
-        "optimizer": {"name": "adamw", "lr": LR, "weight_decay": DECAY, "betas": list(BETAS)},
+        "optimizer": {
+            "name": "adamw", "lr": LR, "weight_decay": DECAY, "betas": list(BETAS), "master_weights": masters,
+        },
         "gradient_clipping": {"max_norm": CLIP},
         "trackers": [],
         "export": False,

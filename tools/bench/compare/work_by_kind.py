@@ -42,13 +42,16 @@ def work_by_kind(step: Callable[[], Any], device: torch.device) -> dict[str, flo
     return {kind: microseconds / 1e3 / RECORDED for kind, microseconds in times.items()}
 
 
-def roofline(setting: Setting, kinds: dict[str, float], parameters: int) -> dict[str, float]:
+def roofline(
+    setting: Setting, kinds: dict[str, float], parameters: int, optimizer_bytes: int | None = None
+) -> dict[str, float]:
     """Rates that the kinds of work reach.
 
     Args:
         setting: of the comparison.
         kinds: milliseconds of a step.
         parameters: of the model.
+        optimizer_bytes: see :class:`~contender.Contender`.
 
     Returns:
         ``matmul_tflops`` and ``attention_tflops``, of the FLOPs that the formula counts (attention as if every sample
@@ -61,7 +64,7 @@ def roofline(setting: Setting, kinds: dict[str, float], parameters: int) -> dict
     matmul = 6.0 * (layer_parameters(config) + head_parameters(config, setting.length)) * setting.tokens
     attention = setting.flops_per_token() * setting.tokens - matmul
     # Weight, gradient and two states are read, weight and states written.
-    moved = 7 * setting.width * parameters
+    moved = (optimizer_bytes or 7 * setting.width) * parameters
     found = {}
     for name, amount, kind in (
         ("matmul_tflops", matmul, "matmul"),

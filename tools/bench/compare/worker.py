@@ -54,7 +54,7 @@ def run_round(name: str, setting: Setting, profiled: bool) -> dict[str, Any]:
         if profiled:
             kinds = work_by_kind(contender.step, device)
             found["ms_by_kind"] = kinds
-            found["roofline"] = roofline(setting, kinds, contender.parameters)
+            found["roofline"] = roofline(setting, kinds, contender.parameters, contender.optimizer_bytes)
     except NotHereError as error:
         return {"skipped": str(error)}
     except torch.OutOfMemoryError:
