@@ -228,6 +228,11 @@ def test_the_summary_says_how_many_times_as_fast_ours_was(room: SimpleNamespace)
     assert room.tables.summary_of([]) == room.tables.NONE_YET
     (row,) = room.tables.summary_of([result]).splitlines()[2:]
     assert row.endswith("| 81,920 (1.33x) |")
+    ours = result["contenders"]["d9d"]
+    result["contenders"]["d9d-masters"] = {**ours, "times_ours": [1.5 for _ in ours["ms"]]}
+    _, row = room.tables.summary_of([result]).splitlines()[2:]
+    assert row.startswith(f"| {result['table']}, master weights, ")
+    assert row.endswith("| 81,920 (2.00x) |")
     result["contenders"] = {"d9d": result["contenders"]["d9d"]}
     assert room.tables.summary_of([result]) == room.tables.NONE_YET
 

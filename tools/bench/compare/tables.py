@@ -32,29 +32,36 @@ def write_summary(page: Path, results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def summary_of(results: Sequence[Mapping[str, Any]]) -> str:
-    """Table with a row for each result that has rivals: tokens of a second, and how much faster ours is."""
+    """Table with rows for each result that has rivals: tokens of a second, and how much faster each of ours is."""
     compared = []
     for result in results:
         measured = {name: found for name, found in result["contenders"].items() if "ms" in found}
-        if OURS in measured and len(measured) > 1:
+        if OURS in measured and any(map(_is_rival, measured)):
             compared.append((result, measured))
     if not compared:
         return NONE_YET
-    names = list(dict.fromkeys(name for _, measured in compared for name in measured if name != OURS))
+    names = list(dict.fromkeys(name for _, measured in compared for name in measured if _is_rival(name)))
     head = ("tokens of a second", title_of(OURS), *map(title_of, names))
     rows = []
     for result, measured in compared:
-        ours = measured[OURS]["tokens_per_second"]
-        title = f"{result['table']}, {result['hardware']['device']}"
-        rows.append([title, f"{ours:,}", *(_beside(measured.get(name)) for name in names)])
+        for mine in [name for name in measured if not _is_rival(name)]:
+            change = title_of(mine).removeprefix(title_of(OURS))
+            title = f"{result['table']}{change}, {result['hardware']['device']}"
+            beside = (_beside(measured[mine], measured.get(name)) for name in names)
+            rows.append([title, f"{measured[mine]['tokens_per_second']:,}", *beside])
     return "\n".join(table(head, rows))
 
 
-def _beside(found: Mapping[str, Any] | None) -> str:
+def _is_rival(name: str) -> bool:
+    return name != OURS and not name.startswith(f"{OURS}-")
+
+
+def _beside(ours: Mapping[str, Any], found: Mapping[str, Any] | None) -> str:
     """Cell of a rival: its speed, and how many times as fast ours was in the same rounds."""
     if found is None:
         return ""
-    return f"{found['tokens_per_second']:,} ({1 / statistics.median(found['times_ours']):.2f}x)"
+    rounds = zip(ours["times_ours"], found["times_ours"], strict=True)
+    return f"{found['tokens_per_second']:,} ({1 / statistics.median(its / mine for mine, its in rounds):.2f}x)"
 
 
 def _section(result: Mapping[str, Any]) -> str:
