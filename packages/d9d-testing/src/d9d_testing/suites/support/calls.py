@@ -176,5 +176,5 @@ def adamw(*shapes: Sequence[int]) -> Call:
     """Call of ``adamw``: parameters of some shapes, and a gradient of each."""
     inputs = {f"parameter {number}": draw(*shape, seed=2 * number) for number, shape in enumerate(shapes)}
     inputs |= {f"gradient {number}": draw(*shape, seed=2 * number + 1) for number, shape in enumerate(shapes)}
-    static = {"amsgrad": False, "maximize": False}
+    static = {"amsgrad": False, "maximize": False, "master_weights": False}
     return Call(f"parameters {[list(shape) for shape in shapes]}", inputs, static, constants=tuple(inputs))
