@@ -101,6 +101,12 @@ def test_documents_of_any_lengths_see_themselves_only(number: int, lengths: list
     wide = tuple(tensor.double() for tensor in tensors)
     expected = outcome(lambda q, k, v: attention(q, k, v, documents), wide)
     assert_close_values(found.pop("out"), expected.pop("out"))
+    # Of tokens that all see nothing but themselves, gradients of scores are rounding, whose direction says nothing.
+    rounding = [name for name, gradient in expected.items() if gradient.abs().max() < 1e-12]
+    assert set(rounding) <= {"query", "key"}
+    for name in rounding:
+        del expected[name]
+        assert found.pop(name).abs().max() < 1e-4
     assert_close_gradients(found, expected, within=None)
 
 
