@@ -57,8 +57,8 @@ LIBRARIES: Mapping[int, Library] = {
         # 1.07 ms where flex takes 1.35 with 14 documents in 4 x 4096, with 41 0.92 and 0.90; a step is 1 % faster.
         documents=(BY_NAME, "by name only: as fast as flex, and with room for one document in 64 tokens"),
         windows=_UNMEASURED,
-        # Of 8 and 16 features, release 4.0.0b36 has wrong gradients on an H200 (cosines from 0.01 to 0.7), whatever the
-        # data; those of 24, 32, 64 and 128 are right.
+        # Of 8 and 16 features, release 4.0.0b36 has wrong gradients on an H200 (cosines from 0.01 to 0.7), with several
+        # documents or one. Those of 24 and 32 are right, and of 64 and 128 with documents; others were not measured.
         narrowest_head=24,
         measured=9,
     ),
