@@ -11,7 +11,7 @@ D9D_API = 1
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backends of ``rms_norm`` and ``swiglu``."""
+    """Backends of ``rms_norm``, ``swiglu`` and ``grouped_linear``."""
     yield KernelSpec(
         name="quack",
         summary="RMSNorm of QuACK, in the CuTe DSL: Hopper and Blackwell. Never chosen by itself.",
@@ -26,5 +26,13 @@ def d9d_kernels() -> Iterator[KernelSpec]:
         op="swiglu",
         supports=Ref("d9d_quack.rules:swiglu"),
         build=Ref("d9d_quack.swiglu:build"),
+        requires=frozenset({"import:quack"}),
+    )
+    yield KernelSpec(
+        name="quack",
+        summary="Products of experts by QuACK, in one launch each: Hopper and Blackwell.",
+        op="grouped_linear",
+        supports=Ref("d9d_quack.rules:grouped_linear"),
+        build=Ref("d9d_quack.grouped_linear:build"),
         requires=frozenset({"import:quack"}),
     )

@@ -1,0 +1,108 @@
+"""Backend ``quack`` of the op ``grouped_linear``: products whose rows are those of one expert after the other.
+
+Shapes: R rows, E experts, I features in, O features out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from d9d_core.extend import Deferral, OpSignature
+from d9d_nn.ops.deferred import Product, may_defer, product
+from d9d_nn.ops.grouped_linear import autocast_operands, boundaries, clear, packed
+from torch import Tensor
+from torch.nn import functional
+
+
+def build(_signature: OpSignature) -> Callable[..., Tensor]:
+    """Backend function; it is the same for all signatures. Imports the library, which takes seconds, before a step."""
+    with warnings.catch_warnings():  # of the libraries that it imports: its authors' business
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import quack.gemm_interface  # noqa: F401
+    return grouped_linear
+
+
+def grouped_linear(
+    x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True, deferral: Deferral | None = None
+) -> Tensor:
+    """Grouped linear map, see :func:`d9d_nn.ops.grouped_linear.grouped_linear`; counts stay on the device."""
+    x, bank = autocast_operands(x, bank)
+    ends, spare = boundaries(x, counts, spare_rows=spare_rows)
+    starts = functional.pad(ends, (1, 0))
+    x, bank = packed(x), bank.contiguous()
+    if may_defer(bank, deferral):
+        assert deferral is not None
+        parts = Product(
+            forward=lambda x, bank: _forward(x, bank, starts, spare),
+            rows_gradient=lambda grad, bank: _rows_gradient(packed(grad), bank, starts, spare),
+            weight_gradient=lambda x, grad: _bank_gradient(x, packed(grad), starts),
+        )
+        return product(x, bank, deferral, parts)
+    out: Tensor = _forward(x, bank, starts, spare)
+    return out
+
+
+@torch.library.custom_op("d9d_quack::grouped_linear", mutates_args=())
+def _forward(x: Tensor, bank: Tensor, starts: Tensor, spare: Tensor | None) -> Tensor:
+    """Rows [R, I] times the matrices [E, I, O] of their experts: [R, O].
+
+    ``starts`` are int32 [E + 1], the first row of each expert and the end of the last; ``spare`` is bool [R, 1].
+    """
+    return _multiply(x, bank, starts, spare)
+
+
+# Two ops, so that a compiler can compute the rows of one late, together with what it needs of the other.
+@torch.library.custom_op("d9d_quack::grouped_linear_rows_gradient", mutates_args=())
+def _rows_gradient(grad: Tensor, bank: Tensor, starts: Tensor, spare: Tensor | None) -> Tensor:
+    """Gradient of rows [R, I], of that of the result [R, O]."""
+    return _multiply(grad, bank.mT, starts, spare)
+
+
+@torch.library.custom_op("d9d_quack::grouped_linear_bank_gradient", mutates_args=())
+def _bank_gradient(x: Tensor, grad: Tensor, starts: Tensor) -> Tensor:
+    """Gradient of the bank [E, I, O]."""
+    from quack.gemm_interface import gemm
+
+    # Programs take the next tile when they are done with one, as experts have unequal numbers of rows.
+    out: Tensor = gemm(x.mT, grad, cu_seqlens_k=starts, dynamic_scheduler=True, tuned=False)
+    return out
+
+
+def _multiply(rows: Tensor, matrices: Tensor, starts: Tensor, spare: Tensor | None) -> Tensor:
+    # Takes seconds, and is not needed to refuse.
+    from quack.gemm_interface import gemm
+
+    return clear(gemm(rows, matrices, cu_seqlens_m=starts, tuned=False), spare)
+
+
+@_forward.register_fake
+def _fake_forward(x: Tensor, bank: Tensor, _starts: Tensor, _spare: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], bank.shape[2])
+
+
+@_rows_gradient.register_fake
+def _fake_rows_gradient(grad: Tensor, bank: Tensor, _starts: Tensor, _spare: Tensor | None) -> Tensor:
+    return grad.new_empty(grad.shape[0], bank.shape[1])
+
+
+@_bank_gradient.register_fake
+def _fake_bank_gradient(x: Tensor, grad: Tensor, starts: Tensor) -> Tensor:
+    return x.new_empty(starts.shape[0] - 1, x.shape[1], grad.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 - torch's signature
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, bank, starts, spare = ctx.saved_tensors
+    of_rows, of_bank = ctx.needs_input_grad[:2]
+    grad = packed(grad)
+    rows_gradient = _rows_gradient(grad, bank, starts, spare) if of_rows else None
+    return rows_gradient, _bank_gradient(x, grad, starts) if of_bank else None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
