@@ -157,6 +157,8 @@ def test_the_time_of_an_accelerator_is_that_of_its_kernels() -> None:
         ("autograd::engine::evaluate_function: AddmmBackward0", None),
         ("sm90_xmma_gemm_bf16bf16", "matmul"),
         ("void at::native::elementwise_kernel", "other"),
+        ("triton_poi_fused__grouped_mm_mul_silu_9", "other"),
+        ("triton_tem_fused_flex_attention_1", "attention"),
         ("Optimizer.step#AdamW.step", "optimizer"),
     ],
 )

@@ -31,6 +31,8 @@ _NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
         re.compile(r"gemm|cutlass|cublas|nvjet|matmul|grouped_mm|::(add|b|sp)?mm\b|::baddbmm|::(bi)?linear\b|conv"),
     ),
 )
+#: Inductor's own kernels, named after all that they stand between; products and attention are its templates (``tem``).
+_BETWEEN = re.compile(r"triton_(poi|per|red|mix|for)_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ def kind_of(span: Span) -> Kind | None:
     if span.name == PREFIX + OPTIMIZER or span.name.startswith("Optimizer.step#"):
         return "optimizer"
     name = span.name.lower()
+    if _BETWEEN.match(name):
+        return "other"
     for kind, pattern in _NAMES:
         # Communication libraries announce their calls as ranges.
         if pattern.search(name) and (kind == "communication" or not span.is_range):
