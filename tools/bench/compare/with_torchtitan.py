@@ -28,13 +28,12 @@ def build(setting: Setting, device: torch.device) -> Contender:
     """
     versions = installed("torchtitan")
     try:
-        from torchtitan.config.job_config import Compile
+        from torchtitan.config.job_config import ActivationCheckpoint, Compile
+        from torchtitan.distributed.activation_checkpoint import apply_ac
         from torchtitan.models.llama4.infra.parallelize import apply_compile
         from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
     except ImportError as error:
         raise NotHereError(f"torchtitan {versions['torchtitan']} has other names than 0.2: {error}") from None
-    if setting.checkpointed:
-        raise NotHereError("checkpointing of torchtitan is a part of its trainer")
     packed = setting.data == "packed"
     if packed and device.type != "cuda":
         raise NotHereError("flex attention trains on CUDA only")
@@ -50,6 +49,8 @@ def build(setting: Setting, device: torch.device) -> Contender:
         versions |= installed("torchao")
         _convert(model)
     model.train()
+    if setting.checkpointed:
+        apply_ac(model, ActivationCheckpoint(mode="full"), model_compile_enabled=True)
     apply_compile(model, Compile(enable=True, components=["model", "loss"], backend=setting.backend), False)
     loss_function = torch.compile(_loss, backend=setting.backend)
     tokenizer = _Tokenizer(setting.model_values["vocab_size"] - 1)
