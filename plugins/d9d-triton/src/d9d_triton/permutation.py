@@ -92,7 +92,7 @@ def copy_tokens(tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> 
         with on_device(tokens):
             copy_to_rows[(len(tokens), triton.cdiv(features, block))](
                 out, tokens, places.contiguous(), features, *tokens.stride(), CHOICES=places.shape[1], BLOCK=block,
-                **OPTIONS,
+                num_warps=max(1, block // 128), **OPTIONS,
             )  # fmt: skip
     return out
 

@@ -32,7 +32,8 @@ def copy_to_rows(
     token = tl.program_id(0).to(tl.int64)
     feature = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     known = feature < features
-    values = tl.load(tokens + token * token_stride + feature * feature_stride, known)
+    # Read once: the cache is for what is written.
+    values = tl.load(tokens + token * token_stride + feature * feature_stride, known, eviction_policy="evict_first")
     for choice in tl.static_range(CHOICES):
         place = tl.load(places + token * CHOICES + choice)
         tl.store(out + place * features + feature, values, known)
