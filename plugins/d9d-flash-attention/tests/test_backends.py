@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
@@ -211,6 +212,18 @@ def test_another_release_of_four_is_refused_by_name(monkeypatch: pytest.MonkeyPa
         build(4)
 
 
+@pytest.mark.parametrize(("asked", "found"), [(None, "1"), ("0", "0")])
+def test_four_keeps_its_kernels_on_disk_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, found: str
+) -> None:
+    name = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+    monkeypatch.delenv(name, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(name, asked)
+    build(4)
+    assert os.environ[name] == found
+
+
 # --- decisions
 
 
@@ -250,13 +263,14 @@ def test_four_is_taken_by_itself_for_samples_of_one_document(
         (3, 8, {}, r"FlashAttention 3 is for compute capability 9.x, this GPU has 8.x"),
         (3, 10, {}, r"FlashAttention 3 is for compute capability 9.x, this GPU has 10.x"),
         (4, 8, {}, r"compute capability 9.x or 10.x, this GPU has 8.x"),
-        (4, 10, {"head_dim": 256}, "needs head_dim from 24 to 128, a multiple of 8; here it is 256"),
+        (4, 10, {"head_dim": 256}, "needs head_dim up to 128, a multiple of 8; here it is 256"),
         (4, 9, {"head_dim": 256}, None),
-        (4, 9, {"head_dim": 16}, "FlashAttention 4 needs head_dim from 24 to 256, a multiple of 8; here it is 16"),
+        (4, 9, {"head_dim": 16}, "wrong or unmeasured gradients of head_dim 16; measured right are 24, 32, 56"),
+        (4, 9, {"head_dim": 80}, "wrong or unmeasured gradients of head_dim 80"),
         (4, 9, {"head_dim": 24}, None),
         (2, 9, {"head_dim": 8}, None),
         (2, 8, {"head_dim": 256}, None),
-        (2, None, {"head_dim": 260}, "needs head_dim from 8 to 256, a multiple of 8; here it is 260"),
+        (2, None, {"head_dim": 260}, "needs head_dim up to 256, a multiple of 8; here it is 260"),
     ],
 )
 def test_each_library_is_for_its_gpus_and_heads(

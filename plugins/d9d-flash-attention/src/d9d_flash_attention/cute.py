@@ -9,6 +9,7 @@ that there is room for.
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from d9d_core.extend import BuildError
 from torch import Tensor
 
+#: Has the library keep compiled kernels on disk, read when it is imported; compiling takes seconds in every process.
+_KEEPS_KERNELS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 _FORWARD, _BACKWARD = "_flash_attn_fwd", "_flash_attn_bwd"
 
 
@@ -26,12 +29,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, len
 
 
 def check_library() -> None:
-    """Import the library, and see that it has the functions that are called.
+    """Import the library, and see that it has the functions that are called. It keeps kernels unless told otherwise.
 
     Raises:
         BuildError: it has not.
         ImportError: it cannot be imported.
     """
+    os.environ.setdefault(_KEEPS_KERNELS, "1")
     with warnings.catch_warnings():  # of the libraries that it imports: its authors' business
         warnings.simplefilter("ignore", DeprecationWarning)
         library = _library()
