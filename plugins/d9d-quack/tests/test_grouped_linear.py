@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Deferral, OpSignature
+from d9d_core.extend import BuildError, Deferral, OpSignature
 from d9d_nn.ops.grouped_linear import grouped_linear as reference
 from d9d_quack import rules
 from d9d_quack.grouped_linear import build, grouped_linear
@@ -153,6 +153,15 @@ def test_it_is_chosen_where_it_was_measured(
 def test_rows_that_tensor_copies_cannot_read_are_refused() -> None:
     static = {"in_features": 64, "out_features": 20, "experts": 3}
     assert "out_features 20 is no multiple of 8" in rules.grouped_linear(signature(static=static)).reason
+
+
+@pytest.mark.usefixtures("library")
+def test_another_release_of_the_library_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["quack.gemm_interface"], "gemm", lambda A, B, *, tuned: A @ B)
+    with pytest.raises(
+        BuildError, match="does not take cu_seqlens_m, cu_seqlens_k, dynamic_scheduler; install a release"
+    ):
+        build(signature())
 
 
 @pytest.mark.thorough

@@ -5,23 +5,39 @@ Shapes: R rows, E experts, I features in, O features out.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from d9d_core.extend import Deferral, OpSignature
+from d9d_core.extend import BuildError, Deferral, OpSignature
 from d9d_nn.ops.deferred import Product, may_defer, product
 from d9d_nn.ops.grouped_linear import autocast_operands, boundaries, clear, packed
 from torch import Tensor
 from torch.nn import functional
 
+#: What products are called with.
+_ARGUMENTS = ("cu_seqlens_m", "cu_seqlens_k", "dynamic_scheduler", "tuned")
+
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function; it is the same for all signatures. Imports the library, which takes seconds, before a step."""
+    """Backend function; it is the same for all signatures. Imports the library, which takes seconds, before a step.
+
+    Raises:
+        BuildError: the library takes no rows of several experts.
+        ImportError: it cannot be imported.
+    """
     with warnings.catch_warnings():  # of the libraries that it imports: its authors' business
         warnings.simplefilter("ignore", DeprecationWarning)
-        import quack.gemm_interface  # noqa: F401
+        from quack.gemm_interface import gemm
+    known = inspect.signature(gemm).parameters
+    missing = ", ".join(name for name in _ARGUMENTS if name not in known)
+    if missing:
+        raise BuildError(
+            f"kernels.grouped_linear: quack.gemm_interface.gemm does not take {missing}; install a release of "
+            "quack-kernels that d9d knows, such as 0.6.5, or choose another backend"
+        )
     return grouped_linear
 
 
