@@ -70,7 +70,7 @@ def _forward(x: Tensor, bank: Tensor, starts: Tensor, spare: Tensor | None) -> T
     return _multiply(x, bank, starts, spare)
 
 
-# Two ops, so that a compiler can compute the rows of one late, together with what it needs of the other.
+# Two ops, as a compiler fuses what goes into one of them with what comes out of the other.
 @torch.library.custom_op("d9d_quack::grouped_linear_rows_gradient", mutates_args=())
 def _rows_gradient(grad: Tensor, bank: Tensor, starts: Tensor, spare: Tensor | None) -> Tensor:
     """Gradient of rows [R, I], of that of the result [R, O]."""
