@@ -249,6 +249,62 @@ def test_operators_that_have_kernels_but_no_definition_are_passed_over() -> None
         find_operators("d9d_undefined.gone")
 
 
+class Late(nn.Module):
+    """Model of one block that calls an operator by its name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.block = LateBlock(name)
+
+    def blocks(self) -> dict[str, nn.Module]:
+        return {"block": self.block}
+
+
+class LateBlock(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.operator = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(torch.ops.d9d_testing, self.operator)(self.up(x)).tanh()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_kernels_of_plugins_may_register_operators_after_the_strategy(compiled: bool) -> None:
+    """As those of kernels, which are imported when they are bound."""
+    name, ran = f"late_{compiled}".lower(), []
+    some, full = Late(name), Late(name)
+    apply(some, save=[f"d9d_testing.{name}"])
+    apply(full)
+
+    @torch.library.custom_op(f"d9d_testing::{name}", mutates_args=())
+    def late(x: torch.Tensor) -> torch.Tensor:
+        ran.append(1)
+        return x.sin()
+
+    late.register_fake(torch.empty_like)
+    late.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0].cos(),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    for model, times in ((some, 1), (full, 2)):
+        if compiled:
+            model.block.compile(backend="aot_eager", fullgraph=True)
+        ran.clear()
+        model.block(torch.ones(2, 4)).sum().backward()
+        assert len(ran) == times
+
+
+def test_operators_that_a_package_never_registers_are_an_error_in_the_first_block(
+    make_model, loss_and_gradients
+) -> None:
+    model = make_model()
+    apply(model, save=["d9d_testing.gone"])
+    with pytest.raises(BuildError, match=r"'d9d_testing\.gone' in 'save' matches no operator"):
+        loss_and_gradients(model)
+
+
 @pytest.mark.parametrize(("field", "value"), [("every", 0), ("match", []), ("mode", "full")])
 def test_impossible_settings_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValidationError):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,37 +24,53 @@ class KeepOutputs:
     """Policy of torch's selective checkpointing: keep the outputs of some operators.
 
     Args:
-        operators: their overloads.
+        patterns: over their names.
     """
 
-    def __init__(self, operators: Iterable[OpOverload]) -> None:
-        self.operators = frozenset(operators)
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._patterns = tuple(patterns)
+        self._operators: frozenset[OpOverload] | None = None
 
     def __call__(
         self, _context: SelectiveCheckpointContext, operator: object, *_args: object, **_kwargs: object
     ) -> CheckpointPolicy:
-        """Decide about the outputs of one call."""
-        return CheckpointPolicy.MUST_SAVE if operator in self.operators else CheckpointPolicy.PREFER_RECOMPUTE
+        """Decide about the outputs of one call.
+
+        Raises:
+            BuildError: a pattern matches no operator.
+        """
+        if self._operators is None:
+            self._operators = frozenset(found for pattern in self._patterns for found in find_operators(pattern))
+        return CheckpointPolicy.MUST_SAVE if operator in self._operators else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 #: Contexts of blocks that keep nothing.
 KEEPING_NOTHING: Contexts = partial(create_selective_checkpoint_contexts, KeepOutputs(()))
 
 
-def keeping(patterns: Iterable[str]) -> Contexts | None:
+def keeping(patterns: Sequence[str]) -> Contexts | None:
     """Contexts of blocks that keep the outputs of matching operators; ``None`` without patterns.
 
     Blocks should share the result: Dynamo compiles anew for another one.
 
     Args:
-        patterns: over operator names, such as ``aten.mm``.
+        patterns: over operator names, such as ``aten.mm``. Those of an installed package may be registered until the
+            first block runs, as kernels of plugins are imported after strategies.
 
     Raises:
-        BuildError: a pattern matches no operator that is registered now.
+        BuildError: a pattern matches no operator.
     """
-    chosen = [operator for pattern in patterns for operator in find_operators(pattern)]
+    for pattern in patterns:
+        if not _may_come(pattern):
+            find_operators(pattern)
     # Dynamo takes a function or a partial, and looks at neither's inside.
-    return partial(create_selective_checkpoint_contexts, KeepOutputs(chosen)) if chosen else None
+    return partial(create_selective_checkpoint_contexts, KeepOutputs(patterns)) if patterns else None
+
+
+def _may_come(pattern: str) -> bool:
+    """Whether a package may register operators of this name when it is imported."""
+    package, dot, _ = pattern.partition(".")
+    return bool(dot) and package.isidentifier() and (package in sys.modules or find_spec(package) is not None)
 
 
 def find_operators(pattern: str) -> list[OpOverload]:
