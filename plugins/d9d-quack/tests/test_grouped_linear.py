@@ -178,7 +178,7 @@ def test_the_stand_in_takes_what_the_library_takes() -> None:
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnCuda:
-    """What the suite does not ask of the library."""
+    """Calls of the library that the suite does not make."""
 
     @pytest.mark.parametrize("spare", [0, 5])
     @pytest.mark.parametrize("counts", [[130, 0, 7, 63], [0, 0, 0, 1], [0, 700, 0, 3]], ids=str)
@@ -201,7 +201,7 @@ class TestOnCuda:
             torch.cuda.set_sync_debug_mode("default")
 
     def test_the_same_rows_give_the_same_bits(self) -> None:
-        """Which program takes which tile differs from run to run."""
+        """Tiles go to programs in another order in each run."""
         function = build(signature())
         counts = torch.multinomial(torch.ones(16), 20_000, replacement=True).bincount(minlength=16).tolist()
         first, second = (outcome(function, counts, 0, "cuda", (512, 384)) for _ in range(2))
