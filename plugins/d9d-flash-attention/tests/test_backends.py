@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 AttentionCore = pytest.importorskip("d9d_nn.attention.core").AttentionCore
 attention = pytest.importorskip("d9d_nn.ops.attention.reference").attention
@@ -204,6 +206,18 @@ def test_a_compiled_block_is_one_graph_around_four(libraries: Mapping[int, Any])
     assert libraries[4].calls == ["forward", "backward"] * 2
     for name, tensor in expected.items():
         assert_close_values(found[name], tensor, what=name)
+
+
+def test_what_four_returns_can_be_kept_by_checkpointing(libraries: Mapping[int, Any]) -> None:
+    """By the name that the documentation of checkpointing gives."""
+    kept, function = [torch.ops.d9d_flash_attention.forward.default], build(4)
+    for operators, forwards in ((kept, 1), ([], 2)):
+        libraries[4].calls.clear()
+        contexts = partial(create_selective_checkpoint_contexts, operators)
+        tensors = (tensor.requires_grad_() for tensor in heads(2, 6))
+        out = checkpoint(function, *tensors, None, use_reentrant=False, context_fn=contexts)
+        out.sum().backward()
+        assert sorted(libraries[4].calls) == ["backward", *["forward"] * forwards]
 
 
 def test_another_release_of_four_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from d9d_quack.grouped_linear import build, grouped_linear
 from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.tolerances import assert_close_gradients
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 IN, OUT = 16, 24
 FLOATS = (torch.bfloat16, torch.float16)
@@ -51,12 +51,8 @@ def gemm(
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    package, module = ModuleType("quack"), ModuleType("quack.gemm_interface")
-    package.__spec__ = ModuleSpec("quack", None)
-    module.gemm = gemm  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quack", package)
-    monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
+def library(install: Any) -> None:
+    install("quack.gemm_interface", gemm)
 
 
 @pytest.mark.usefixtures("library")
@@ -130,6 +126,24 @@ def test_compiled_code_keeps_the_op(spare_rows: bool) -> None:
         out.float().square().sum().backward()
         results.append({"out": out.detach(), "x": x.grad, "bank": bank.grad})
     assert_close_gradients(*results)
+
+
+@pytest.mark.usefixtures("library")
+def test_products_can_be_kept_by_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name that the documentation of checkpointing gives."""
+    calls: list[set[str]] = []
+    library = sys.modules["quack.gemm_interface"]
+    monkeypatch.setattr(library, "gemm", lambda A, B, **given: (calls.append(set(given)), gemm(A, B, **given))[1])
+    for operators, forwards in (([torch.ops.d9d_quack.grouped_linear.default], 1), ([], 2)):
+        calls.clear()
+        x, bank = normal(5, IN, seed=0).requires_grad_(), normal(3, IN, OUT, seed=1).requires_grad_()
+        contexts = partial(create_selective_checkpoint_contexts, operators)
+        checkpoint(
+            grouped_linear, x, bank, torch.tensor([2, 0, 3]), use_reentrant=False, context_fn=contexts
+        ).sum().backward()
+        # Beside the forwards, the gradients of rows and bank.
+        assert sum("cu_seqlens_m" in given for given in calls) == forwards + 1
+        assert sum("cu_seqlens_k" in given for given in calls) == 1
 
 
 def signature(**changes: Any) -> OpSignature:

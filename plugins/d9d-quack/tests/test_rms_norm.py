@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -34,12 +32,8 @@ def rmsnorm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tenso
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    package, module = ModuleType("quack"), ModuleType("quack.rmsnorm")
-    package.__spec__ = ModuleSpec("quack", None)
-    module.rmsnorm = rmsnorm  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quack", package)
-    monkeypatch.setitem(sys.modules, "quack.rmsnorm", module)
+def library(install: Any) -> None:
+    install("quack.rmsnorm", rmsnorm)
 
 
 @pytest.mark.usefixtures("library")

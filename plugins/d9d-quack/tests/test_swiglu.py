@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -61,13 +58,8 @@ def gemm(A: Tensor, B: Tensor, *, dynamic_scheduler: bool, tuned: bool, concat_l
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    package, module = ModuleType("quack"), ModuleType("quack.gemm_interface")
-    package.__spec__ = ModuleSpec("quack", None)
-    for function in (gemm, gemm_gated, gemm_dgated):
-        setattr(module, function.__name__, function)
-    monkeypatch.setitem(sys.modules, "quack", package)
-    monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
+def library(install: Any) -> None:
+    install("quack.gemm_interface", gemm, gemm_gated, gemm_dgated)
 
 
 @pytest.mark.usefixtures("library")
