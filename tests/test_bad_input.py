@@ -113,6 +113,11 @@ def test_when_every_checkpoint_is_damaged_nothing_is_overwritten(d9d: D9d, small
         ("lr_schedule={name: piecewise, phases: [{steps: 99, to: 1.0}]}", "99"),
         ("model.num_key_value_heads=3", "3 does not divide num_attention_heads = 4"),
         ("parallel=[{name: activation_checkpointing, match: [nothing.*]}]", "nothing.*"),
+        ("parallel=[{name: activation_checkpointing, save: [atention]}]", "did you mean 'attention'"),
+        (
+            "parallel=[{name: activation_checkpointing, save: [rms_norm]}]",
+            "'rms_norm' in 'save': its kernel 'reference' has no operators whose outputs a block could keep",
+        ),
         ("kernels={attention: flash9}", "unknown kernel 'attention.flash9'"),
         ("kernels={rms_norm: torch}", "kernels.rms_norm: 'torch' (d9d-nn 0.1.0) cannot run here: "),
         ("mesh.dp_shard=2", "mesh: dp_shard=2 = 2 ranks, but the job was started with 1"),

@@ -252,4 +252,4 @@ def test_a_wrong_name_is_refused_before_anything_runs() -> None:
     command = [sys.executable, str(ROOM), "dense-2b", "--contenders", "d9d", "tranformers"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "unknown contender 'tranformers'; known: d9d, d9d-eager, d9d-masters, transformers" in done.stderr
+    assert "unknown contender 'tranformers'; known: d9d, d9d-eager, d9d-masters, d9d-attention-kept" in done.stderr

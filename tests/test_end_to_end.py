@@ -64,13 +64,21 @@ def test_the_loss_falls_below_the_unigram_entropy_of_a_repetitive_text(small_job
     [
         {"parallel": ["activation_checkpointing"]},
         {"parallel": [{"name": "compile", "backend": "aot_eager"}, "activation_checkpointing"]},
+        {
+            "parallel": [
+                {"name": "compile", "backend": "aot_eager"},
+                {"name": "activation_checkpointing", "save": ["attention"]},
+            ]
+        },
         {"kernels": {"attention": "reference"}},
         {"batch": {"size": 4, "microbatch": 4}},
         {"model_": {"tie_embeddings": True}},
     ],
-    ids=["checkpointing", "compile", "reference-kernels", "one-microbatch", "tied"],
+    ids=["checkpointing", "compile", "kept-attention", "reference-kernels", "one-microbatch", "tied"],
 )
-def test_options_that_promise_the_same_numbers_give_them(small_job: Write, sections: dict[str, Any]) -> None:
+def test_options_that_promise_the_same_numbers_give_them(
+    small_job: Write, sections: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     overrides = [f"model.{k}={v}" for k, v in sections.pop("model_", {}).items()]
     plain = Job.load(small_job("plain", export=False), overrides=overrides).build(lambda _: None)
     other = Job.load(small_job("other", export=False, **sections), overrides=overrides).build(lambda _: None)
@@ -78,6 +86,7 @@ def test_options_that_promise_the_same_numbers_give_them(small_job: Write, secti
         a, b = (t.step(step, t.prefetcher.next()) for t in (plain, other))
         torch.testing.assert_close(a.loss, b.loss, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(a.grad_norm, b.grad_norm, rtol=1e-3, atol=1e-4)
+    assert "keeps nothing" not in caplog.text
 
 
 @pytest.mark.parametrize("precision", [{"parameters": "bfloat16"}, {"autocast": "bfloat16"}])

@@ -116,6 +116,14 @@ def test_the_accepting_backend_with_the_highest_priority_is_bound_per_signature(
     assert "failed: ModuleNotFoundError" in narrow.considered["broken"].reason
 
 
+def test_slots_learn_the_operators_of_their_backend() -> None:
+    registry = Registry.of(offering("acme", spec("plain", "always", operators=("aten.square",))))
+    stage = nn.Sequential(Square(4))
+    assert stage[0].op.operators == ()
+    choose(registry, stage)
+    assert stage[0].op.operators == ("aten.square",)
+
+
 def test_a_backend_that_fails_to_build_is_named() -> None:
     absent = Ref("a_module_that_is_not_there:build")
     bad = replace(spec("bad", "always"), build=absent)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Applied, BuildError
+from d9d_core.extend import Applied, BuildError, OpSlot
 from d9d_engine.api import Topology
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
 from d9d_parallel.activation_checkpointing.operators import find_operators
@@ -224,12 +224,11 @@ def test_model_without_blocks_is_an_error(make_model) -> None:
     [
         ("aten.mmm", "did you mean 'aten.mm'"),
         ("aten._scaled_dot_product_flash_atention", "'aten._scaled_dot_product_flash_attention'"),
-        ("mm", "names look like 'aten.mm'"),
     ],
 )
 def test_a_pattern_for_operators_without_a_match_is_an_error_with_near_names(make_model, pattern, hint) -> None:
     model = make_model()
-    with pytest.raises(BuildError, match=re.escape(f"the pattern '{pattern}' in 'save' matches no operator")) as error:
+    with pytest.raises(BuildError, match=re.escape(f"'{pattern}' in 'save' matches no operator")) as error:
         apply(model, save=["aten.mm", pattern])
     assert hint in str(error.value)
     assert all("forward" not in vars(block) for block in model.blocks().values())  # nothing is half done
@@ -270,6 +269,22 @@ class LateBlock(nn.Module):
         return getattr(torch.ops.d9d_testing, self.operator)(self.up(x)).tanh()
 
 
+def operator(name: str, ran: list[int]) -> Any:
+    """An operator of torch that says when it runs."""
+
+    @torch.library.custom_op(f"d9d_testing::{name}", mutates_args=())
+    def sine(x: torch.Tensor) -> torch.Tensor:
+        ran.append(1)
+        return x.sin()
+
+    sine.register_fake(torch.empty_like)
+    sine.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0].cos(),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    return sine
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_kernels_of_plugins_may_register_operators_after_the_strategy(compiled: bool) -> None:
     """As those of kernels, which are imported when they are bound."""
@@ -278,16 +293,7 @@ def test_kernels_of_plugins_may_register_operators_after_the_strategy(compiled: 
     apply(some, save=[f"d9d_testing.{name}"])
     apply(full)
 
-    @torch.library.custom_op(f"d9d_testing::{name}", mutates_args=())
-    def late(x: torch.Tensor) -> torch.Tensor:
-        ran.append(1)
-        return x.sin()
-
-    late.register_fake(torch.empty_like)
-    late.register_autograd(
-        lambda ctx, grad: grad * ctx.saved_tensors[0].cos(),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    )
+    operator(name, ran)
     for model, times in ((some, 1), (full, 2)):
         if compiled:
             model.block.compile(backend="aot_eager", fullgraph=True)
@@ -303,6 +309,98 @@ def test_operators_that_a_package_never_registers_are_an_error_in_the_first_bloc
     apply(model, save=["d9d_testing.gone"])
     with pytest.raises(BuildError, match=r"'d9d_testing\.gone' in 'save' matches no operator"):
         loss_and_gradients(model)
+
+
+class Attending(nn.Module):
+    """Model of two blocks that call an op ``wave`` with a slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([AttendingBlock(), AttendingBlock()])
+
+    def blocks(self) -> dict[str, nn.Module]:
+        return {f"layers.{i}": layer for i, layer in enumerate(self.layers)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x) for layer in self.layers]).sum()
+
+
+class AttendingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.wave = OpSlot("wave", torch.sin)
+
+    def op_slots(self) -> dict[str, OpSlot]:
+        return {"wave": self.wave}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wave(self.up(x)).tanh()
+
+
+def bind(model: Attending, function: Any, *operators: str) -> None:
+    for layer in model.layers:
+        layer.wave.bind("ours", function)
+        layer.wave.operators = operators
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_an_op_returns_is_kept_whatever_its_kernel(compiled: bool) -> None:
+    ran: list[int] = []
+    for kernel in ("one", "other"):
+        name = f"{kernel}_{compiled}".lower()
+        some, full = Attending(), Attending()
+        outcome = applied(some, save=["wave"])
+        apply(full)
+        for model, times in ((some, 2), (full, 4)):
+            bind(model, operator(name, ran) if model is some else getattr(torch.ops.d9d_testing, name), f"*.{name}")
+            if model is some:
+                assert outcome.check_kernels is not None
+                outcome.check_kernels()
+            for layer in model.layers if compiled else ():
+                layer.compile(backend="aot_eager", fullgraph=True)
+            ran.clear()
+            model(torch.ones(2, 4)).backward()
+            assert len(ran) == times
+
+
+def test_an_op_whose_kernel_names_no_operators_is_an_error_once_it_is_bound() -> None:
+    model = Attending()
+    outcome = applied(model, save=["wave"])
+    assert not outcome.unmatched
+    assert outcome.check_kernels is not None
+    with pytest.raises(BuildError, match=r"'wave' in 'save': its kernel 'reference' has no operators"):
+        outcome.check_kernels()
+
+
+def test_a_name_that_is_no_op_of_the_blocks_is_an_error_unless_another_stage_has_it() -> None:
+    outcome = applied(Attending(), save=["wafe", "aten.tanh"])
+    assert outcome.unmatched.keys() == {"wafe"}
+    assert (
+        "'wafe' in 'save' matches no operator; did you mean 'wave'? (ops of its blocks: wave)"
+        in (outcome.unmatched["wafe"])
+    )
+
+
+def test_operators_that_blocks_do_not_run_are_a_warning_in_the_second_forward(caplog) -> None:
+    model = Attending()
+    applied(model, save=["aten.sin", "aten.bmm", "wave"])
+    bind(model, torch.cos, "aten.erf")
+    model(torch.ones(2, 4)).backward()
+    assert not caplog.records
+    for _ in range(2):
+        model(torch.ones(2, 4)).backward()
+    (record,) = caplog.records
+    assert "keeps nothing for 'aten.sin', 'aten.bmm', 'wave' in 'save'" in record.getMessage()
+
+
+def test_operators_that_blocks_run_are_no_warning(caplog) -> None:
+    model = Attending()
+    applied(model, save=["aten.t*", "wave"])
+    bind(model, torch.cos, "aten.cos")
+    for _ in range(3):
+        model(torch.ones(2, 4)).backward()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("field", "value"), [("every", 0), ("match", []), ("mode", "full")])

@@ -62,6 +62,10 @@ class OpSlot:
         instead: ops whose slots strategies may put in the place of this one. A rank does not see what happens to stages
             of others, and so takes a job that names a backend of one of these.
         static: what a backend needs to know to decide.
+
+    Attributes:
+        operators: patterns over the torch operators of the bound backend, see
+            :attr:`d9d_core.plugin.KernelSpec.operators`.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class OpSlot:
         self.instead = tuple(instead)
         self.static = static
         self.backend = "reference"
+        self.operators: tuple[str, ...] = ()
         self._function = reference
 
     def refusal(self, function: Callable[..., Any]) -> str | None:  # noqa: ARG002 - for slots that ask more

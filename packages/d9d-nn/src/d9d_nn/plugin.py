@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from d9d_core.plugin import CapabilitySpec, InferenceTaskSpec, KernelSpec, MetricSpec, Ref, TaskSpec, hookimpl
 
 D9D_API = 1
+#: What attention of torch runs, on all of a sample's positions or on some.
+_SDPA = ("aten._scaled_dot_product_*", "d9d_nn.attention_of_queries")
 
 
 @hookimpl
@@ -125,6 +127,7 @@ def d9d_kernels() -> Iterable[KernelSpec]:
         op="attention",
         supports=Ref("d9d_nn.ops.attention.sdpa:supports"),
         build=Ref("d9d_nn.ops.attention.sdpa:build"),
+        operators=_SDPA,
     )
     for name, kernel in (("flash", "FLASH"), ("cudnn", "CUDNN"), ("efficient", "EFFICIENT")):
         yield KernelSpec(
@@ -134,6 +137,7 @@ def d9d_kernels() -> Iterable[KernelSpec]:
             supports=Ref(f"d9d_nn.ops.attention.sdpa_pinned:{kernel}.supports"),
             build=Ref(f"d9d_nn.ops.attention.sdpa_pinned:{kernel}.build"),
             deterministic=name != "cudnn",  # says torch itself
+            operators=_SDPA,
         )
     yield KernelSpec(
         name="flex",
@@ -178,6 +182,7 @@ def d9d_kernels() -> Iterable[KernelSpec]:
         op="grouped_linear",
         supports=Ref("d9d_nn.ops.grouped_linear_torch:supports"),
         build=Ref("d9d_nn.ops.grouped_linear_torch:build"),
+        operators=("aten._grouped_mm",),
     )
 
 

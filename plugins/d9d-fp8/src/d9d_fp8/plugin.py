@@ -35,4 +35,5 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             op="grouped_linear",
             supports=Ref(f"d9d_fp8.grouped:supports_{function}"),
             build=Ref(f"d9d_fp8.grouped:build_{function}"),
+            operators=("d9d_fp8.scaled_grouped_mm",) if name == "fp8" else (),
         )

@@ -35,4 +35,5 @@ def d9d_kernels() -> Iterator[KernelSpec]:
         supports=Ref("d9d_quack.rules:grouped_linear"),
         build=Ref("d9d_quack.grouped_linear:build"),
         requires=frozenset({"import:quack"}),
+        operators=("d9d_quack.grouped_linear",),
     )

@@ -275,12 +275,16 @@ class KernelSpec(Spec):
         build: ``(OpSignature) -> Callable``; the function that replaces the op's reference.
         deterministic: it computes the same bits each time, at least where ``torch.use_deterministic_algorithms`` is on;
             a job that is ``deterministic`` refuses one that does not.
+        operators: patterns over names of torch's operators, such as ``aten._scaled_dot_product_*``, one of which
+            computes what the op returns. Checkpointed blocks keep their outputs where a job says so by the op's name;
+            empty: they cannot.
     """
 
     op: str
     supports: Ref
     build: Ref
     deterministic: bool = True
+    operators: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -206,6 +206,8 @@ class Applied:
         collectives: tells what the strategy communicates in a step, for ``d9d explain``;
             :func:`~no_collectives` if nothing. ``None``: it does not tell, and ``explain``
             says so.
+        check_kernels: called when the stage's ops have their kernels, which come after strategies; raises a
+            :class:`~d9d_core.errors.BuildError` if these cannot do what was asked of the strategy.
     """
 
     modules: tuple[str, ...]
@@ -220,6 +222,7 @@ class Applied:
     outside_graph: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     collectives: Communication | None = None
+    check_kernels: Callable[[], None] | None = None
 
 
 class Strategy(Protocol):

@@ -182,11 +182,13 @@ def assemble(
     applied = []
     reducers: dict[int, list[Reducer]] = {index: [] for index in stages}
     communication: dict[int, list[tuple[Chosen, Communication | None]]] = {index: [] for index in stages}
+    checks = []
     for chosen, config in selection.strategies:
         outcomes = _apply(chosen, config, stages, topology, several=len(everything) > 1)
         for index, outcome in outcomes.items():
             reducers[index] += outcome.reducers
             communication[index].append((chosen, outcome.collectives))
+            checks.append(outcome.check_kernels)
         applied.append((chosen, _merged(list(outcomes.values()))))
         split_sequences(outlines, applied[-1][1].sequence_ranks)
     if trains:
@@ -211,6 +213,9 @@ def assemble(
         documents=documents_of(job),
         checkpointed=checkpointed,
     )
+    for check in checks:
+        if check is not None:
+            check()
     outcomes_by_name = [(f"{chosen.where} ({chosen.spec.name})", outcome) for chosen, outcome in applied]
     trained = [name for name, _ in model.named_parameters() if name in trainable]
     ownership = settle(trained, topology, outcomes_by_name)

@@ -161,6 +161,7 @@ def _bind(
     assert isinstance(chosen.spec, KernelSpec)
     for _, slot in same:
         slot.bind(chosen.spec.name, function)
+        slot.operators = chosen.spec.operators
     origin = str(chosen.origin)
     return KernelChoice(signature.op, sites, chosen.spec.name, origin, asked, considered, signature.compiled)
 

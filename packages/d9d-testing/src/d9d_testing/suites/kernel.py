@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from d9d_core.extend import Decision, OpSignature, OpSlot
 from d9d_core.plugin import KernelSpec
 from torch import Tensor
 
+from d9d_testing.operators import OperatorCounter
 from d9d_testing.suites.support.calls import Call
 from d9d_testing.suites.support.component import registry_of
 from d9d_testing.suites.support.ops import KNOWN_OPS, Op
@@ -179,6 +181,15 @@ class KernelSuite:
                 raise AssertionError(f"supports() raises {error!r} for {changed}; return a Decision") from error
             assert not decision.accept, f"supports() accepts {changed}"
             assert decision.reason.strip(), f"supports() refuses {changed} without a reason"
+
+    def test_an_operator_that_it_names_computes_the_output(self) -> None:
+        """Checkpointed blocks keep the outputs of :attr:`d9d_core.plugin.KernelSpec.operators`."""
+        patterns = self.spec().operators
+        for where, signature, call in self.accepted(first=True) if patterns else ():
+            with OperatorCounter() as counter, torch.no_grad():
+                self.run(signature, call)
+            named = [name for name in counter.counts if any(fnmatch.fnmatchcase(name, each) for each in patterns)]
+            assert named, f"{where}: runs {', '.join(counter.counts)}, none of its record's {', '.join(patterns)}"
 
     # --- what subclasses may use
 

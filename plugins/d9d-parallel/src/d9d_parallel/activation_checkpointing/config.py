@@ -18,8 +18,8 @@ class ActivationCheckpointingConfig(PluginConfig):
     every: int = Field(default=1, ge=1)
     """Of the matched blocks, take the first and each ``every``-th after it; 2 takes half of them."""
     save: tuple[str, ...] = ()
-    """Patterns over operators whose outputs are kept all the same, such as ``aten.mm`` or
-    ``aten._scaled_dot_product_*``; more memory, less to compute again."""
+    """Ops whose outputs are kept all the same, such as ``attention``, whatever kernel computes it; or patterns over
+    torch's operators, such as ``aten.mm``. More memory, less to compute again."""
     preserve_rng_state: bool = True
     """Repeat the random numbers of the forward. Only blocks without any randomness (dropout) may turn it off."""
 

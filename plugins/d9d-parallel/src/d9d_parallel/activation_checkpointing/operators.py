@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.extend import BuildError, OpSlot
+from torch import nn
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+_log = logging.getLogger("d9d.activation_checkpointing")
 
 #: Makes the contexts in which a block's forward and its repetition run.
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -23,16 +27,21 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 class KeepOutputs:
     """Policy of torch's selective checkpointing: keep the outputs of some operators.
 
+    Operators are looked up in the first call: kernels are bound after strategies, and imported then.
+
     Args:
-        patterns: over their names.
+        save: ops of the slots by name, and patterns over names of operators.
+        slots: those of the blocks.
     """
 
-    def __init__(self, patterns: Iterable[str]) -> None:
-        self._patterns = tuple(patterns)
-        self._operators: frozenset[OpOverload] | None = None
+    def __init__(self, save: Iterable[str], slots: Sequence[OpSlot] = ()) -> None:
+        self._save = tuple(save)
+        self._slots = slots
+        self._operators: Mapping[OpOverload, Collection[str]] | None = None
+        self._met: set[str] = set()
 
     def __call__(
-        self, _context: SelectiveCheckpointContext, operator: object, *_args: object, **_kwargs: object
+        self, _context: SelectiveCheckpointContext, operator: OpOverload, *_args: object, **_kwargs: object
     ) -> CheckpointPolicy:
         """Decide about the outputs of one call.
 
@@ -40,31 +49,97 @@ class KeepOutputs:
             BuildError: a pattern matches no operator.
         """
         if self._operators is None:
-            self._operators = frozenset(found for pattern in self._patterns for found in find_operators(pattern))
-        return CheckpointPolicy.MUST_SAVE if operator in self._operators else CheckpointPolicy.PREFER_RECOMPUTE
+            self._operators = self._find()
+        kept_for = self._operators.get(operator)
+        if kept_for is None:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self._met.update(kept_for)
+        return CheckpointPolicy.MUST_SAVE
+
+    def check(self) -> None:
+        """Check the kernels of the ops that are to be kept, once they are bound.
+
+        Raises:
+            BuildError: one names no operators.
+        """
+        for slot in self._slots:
+            if slot.op in self._save and not slot.operators:
+                raise BuildError(
+                    f"strategy 'activation_checkpointing': {slot.op!r} in 'save': its kernel '{slot.backend}' has no "
+                    f"operators whose outputs a block could keep; choose another with 'kernels', or leave it out"
+                )
+
+    def unmet(self) -> list[str]:
+        """Entries for which no call of an operator was seen so far; none without any call of the policy.
+
+        A compiler that finds a block in its cache does not ask.
+        """
+        return [] if self._operators is None else [entry for entry in self._save if entry not in self._met]
+
+    def _find(self) -> dict[OpOverload, set[str]]:
+        found: dict[OpOverload, set[str]] = {}
+        for entry in self._save:
+            of_slots = [pattern for slot in self._slots if slot.op == entry for pattern in slot.operators]
+            for pattern in dict.fromkeys(of_slots or [entry]):
+                for operator in find_operators(pattern):
+                    found.setdefault(operator, set()).add(entry)
+        return found
+
+
+class WarnOfUnmet:
+    """Hook before a stage's forward that warns, in the second one, of what blocks were to keep and did not compute.
+
+    Args:
+        policy: of the stage's blocks.
+    """
+
+    def __init__(self, policy: KeepOutputs) -> None:
+        self._policy = policy
+        self._forwards = 0
+
+    def __call__(self, _stage: nn.Module, _args: object) -> None:
+        """Count the forward."""
+        self._forwards += 1
+        if self._forwards == 2 and (unmet := self._policy.unmet()):
+            _log.warning(
+                "activation_checkpointing keeps nothing for %s in 'save': no checkpointed block here runs such an "
+                "operator; 'd9d explain' lists the kernels that run",
+                ", ".join(map(repr, unmet)),
+            )
 
 
 #: Contexts of blocks that keep nothing.
 KEEPING_NOTHING: Contexts = partial(create_selective_checkpoint_contexts, KeepOutputs(()))
 
 
-def keeping(patterns: Sequence[str]) -> Contexts | None:
-    """Contexts of blocks that keep the outputs of matching operators; ``None`` without patterns.
+def contexts_of(policy: KeepOutputs) -> Contexts:
+    """Contexts of blocks with this policy. They should share them: Dynamo compiles anew for others."""
+    # Dynamo takes a function or a partial, and looks at neither's inside.
+    return partial(create_selective_checkpoint_contexts, policy)
 
-    Blocks should share the result: Dynamo compiles anew for another one.
+
+def unknown_operators(save: Sequence[str], ops: Collection[str]) -> dict[str, str]:
+    """Entries without a dot that are neither ops of these blocks nor match operators, and what is wrong with them.
 
     Args:
-        patterns: over operator names, such as ``aten.mm``. Those of an installed package may be registered until the
-            first block runs, as kernels of plugins are imported after strategies.
+        save: ops, or patterns over operator names, such as ``aten.mm``. Operators of an installed package may be
+            registered until the first block runs.
+        ops: those that the blocks call.
 
     Raises:
-        BuildError: a pattern matches no operator.
+        BuildError: an entry with a dot matches no operator.
     """
-    for pattern in patterns:
-        if not _may_come(pattern):
-            find_operators(pattern)
-    # Dynamo takes a function or a partial, and looks at neither's inside.
-    return partial(create_selective_checkpoint_contexts, KeepOutputs(patterns)) if patterns else None
+    unknown = {}
+    for entry in save:
+        if entry in ops or _may_come(entry):
+            continue
+        try:
+            find_operators(entry, ops)
+        except BuildError as error:
+            if "." in entry:
+                raise
+            unknown[entry] = str(error)  # the blocks of another stage may have such an op
+    return unknown
 
 
 def _may_come(pattern: str) -> bool:
@@ -73,8 +148,12 @@ def _may_come(pattern: str) -> bool:
     return bool(dot) and package.isidentifier() and (package in sys.modules or find_spec(package) is not None)
 
 
-def find_operators(pattern: str) -> list[OpOverload]:
+def find_operators(pattern: str, ops: Collection[str] = ()) -> list[OpOverload]:
     """Overloads of all registered operators whose ``namespace.name`` matches.
+
+    Args:
+        pattern: over their names.
+        ops: further names, for the message.
 
     Raises:
         BuildError: there is none.
@@ -86,9 +165,10 @@ def find_operators(pattern: str) -> list[OpOverload]:
     found = (getattr(getattr(torch.ops, space), name, None) for space, _, name in matched)
     packets = [packet for packet in found if packet is not None]
     if not packets:
-        near = difflib.get_close_matches(pattern, sorted(registered), n=3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "names look like 'aten.mm'"
+        near = difflib.get_close_matches(pattern, ops) or difflib.get_close_matches(pattern, sorted(registered))
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "names look like 'attention' or 'aten.mm'"
+        here = f" (ops of its blocks: {', '.join(sorted(ops))})" if ops and "." not in pattern else ""
         raise BuildError(
-            f"strategy 'activation_checkpointing': the pattern {pattern!r} in 'save' matches no operator; {hint}"
+            f"strategy 'activation_checkpointing': {pattern!r} in 'save' matches no operator; {hint}{here}"
         )
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]

@@ -25,7 +25,7 @@ class Recomputed:
         forward: the module's forward until now.
         preserve_rng_state: whether random numbers must repeat.
         contexts: decide which operators keep their outputs, if any does; see
-            :func:`d9d_parallel.activation_checkpointing.operators.keeping`.
+            :func:`d9d_parallel.activation_checkpointing.operators.contexts_of`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ def checkpoint_module(module: nn.Module, *, preserve_rng_state: bool = True, con
         module: module with the forward.
         preserve_rng_state: whether random numbers must repeat.
         contexts: decide which operators keep their outputs, if any does; see
-            :func:`d9d_parallel.activation_checkpointing.operators.keeping`.
+            :func:`d9d_parallel.activation_checkpointing.operators.contexts_of`.
     """
     module.forward = Recomputed(module.forward, preserve_rng_state=preserve_rng_state, contexts=contexts)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from d9d_core.extend import Applied, BuildError, Topology, no_collectives
+from d9d_core.extend import Applied, BuildError, HasOps, Topology, modules_with, no_collectives
 from torch import nn
 
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
-from d9d_parallel.activation_checkpointing.operators import keeping
+from d9d_parallel.activation_checkpointing.operators import KeepOutputs, WarnOfUnmet, contexts_of, unknown_operators
 from d9d_parallel.activation_checkpointing.recompute import checkpoint_module, is_checkpointed
 from d9d_parallel.blocks import find_blocks
 
 
 class ActivationCheckpointing:
-    """Strategy that keeps only the inputs of the chosen blocks, and what chosen operators return."""
+    """Strategy that keeps only the inputs of the chosen blocks, and what chosen ops return."""
 
     def __init__(self, config: ActivationCheckpointingConfig) -> None:
         self._config = config
@@ -34,10 +34,22 @@ class ActivationCheckpointing:
                     f"strategy '{self._config.name}' would checkpoint block '{name}' a second time; "
                     "let the 'match' patterns of its entries in 'parallel' name different blocks"
                 )
-        contexts = keeping(self._config.save)
+        holders = [holder for name in chosen for holder in modules_with(blocks[name], HasOps).values()]
+        slots = [slot for holder in holders for slot in holder.op_slots().values()]
+        unknown = unknown_operators(self._config.save, {slot.op for slot in slots})
+        save = [entry for entry in self._config.save if entry not in unknown]
+        policy = KeepOutputs(save, slots)
+        contexts = contexts_of(policy) if save else None
         for name in chosen:
             checkpoint_module(blocks[name], preserve_rng_state=self._config.preserve_rng_state, contexts=contexts)
-        return Applied(modules=tuple(chosen), unmatched=unmatched, collectives=no_collectives)
+        if save:
+            stage.register_forward_pre_hook(WarnOfUnmet(policy))
+        return Applied(
+            modules=tuple(chosen),
+            unmatched={**unmatched, **unknown},
+            collectives=no_collectives,
+            check_kernels=policy.check,
+        )
 
 
 def choose(names: Sequence[str], patterns: Sequence[str], every: int) -> tuple[list[str], dict[str, str]]:
