@@ -44,11 +44,13 @@ CONTENDERS: Mapping[str, tuple[str, str]] = {
     "d9d": ("d9d", "ours:build"),
     "d9d-eager": ("d9d without compile", "ours:build_eager"),
     "d9d-masters": ("d9d, master weights", "ours:build_masters"),
+    "d9d-attention-kept": ("d9d, attention kept", "ours:build_attention_kept"),
     "transformers": ("transformers, SDPA", "with_transformers:build"),
     "transformers-flex": ("transformers, flex", "with_transformers:build_flex"),
     "transformers-compile": ("transformers + torch.compile", "with_transformers:build_compiled"),
     "liger": ("transformers + Liger", "with_transformers:build_liger"),
     "torchtitan": ("torchtitan", "with_torchtitan:build"),
+    "torchtitan-selective": ("torchtitan, selective", "with_torchtitan:build_selective"),
 }
 #: Those of a table, unless others are asked for.
 DEFAULT = ("d9d", "transformers", "transformers-compile", "liger", "torchtitan")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import count
 from typing import Any
@@ -40,11 +41,23 @@ def build_masters(setting: Setting, device: torch.device) -> Contender:
     return _build(setting, device, [{"name": "compile", "backend": setting.backend}], masters=True)
 
 
+def build_attention_kept(setting: Setting, device: torch.device) -> Contender:
+    """Contender whose checkpointed blocks keep what attention returns."""
+    if not setting.checkpointed:
+        raise NotHereError("nothing is computed again at this length")
+    return _build(setting, device, [{"name": "compile", "backend": setting.backend}], save=["attention"])
+
+
 def _build(
-    setting: Setting, device: torch.device, strategies: list[dict[str, Any]], masters: bool = False
+    setting: Setting,
+    device: torch.device,
+    strategies: list[dict[str, Any]],
+    masters: bool = False,
+    save: Sequence[str] = (),
 ) -> Contender:
+    recomputed = [{"name": "activation_checkpointing", "save": save}] if setting.checkpointed else []
     with tempfile.TemporaryDirectory() as directory:
-        trainer = _job(setting, device, strategies, directory, masters).build(lambda _: None)
+        trainer = _job(setting, device, recomputed + strategies, directory, masters).build(lambda _: None)
     numbers = count()
 
     def step() -> Tensor:
@@ -63,7 +76,6 @@ def _build(
 def _job(
     setting: Setting, device: torch.device, strategies: list[dict[str, Any]], directory: str, masters: bool
 ) -> Job:
-    recomputed = [{"name": "activation_checkpointing"}] if setting.checkpointed else []
     float8 = []
     if setting.precision == "fp8":
         installed("d9d-fp8")
@@ -74,7 +86,7 @@ def _job(
         "device": device.type,
         "steps": 10_000,
         "batch": {"size": setting.samples},
-        "parallel": float8 + recomputed + strategies,
+        "parallel": float8 + strategies,
         "precision": {"autocast": "bfloat16"} if autocast else {"parameters": "bfloat16"},
         "model": setting.model_values,
         "task": "causal_lm",

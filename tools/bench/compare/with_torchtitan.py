@@ -26,12 +26,24 @@ def build(setting: Setting, device: torch.device) -> Contender:
     Raises:
         NotHereError: it is not installed, in a version with other names, or the setting asks for more than it does.
     """
+    return _build(setting, device, "full")
+
+
+def build_selective(setting: Setting, device: torch.device) -> Contender:
+    """Contender whose checkpointed blocks keep what its Qwen3 keeps: attention, and every second product."""
+    if not setting.checkpointed:
+        raise NotHereError("nothing is computed again at this length")
+    return _build(setting, device, "selective")
+
+
+def _build(setting: Setting, device: torch.device, checkpointing: str) -> Contender:
     versions = installed("torchtitan")
     try:
         from torchtitan.config.job_config import ActivationCheckpoint, Compile
         from torchtitan.distributed.activation_checkpoint import apply_ac
         from torchtitan.models.llama4.infra.parallelize import apply_compile
         from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+        from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list  # what it keeps itself
     except ImportError as error:
         raise NotHereError(f"torchtitan {versions['torchtitan']} has other names than 0.2: {error}") from None
     packed = setting.data == "packed"
@@ -50,7 +62,8 @@ def build(setting: Setting, device: torch.device) -> Contender:
         _convert(model)
     model.train()
     if setting.checkpointed:
-        apply_ac(model, ActivationCheckpoint(mode="full"), model_compile_enabled=True)
+        chosen = ActivationCheckpoint(mode=checkpointing, selective_ac_option="op")
+        apply_ac(model, chosen, model_compile_enabled=True, op_sac_save_list=_op_sac_save_list)
     apply_compile(model, Compile(enable=True, components=["model", "loss"], backend=setting.backend), False)
     loss_function = torch.compile(_loss, backend=setting.backend)
     tokenizer = _Tokenizer(setting.model_values["vocab_size"] - 1)
