@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -47,6 +48,28 @@ def compiled(model: nn.Module) -> tuple[str, ...]:
 
 def checkpointed(model: nn.Module, *save: str) -> None:
     ActivationCheckpointing(ActivationCheckpointingConfig(save=save)).apply(model, Topology())
+
+
+@pytest.mark.parametrize(
+    ("backend", "topology", "started"),
+    [
+        ("inductor", Topology(device=torch.device("cuda")), 1),
+        ("inductor", Topology(device=torch.device("cuda"), simulated=True), 0),
+        ("inductor", Topology(), 0),
+        ("aot_eager", Topology(device=torch.device("cuda")), 0),
+    ],
+)
+def test_workers_that_compile_kernels_start_where_there_will_be_kernels(
+    make_model, monkeypatch: pytest.MonkeyPatch, backend: str, topology: Topology, started: int
+) -> None:
+    """By a private function of torch: this fails when there is none of its name, or torch does not call it itself."""
+    from torch._dynamo.backends import inductor
+
+    calls: list[int] = []
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: calls.append(1))
+    Compile(CompileConfig(backend=backend)).apply(make_model(), topology)
+    assert len(calls) == started
+    assert "maybe_warm_pool()" in inspect.getsource(inductor)
 
 
 def graphs() -> int:

@@ -19,7 +19,7 @@ class Compile:
     def __init__(self, config: CompileConfig) -> None:
         self._config = config
 
-    def apply(self, stage: nn.Module, topology: Topology) -> Applied:  # noqa: ARG002 - needs no mesh
+    def apply(self, stage: nn.Module, topology: Topology) -> Applied:
         """Mark the blocks for compilation. Module tree and parameter names stay what they are.
 
         Raises:
@@ -27,6 +27,8 @@ class Compile:
         """
         config = self._config
         blocks = find_blocks(stage, config.name)
+        if config.backend == "inductor" and topology.device.type == "cuda" and not topology.simulated:
+            _start_workers()
         _check_backend(config.backend)
         if done := [name for name, block in blocks.items() if block._compiled_call_impl is not None]:  # noqa: SLF001
             raise BuildError(
@@ -39,6 +41,17 @@ class Compile:
         for block in blocks.values():
             block.compile(backend=config.backend, fullgraph=config.fullgraph, dynamic=config.dynamic, **how)
         return Applied(modules=tuple(blocks), cuda_graphs=config.records_graphs, collectives=no_collectives)
+
+
+def _start_workers() -> None:
+    """Start the processes in which inductor compiles Triton kernels.
+
+    They need seconds until they take work. Torch starts them when it meets the first graph, whose kernels are therefore
+    compiled one after the other in this process.
+    """
+    from torch._inductor.async_compile import maybe_warm_pool  # private; long to import
+
+    maybe_warm_pool()
 
 
 def _allow_replaced_parameters() -> None:
