@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from d9d_core.extend import Decision, OpSignature
@@ -113,6 +113,10 @@ class Sound(KernelSuite):
         return self.compute_with
 
     compute_with = staticmethod(sound)
+    named: ClassVar[tuple[str, ...]] = ("aten.*rms_norm*", "acme.rms_norm")
+
+    def operators(self) -> tuple[str, ...]:
+        return self.named
 
     def decision(self, signature: OpSignature) -> Any:
         accepted = signature.dtype in ("float32", "bfloat16", "float16")
@@ -146,5 +150,6 @@ FAULTS = {
         lambda s: Decision(s.dtype == "float32", "yes" if s.dtype == "float32" else ""), "gives no reason"
     ),
     "answers by raising": _answers(lambda s: Decision(bool({"float32": 1, "bfloat16": 1}[s.dtype]), "yes"), "KeyError"),
+    "names operators that it does not run": ({"named": ("acme.rms_norm",)}, "none of its record's acme.rms_norm"),
     "answers with a bool": _answers(lambda s: s.dtype == "float32", "bool"),
 }

@@ -78,6 +78,10 @@ class KernelSuite:
         built: Callable[..., Any] = self.spec().build.load()(signature)
         return built
 
+    def operators(self) -> Sequence[str]:
+        """Patterns over the torch operators that the backend's record names."""
+        return self.spec().operators
+
     # --- what holds for all
 
     def test_values_are_those_of_the_reference(self) -> None:
@@ -183,8 +187,8 @@ class KernelSuite:
             assert decision.reason.strip(), f"supports() refuses {changed} without a reason"
 
     def test_an_operator_that_it_names_computes_the_output(self) -> None:
-        """Checkpointed blocks keep the outputs of :attr:`d9d_core.plugin.KernelSpec.operators`."""
-        patterns = self.spec().operators
+        """One of them, so that checkpointed blocks can keep it (:attr:`d9d_core.plugin.KernelSpec.operators`)."""
+        patterns = self.operators()
         for where, signature, call in self.accepted(first=True) if patterns else ():
             with OperatorCounter() as counter, torch.no_grad():
                 self.run(signature, call)
