@@ -36,6 +36,11 @@ def test_effects_of_several_strategies_add_up() -> None:
     assert (both.compiled, both.recomputed, both.shards) == (True, 0.5, True)
 
 
+def test_kept_attention_counts() -> None:
+    assert checkpointed(ActivationCheckpointingConfig(save=("aten.mm", "attention"))).keeps_attention
+    assert not checkpointed(ActivationCheckpointingConfig(save=("aten.mm",))).keeps_attention
+
+
 def test_only_inductor_fuses() -> None:
     assert not compiled(CompileConfig(backend="aot_eager")).compiled
 

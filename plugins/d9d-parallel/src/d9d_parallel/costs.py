@@ -59,8 +59,8 @@ def tensor_parallel(config: TensorParallelConfig) -> StrategyCost:
 
 
 def checkpointed(config: ActivationCheckpointingConfig) -> StrategyCost:
-    """Effect of ``activation_checkpointing``; patterns of blocks and operators count as if there were none."""
-    return StrategyCost(recomputed=1 / config.every)
+    """Effect of ``activation_checkpointing``; patterns of blocks, and what it keeps besides attention, do not count."""
+    return StrategyCost(recomputed=1 / config.every, keeps_attention="attention" in config.save)
 
 
 def compiled(config: CompileConfig) -> StrategyCost:

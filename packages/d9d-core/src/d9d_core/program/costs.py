@@ -124,6 +124,12 @@ class OpCost:
     kept_for_weights: float = 0.0
     attention: AttentionShape | None = None
 
+    @property
+    def attended(self) -> float:
+        """Bytes of what an attention returns, and of the float32 sums of its softmax; 0 of other ops."""
+        shape = self.attention
+        return 0.0 if shape is None else shape.rows * shape.query_heads * (shape.width * shape.features + 4)
+
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
@@ -195,6 +201,11 @@ class BlockCost:
         """Bytes that the ops of one of the blocks keep for the backward."""
         return sum(op.kept for op in self.ops)
 
+    @property
+    def attended(self) -> float:
+        """Bytes of :attr:`OpCost.attended` of one of the blocks."""
+        return sum(op.attended for op in self.ops)
+
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
@@ -243,6 +254,7 @@ class StrategyCost:
         offloads: parameters, gradients and optimizer state are in the host's memory.
         compiled: blocks are compiled.
         recomputed: part of the blocks that the backward computes again.
+        keeps_attention: what attention returns is kept in these.
         context: cost of an attention on so many ranks of ``cp``; it raises ``BuildError`` where they cannot share the
             heads. Functions that do the same should be equal, so that plans compute each once.
         overlaps: axes whose exchanges in blocks travel part by part beside the products of their block.
@@ -257,6 +269,7 @@ class StrategyCost:
     offloads: bool = False
     compiled: bool = False
     recomputed: float = 0.0
+    keeps_attention: bool = False
     context: Callable[[OpCost, int], ContextCost] | None = None
     overlaps: frozenset[str] = frozenset()
 

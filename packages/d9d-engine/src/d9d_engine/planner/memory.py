@@ -187,7 +187,7 @@ class MemoryModel:
 
     def _working(self, block: BlockCost) -> float:
         """Temporary bytes of a block's backward: of one that is recomputed, everything that it would have kept."""
-        again = block.kept if self._effect.recomputed and block.has_backward else 0.0
+        again = block.kept - self._attended(block) if self._effect.recomputed and block.has_backward else 0.0
         return block.workspace + again
 
     def _sum(self, stage: int) -> _Sums:
@@ -207,7 +207,11 @@ class MemoryModel:
 
     def _block_kept(self, block: BlockCost) -> float:
         part = self._effect.recomputed if block.is_block else 0.0
-        return (1 - part) * block.kept + part * block.input
+        return (1 - part) * block.kept + part * (block.input + self._attended(block))
+
+    def _attended(self, block: BlockCost) -> float:
+        """Bytes that a recomputed block keeps beside its input."""
+        return block.attended if self._effect.keeps_attention else 0.0
 
     def _logits(self, stage: int) -> float:
         return self._sum(stage).logits

@@ -82,7 +82,8 @@ class TimeModel:
         self._found: dict[int, _Tally] = {}
         self._axes = {axis: axis_group(layout.mesh, axis) for axis in ("tp", "cp", "ep")}
         effect, groups = self._effect, tuple(self._axes.values())
-        self._common = (id(device), self._width, effect.compiled, effect.recomputed, effect.overlaps, groups)
+        again = effect.recomputed, effect.keeps_attention
+        self._common = (id(device), self._width, effect.compiled, again, effect.overlaps, groups)
 
     def least(self) -> float:
         """Time that a step takes about at least, whatever its schedule is: with a quarter of the bubble of 1F1B."""
@@ -183,7 +184,8 @@ class TimeModel:
                 multiplied = (multiplied[0] + forward, multiplied[1] + backward)
             if block.is_block and not whole and op.kind in ("product", "grouped_product"):
                 tally.weight += count * max(0.0, backward - forward)
-            tally.add("recomputation", 0.0, count * again * forward)
+            if op.attention is None or not self._effect.keeps_attention:
+                tally.add("recomputation", 0.0, count * again * forward)
         sent, returned = self._exchanges(block.exchanges), self._exchanges(block.backward_exchanges)
         if block.is_block:
             hidden = {_AXES[axis] for axis in self._effect.overlaps}
