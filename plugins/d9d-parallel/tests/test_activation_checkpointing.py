@@ -382,6 +382,13 @@ def test_a_name_that_is_no_op_of_the_blocks_is_an_error_unless_another_stage_has
     )
 
 
+def test_a_name_that_is_near_nothing_is_an_error_that_shows_what_names_look_like() -> None:
+    text = applied(Attending(), save=["mm"]).unmatched["mm"]
+    assert (
+        "'mm' in 'save' matches no operator; names look like 'attention' or 'aten.mm' (ops of its blocks: wave)" in text
+    )
+
+
 def test_operators_that_blocks_do_not_run_are_a_warning_in_the_second_forward(caplog) -> None:
     model = Attending()
     applied(model, save=["aten.sin", "aten.bmm", "wave"])

@@ -66,7 +66,7 @@ class KeepOutputs:
             if slot.op in self._save and not slot.operators:
                 raise BuildError(
                     f"strategy 'activation_checkpointing': {slot.op!r} in 'save': its kernel '{slot.backend}' has no "
-                    f"operators whose outputs a block could keep; choose another with 'kernels', or leave it out"
+                    "operators whose outputs a block could keep; choose another with 'kernels', or leave it out"
                 )
 
     def unmet(self) -> list[str]:
