@@ -258,3 +258,51 @@ def test_reading_takes_little_memory_however_large_the_file(name: str, tmp_path:
     finally:
         tracemalloc.stop()
     assert peak + most < 16e6
+
+
+#: Values with fields that others of the column lack, empty objects, nulls in lists, and objects in objects.
+NESTED: list[dict[str, Any]] = [
+    {"calls": [{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "add", "arguments": {"a": 1, "b": 0}}]},
+    {"calls": [{"name": "add", "arguments": {"a": 2}}, {"name": "now"}]},
+    {"calls": [{"name": "deep", "arguments": {"in": {"x": [1, None, 3]}}}, {"name": "deep", "arguments": {"in": {}}}]},
+    {"calls": []},
+]
+COLUMNAR = [name for name in FORMATS if name.endswith(("parquet", "feather", "arrow"))]
+
+
+@pytest.mark.parametrize("name", COLUMNAR)
+def test_columns_of_objects_give_the_fields_that_were_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A column has all fields of all its objects, and a null where an object has none."""
+    monkeypatch.setitem(globals(), "ROWS", NESTED)
+    FORMATS[name](tmp_path / name)
+    assert [record.values for record in read_records(tmp_path / name)] == NESTED
+
+
+@pytest.mark.parametrize("name", COLUMNAR)
+def test_maps_are_objects_whose_nulls_were_written(name: str, tmp_path: Path) -> None:
+    """A map has its own keys, so its nulls are values; objects in it are as anywhere."""
+    inner = pa.struct([("x", pa.int64()), ("y", pa.int64())])
+    kinds = {"plain": pa.map_(pa.string(), pa.string()), "objects": pa.list_(pa.map_(pa.string(), inner))}
+    rows = [
+        {"plain": [("a", "1"), ("b", None)], "objects": [[("k", {"x": 1, "y": None})], []]},
+        {"plain": [], "objects": []},
+    ]
+    table = pa.table({name: pa.array([row[name] for row in rows], kind) for name, kind in kinds.items()})
+    if name.endswith("parquet"):
+        parquet.write_table(table, tmp_path / name)
+    else:
+        feather.write_feather(table, tmp_path / name)
+    assert [record.values for record in read_records(tmp_path / name)] == [
+        {"plain": {"a": "1", "b": None}, "objects": [{"k": {"x": 1}}, {}]},
+        {"plain": {}, "objects": []},
+    ]
+
+
+def test_nulls_that_somebody_wrote_in_json_stay(tmp_path: Path) -> None:
+    rows = [{"calls": [{"arguments": {"city": None}}]}]
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    for name in ("a.jsonl", "a.json"):
+        assert [record.values for record in read_records(tmp_path / name)] == rows

@@ -42,9 +42,11 @@ def read_table(file: SourceFile, begin: int = 0, end: int | None = None, column:
             batches = _arrow_batches(file, content, columns)
         for batch in batches:
             for offset in range(0, len(batch), _ROWS):
-                for row in batch.slice(offset, _ROWS).to_pylist():
+                rows = batch.slice(offset, _ROWS)
+                for row in rows.to_pylist():
                     number += 1
-                    yield Record(row, Place(file, number, " row "))
+                    values = {field.name: _written(row[field.name], field.type) for field in rows.schema}
+                    yield Record(values, Place(file, number, " row "))
 
 
 def table_columns(file: SourceFile) -> list[str]:
@@ -141,6 +143,28 @@ def _arrow_batches(file: SourceFile, content: Any, columns: list[str] | None) ->
         batches = iter(reader)
     for batch in batches:
         yield batch if columns is None else batch.select(columns)
+
+
+def _written(value: Any, kind: Any) -> Any:
+    """Value of a column as it was written, without what its type adds.
+
+    All structs of a column have the same fields, so one that was written without a field has a null there. Maps, lists
+    and the column itself add no nulls.
+
+    Args:
+        value: as ``to_pylist()`` gives it.
+        kind: type of the column, or of a part of it.
+    """
+    if hasattr(kind, "index_type") or hasattr(kind, "run_end_type"):  # compressed values of another type
+        kind = kind.value_type
+    if value is None or not kind.num_fields:
+        return value
+    if hasattr(kind, "item_type"):  # a map, which comes as pairs
+        return {key: _written(item, kind.item_type) for key, item in value}
+    if isinstance(value, dict):
+        types = {field.name: field.type for field in (kind.field(index) for index in range(kind.num_fields))}
+        return {name: _written(item, types[name]) for name, item in value.items() if item is not None}
+    return [_written(item, kind.value_type) for item in value] if isinstance(value, list) else value
 
 
 @contextmanager
