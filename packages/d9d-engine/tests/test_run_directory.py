@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import yaml
 from d9d_core.plugin.manifest import Manifest
@@ -10,18 +11,24 @@ from d9d_core.program.actions import single_stage
 from d9d_core.program.placement import Pipeline
 from d9d_core.program.text import parse_programs
 from d9d_engine.job import Job
-from d9d_engine.run.directory import JOB, PROGRAMS, read_ending, write_ending, write_start
+from d9d_engine.run.directory import JOB, PROGRAMS, TOKENIZER, read_ending, write_ending, write_start
 
 
 def test_a_start_leaves_the_job_and_the_programs_and_undoes_the_ending(job: Callable[..., Job]) -> None:
     made = job()
     directory, manifest = made.run.directory, Manifest.of(made.registry)
     programs = single_stage(1, 3)
-    write_start(made, manifest, programs)
+
+    def write_assets(target: Path) -> None:
+        (target / "tokenizer.json").write_text("{}")
+
+    write_start(made, manifest, programs, write_assets)
     assert parse_programs((directory / PROGRAMS).read_text()) == list(programs)
+    assert (directory / TOKENIZER / "tokenizer.json").read_text() == "{}"
     assert yaml.safe_load((directory / JOB).read_text())["run"]["name"] == made.run.name
     write_ending(directory, 3, 3, None)
     assert read_ending(directory) == {"step": 3, "steps": 3, "reason": None}
-    write_start(made, manifest, Pipeline().programs(3))
+    write_start(made, manifest, Pipeline().programs(3), lambda _: None)
     assert not (directory / PROGRAMS).exists(), "there is no pipeline"
+    assert not (directory / TOKENIZER).exists(), "the data has no tokenizer"
     assert read_ending(directory) is None

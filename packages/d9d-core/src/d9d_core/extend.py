@@ -5,9 +5,9 @@ Everything a component itself needs is here; importing this module imports no to
 
 | seam | names |
 |---|---|
-| configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``Named``, ``closest`` |
+| configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``Named``, ``LoadsCode`` |
 | errors | ``D9dError`` and its kinds |
-| foreign files | ``read_regular``, ``parse_json`` |
+| foreign files | ``Place``, ``read_regular``, ``parse_json``; ``closest`` of names |
 | tensors | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``beside``, ``wide_dtype`` |
 | data | ``DataContext``, ``DataStream``, ``PacksDocuments``, ``packs_documents``, ``SampleLengths`` |
 | task | ``Task`` and what one may be besides (``StatefulTask``, ...), ``StageInputs``, ``TwoPassTask``, ``FirstPass`` |
@@ -33,7 +33,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from d9d_core.config.base import ModelConfig, PluginConfig, ScheduleConfig, Section, closest
+from d9d_core.config.base import LoadsCode, ModelConfig, PluginConfig, ScheduleConfig, Section, closest
 from d9d_core.config.lookup import load_config
 from d9d_core.config.open_union import Named
 from d9d_core.errors import (
@@ -256,7 +256,7 @@ from d9d_core.traits import (
     modules_with,
 )
 from d9d_core.types import Json, Microbatch, Pack, State, TensorSpec
-from d9d_core.untrusted import parse_json, read_regular
+from d9d_core.untrusted import Place, parse_json, read_regular
 
 if TYPE_CHECKING:
     from d9d_core.components.accumulators import AccumulatedMetric, Accumulator
@@ -368,6 +368,7 @@ __all__ = [
     "LateInit",
     "LayoutDependent",
     "LendsProduct",
+    "LoadsCode",
     "LogsValues",
     "LossTerm",
     "LrSchedule",
@@ -401,6 +402,7 @@ __all__ = [
     "PeftMethod",
     "Picture",
     "PipelineStage",
+    "Place",
     "PluginConfig",
     "PluginError",
     "PositionShare",

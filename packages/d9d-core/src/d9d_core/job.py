@@ -14,6 +14,7 @@ from d9d_core.config.inner import choose
 from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.config.load import registry_for, validate_job
 from d9d_core.config.resolve import Resolution, Selection, resolve
+from d9d_core.config.saved_job import SavedJob
 from d9d_core.errors import JobError
 from d9d_core.grid import Grid
 from d9d_core.layout.auto import Source, settle
@@ -59,6 +60,35 @@ class LoadedJob(BaseJob):
         document = Document.read(Path(path)).override(overrides)
         started = cls._started() if world_size is None else world_size
         return cls._read(document, registry or registry_for(document, policy), started)
+
+    @classmethod
+    def load_saved(
+        cls,
+        saved: SavedJob,
+        *,
+        registry: Registry | None = None,
+        overrides: Sequence[str] = (),
+        policy: PluginPolicy | None = None,
+        world_size: int | None = None,
+    ) -> Self:
+        """Read the job file that lies in a directory as data: it runs no code and opens no address.
+
+        Args:
+            saved: the file, and the command that trusts it.
+            registry: as for :meth:`load`.
+            overrides: ``section.field=value``, which are trusted.
+            policy: restrictions on plugins, and the plugin files that the command line names.
+            world_size: as for :meth:`load`.
+
+        Raises:
+            JobError: the file is wrong, or names a plugin file, code to import, or an address.
+            PluginError: a required plugin cannot be loaded.
+        """
+        document = saved.read(overrides)
+        started = cls._started() if world_size is None else world_size
+        job = cls._read(document, registry or registry_for(document, policy), started)
+        saved.check(job, document)
+        return job
 
     @classmethod
     def from_values(

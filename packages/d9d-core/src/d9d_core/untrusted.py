@@ -1,4 +1,7 @@
-"""Reader of files that somebody else may have written: regular files only, of bounded size and depth.
+"""Files and directories that somebody else may have made: what a directory is, and how its files are read.
+
+A :class:`Place` says what a command was given, in one way for all commands. Files are regular ones of bounded size and
+depth.
 
 A checkpoint, a model or a corpus comes from anywhere. Whatever lies at its path, reading it ends soon, with a value or
 with an :class:`OSError` or :class:`ValueError` whose text is for the user.
@@ -13,6 +16,8 @@ import os
 import re
 import stat
 from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -160,3 +165,72 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"'{twice}' appears twice")
     return found
+
+
+#: Folder of one checkpoint, in the folder of all checkpoints of its run.
+_STEP = re.compile(r"step-\d+")
+_CHECKPOINTS, _MANIFEST, _JOB = "checkpoints", "manifest.json", "job.yaml"
+_MODEL, _ADAPTER = "config.json", "adapter_config.json"
+Kind = Literal["model", "adapter", "checkpoint", "checkpoints", "run", "file", "address", "nothing"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Directory, file or address that a command was given.
+
+    Attributes:
+        kind: ``model`` in Hugging Face layout; ``adapter``; one ``checkpoint``, or the folder of all ``checkpoints``
+            of a run; ``run``; a ``file`` or an ``address``, whatever it holds; ``nothing`` of these.
+        path: of the directory, file or address, as it was given.
+        run: directory of the run that it belongs to, if it does.
+    """
+
+    kind: Kind
+    path: Path
+    run: Path | None = None
+
+    @classmethod
+    def of(cls, location: str | Path) -> Place:
+        """Find out what a directory, file or address is, from the names in it alone.
+
+        A ``config.json`` counts before all else, so that further files do not change how a model is read.
+        """
+        path = Path(location).expanduser()
+        if "://" in str(location):
+            return cls("address", Path(location))
+        if path.is_file():
+            return cls("file", path)
+        if (path / _MODEL).is_file():
+            return cls("model", path, _run_around(path, "model"))
+        if (path / _ADAPTER).is_file():
+            return cls("adapter", path, _run_around(path, "adapter"))
+        if (path / _JOB).is_file() or (path / _CHECKPOINTS).is_dir():
+            return cls("run", path, path)
+        if _STEP.fullmatch(path.name) or (path / _MANIFEST).is_file():
+            return cls("checkpoint", path, path.parent.parent if path.parent.name == _CHECKPOINTS else None)
+        if any(path.glob(f"step-*/{_MANIFEST}")):
+            return cls("checkpoints", path, path.parent if path.name == _CHECKPOINTS else None)
+        return cls("nothing", path)
+
+    @property
+    def checkpoints(self) -> Path | None:
+        """Folder of the training checkpoints, or the checkpoint itself; ``None`` if it holds none."""
+        if self.kind in ("checkpoint", "checkpoints"):
+            return self.path
+        inside = self.path / _CHECKPOINTS
+        return inside if self.kind == "run" and inside.is_dir() else None
+
+    def of_the_model(self) -> Iterator[Path]:
+        """Directories with the files that belong to the weights, such as the tokenizer's; the nearest first."""
+        if self.kind == "file":
+            yield self.path.parent
+        elif self.kind != "address":
+            yield self.path
+        if self.run is not None:
+            yield self.run / "model"
+            yield self.run / "tokenizer"
+
+
+def _run_around(path: Path, name: str) -> Path | None:
+    """Run whose export a directory is."""
+    return path.parent if path.name == name and (path.parent / _JOB).is_file() else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from pydantic import (
@@ -63,6 +63,20 @@ def _unfit(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Iterator[I
     elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
         for index, pair in enumerate(zip(given, read, strict=False)):
             yield from _unfit(*pair, (*loc, index))
+
+
+class LoadsCode:
+    """Mark of a field whose text is imported: ``build: Annotated[str, LoadsCode()]``.
+
+    A job file that lies in a stranger's directory must not set such a field, see :mod:`d9d_core.config.saved_job`.
+    Every config that imports by a value of the job file has to mark the field.
+
+    Args:
+        imports: which texts are imported; all by default.
+    """
+
+    def __init__(self, imports: Callable[[str], bool] = lambda _text: True) -> None:
+        self.imports = imports
 
 
 class Section(BaseModel):

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from d9d_core.config.base import Location, dotted
-from d9d_core.config.reading import READERS
-from d9d_core.config.yaml_reader import read_yaml
+from d9d_core.config.reading import READERS, read_yaml
 from d9d_core.errors import JobError
 from d9d_core.untrusted import read_regular
 

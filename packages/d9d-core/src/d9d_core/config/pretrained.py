@@ -12,7 +12,7 @@ from d9d_core.errors import CheckpointError, D9dError, JobError, PluginError
 from d9d_core.plugin.entries import Entry, plugin_error
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.untrusted import MAX_JSON_BYTES, parse_json, read_regular
+from d9d_core.untrusted import MAX_JSON_BYTES, Place, parse_json, read_regular
 
 #: File that a training checkpoint ends with.
 _MANIFEST = "manifest.json"
@@ -59,13 +59,12 @@ def find_manifest(location: str) -> Path | None:
     Args:
         location: a checkpoint's folder, a folder of checkpoints, or a run's directory; or something else.
     """
-    given = Path(location)
-    if "://" in location or (given / "config.json").exists():
+    checkpoints = Place.of(location).checkpoints
+    if checkpoints is None:
         return None
-    if (given / _MANIFEST).is_file():
-        return given / _MANIFEST
-    below = given / "checkpoints" if (given / "checkpoints").is_dir() else given
-    return max(below.glob(f"step-*/{_MANIFEST}"), default=None)
+    if (checkpoints / _MANIFEST).is_file():
+        return checkpoints / _MANIFEST
+    return max(checkpoints.glob(f"step-*/{_MANIFEST}"), default=None)
 
 
 def _sizes_of_checkpoint(name: str, manifest: Path) -> dict[str, Any]:

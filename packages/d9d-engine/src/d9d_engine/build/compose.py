@@ -196,6 +196,7 @@ def build(
         manifest=Manifest.of(registry),
         note=note,
         programs=assembly.pipeline.programs(job.microbatches),
+        save_assets=stream.save_assets,
     )
     return Trainer(
         Collaborators(

@@ -20,6 +20,7 @@ from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.model import Stage
 from d9d_core.tensors import local
 from d9d_core.types import TensorSpec
+from d9d_core.untrusted import Place
 from d9d_weights.graph.base import Mapper
 from d9d_weights.graph.expressions import TensorSource
 from d9d_weights.graph.graph import StateGraph, specs_of
@@ -160,11 +161,8 @@ def pretrained_weights(
 
 def _export_of(location: str) -> Path | None:
     """Model that the run of a checkpoint has exported, with its tokenizer; ``None`` if it has not, or not here."""
-    if "://" in location:
-        return None
-    given = Path(location)
-    run = next((parent.parent for parent in (given, given.parent) if parent.name == "checkpoints"), given)
-    return run / "model" if (run / "model" / "config.json").is_file() else None
+    run = Place.of(location).run
+    return run / "model" if run is not None and (run / "model" / "config.json").is_file() else None
 
 
 def _expected(stage: nn.Module, injected: frozenset[str]) -> dict[str, TensorSpec]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
+from d9d_core.untrusted import Place
 from d9d_weights.files.directory import MANIFEST, DirectoryStore
 from d9d_weights.files.open import open_directory, open_store
 from d9d_weights.files.safetensors import TensorFile
@@ -128,20 +129,17 @@ class CheckpointTensors:
 def is_checkpoint(location: str) -> bool:
     """Whether a location holds training checkpoints rather than a model in Hugging Face layout."""
     text = location.rstrip("/")
-    if _is_folder(text):
-        return True
     if "://" in text:
-        return bool(_steps(open_store(text)))
-    path = Path(text)
-    return (path / "checkpoints").is_dir() or any(path.glob(f"step-*/{MANIFEST}"))
+        return _is_folder(text) or bool(_steps(open_store(text)))
+    return Place.of(text).checkpoints is not None
 
 
 def _is_folder(location: str) -> bool:
     """Whether a location is one checkpoint; runs and models may be called ``step-100`` too."""
     if _FOLDER.fullmatch(location.rpartition("/")[2]) is None:
         return False
-    if "://" not in location and Path(location, "checkpoints").is_dir():
-        return False
+    if "://" not in location:
+        return Place.of(location).kind == "checkpoint"
     try:
         return CONFIG not in open_directory(location).names()
     except CheckpointError:  # absent: whoever opens it says so

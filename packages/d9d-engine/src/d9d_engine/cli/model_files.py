@@ -8,18 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from d9d_core.config.base import ModelConfig
+from d9d_core.config.document import Document
 from d9d_core.errors import CheckpointError, D9dError
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.data import DataContext
-from d9d_core.untrusted import read_regular
+from d9d_core.untrusted import Place, read_regular
 from d9d_weights.hugging_face.adapter import ADAPTER_FILES
 from d9d_weights.hugging_face.index import read_object
 from d9d_weights.hugging_face.layout import CONFIG
 
 from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_engine.cli.tensors import Conversion, convert_state
-from d9d_engine.job import Job
+from d9d_engine.run.directory import JOB, TOKENIZER
 
 _SHARD = 5 * 10**9
 _THREADS = 4
@@ -89,38 +88,37 @@ def found_model(
 
 def _export(checkpoint: str, target: Path, registry: Registry, note: Callable[[str], None]) -> None:
     """Export a checkpoint with the tokenizer of its run: that of the run's export, or of its data."""
-    run = Path(checkpoint).parent.parent
-    job = None
+    run = Place.of(checkpoint).run
     try:
-        keep_from = str(run / "model") if (run / "model" / CONFIG).is_file() else None
-        if keep_from is None and (run / "job.yaml").is_file():
-            job = Job.load(run / "job.yaml", registry=registry)
-            origin = job.model.pretrained if isinstance(job.model, ModelConfig) else None
-            keep_from = origin if origin is not None and (Path(origin) / CONFIG).is_file() else None
+        exported = None if run is None else run / "model"
+        keep_from = str(exported) if exported is not None and (exported / CONFIG).is_file() else _origin(run)
         convert_state(Conversion(checkpoint, str(target), None, _SHARD, _THREADS, keep_from), registry)
-        if job is not None:
-            _save_assets(job, run, target, note)
+        if run is not None:
+            _copy_tokenizer(run / TOKENIZER, target, note)
     except D9dError as error:
         raise CheckpointError(f"{checkpoint} cannot be exported: {error}") from error
 
 
-def _save_assets(job: Job, run: Path, target: Path, note: Callable[[str], None]) -> None:
-    context = DataContext(
-        seed=job.seed,
-        batch_size=job.batch.size,
-        microbatch_size=job.microbatch_size,
-        cache_dir=run.parent / job.run.cache.name,
-        note=note,
-        pretrained=job.model.pretrained if isinstance(job.model, ModelConfig) else None,
-    )
-    try:
-        stream = job.open_data(context)
-        stream.save_assets(target)
-    except D9dError as error:  # what else may have a tokenizer was asked before
-        note(f"no tokenizer from the run's data: {error}")
+def _origin(run: Path | None) -> str | None:
+    """Directory that a run's weights started from, if it is a model on this machine. The job is read as data."""
+    if run is None or not (run / JOB).is_file():
+        return None
+    model = Document.read(run / JOB).values.get("model")
+    origin = model.get("pretrained") if isinstance(model, dict) else None
+    return origin if isinstance(origin, str) and Place.of(origin).kind == "model" else None
+
+
+def _copy_tokenizer(source: Path, target: Path, note: Callable[[str], None]) -> None:
+    """Copy the tokenizer files that a run wrote when it started, in place of other ones."""
+    if not source.is_dir():
+        note(f"no tokenizer from the run's data: {source} is not there; name one with --tokenizer DIR")
         return
-    if callable(close := getattr(stream, "close", None)):
-        close()
+    try:
+        files = {file.name: read_regular(file, links="none") for file in sorted(source.iterdir())}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
+    for name, content in files.items():
+        (target / name).write_bytes(content)
 
 
 def _base_of(adapter: Path) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,18 @@ from typing import Any
 from d9d_core.config.base import ModelConfig
 from d9d_core.config.document import Document
 from d9d_core.config.pretrained import read_config_json
+from d9d_core.config.saved_job import SavedJob
 from d9d_core.errors import D9dError, JobError
 from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.records import ModelSpec, StrategySpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Registry
+from d9d_core.untrusted import Place
 
 from d9d_engine.evaluation.content import dataset_of
 from d9d_engine.job import Job
+from d9d_engine.run.directory import JOB, PLUGINS
 
-_STEP = re.compile(r"step-(\d+)")
 #: Sizes for a published model without a job.
 _BATCH = {"size": 64, "microbatch": 8}
 #: Most positions of a sample, unless the model has fewer.
@@ -70,6 +73,16 @@ class Request:
         """Load a job file with the options."""
         return Job.load(path, overrides=self.overrides, policy=self.policy, world_size=self.world_size)
 
+    def load_saved(self, path: Path) -> Job:
+        """Load the job file in the directory of a run as data; see :mod:`d9d_core.config.saved_job`."""
+        step = [] if self.checkpoint is None else ["--checkpoint", self.checkpoint]
+        trust = shlex.join(["d9d", "evaluate", str(path), *step])
+        policy = self.policy or PluginPolicy()
+        named = (policy | PluginPolicy.from_environment(os.environ)).files
+        return Job.load_saved(
+            SavedJob(path, trust, named), overrides=self.overrides, policy=policy, world_size=self.world_size
+        )
+
 
 def find_subject(target: str | Job, request: Request, registry: Registry) -> Subject:
     """Find out what is to be evaluated.
@@ -87,17 +100,23 @@ def find_subject(target: str | Job, request: Request, registry: Registry) -> Sub
         raise JobError(f"--checkpoint: '{chosen[:40]}' is none; use newest, best, or the number of a step")
     if isinstance(target, Job):
         return _of_job(target.run.name, target, request)
-    path = Path(target)
-    if "://" not in target and path.is_file() and path.suffix != ".safetensors":
+    place = Place.of(target)
+    path = place.path
+    if place.kind == "file" and path.suffix != ".safetensors":
+        if path.name == JOB and (path.parent / PLUGINS).is_file():  # which every run has beside its job
+            return _of_run(target, path.parent, request, request.load)
         return _of_job(target, request.load(path), request)
-    if step := _STEP.fullmatch(path.name):
+    if place.kind == "checkpoint":
         if chosen is not None:
             raise JobError(f"--checkpoint: {target} is a checkpoint already; leave one of them out")
-        run, request = path.parent.parent, replace(request, checkpoint=str(int(step[1])))
-        return _of_run(target, run, request)
-    if (path / "job.yaml").is_file():
-        return _of_run(target, path, request)
-    if "://" in target or path.suffix == ".safetensors" or (path / "config.json").is_file():
+        step = path.name.rpartition("-")[2]
+        if place.run is None or not step.isdecimal():
+            raise JobError(f"{target} lies in no run, so nothing says on which data; name the run: d9d evaluate RUN")
+        request = replace(request, checkpoint=str(int(step)))
+        return _of_run(target, place.run, request, request.load_saved)
+    if place.kind == "run":
+        return _of_run(target, path, request, request.load_saved)
+    if place.kind in ("address", "file", "model"):
         if chosen is not None:
             raise JobError(f"--checkpoint: {target} is a published model, which has no checkpoints; leave it out")
         return _of_model(target, request, registry)
@@ -117,11 +136,11 @@ def same_data(other: Subject, first: Subject) -> Subject:
     return replace(other, job=job.use(first.job.registry, first.job.source))
 
 
-def _of_run(target: str, run: Path, request: Request) -> Subject:
-    record = run / "job.yaml"
+def _of_run(target: str, run: Path, request: Request, load: Callable[[Path], Job]) -> Subject:
+    record = run / JOB
     if not record.is_file():
         raise JobError(f"{target}: {run} has no job.yaml, so it is no run; give the job file or the run's directory")
-    job, note = _for_processes(target, request.load(record), request)
+    job, note = _for_processes(target, load(record), request)
     # A run may have been moved.
     moved = job.run.model_copy(update={"dir": run.resolve().parent, "name": run.resolve().name})
     job = job.model_copy(update={"run": moved}).use(job.registry, job.source)

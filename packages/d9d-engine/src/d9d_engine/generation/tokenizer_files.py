@@ -11,7 +11,7 @@ from d9d_core.config.base import ModelConfig
 from d9d_core.config.job import BaseJob
 from d9d_core.errors import DataError
 from d9d_core.protocols.data import DataStream
-from d9d_core.untrusted import parse_json, read_regular
+from d9d_core.untrusted import Place, parse_json, read_regular
 
 from d9d_engine.generation.library import load_library
 
@@ -70,8 +70,5 @@ def _stated(directory: Path) -> Iterator[Any]:
 def _directories(job: BaseJob) -> list[Path]:
     """Directories of this machine that hold what belongs to the weights: theirs, or the export of their run."""
     location = job.model.pretrained if isinstance(job.model, ModelConfig) else None
-    if location is None or "://" in location:
-        return []
-    given = Path(location).expanduser()
-    run = next((parent.parent for parent in (given, given.parent) if parent.name == "checkpoints"), given)
-    return [directory for directory in (given, run / "model") if directory.is_dir()]
+    found = () if location is None else Place.of(location).of_the_model()
+    return [directory for directory in found if directory.is_dir()]

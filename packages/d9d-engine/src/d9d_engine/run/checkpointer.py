@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from d9d_core.config.base import ModelConfig
@@ -114,6 +115,7 @@ class Checkpointer:
         note: Callable[[str], None],
         stateful: Mapping[str, StatefulSubscriber] | None = None,
         programs: Sequence[Program] = (),
+        save_assets: Callable[[Path], None] = lambda _directory: None,
     ) -> None:
         self.store = store
         self._stage = stage
@@ -125,6 +127,7 @@ class Checkpointer:
         self._job = job
         self._manifest = manifest
         self._programs = programs
+        self._save_assets = save_assets
         self._note = note
         self._stateful = dict(stateful or {})
         self._said_unscored = False
@@ -137,7 +140,7 @@ class Checkpointer:
         Raises:
             CheckpointError: they cannot be written.
         """
-        on_main(lambda: write_start(self._job, self._manifest, self._programs), self.store.group)
+        on_main(lambda: write_start(self._job, self._manifest, self._programs, self._save_assets), self.store.group)
 
     def record_end(self, step: int, total: int, reason: str | None) -> None:
         """Write to the run's directory that the run is done; see :func:`~d9d_engine.run.directory.write_ending`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +12,53 @@ from d9d_core.plugin.manifest import Manifest
 from d9d_core.program.actions import Program
 from d9d_core.program.text import format_programs
 from d9d_core.untrusted import parse_json, read_regular
-from d9d_weights.files.atomic import write_json, write_text
+from d9d_weights.files.atomic import clear, replace, sync_tree, write_json, write_text
 
 JOB, PLUGINS = "job.yaml", "plugins.json"
+#: Files of the tokenizer of the run's data, from which its checkpoints are used without that data.
+TOKENIZER = "tokenizer"
 #: Programs of the ranks of a pipeline, a line for each.
 PROGRAMS = "programs.txt"
 #: Ending of a run that has done all that its job asks for.
 FILE = "finished.json"
 
 
-def write_start(job: JobConfig, manifest: Manifest, programs: Sequence[Program]) -> None:
-    """Write the job, all defaults filled in, the plugins, and the programs of a pipeline; the run is not done.
+def write_start(
+    job: JobConfig, manifest: Manifest, programs: Sequence[Program], save_assets: Callable[[Path], None]
+) -> None:
+    """Write the job, all defaults filled in, the plugins, the tokenizer, and the programs of a pipeline.
+
+    The run is not done then.
 
     Args:
         job: of the run.
         manifest: of the loaded plugins.
         programs: of all ranks along ``pp``; empty without a pipeline.
+        save_assets: writes the tokenizer of the data into the directory that it is given.
     """
     directory = job.run.directory
     directory.mkdir(parents=True, exist_ok=True)
     clear_ending(directory)
     write_text(directory / JOB, yaml.safe_dump(job.resolved(), sort_keys=False))
     write_json(directory / PLUGINS, {"digest": manifest.digest, "plugins": manifest.to_json()})
+    _write_tokenizer(directory / TOKENIZER, save_assets)
     if programs:
         write_text(directory / PROGRAMS, format_programs(programs) + "\n")
     else:  # an earlier start may have had another layout
         (directory / PROGRAMS).unlink(missing_ok=True)
+
+
+def _write_tokenizer(target: Path, save_assets: Callable[[Path], None]) -> None:
+    draft = target.with_name(f".{target.name}.tmp")
+    clear(draft)
+    clear(target)
+    draft.mkdir()
+    save_assets(draft)
+    if any(draft.iterdir()):
+        sync_tree(draft)
+        replace(target, draft)
+    else:  # datasets without a text
+        draft.rmdir()
 
 
 def clear_ending(directory: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from d9d_core.extend import PluginConfig
+from d9d_core.extend import LoadsCode, PluginConfig
 from pydantic import Field, field_validator
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -16,7 +16,7 @@ class DatasetConfig(PluginConfig):
 
     name: Literal["dataset"] = "dataset"
     """Selects the plugin."""
-    build: str
+    build: Annotated[str, LoadsCode()]
     """Function ``package.module:function`` that returns the dataset; its items map names to numbers, lists of numbers,
     arrays or tensors."""
     arguments: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from d9d_core.extend import DataError
+from d9d_core.extend import DataError, Place
 
 from d9d_data.config import BpeTokenizer, ModelTextConfig, PreparedConfig, TokenizedConfig
 from d9d_data.tokenizer.base import TOKENIZER_FILE
@@ -49,12 +49,8 @@ def _taking(config: P, tokenizer: str) -> P:
 
 def _own(pretrained: str | None) -> Path | None:
     """Tokenizer beside a model's weights, or beside the model that the run of a checkpoint has exported."""
-    if pretrained is None or "://" in pretrained:
-        return None
-    given = Path(pretrained).expanduser()
-    beside = given if given.is_dir() else given.parent
-    run = next((parent.parent for parent in (beside, beside.parent) if parent.name == "checkpoints"), beside)
-    found = (directory / TOKENIZER_FILE for directory in (beside, run / "model"))
+    directories = () if pretrained is None else Place.of(pretrained).of_the_model()
+    found = (directory / TOKENIZER_FILE for directory in directories)
     return next((file for file in found if file.is_file()), None)
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Set
 from typing import Annotated, Literal, Self
 
-from d9d_core.extend import PluginConfig, Section
+from d9d_core.extend import LoadsCode, PluginConfig, Section
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 Statistic = Literal["accuracy", "precision", "recall", "f1", "fbeta", "function"]
@@ -72,7 +72,7 @@ class ConfusionConfig(PluginConfig):
     class and no average."""
     beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Weight of the recall in ``fbeta``, relative to the precision."""
-    function: str | None = None
+    function: Annotated[str, LoadsCode()] | None = None
     """Function ``package.module:function`` of the float64 tensors ``(tp, fp, tn, fn)``, [C] or 0-d, that returns a
     tensor of their shape."""
     zero_division: Literal["zero", "one", "nan"] = "zero"

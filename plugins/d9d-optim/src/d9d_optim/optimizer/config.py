@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from d9d_core.extend import PluginConfig, Section
+from d9d_core.extend import LoadsCode, PluginConfig, Section
 from pydantic import AfterValidator, Field, model_validator
 
 
@@ -220,7 +220,7 @@ class TorchConfig(OptimizerConfig):
     """Selects the plugin."""
     lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
     """Base learning rate; the schedule's factor and a group's ``lr_scale`` multiply it."""
-    target: str = Field(min_length=1)
+    target: Annotated[str, LoadsCode(lambda path: not path.startswith("torch.optim."))] = Field(min_length=1)
     """Import path of the class, such as ``torch.optim.RAdam``."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the class by name, besides parameters, ``lr`` and ``weight_decay``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from d9d_core.extend import PluginConfig, Section, closest
+from d9d_core.extend import LoadsCode, PluginConfig, Section, closest
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 #: Curves with a name.
@@ -22,7 +22,7 @@ def _is_known(curve: str) -> str:
 
 
 #: Name of a curve, or import path of one.
-CurveName = Annotated[str, Field(min_length=1), AfterValidator(_is_known)]
+CurveName = Annotated[str, Field(min_length=1), AfterValidator(_is_known), LoadsCode(lambda curve: curve not in CURVES)]
 
 
 class ConstantConfig(PluginConfig):
@@ -91,9 +91,9 @@ class TorchScheduleConfig(PluginConfig):
 
     name: Literal["torch"] = "torch"
     """Selects the plugin."""
-    target: str = Field(min_length=1)
+    target: Annotated[str, LoadsCode(lambda path: not path.startswith("torch.optim."))] = Field(min_length=1)
     """Import path of the class, such as ``torch.optim.lr_scheduler.OneCycleLR``."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Annotated[Any, LoadsCode(lambda text: ":" in text)]] = Field(default_factory=dict)
     """Arguments of the class by name, besides the optimizer. Rates are factors on the base learning rate; text with a
     colon, ``package.module:name``, is imported; ``total_steps`` and ``T_max`` are the run's steps if absent."""
 
