@@ -17,6 +17,7 @@ from d9d_core.extend import DataError
 from d9d_data.chat.conversation import Conversation, read_conversation
 from d9d_data.chat.encode import ChatTokenizer, encode, is_trainable, truncate
 from d9d_data.chat.template import ChatTemplate
+from d9d_data.corpus.fit import Limit
 from d9d_data.tokenizer.byte_level import train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,7 +168,7 @@ IDS, WEIGHTS = np.arange(6), np.array([False, False, True, True, False, True])
     ("policy", "expected"), [("cut_end", [0, 1, 2, 3]), ("cut_start", [2, 3, 4, 5]), ("drop", None)]
 )
 def test_long_conversations_are_truncated_or_dropped(policy: Any, expected: list[int] | None) -> None:
-    cut = truncate(IDS, WEIGHTS, 4, policy)
+    cut = truncate(IDS, WEIGHTS, Limit(4, policy))
     if expected is None:
         assert cut is None
     else:
@@ -177,14 +178,14 @@ def test_long_conversations_are_truncated_or_dropped(policy: Any, expected: list
 
 @pytest.mark.parametrize("policy", ["cut_end", "cut_start", "drop", "error"])
 def test_conversations_that_fit_are_kept(policy: Any) -> None:
-    cut = truncate(IDS, WEIGHTS, 6, policy)
+    cut = truncate(IDS, WEIGHTS, Limit(6, policy))
     assert cut is not None
     assert cut[0].tolist() == IDS.tolist()
 
 
 def test_a_long_conversation_can_be_an_error() -> None:
     with pytest.raises(DataError, match="a.jsonl:3 has 6 tokens, more than the 4 of a sequence"):
-        truncate(IDS, WEIGHTS, 4, "error", "a.jsonl:3")
+        truncate(IDS, WEIGHTS, Limit(4, "error"), "a.jsonl:3")
 
 
 @pytest.mark.parametrize(

@@ -114,13 +114,31 @@ def test_labels_and_texts_of_a_sample_are_named(
     assert capsys.readouterr().out.splitlines()[: len(expected)] == expected
 
 
+def test_samples_that_lost_tokens_are_marked(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [{"prompt": f"q{number}", "completion": "x" * (3 + 9 * number)} for number in range(2)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    common = ["batch.size=1", f"data.sources=[{tmp_path}/long.jsonl]", "data.sequence_length=24"]
+    show(job, count=2, plugin=[tmp_path / "plugin.py"], overrides=[*common, "data.bucket_window=1"])
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "=== sample 1: 23 tokens, 4 learned",
+        "[user]q0<|im_end|>[assistant]«xxx<|im_end|>»",
+        "=== sample 2: 24 tokens, 5 learned, cut: 8 tokens are lost",
+        "[user]q1<|im_end|>[assistant]«xxxxx»",
+    ]
+    assert "cut 1 of 2 conversations to 25 tokens, longest 33; in 1 the last answer is incomplete" in err
+    show(job, count=1, plugin=[tmp_path / "plugin.py"], overrides=[*common, "data.packing=concat"])
+    out = capsys.readouterr().out
+    assert "=== sample 1: 24 tokens, 2 documents" not in out or "--- document, cut: 8 tokens are lost ---" in out
+
+
 def test_a_dataset_without_text_is_refused(job: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the dataset 'mine' has no tokenizer, so its samples are no text"):
         show(job, count=1, plugin=[tmp_path / "plugin.py"], overrides=["data={name: mine}"])
 
 
 def test_samples_without_tokens_are_refused() -> None:
-    stream: Any = SimpleNamespace(facts={}, next_pack=lambda: [{"x": np.zeros(2)}])
+    stream: Any = SimpleNamespace(facts={}, state=dict, next_pack=lambda: [{"x": np.zeros(2)}])
     with pytest.raises(DataError, match="samples have no tokens to show; they have x"):
         next(samples_of(stream))
 

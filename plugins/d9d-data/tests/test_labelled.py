@@ -181,7 +181,7 @@ def test_a_long_text_is_cut_and_counted(stream: Open) -> None:
     reader = stream({"text": "x" * 50, "label": 0}, {"text": "y", "label": 1}, notes=notes)
     assert texts_of(reader) == {"y": 1, "x" * 32: 0}
     assert reader.facts["cut_documents"] == 1
-    assert any("cut 1 labelled records to the 32 tokens of a sample" in note for note in notes)
+    assert any("cut 1 of 2 labelled records to 32 tokens, longest 50" in note for note in notes)
 
 
 def test_classes_are_those_of_the_whole_corpus_whatever_shards_it_has(

@@ -114,7 +114,7 @@ def test_a_long_text_keeps_its_end_and_is_counted(stream: Open) -> None:
     reader = stream({"query": "x" * 15, "positive": "y" * 16}, notes=notes)
     assert rows(reader) == ["x" * 15, "y" * 15]
     assert reader.facts["cut_documents"] == 1
-    assert any("cut 1 pairs to the 16 tokens of a sample" in note for note in notes)
+    assert any("cut 1 of 1 pairs to 16 tokens, longest 17" in note for note in notes)
 
 
 @pytest.mark.parametrize(

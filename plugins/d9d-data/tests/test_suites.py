@@ -36,6 +36,7 @@ class TestBestFitText(OverFiles):
 
 class TestDocuments(OverFiles):
     target = "documents"
+    too_long: ClassVar = {"sequence_length": 8}
 
 
 class TestDocumentsInOrder(OverFiles):
@@ -61,6 +62,7 @@ def write_model(directory: Path) -> None:
 class OverConversations(DatasetSuite):
     target = "chat"
     other: ClassVar = {"sequence_length": 88}
+    too_long: ClassVar = {"sequence_length": 40}
 
     def fields(self, directory: Path) -> Mapping[str, Any]:
         write_model(directory)
@@ -89,6 +91,7 @@ class TestPackedChat(OverConversations):
 class TestPreference(DatasetSuite):
     target = "preference"
     other: ClassVar = {"sequence_length": 88}
+    too_long: ClassVar = {"sequence_length": 48}
     rows_per_sample = 2
     workers = None
 
@@ -109,6 +112,7 @@ class TestPreference(DatasetSuite):
 class TestLabelled(DatasetSuite):
     target = "labelled"
     other: ClassVar = {"sequence_length": 8}
+    too_long: ClassVar = {"sequence_length": 16}
     workers = None
 
     def fields(self, directory: Path) -> Mapping[str, Any]:
@@ -121,6 +125,7 @@ class TestLabelledWords(DatasetSuite):
     target = "labelled"
     config: ClassVar = {"per": "word"}
     other: ClassVar = {"sequence_length": 8}
+    too_long: ClassVar = {"sequence_length": 16}
     workers = None
 
     def fields(self, directory: Path) -> Mapping[str, Any]:
@@ -136,6 +141,7 @@ class TestPairs(DatasetSuite):
     target = "pairs"
     config: ClassVar = {"negatives": 1}
     other: ClassVar = {"sequence_length": 8}
+    too_long: ClassVar = {"sequence_length": 16}
     rows_per_sample = 3
     workers = None
 

@@ -16,11 +16,24 @@ LIVES = itertools.count()
 
 
 class Faulty(ToyTokens):
-    """Sound; knows its data by the size of the vocabulary."""
+    """Sound; knows its data by the size of the vocabulary, and cuts three records to less than 8 positions."""
 
     def __init__(self, config: ToyTokensConfig, context: DataContext) -> None:
         super().__init__(config, context)
         self.life = next(LIVES)
+        if self.cut:
+            self.say_cut(context)
+
+    @property
+    def cut(self) -> int:
+        return 3 if self._config.sequence_length < 8 else 0
+
+    def say_cut(self, context: DataContext) -> None:
+        context.note(f"cut {self.cut} records")
+
+    @property
+    def facts(self) -> State:
+        return {**super().facts, "cut_documents": self.cut}
 
     def state(self) -> State:
         return {**super().state(), "vocab_size": self._config.vocab_size}
@@ -137,6 +150,19 @@ class EmptyEpochs(Faulty):
         return {**super().facts, "samples": 0}
 
 
+class CutsInSilence(Faulty):
+    @property
+    def facts(self) -> State:
+        return ToyTokens.facts.fget(self)  # type: ignore[attr-defined, no-any-return]
+
+
+class SaysOnceWhatItCuts(Faulty):
+    def say_cut(self, context: DataContext) -> None:
+        if not context.cache_dir.exists():
+            super().say_cut(context)
+            context.cache_dir.mkdir(parents=True)
+
+
 class InOnePass(Faulty):
     """Says that it makes one pass, over 20 samples."""
 
@@ -194,6 +220,7 @@ class Sound(DatasetSuite):
     target = "faulty"
     plugin = "d9d_testing.toy.plugin"
     other = {"vocab_size": 32}
+    too_long = {"sequence_length": 4}
     workers = None
     made_of: type[Faulty] = Faulty
 
@@ -226,5 +253,7 @@ FAULTS = {
     "fillers have targets": ({"made_of": FillersLearn}, "a filler has targets"),
     "fillers stand first": ({"made_of": FillersFirst}, ""),
     "rows depend on the rank": ({"made_of": RowsOfTheRank}, ""),
+    "cuts in silence": ({"made_of": CutsInSilence}, "the facts say nothing of it"),
+    "says once what it cuts": ({"made_of": SaysOnceWhatItCuts}, "at the second start no line"),
     "epochs have no samples": ({"made_of": EmptyEpochs}, "give a whole number above 0"),
 }

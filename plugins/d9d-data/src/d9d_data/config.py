@@ -129,6 +129,9 @@ class PaddedConfig(PreparedConfig):
     epoch has. 1 batch: no sorting beyond the pack."""
     pad_multiple: int = Field(default=8, ge=1)
     """A microbatch is as long as its longest sample, rounded up to a multiple of this; divides ``sequence_length``."""
+    too_long: Literal["cut_end", "cut_start", "drop", "error"] = "cut_end"
+    """Treatment of a text longer than a sample: it loses its end or its beginning, its record is left out, or it is an
+    error. Lost tokens and records are counted, and shown at each start."""
 
     @property
     def packs_documents(self) -> bool:
@@ -176,7 +179,7 @@ class DocumentsConfig(PaddedConfig, CorpusConfig):
     field: str | None = Field(default=None, min_length=1)
     """As for ``text``; if absent ``text`` for ``.jsonl`` files."""
     sequence_length: int = Field(ge=1)
-    """Most positions of a sample; what a document has beyond them is not used."""
+    """Most positions of a sample; longer documents are treated as ``too_long`` says."""
     shuffle: bool = True
     """Visit documents, and packs within a window, in an order drawn from the seed; false keeps that of the sources."""
 
@@ -193,9 +196,6 @@ class ModelTextConfig(PaddedConfig):
     """Further variables of the template, such as ``{enable_thinking: false}``."""
     sequence_length: int = Field(ge=1)
     """Most positions of a sample."""
-    too_long: Literal["cut_end", "cut_start", "drop", "error"] = "cut_end"
-    """Treatment of a text longer than a sample: it loses its end or its beginning, its record is left out, or it is an
-    error."""
 
 
 class ChatConfig(ModelTextConfig):
@@ -256,7 +256,7 @@ class LabelledConfig(PaddedConfig, CorpusConfig):
     labels: tuple[str, ...] | None = Field(default=None, min_length=2)
     """Names of the classes, in the order of their numbers; if absent those of the data, sorted, or its numbers."""
     sequence_length: int = Field(ge=1)
-    """Most positions of a sample; longer texts are cut, and counted."""
+    """Most positions of a sample; longer texts are treated as ``too_long`` says."""
 
     @property
     def text_field(self) -> str:
@@ -294,7 +294,8 @@ class PairsConfig(PaddedConfig, TokenizedConfig):
     document_prefix: str = ""
     """Text before each document."""
     sequence_length: int = Field(ge=2)
-    """Most positions of each text, its end of text included; longer texts are cut, and counted."""
+    """Most positions of each text, its end of text included; longer texts are treated as ``too_long`` says, and keep
+    their end of text."""
 
     @property
     def sample_lengths(self) -> SampleLengths:

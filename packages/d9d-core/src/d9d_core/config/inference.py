@@ -32,6 +32,7 @@ class InferenceConfig(BaseJob):
     limit: PositiveInt | None = None
     """Only the first samples; null takes all."""
     too_long: Literal["error", "cut"] = "error"
-    """Rows that are longer than a sample: an error before anything runs, or only their beginning is used."""
+    """Rows that are longer than a sample, or left out: an error before anything runs, or they are cut and left out as
+    the dataset does in training."""
     nonfinite: Literal["error", "keep"] = "error"
     """NaN or infinity in a row: an error that names it, or written as the format can (``null`` in JSON)."""

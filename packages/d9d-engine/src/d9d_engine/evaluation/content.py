@@ -51,7 +51,7 @@ def dataset_of(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
                 f"--data: {path}:1 has {has}; give records with text, messages, or prompt and completion, or describe "
                 "the data in a job's evaluation section (--like JOB)"
             )
-    chat_only = {"template_arguments", "loss", "too_long"}
+    chat_only = {"template_arguments", "loss"}
     kept = {key: like[key] for key in _KEPT if key in like and (name == "chat" or key not in chat_only)}
     if name == "chat":
         kept.pop("end_of_text", None)

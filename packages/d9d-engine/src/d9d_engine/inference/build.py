@@ -194,7 +194,7 @@ def check_data(stream: DataStream, job: InferenceConfig) -> int:
     """Number of samples of data that are read once and in order.
 
     Raises:
-        DataError: they are not, they are empty, or rows are longer than a sample.
+        DataError: they are not, they are empty, or rows are longer than a sample or left out.
     """
     facts = stream.facts
     samples = facts.get("samples")
@@ -209,6 +209,13 @@ def check_data(stream: DataStream, job: InferenceConfig) -> int:
         raise DataError(
             f"data.sequence_length: {cut:,} rows are longer than {facts.get('sequence_length')} positions; make it "
             "larger, or set 'too_long: cut' to use their beginnings only"
+        )
+    dropped = facts.get("dropped", 0)
+    if isinstance(dropped, int) and dropped and job.too_long == "error":
+        raise DataError(
+            f"data: {dropped:,} records are left out, because they are longer than {facts.get('sequence_length')} "
+            "positions or have no target, so rows would have other numbers than in the input; make "
+            "data.sequence_length larger, take them out of the sources, or set 'too_long: cut' to go on without them"
         )
     return samples if job.limit is None else min(samples, job.limit)
 

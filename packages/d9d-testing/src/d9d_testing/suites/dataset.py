@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,6 +38,8 @@ class DatasetSuite(ComponentSuite):
         shuffled: whether another seed gives another order.
         other: fields that make other data, whose state must be refused.
         rows_per_sample: rows of a sample in all fields but ``samples`` [b], which numbers the samples, if there is one.
+        too_long: fields with which samples do not hold all records, if records have a length: such as a small
+            ``sequence_length``.
         workers: field of the config that says how many processes build packs, which take seconds to start; skipped
             with ``None``, and where the config has no such field.
     """
@@ -49,6 +51,7 @@ class DatasetSuite(ComponentSuite):
     shuffled: ClassVar[bool] = True
     other: ClassVar[Mapping[str, Any]] = {}
     rows_per_sample: ClassVar[int] = 1
+    too_long: ClassVar[Mapping[str, Any]] = {}
     workers: ClassVar[str | None] = "workers"
 
     # --- what subclasses may say
@@ -207,6 +210,22 @@ class DatasetSuite(ComponentSuite):
                 f"the state of a stream with {dict(self.other)} is taken; keep what identifies the data in state()"
             )
 
+    def test_what_samples_do_not_hold_is_said(self, tmp_path: Path) -> None:
+        """In the facts ``cut_documents`` or ``dropped``, and in a line at each start; or the data is refused."""
+        if not self.too_long:
+            pytest.skip(f"{type(self).__name__}.too_long names no fields with which samples do not hold all records")
+        for start in ("first", "second"):
+            notes: list[str] = []
+            with suppress(DataError), self.opened(tmp_path, fields=self.too_long, note=notes.append) as stream:
+                facts = plain_json(stream.facts, "facts")
+                counted = {name: facts[name] for name in ("cut_documents", "dropped") if facts.get(name)}
+                assert counted, (
+                    f"with {dict(self.too_long)} records lose a part or are left out, and the facts say nothing of it; "
+                    "count them in 'cut_documents' and 'dropped'"
+                )
+                said = any(f"{count:,}" in note for count in counted.values() for note in notes)
+                assert said, f"at the {start} start no line of DataContext.note says {counted}; it has {notes}"
+
     def test_worker_processes_change_nothing(self, tmp_path: Path) -> None:
         """Packs and states are those without any."""
         workers = self.workers
@@ -321,6 +340,7 @@ class DatasetSuite(ComponentSuite):
         batch_size: int | None = None,
         one_pass: bool = False,
         fields: Mapping[str, Any] | None = None,
+        note: Callable[[str], None] = lambda _text: None,
     ) -> Iterator[Any]:
         """A stream over the data; closed afterwards if it can be."""
         context = DataContext(
@@ -331,6 +351,7 @@ class DatasetSuite(ComponentSuite):
             rank=rank,
             ranks=ranks,
             one_pass=one_pass,
+            note=note,
         )
         stream = self.build(context, **{**self._data(directory), **(fields or {})})
         try:

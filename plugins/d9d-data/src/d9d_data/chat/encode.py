@@ -16,11 +16,10 @@ from d9d_core.extend import DataError
 from d9d_data.chat.conversation import Conversation
 from d9d_data.chat.mask import find_replies
 from d9d_data.chat.template import ChatTemplate, Span
+from d9d_data.corpus.fit import Limit
 from d9d_data.tokenizer.base import Ids, TextTokenizer
 
 Loss = Literal["assistant", "last_turn", "all"]
-#: Treatment of a text that is too long, as ``data.too_long`` names it.
-Policy = Literal["cut_end", "cut_start", "drop", "error"]
 Weights = npt.NDArray[np.bool_]
 W = TypeVar("W", bound=np.bool_ | np.float32)
 #: Characters that mark quoted special tokens; one that the conversation does not hold is taken.
@@ -187,35 +186,24 @@ def encode_prompt(
 
 
 def truncate(
-    ids: Ids, weights: npt.NDArray[W], length: int, policy: Policy, where: str = "the conversation"
+    ids: Ids, weights: npt.NDArray[W], limit: Limit, where: str = "the conversation"
 ) -> tuple[Ids, npt.NDArray[W]] | None:
-    """At most ``length`` tokens of a conversation.
+    """Tokens of a conversation that are kept.
 
     Args:
         ids: ``[N]`` int64.
         weights: ``[N]``.
-        length: most tokens, at least 1.
-        policy: treatment of a longer conversation: it loses its end (``cut_end``) or its beginning (``cut_start``), is
-            left out (``drop``), or is an ``error``.
+        limit: on the tokens, and the treatment of a longer conversation.
         where: name of the record in messages.
 
     Returns:
-        Ids and weights ``[min(N, length)]``; None for a conversation that is left out.
+        Ids and weights ``[min(N, limit.longest)]``; None for a conversation that is left out.
 
     Raises:
-        DataError: the conversation is longer, and that is an error.
+        TooLongError: the conversation is longer, and that is an error.
     """
-    if len(ids) <= length:
-        return ids, weights
-    if policy == "drop":
-        return None
-    if policy == "error":
-        raise DataError(
-            f"{where} has {len(ids):,} tokens, more than the {length:,} of a sequence; use longer sequences, leave out "
-            "the record, or set data.too_long to cut_end, cut_start or drop"
-        )
-    kept = slice(length) if policy == "cut_end" else slice(len(ids) - length, None)
-    return ids[kept], weights[kept]
+    kept = limit.kept(len(ids), where)
+    return None if kept is None else (ids[kept], weights[kept])
 
 
 def is_trainable(weights: npt.NDArray[Any]) -> bool:

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from d9d_data.chat.conversation import read_conversation
-from d9d_data.chat.encode import ChatTokenizer, Loss, Policy, encode_weighted, is_trainable, truncate
+from d9d_data.chat.encode import ChatTokenizer, Loss, encode_weighted, is_trainable, truncate
 from d9d_data.chat.template import ChatTemplate
-from d9d_data.corpus.encoder import Encoded, Sample, encode_samples
+from d9d_data.corpus.encoder import Dropped, Encoded, Sample, encode_samples
+from d9d_data.corpus.fit import Limit, Policy
 from d9d_data.sources.document import Piece
 from d9d_data.sources.place import Record, Reject
 from d9d_data.tokenizer.base import TextTokenizer
@@ -41,8 +42,7 @@ class ChatEncoder:
         self._tokenizer = ChatTokenizer.of(tokenizer)
         self._template = template
         self._loss = loss
-        self._longest = longest
-        self._too_long = too_long
+        self._limit = Limit(longest, too_long)
 
     @classmethod
     def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:
@@ -62,13 +62,19 @@ class ChatEncoder:
         """Encode conversations; one that is malformed, or that the template refuses, is rejected."""
         return encode_samples(pieces, reject, self._sample)
 
-    def _sample(self, record: Record) -> Sample | None:
+    def _sample(self, record: Record) -> Sample | Dropped:
         where = str(record.place)
         conversation = read_conversation(record.values, where)
         whole = encode_weighted(conversation, self._template, self._tokenizer, self._loss)
-        kept = truncate(*whole, self._longest, self._too_long, where)
+        kept = truncate(*whole, self._limit, where)
         if kept is None or not is_trainable(kept[1]):
-            return None
+            learnable = np.flatnonzero(whole[1][1:]) + 2
+            return Dropped(len(whole[0]), int(learnable[0]) if len(learnable) else 0)
         ids, weights = kept
         learned = weights > 0
-        return Sample([ids], {"weights": [learned], "scales": [np.where(learned, weights, np.float32(1))]})
+        return Sample(
+            [ids],
+            {"weights": [learned], "scales": [np.where(learned, weights, np.float32(1))]},
+            lost=[len(whole[0]) - len(ids)],
+            incomplete=bool(np.count_nonzero(whole[1][1:]) > np.count_nonzero(weights[1:])),
+        )

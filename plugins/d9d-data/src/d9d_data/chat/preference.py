@@ -17,9 +17,10 @@ import numpy.typing as npt
 from d9d_core.extend import DataError
 
 from d9d_data.chat.conversation import join_conversation
-from d9d_data.chat.encode import ChatTokenizer, Policy, Weights, encode, encode_prompt, is_trainable, truncate
+from d9d_data.chat.encode import ChatTokenizer, Weights, encode, encode_prompt, is_trainable, truncate
 from d9d_data.chat.template import ChatTemplate
-from d9d_data.corpus.encoder import Encoded, Sample, encode_samples
+from d9d_data.corpus.encoder import Dropped, Encoded, Sample, encode_samples
+from d9d_data.corpus.fit import Limit, Policy
 from d9d_data.sources.document import Piece
 from d9d_data.sources.place import Record, Reject
 from d9d_data.tokenizer.base import Ids, TextTokenizer
@@ -124,8 +125,7 @@ class PreferenceEncoder:
         self._texts = tokenizer
         self._tokenizer = ChatTokenizer.of(tokenizer)
         self._template = template
-        self._longest = longest
-        self._too_long = too_long
+        self._limit = Limit(longest, too_long)
 
     @classmethod
     def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:
@@ -145,7 +145,7 @@ class PreferenceEncoder:
         """Encode pairs; one that is malformed, or that the template refuses, is rejected."""
         return encode_samples(pieces, reject, self._sample)
 
-    def _sample(self, record: Record) -> Sample | None:
+    def _sample(self, record: Record) -> Sample | Dropped:
         where = str(record.place)
         prompt, whole = self._ids(read_pair(record.values, where), where)
         begin = min(_common(prompt, ids) for ids in whole)
@@ -155,13 +155,13 @@ class PreferenceEncoder:
                 raise DataError(
                     f"{where}: {name} adds no token to the prompt; give a completion, or leave the pair out"
                 )
-            kept = truncate(ids, np.arange(len(ids)) >= begin, self._longest, self._too_long, f"{where}: {name}")
+            kept = truncate(ids, np.arange(len(ids)) >= begin, self._limit, f"{where}: {name}")
             if kept is None:
-                return None
+                return Dropped(max(map(len, whole)), begin + 1)
             if not is_trainable(kept[1]):
                 raise DataError(
-                    f"{where}: nothing of {name} is left in {self._longest:,} tokens, as its prompt has {begin:,}; "
-                    "use longer sequences, data.too_long: cut_start or drop, or leave the pair out"
+                    f"{where}: nothing of {name} is left in {self._limit.longest:,} tokens, as its prompt has "
+                    f"{begin:,}; use longer sequences, data.too_long: cut_start or drop, or leave the pair out"
                 )
             cut.append(kept)
         if np.array_equal(cut[0][0], cut[1][0]):
@@ -169,7 +169,14 @@ class PreferenceEncoder:
                 f"{where}: chosen and rejected are equal in the {len(cut[0][0]):,} tokens that are read of them; "
                 "use longer sequences, or leave the pair out"
             )
-        return Sample([ids for ids, _ in cut], {"weights": [weights for _, weights in cut]})
+        lost = [len(ids) - len(kept) for ids, (kept, _) in zip(whole, cut, strict=True)]
+        completions = [len(ids) - begin for ids in whole]
+        return Sample(
+            [ids for ids, _ in cut],
+            {"weights": [weights for _, weights in cut]},
+            lost,
+            incomplete=any(np.count_nonzero(kept) < own for own, (_, kept) in zip(completions, cut, strict=True)),
+        )
 
     def _ids(self, pair: Pair, where: str) -> tuple[Ids, list[Ids]]:
         """Token ids of the prompt, and of the prompt with each completion."""

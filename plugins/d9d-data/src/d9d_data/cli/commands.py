@@ -12,7 +12,7 @@ from d9d_core.extend import DataContext, DataError, JobFile
 from d9d_core.plugin import PluginPolicy
 from rich.console import Console
 
-from d9d_data.cli.samples import Sample, marked, names_of_texts, samples_of, tokenizer_for
+from d9d_data.cli.samples import Sample, cut_off, marked, names_of_texts, samples_of, tokenizer_for
 
 app = typer.Typer(
     name="data", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -71,4 +71,4 @@ def _title(number: int, sample: Sample) -> str:
     documents = int(sample.documents[-1]) + 1
     several = f", {documents} documents" if documents > 1 else ""
     name = f" {sample.name}" if sample.name else ""
-    return f"sample {number}{name}: {len(sample.tokens):,} tokens{several}{learned}{label}"
+    return f"sample {number}{name}: {len(sample.tokens):,} tokens{several}{learned}{label}{cut_off(sample.lost)}"

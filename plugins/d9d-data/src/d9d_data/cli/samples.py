@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +14,7 @@ import tokenizers
 from d9d_core.extend import DataError, DataStream
 from rich.text import Text
 
+from d9d_data.stream.reader import Lost, TellsLosses
 from d9d_data.tokenizer.base import TOKENIZER_FILE
 
 Int64 = npt.NDArray[np.int64]
@@ -31,6 +32,7 @@ class Sample:
         documents: [S] number of the document inside the sample.
         name: name of the text in a sample of several, such as ``chosen``.
         label: class of the sample, if it has one.
+        lost: tokens that each document of the sample lost to a cut.
     """
 
     tokens: Int64
@@ -39,6 +41,7 @@ class Sample:
     name: str = ""
     label: str = ""
     marks: npt.NDArray[np.bool_] | None = None
+    lost: Sequence[int] = ()
 
 
 def names_of_texts(stream: DataStream) -> list[str]:
@@ -55,7 +58,8 @@ def samples_of(stream: DataStream) -> Iterator[Sample]:
     """
     texts = names_of_texts(stream)
     while True:
-        for microbatch in stream.next_pack():
+        lost = _lost_of(stream)
+        for index, microbatch in enumerate(stream.next_pack()):
             rows: dict[str, Any] = {name: np.asarray(tensor) for name, tensor in microbatch.items()}
             if "tokens" not in rows:
                 raise DataError(f"data: samples have no tokens to show; they have {', '.join(rows)}")
@@ -77,7 +81,14 @@ def samples_of(stream: DataStream) -> Iterator[Sample]:
                     texts[row % len(texts)],
                     label,
                     marks,
+                    lost[index][row] if lost else (),
                 )
+
+
+def _lost_of(stream: DataStream) -> Sequence[Lost]:
+    """Tokens lost by the documents of the next pack; none if the stream does not tell."""
+    source, consumed = getattr(stream, "source", None), stream.state().get("consumed")
+    return source.lost_at(consumed) if isinstance(source, TellsLosses) and isinstance(consumed, int) else ()
 
 
 def _class_name(stream: DataStream, number: int) -> str:
@@ -90,6 +101,11 @@ def tokenizer_for(assets: Path, pretrained: str | None) -> tokenizers.Tokenizer 
     beside = [] if pretrained is None else [Path(pretrained) / TOKENIZER_FILE, Path(pretrained).parent / TOKENIZER_FILE]
     file = next((file for file in (assets / TOKENIZER_FILE, *beside) if file.is_file()), None)
     return None if file is None else tokenizers.Tokenizer.from_file(str(file))
+
+
+def cut_off(lost: Sequence[int]) -> str:
+    """Words about tokens that documents lost to a cut; empty if they lost none."""
+    return f", cut: {sum(lost):,} tokens are lost" if sum(lost) else ""
 
 
 def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = False) -> Text:
@@ -115,7 +131,7 @@ def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = Fal
     places = [(document, bool(is_learned)) for document, is_learned in zip(documents, learned, strict=False)]
     for (document, is_learned), run in groupby(range(len(tokens)), key=places.__getitem__):
         if before is not None and document != before:
-            text.append("\n--- document ---\n", style=_BETWEEN)
+            text.append(f"\n--- document{cut_off(sample.lost[document : document + 1])} ---\n", style=_BETWEEN)
         before = document
         words = tokenizer.decode([tokens[place] for place in run], skip_special_tokens=False)
         words = f"«{words}»" if brackets and is_learned else words

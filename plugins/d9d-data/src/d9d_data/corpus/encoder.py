@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from d9d_core.extend import DataError
 
+from d9d_data.corpus.fit import Limit, Tally, TooLongError
 from d9d_data.sources.document import Piece, texts_of
-from d9d_data.sources.place import Record, Reject
+from d9d_data.sources.place import Record, Reject, refuse
 from d9d_data.sources.records import read_records
 from d9d_data.tokenizer.base import Ids, TextTokenizer
 
@@ -29,12 +30,27 @@ class Sample:
     Attributes:
         ids: token ids of each document, [tokens].
         columns: values beside the tokens by the names of the encoder's columns, for each document [tokens].
-        cut: whether the record had more than fits into a sample.
+        lost: tokens that each document lost to a cut.
+        incomplete: whether tokens to learn are among these.
     """
 
     ids: Sequence[Ids]
     columns: Mapping[str, Sequence[npt.NDArray[Any]]]
-    cut: bool = False
+    lost: Sequence[int]
+    incomplete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Record that is left out although nothing is wrong with it: it is too long, or nothing of it is left to learn.
+
+    Attributes:
+        longest: tokens of its longest text.
+        needed: fewest tokens in which it has one to learn; 0 if it has none.
+    """
+
+    longest: int
+    needed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +61,16 @@ class Encoded:
         ids: token ids of each, [tokens].
         columns: values beside the tokens by the names of the encoder's columns, for each document [tokens].
         characters: about how much was read for them.
-        dropped: records before or among them that gave no sample, although nothing is wrong with them.
-        cut: records among them that had more than fits into a sample.
+        tally: counts of the records before and among them that are not counted yet.
+        lost: tokens that each document lost to a cut; empty if none lost any.
         labels: labels met so far in these parts of the corpus, by the numbers in the column ``labels``.
     """
 
     ids: Sequence[Ids]
     columns: Mapping[str, Sequence[npt.NDArray[Any]]]
     characters: int
-    dropped: int = 0
-    cut: int = 0
+    tally: Tally
+    lost: Sequence[int] = ()
     labels: tuple[str | int, ...] = ()
 
 
@@ -100,72 +116,105 @@ class Encoder(Protocol):
 
 
 class TextEncoder:
-    """Encoder of texts, each followed by the end-of-text token; all tokens are learned."""
+    """Encoder of texts, each followed by the end-of-text token; all tokens are learned.
+
+    Args:
+        tokenizer: makes the ids.
+        limit: on the tokens of a text; ``None`` if whoever reads the tokens takes as many as it needs.
+    """
 
     columns: Mapping[str, npt.DTypeLike] = {}
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, limit: Limit | None = None) -> None:
         self.vocab_size = tokenizer.vocab_size
         self._tokenizer = tokenizer
+        self._limit = limit
 
     @classmethod
     def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:  # noqa: ARG003
-        """Make an encoder; it needs a tokenizer alone."""
-        return cls(tokenizer)
+        """Make an encoder; ``longest`` and ``too_long`` are settings if it has a limit."""
+        return cls(tokenizer, Limit(**settings) if settings else None)
 
     def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
         """Encode texts that are not empty."""
         end: npt.NDArray[Any] = np.asarray([self._tokenizer.end_of_text_id])
-        texts = (text for piece in pieces for text in texts_of(piece, reject))
-        for batch in _batches(text for text in texts if text.strip()):
-            ids = [np.concatenate([ids, end]) for ids in self._tokenizer.encode(batch)]
-            yield Encoded(ids, {}, sum(map(len, batch)))
+        texts = ((text, piece.file.name) for piece in pieces for text in texts_of(piece, reject))
+        for batch in _batches((text, name) for text, name in texts if text.strip()):
+            whole = [np.concatenate([ids, end]) for ids in self._tokenizer.encode([text for text, _ in batch])]
+            yield self._fitted(whole, batch)
+
+    def _fitted(self, whole: Sequence[Ids], batch: Sequence[tuple[str, str]]) -> Encoded:
+        """Documents as the limit lets them be."""
+        characters = sum(len(text) for text, _ in batch)
+        tally = Tally(records=len(whole), longest=max(map(len, whole)))
+        if self._limit is None or tally.longest <= self._limit.longest:
+            return Encoded(whole, {}, characters, tally)
+        kept: list[Ids] = []
+        for ids, (text, name) in zip(whole, batch, strict=True):
+            where = f"data.sources: {name}: the document that begins with {text.strip()[:40]!r}"
+            part = self._limit.kept(len(ids), where)
+            if part is not None:
+                kept.append(ids[part])
+        lost = [len(ids) - self._limit.longest for ids in whole if len(ids) > self._limit.longest]
+        if self._limit.too_long == "drop":
+            return Encoded(kept, {}, characters, tally + Tally(dropped=len(lost)))
+        cut = [max(0, len(ids) - self._limit.longest) for ids in whole]
+        return Encoded(kept, {}, characters, tally + Tally(cut=len(lost)), cut)
 
 
 def encode_samples(
-    pieces: Iterable[Piece], reject: Reject, encode: Callable[[Record], Sample | None]
+    pieces: Iterable[Piece], reject: Reject, encode: Callable[[Record], Sample | Dropped]
 ) -> Iterator[Encoded]:
     """Encode the records of structured files, in order.
 
     Args:
         pieces: the parts of the files.
         reject: told of malformed records.
-        encode: makes a sample of a record, or ``None`` if the record is left out although nothing is wrong with it;
-            raises a DataError that begins with the record's place for one that is malformed.
+        encode: makes a sample of a record, or says that it is left out although nothing is wrong with it; raises a
+            DataError that begins with the record's place for one that is malformed.
     """
     samples: list[Sample] = []
-    dropped = 0
+    tally = Tally()
     for piece in pieces:
         for record in read_records(piece.file, piece.begin, piece.end, reject=reject):
             try:
                 sample = encode(record)
             except DataError as error:
-                reject(record.place, str(error).removeprefix(str(record.place)).lstrip(": "))
+                told = refuse if isinstance(error, TooLongError) else reject
+                told(record.place, str(error).removeprefix(str(record.place)).lstrip(": "))
                 continue
-            if sample is None:
-                dropped += 1
-                continue
-            samples.append(sample)
+            tally += _tallied(sample)
+            if isinstance(sample, Sample):
+                samples.append(sample)
             if len(samples) == _BATCH_SAMPLES:
-                yield _joined(samples, dropped)
-                samples, dropped = [], 0
-    if samples or dropped:
-        yield _joined(samples, dropped)
+                yield _joined(samples, tally)
+                samples, tally = [], Tally()
+    if tally.records:
+        yield _joined(samples, tally)
 
 
-def _joined(samples: Sequence[Sample], dropped: int) -> Encoded:
+def _tallied(sample: Sample | Dropped) -> Tally:
+    """Counts of one record."""
+    if isinstance(sample, Dropped):
+        return Tally(records=1, longest=sample.longest, dropped=1, needed=sample.needed)
+    longest = max(len(ids) + lost for ids, lost in zip(sample.ids, sample.lost, strict=True))
+    return Tally(records=1, longest=longest, cut=int(any(sample.lost)), incomplete=int(sample.incomplete))
+
+
+def _joined(samples: Sequence[Sample], tally: Tally) -> Encoded:
     ids = [one for sample in samples for one in sample.ids]
     names = samples[0].columns if samples else ()
     columns = {name: [values for sample in samples for values in sample.columns[name]] for name in names}
-    return Encoded(ids, columns, 4 * sum(map(len, ids)), dropped, sum(sample.cut for sample in samples))
+    lost = [tokens for sample in samples for tokens in sample.lost]
+    return Encoded(ids, columns, 4 * sum(map(len, ids)), tally, lost)
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    batch: list[tuple[str, str]] = []
     characters = 0
     for text in texts:
         batch.append(text)
-        characters += len(text)
+        characters += len(text[0])
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -10,13 +10,16 @@ from d9d_core.plugin import Ref
 from d9d_data.config import (
     BpeTokenizer,
     ChatConfig,
+    DocumentsConfig,
     LabelledConfig,
     ModelTextConfig,
+    PaddedConfig,
     PairsConfig,
     PreferenceConfig,
     PreparedConfig,
     TokenizedConfig,
 )
+from d9d_data.corpus.fit import DOCUMENTS, Limit, Words
 
 #: Encoders by name. They are imported when they are used: some bring Jinja, which texts never need.
 ENCODERS = {
@@ -37,7 +40,7 @@ class Encoding:
         settings: of the encoder, see its ``load``; plain data.
         columns: names of the values that it gives beside the tokens.
         texts: names of the documents of a sample, if it has several.
-        plural: name of the records in notes, if they are no documents.
+        words: for messages about its records.
         targets: whether the tokens are predicted, so that the last of a document has no position.
     """
 
@@ -45,8 +48,13 @@ class Encoding:
     settings: dict[str, Any]
     columns: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
-    plural: str = "documents"
+    words: Words = DOCUMENTS
     targets: bool = True
+
+    @property
+    def plural(self) -> str:
+        """Name of the records in messages."""
+        return self.words.plural
 
 
 #: Encoding of texts.
@@ -63,11 +71,16 @@ def tokenizer_of(config: PreparedConfig) -> tuple[str | BpeTokenizer, str | None
 def encoding_of(config: PreparedConfig) -> Encoding:
     """Encoding of a config's records."""
     if isinstance(config, LabelledConfig):
-        return Encoding("labelled", _labelled(config), ("labels",), plural="labelled records", targets=False)
+        lost = "words lost their labels" if config.per == "word" else ""
+        words = Words("labelled records", lost)
+        return Encoding("labelled", _labelled(config), ("labels",), words=words, targets=False)
     if isinstance(config, PairsConfig):
         negatives = ["negative"] if config.negatives == 1 else [f"negative {n + 1}" for n in range(config.negatives)]
         texts = ("query", "positive", *negatives)
-        return Encoding("pairs", _pairs(config), texts=texts, plural="pairs", targets=False)
+        return Encoding("pairs", _pairs(config), texts=texts, words=Words("pairs"), targets=False)
+    if isinstance(config, DocumentsConfig) and config.too_long != "cut_end":
+        # The beginnings of documents are read from what all lengths and the dataset text share.
+        return Encoding("text", {"longest": config.sequence_length + 1, "too_long": config.too_long})
     if not isinstance(config, ModelTextConfig):
         return TEXTS
     settings = {
@@ -76,9 +89,19 @@ def encoding_of(config: PreparedConfig) -> Encoding:
         "too_long": config.too_long,
     }
     if isinstance(config, ChatConfig):
-        return Encoding("chat", {**settings, "loss": config.loss}, ("weights",), plural="conversations")
+        side = "first" if config.too_long == "cut_start" else "last"
+        words = Words("conversations", f"the {side} answer is incomplete" if config.loss != "all" else "")
+        return Encoding("chat", {**settings, "loss": config.loss}, ("weights",), words=words)
     assert isinstance(config, PreferenceConfig)
-    return Encoding("preference", settings, ("weights",), ("chosen", "rejected"), "pairs")
+    words = Words("pairs", "a completion is incomplete")
+    return Encoding("preference", settings, ("weights",), ("chosen", "rejected"), words)
+
+
+def limit_of(config: PreparedConfig) -> Limit | None:
+    """Limit on the tokens of a text; ``None`` where samples are cut from texts of any length."""
+    if not isinstance(config, PaddedConfig):
+        return None
+    return Limit(config.sequence_length + int(encoding_of(config).targets), config.too_long)
 
 
 def _labelled(config: LabelledConfig) -> dict[str, Any]:
@@ -89,9 +112,14 @@ def _labelled(config: LabelledConfig) -> dict[str, Any]:
         "label": config.label,
         "names": config.labels,
         "longest": config.sequence_length,
+        "too_long": config.too_long,
     }
 
 
 def _pairs(config: PairsConfig) -> dict[str, Any]:
     names = ("query", "positive", "negative", "negatives", "query_prefix", "document_prefix")
-    return {**{name: getattr(config, name) for name in names}, "longest": config.sequence_length}
+    return {
+        **{name: getattr(config, name) for name in names},
+        "longest": config.sequence_length,
+        "too_long": config.too_long,
+    }

@@ -57,7 +57,7 @@ def _encoding(config: PreparedConfig) -> dict[str, Any]:
     tokenizer = tokenizer_identity(choice)
     encoding = encoding_of(config)
     if isinstance(config, TokenizedConfig):
-        records = {} if encoding.encoder == "text" else {encoding.encoder: encoding.settings}
+        records = {encoding.encoder: encoding.settings} if encoding.settings else {}
         return {"tokenizer": tokenizer, "end_of_text": end, **records}
     from d9d_data.chat.template import ChatTemplate  # brings Jinja, which texts never need
 

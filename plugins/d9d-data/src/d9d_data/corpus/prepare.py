@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,10 +20,12 @@ from d9d_data.config import (
     LabelledConfig,
     ModelTextConfig,
     PreparedConfig,
+    TextConfig,
     TokenizedConfig,
 )
 from d9d_data.corpus.cache import cached_directory, file_digests, find_damage
-from d9d_data.corpus.encoding import TEXTS, Encoding, encoding_of
+from d9d_data.corpus.encoding import TEXTS, Encoding, encoding_of, limit_of
+from d9d_data.corpus.fit import NONE, Limit, Tally, losses
 from d9d_data.corpus.identity import corpus_key
 from d9d_data.corpus.plan import plan_shards
 from d9d_data.corpus.tokenise import FACTS, SPLITS, Split, tokenise
@@ -53,13 +55,16 @@ class Corpus:
         skipped: malformed records that both splits together lack.
         weights: bool [N], whether tokens are learned, memory-mapped; ``None`` if all are.
         learned: how many are, if there are weights.
-        dropped: records that both splits lack because they are too long, or have nothing left to learn.
+        first_skipped: place of the first malformed record and what is wrong with it.
+        tally: counts of the records of both splits.
         encoding: of the records.
         labels: int32 [N], class of each token, -100 for none, memory-mapped; of a text with one label, at its first
             token. ``None`` if there are none.
         num_classes: number of classes.
         label_names: names of the classes, if they have names.
-        cut: records of both splits that had more than fits into a sample, as far as preparation cuts them.
+        lost: int64 [D], tokens that each document lost to a cut when it was prepared, memory-mapped; ``None`` if none
+            lost any.
+        limit: on the tokens of a document, of which the stream reads no more; ``None`` if it reads all.
         scales: float32 [N], weight of each token that is learned, memory-mapped; ``None`` if all have the same.
     """
 
@@ -71,13 +76,15 @@ class Corpus:
     digest: str
     assets: Path | None
     skipped: int = 0
+    first_skipped: str = ""
     weights: npt.NDArray[np.bool_] | None = None
-    dropped: int = 0
+    tally: Tally = NONE
     encoding: Encoding = TEXTS
     labels: npt.NDArray[np.int32] | None = None
     num_classes: int = 0
     label_names: tuple[str, ...] | None = None
-    cut: int = 0
+    lost: npt.NDArray[np.int64] | None = None
+    limit: Limit | None = None
     learned: int = 0
     scales: npt.NDArray[np.float32] | None = None
 
@@ -100,6 +107,24 @@ class Corpus:
         """Documents of samples [B], those of each together: [B * documents_per_sample]."""
         together = np.arange(self.documents_per_sample)
         return (samples[:, None] * self.documents_per_sample + together).reshape(-1)
+
+    def lost_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens that documents [D] lost to a cut, when they were prepared or because the stream reads no more."""
+        lost: npt.NDArray[np.int64]
+        lost = np.zeros(len(documents), dtype=np.int64) if self.lost is None else self.lost[documents]
+        if self.limit is not None:
+            lost = lost + np.maximum(self.starts[documents + 1] - self.starts[documents] - self.limit.longest, 0)
+        return lost
+
+    def losses(self) -> Tally:
+        """Counts of what is cut and left out: of both splits, or where the stream cuts documents, of this one."""
+        if self.limit is None or self.tally.cut:
+            return self.tally
+        lengths = np.diff(self.starts)
+        cut = int(np.count_nonzero(lengths > self.limit.longest))
+        if not cut:
+            return self.tally
+        return replace(self.tally, records=self.samples, longest=int(lengths.max()), cut=cut)
 
     def positions_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Positions that documents [D] take: one less than tokens where the last is a target only."""
@@ -147,9 +172,27 @@ def prepare_for(config: C, context: DataContext) -> tuple[C, Corpus]:
         DataError: see :func:`prepare` and :func:`~d9d_data.tokenizer.of_model.with_tokenizer`.
     """
     resolved = with_tokenizer(config, context.pretrained)
-    corpus = prepare(resolved, context.cache_dir, context.note)
+    corpus = replace(prepare(resolved, context.cache_dir, context.note), limit=_read_limit(resolved, context.one_pass))
+    for line in _lines(corpus):
+        context.note(line)
     own = config.tokenizer is None and context.pretrained is not None
     return resolved, replace(corpus, assets=None) if own else corpus
+
+
+def _read_limit(config: PreparedConfig, one_pass: bool) -> Limit | None:
+    """Limit on the tokens of a document that the stream of a config reads."""
+    if one_pass and isinstance(config, TextConfig) and config.packing == "best_fit":
+        return Limit(config.sequence_length + 1)  # see d9d_data.stream.binned
+    return limit_of(config)
+
+
+def _lines(corpus: Corpus) -> Iterator[str]:
+    """Lines about what a corpus lacks of its sources."""
+    encoding = corpus.encoding
+    if corpus.skipped:
+        yield f"left out {corpus.skipped:,} malformed {encoding.plural}; the first: {corpus.first_skipped}"
+    if corpus.limit is not None:
+        yield from losses(corpus.losses(), corpus.limit, encoding.words)
 
 
 def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
@@ -194,14 +237,6 @@ def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
                 raise DataError(
                     "data.sources: a file changed while it was being read; start again when all are in place"
                 )
-            if facts["skipped"]:
-                note(f"left out {facts['skipped']:,} malformed {encoding.plural}; the first: {facts['first_skipped']}")
-            if facts["cut"]:
-                note(f"cut {facts['cut']:,} {encoding.plural} to the {config.sequence_length:,} tokens of a sample")
-            if facts["dropped"]:
-                note(
-                    f"left out {facts['dropped']:,} {encoding.plural} that are too long, or have nothing left to learn"
-                )
             note(f"tokenised in {time.perf_counter() - begin:.1f} s with {facts['tokenizer']}")
 
         return _open(cached_directory(cache_dir, key, build, note, required, full), config.split, encoding)
@@ -232,7 +267,9 @@ def _open(directory: Path, split: Split, encoding: Encoding) -> Corpus:
     names = encoding.columns
     if f"{split}.scales.npy" in digests:
         files, names = [*files, f"{split}.scales.npy"], (*names, "scales")
+    lost = directory / f"{split}.lost.npy"
     tokens, starts, *columns = (map_array(directory / file) for file in files)
+    more: dict[str, Any] = dict(zip(names, columns, strict=True))
     return Corpus(
         tokens=tokens,
         starts=starts,
@@ -242,11 +279,12 @@ def _open(directory: Path, split: Split, encoding: Encoding) -> Corpus:
         digest=hashlib.sha256("".join(digests[file] for file in files).encode()).hexdigest(),
         assets=directory / "tokenizer",
         skipped=facts["skipped"],
-        dropped=facts["dropped"],
+        first_skipped=facts["first_skipped"],
+        tally=Tally.of(facts["tally"]),
         encoding=encoding,
         num_classes=facts.get("num_classes", 0),
         label_names=None if facts.get("labels") is None else tuple(facts["labels"]),
-        cut=facts.get("cut", 0),
+        lost=map_array(lost) if lost.name in digests else None,
         learned=facts["learned"][split],
-        **dict(zip(names, columns, strict=True)),
+        **more,
     )

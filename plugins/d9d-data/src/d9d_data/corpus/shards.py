@@ -1,8 +1,8 @@
 """Shards of a corpus as token files: complete or absent, so that work goes on where a killed process stopped.
 
 Layout of a shard's directory: ``tokens.npy`` (uint16 or uint32 [N], every document followed by its end-of-text token),
-``lengths.npy`` (int64 [D], tokens of each document), ``facts.json`` and a file for each of the encoder's columns, such
-as ``weights.npy`` (bool [N]).
+``lengths.npy`` (int64 [D], tokens of each document), ``lost.npy`` (int64 [D], tokens that each lost to a cut),
+``facts.json`` and a file for each of the encoder's columns, such as ``weights.npy`` (bool [N]).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,11 +20,12 @@ from d9d_core.extend import parse_json, read_regular
 
 from d9d_data.corpus.cache import cached_directory
 from d9d_data.corpus.encoder import Encoder
+from d9d_data.corpus.fit import Tally
 from d9d_data.corpus.npy_writer import NpyWriter
 from d9d_data.corpus.plan import Shard
 from d9d_data.sources.place import Place, refuse
 
-TOKENS, LENGTHS, FACTS = "tokens.npy", "lengths.npy", "facts.json"
+TOKENS, LENGTHS, LOST, FACTS = "tokens.npy", "lengths.npy", "lost.npy", "facts.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,17 @@ class FinishedShard:
     Attributes:
         tokens: [N].
         lengths: int64 [D], tokens of each document.
+        lost: int64 [D], tokens that each lost to a cut.
         columns: values beside the tokens, [N] each.
-        facts: what was left out or cut, and the labels by their numbers.
+        tally: counts of its records.
+        facts: malformed records, and the labels by their numbers.
     """
 
     tokens: npt.NDArray[Any]
     lengths: npt.NDArray[np.int64]
+    lost: npt.NDArray[np.int64]
     columns: Mapping[str, npt.NDArray[Any]]
+    tally: Tally
     facts: dict[str, Any]
 
 
@@ -79,35 +84,35 @@ def write_shard(
     """
 
     def build(directory: Path) -> None:
-        skips, dropped, cut = Skips(), 0, 0
+        skips, tally = Skips(), Tally()
         labels: tuple[str | int, ...] = ()
         dtype = token_dtype(encoder.vocab_size)
         with ExitStack() as stack:
             tokens = stack.enter_context(NpyWriter(directory / TOKENS, dtype))
-            lengths = stack.enter_context(NpyWriter(directory / LENGTHS, np.int64))
+            lengths, lost = (stack.enter_context(NpyWriter(directory / file, np.int64)) for file in (LENGTHS, LOST))
             columns = {
                 name: stack.enter_context(NpyWriter(directory / f"{name}.npy", kind))
                 for name, kind in encoder.columns.items()
             }
             for batch in encoder.encode(shard.pieces, skips if malformed == "skip" else refuse):
-                dropped, cut, labels = dropped + batch.dropped, cut + batch.cut, batch.labels
+                tally, labels = tally + batch.tally, batch.labels
                 if batch.ids:
                     # Ids are below the vocabulary.
                     tokens.append(np.concatenate(list(batch.ids), dtype=dtype, casting="unsafe"))
                     lengths.append(np.asarray([len(ids) for ids in batch.ids], dtype=np.int64))
+                    lost.append(np.asarray(batch.lost or [0] * len(batch.ids), dtype=np.int64))
                     for name, column in columns.items():
                         column.append(np.concatenate(list(batch.columns[name])))
                 advance(batch.characters)
         facts = {
             "skipped": skips.count,
             "first_skipped": skips.first,
-            "dropped": dropped,
-            "cut": cut,
+            "tally": asdict(tally),
             "labels": labels,
         }
         (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
-    files = (TOKENS, LENGTHS, FACTS, *(f"{name}.npy" for name in encoder.columns))
+    files = (TOKENS, LENGTHS, LOST, FACTS, *(f"{name}.npy" for name in encoder.columns))
     cached_directory(work, shard.name, build, lambda _text: None, files)
 
 
@@ -119,9 +124,17 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 def read_shard(shard: Shard, work: Path, columns: Iterable[str]) -> FinishedShard:
     """Contents of a finished shard; its arrays are memory-mapped."""
     directory = work / shard.name
+
+    def mapped(file: str) -> npt.NDArray[Any]:
+        array: npt.NDArray[Any] = np.load(directory / file, mmap_mode="r", allow_pickle=False)
+        return array
+
+    facts = parse_json(read_regular(directory / FACTS))
     return FinishedShard(
-        tokens=np.load(directory / TOKENS, mmap_mode="r", allow_pickle=False),
-        lengths=np.load(directory / LENGTHS, mmap_mode="r", allow_pickle=False),
-        columns={name: np.load(directory / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in columns},
-        facts=parse_json(read_regular(directory / FACTS)),
+        tokens=mapped(TOKENS),
+        lengths=mapped(LENGTHS),
+        lost=mapped(LOST),
+        columns={name: mapped(f"{name}.npy") for name in columns},
+        tally=Tally.of(facts["tally"]),
+        facts=facts,
     )

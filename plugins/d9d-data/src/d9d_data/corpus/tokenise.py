@@ -3,6 +3,7 @@
 Layout of the directory: ``facts.json``, ``tokenizer/``, and for each split ``<split>.tokens.npy`` (uint16 or uint32
 [N], every text followed by its end-of-text token), ``<split>.starts.npy`` (int64 [D + 1], where documents start, and N)
 and a file for each of the encoder's columns, such as ``<split>.weights.npy`` (bool [N]); scales only if one is not 1.
+``<split>.lost.npy`` (int64 [D], tokens that each document lost to a cut) is there if one lost any.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +23,8 @@ from d9d_core.extend import DataError
 from d9d_data.config import BpeTokenizer, PreparedConfig, TokenizedConfig
 from d9d_data.corpus.cache import cached_directory
 from d9d_data.corpus.encoder import Encoder
-from d9d_data.corpus.encoding import Encoding, encoding_of
+from d9d_data.corpus.encoding import Encoding, encoding_of, limit_of
+from d9d_data.corpus.fit import Limit, Tally, nothing_left
 from d9d_data.corpus.npy_writer import NpyWriter
 from d9d_data.corpus.plan import Shard
 from d9d_data.corpus.pool import default_workers, tokenise_in_processes
@@ -65,7 +68,7 @@ def tokenise(config: PreparedConfig, shards: Sequence[Shard], work: Path, direct
     tokenizer.save(directory / "tokenizer")
     _tokenise_shards(config.preparation_workers, setup, encoder, shards, work)
     facts = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.description}
-    facts |= _join(encoder, shards, config.held_out, encoding_of(config), work, directory)
+    facts |= _join(encoder, shards, config.held_out, encoding_of(config), limit_of(config), work, directory)
     (directory / FACTS).write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return facts
 
@@ -117,7 +120,13 @@ def _in_memory(shard: Shard) -> bool:
 
 
 def _join(
-    encoder: Encoder, shards: Sequence[Shard], held_out: float, encoding: Encoding, work: Path, directory: Path
+    encoder: Encoder,
+    shards: Sequence[Shard],
+    held_out: float,
+    encoding: Encoding,
+    limit: Limit | None,
+    work: Path,
+    directory: Path,
 ) -> dict[str, Any]:
     """Write the token files of both splits from those of the shards, and return facts about them.
 
@@ -126,18 +135,21 @@ def _join(
         shards: finished ones.
         held_out: fraction of the samples that is set aside.
         encoding: of the records.
+        limit: on the tokens of a text, if there is one.
         work: directory of the shards' directories.
         directory: where the files are written.
     """
     counts = np.zeros(encoder.vocab_size, dtype=np.int64)
-    found, skipped, first_skipped, dropped, cut = 0, 0, "", 0, 0
+    found, skipped, first_skipped, tally = 0, 0, "", Tally()
     learned: dict[Split, int] = dict.fromkeys(SPLITS, 0)
     together = len(encoding.texts) or 1
     classes = _classes(encoder, shards, encoding, work)
     columns = dict(encoder.columns)
     if "scales" in columns and not any(np.any(_scales(shard, work) != 1) for shard in shards):
         del columns["scales"]
+    some_lost = any(read_shard(shard, work, ()).tally.cut for shard in shards)
     kinds = {"tokens": token_dtype(encoder.vocab_size), "starts": np.int64, **columns}
+    kinds |= {"lost": np.int64} if some_lost else {}
     with ExitStack() as stack:
         writers = {
             name: {split: stack.enter_context(NpyWriter(directory / f"{split}.{name}.npy", dtype)) for split in SPLITS}
@@ -150,9 +162,11 @@ def _join(
             there = read_shard(shard, work, columns)
             skipped += there.facts["skipped"]
             first_skipped = first_skipped or there.facts["first_skipped"]
-            dropped, cut = dropped + there.facts["dropped"], cut + there.facts.get("cut", 0)
+            tally += there.tally
+            begin = 0
             for place, chunk_lengths in _chunks(there.lengths):
-                chunk = there.tokens[place]
+                chunk, chunk_lost = there.tokens[place], there.lost[begin : begin + len(chunk_lengths)]
+                begin += len(chunk_lengths)
                 aside = _set_aside(np.arange(found, found + len(chunk_lengths)) // together, held_out)
                 found += len(chunk_lengths)
                 for split, chosen in (("train", ~aside), ("held_out", aside)):
@@ -162,6 +176,8 @@ def _join(
                     taken = chunk[kept]
                     starts_of[split].append(tokens_of[split].length + np.cumsum(chunk_lengths[chosen]))
                     tokens_of[split].append(taken)
+                    if some_lost:
+                        writers["lost"][split].append(chunk_lost[chosen])
                     for name, column in there.columns.items():
                         values = column[place][kept]
                         if classes is not None and name == "labels":
@@ -173,13 +189,15 @@ def _join(
                         counts += np.bincount(taken, minlength=len(counts))
         documents = {split: (starts.length - 1) // together for split, starts in starts_of.items()}
     files = {piece.file.address for shard in shards for piece in shard.pieces}
-    _check_splits(documents, held_out, len(files))
+    if not documents["train"] and tally.dropped:
+        assert limit is not None
+        raise nothing_left(tally, limit, encoding.words)
+    _check_splits(documents, held_out, len(files), skipped, first_skipped)
     return {
         "unigram_entropy": unigram_entropy(counts),
         "skipped": skipped,
         "first_skipped": first_skipped,
-        "dropped": dropped,
-        "cut": cut,
+        "tally": asdict(tally),
         "learned": learned,
         "num_classes": classes.count if classes else 0,
         "labels": classes.names if classes else None,
@@ -217,7 +235,12 @@ def _chunks(lengths: npt.NDArray[np.int64]) -> Iterator[tuple[slice, npt.NDArray
             first, begin = after, end
 
 
-def _check_splits(documents: dict[Split, int], held_out: float, found: int) -> None:
+def _check_splits(documents: dict[Split, int], held_out: float, found: int, skipped: int, first: str) -> None:
+    if not documents["train"] and skipped:
+        raise DataError(
+            f"data.sources: the corpus is empty: all {skipped:,} records of its {found} files are malformed; "
+            f"the first: {first}"
+        )
     if not documents["train"]:
         raise DataError(f"data.sources: the corpus is empty: none of its {found} files holds text; name other sources")
     if held_out and not documents["held_out"]:

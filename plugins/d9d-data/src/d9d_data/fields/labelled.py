@@ -13,7 +13,8 @@ import numpy.typing as npt
 import tokenizers
 from d9d_core.extend import DataError
 
-from d9d_data.corpus.encoder import Encoded, Sample, encode_samples
+from d9d_data.corpus.encoder import Dropped, Encoded, Sample, encode_samples
+from d9d_data.corpus.fit import Limit, Policy
 from d9d_data.fields.label_table import NO_LABEL, LabelTable
 from d9d_data.sources.document import Piece
 from d9d_data.sources.place import Record, Reject
@@ -38,7 +39,8 @@ class LabelledEncoder:
         pair: holds a second text, which the tokenizer joins to the first; ``None`` if there is none.
         label: holds the label, or the list of labels; ``None`` for the usual names.
         names: of the classes; ``None`` to take those of the data.
-        longest: most tokens of a sample; longer ones are cut.
+        longest: most tokens of a sample, the tokenizer's special tokens included, which a cut keeps.
+        too_long: treatment of longer ones.
     """
 
     columns: Mapping[str, npt.DTypeLike] = {"labels": np.int32}
@@ -52,12 +54,15 @@ class LabelledEncoder:
         label: str | None,
         names: Sequence[str] | None,
         longest: int,
+        too_long: Policy,
     ) -> None:
         self.vocab_size = tokenizer.vocab_size
-        self._backend = tokenizers.Tokenizer.from_str(tokenizer.serialised())
-        self._backend.encode_special_tokens = True  # what a text quotes is text
-        self._backend.no_padding()
-        self._backend.enable_truncation(longest)
+        self._limit = Limit(longest, too_long)
+        self._whole, self._cut = (tokenizers.Tokenizer.from_str(tokenizer.serialised()) for _ in range(2))
+        for backend in (self._whole, self._cut):
+            backend.encode_special_tokens = True  # what a text quotes is text
+            backend.no_padding()
+        self._cut.enable_truncation(longest, direction="left" if too_long == "cut_start" else "right")
         self._per, self._field, self._pair, self._label, self._names = per, field, pair, label, names
 
     @classmethod
@@ -78,7 +83,7 @@ class LabelledEncoder:
         for batch in encode_samples(pieces, reject, sample):
             yield replace(batch, labels=table.labels)
 
-    def _of_text(self, table: LabelTable, record: Record) -> Sample:
+    def _of_text(self, table: LabelTable, record: Record) -> Sample | Dropped:
         where = str(record.place)
         text = self._text(record, self._field)
         pair = None if self._pair is None else self._text(record, self._pair)
@@ -86,14 +91,16 @@ class LabelledEncoder:
         if field not in record.values and value_of(record, field) is None:
             raise _without(record, "label", field)
         label = table.check(value_of(record, field), f"{where}: {field}")
-        encoding = self._backend.encode(text, pair)
+        encoding, lost = self._encoded(where, text, pair)
+        if encoding is None:
+            return Dropped(lost)
         labels = np.full(len(encoding.ids), NO_LABEL, dtype=np.int32)
         if not len(labels):
             raise DataError(f"{where}: the tokenizer finds nothing in {self._field}; leave the record out")
         labels[0] = table.id_of(label)
-        return _sample(encoding, labels)
+        return _sample(encoding, labels, lost)
 
-    def _of_words(self, table: LabelTable, record: Record) -> Sample:
+    def _of_words(self, table: LabelTable, record: Record) -> Sample | Dropped:
         where = str(record.place)
         words = value_of(record, self._field)
         if not isinstance(words, list):
@@ -113,15 +120,36 @@ class LabelledEncoder:
                 "and at least one"
             )
         checked = [table.check(value, f"{where}: {field}[{number}]") for number, value in enumerate(values)]
-        encoding = self._backend.encode(" ".join(words))
+        encoding, lost = self._encoded(where, " ".join(words), None)
+        if encoding is None:
+            return Dropped(lost)
         labels = np.full(len(encoding.ids), NO_LABEL, dtype=np.int32)
         starts = np.cumsum([0, *(len(word) + 1 for word in words)])  # of each word, and of one more
-        word = 0  # next one whose first token is looked for
+        begins = (begin for begin, end in encoding.offsets if end > begin)
+        word = int(np.searchsorted(starts, next(begins, 0)))  # next one whose first token is looked for
+        last = starts[word - 1] + len(words[word - 1]) if word else 0  # end of a word whose beginning was cut
         for token, (_, end) in enumerate(encoding.offsets):
-            if word < len(words) and end > starts[word]:
+            if word < len(words) and end > max(starts[word], last):
                 labels[token] = table.id_of(checked[word])
                 word = int(np.searchsorted(starts, end, side="left"))
-        return _sample(encoding, labels)
+        missing = sum(label != NO_LABEL for label in checked) - int(np.count_nonzero(labels != NO_LABEL))
+        return _sample(encoding, labels, lost, incomplete=lost > 0 and missing > 0)
+
+    def _encoded(self, where: str, text: str, pair: str | None) -> tuple[tokenizers.Encoding | None, int]:
+        """Encoding of a text and the tokens that it lost to a cut; if it is left out, ``None`` and the tokens it has.
+
+        Raises:
+            TooLongError: it is too long, and that is an error.
+        """
+        encoding = self._whole.encode(text, pair)
+        count = len(encoding.ids)
+        if self._limit.kept(count, where) is None:
+            return None, count
+        if count <= self._limit.longest:
+            return encoding, 0
+        # Of a pair, the longer text is cut; special tokens stay.
+        cut = self._cut.encode(text, pair)
+        return cut, count - len(cut.ids)
 
     def _text(self, record: Record, field: str) -> str:
         text = value_of(record, field)
@@ -130,9 +158,11 @@ class LabelledEncoder:
         return text
 
 
-def _sample(encoding: tokenizers.Encoding, labels: npt.NDArray[np.int32]) -> Sample:
+def _sample(
+    encoding: tokenizers.Encoding, labels: npt.NDArray[np.int32], lost: int, incomplete: bool = False
+) -> Sample:
     ids = np.asarray(encoding.ids, dtype=np.int64)
-    return Sample([ids], {"labels": [labels]}, cut=bool(encoding.overflowing))
+    return Sample([ids], {"labels": [labels]}, [lost], incomplete)
 
 
 def _without(record: Record, what: str, field: str) -> DataError:

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from d9d_core.extend import DataError
 
-from d9d_data.corpus.encoder import Encoded, Sample, encode_samples
+from d9d_data.corpus.encoder import Dropped, Encoded, Sample, encode_samples
+from d9d_data.corpus.fit import Limit, Policy
 from d9d_data.sources.document import Piece
 from d9d_data.sources.place import Record, Reject
 from d9d_data.sources.records import field_of, value_of
@@ -31,7 +32,8 @@ class PairsEncoder:
         negatives: n, the same for all records.
         query_prefix: text before each query.
         document_prefix: text before each document.
-        longest: most tokens of a text with its end; longer ones are cut before the end.
+        longest: most tokens of a text with its end, which a cut keeps.
+        too_long: treatment of longer texts.
     """
 
     columns: Mapping[str, npt.DTypeLike] = {}
@@ -46,12 +48,13 @@ class PairsEncoder:
         query_prefix: str,
         document_prefix: str,
         longest: int,
+        too_long: Policy,
     ) -> None:
         self.vocab_size = tokenizer.vocab_size
         self._tokenizer = tokenizer
         self._query, self._positive, self._negative, self._negatives = query, positive, negative, negatives
         self._prefixes = (query_prefix, *[document_prefix] * (1 + negatives))
-        self._longest = longest
+        self._limit = Limit(longest, too_long)
 
     @classmethod
     def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:  # noqa: ARG003
@@ -68,7 +71,7 @@ class PairsEncoder:
         """Encode records; one that lacks a text is rejected."""
         return encode_samples(pieces, reject, self._sample)
 
-    def _sample(self, record: Record) -> Sample:
+    def _sample(self, record: Record) -> Sample | Dropped:
         texts = {self._query: value_of(record, self._query), self._positive: value_of(record, self._positive)}
         if self._negatives:
             texts |= self._negatives_of(record)
@@ -83,8 +86,15 @@ class PairsEncoder:
             raise DataError(f"{record.place}: query and positive are equal, so there is nothing to find; leave it out")
         whole = self._tokenizer.encode([a + b for a, b in zip(self._prefixes, texts.values(), strict=True)])
         end = np.asarray([self._tokenizer.end_of_text_id])
-        ids = [np.concatenate([one[: self._longest - 1], end]) for one in whole]
-        return Sample(ids, {}, cut=any(len(one) >= self._longest for one in whole))
+        ids, lost = [], []
+        for name, one in zip(texts, whole, strict=True):
+            kept = self._limit.kept(len(one) + 1, f"{record.place}: {name}")
+            if kept is None:
+                return Dropped(max(map(len, whole)) + 1)
+            lost.append(len(one) + 1 - (kept.stop - kept.start))
+            # The end of text stays: of a text that loses its end, the token before it goes.
+            ids.append(np.concatenate([one[kept.start : kept.stop - 1], end]))
+        return Sample(ids, {}, lost)
 
     def _negatives_of(self, record: Record) -> dict[str, Any]:
         """Negatives by what messages call them."""

@@ -23,7 +23,7 @@ from d9d_data.order.layout import Layout
 from d9d_data.stream.base import PackStream
 from d9d_data.stream.one_pass import ROWS, OnePassStream
 from d9d_data.stream.packing import NO_TARGET
-from d9d_data.stream.reader import Arrays, PackSource
+from d9d_data.stream.reader import Arrays, Lost, PackSource, TellsLosses
 from d9d_data.tokenizer.base import TOKENIZER_FILE
 
 #: Fields of parts that would change nothing: a mixture forms the packs, in its own processes.
@@ -34,6 +34,8 @@ _UNUSED: Mapping[str, str] = {
 
 #: Facts that all parts have alike, and their names in messages.
 _EQUAL = {"labels": "classes", "texts": "texts"}
+#: Facts that count records of a part.
+_COUNTED = ("cut_documents", "incomplete", "dropped")
 
 
 def build_mixture(
@@ -116,8 +118,7 @@ class MixtureStream(PackStream):
                 )
         samples, rows = ([int(str(own[name])) for own in facts] for name in ("samples", ROWS))
         source = MixtureSamples(self._sources, *(tuple(accumulate(sizes[:-1], initial=0)) for sizes in (samples, rows)))
-        more: dict[str, Any] = {"cut_documents": sum(int(str(own.get("cut_documents", 0))) for own in facts)}
-        more |= {"packed": True} if facts[0].get("packed") else {}
+        more = {"packed": True} if facts[0].get("packed") else {}
         # The size of a sample is known when it is read only, so nothing is sorted.
         return OnePassStream(
             source,
@@ -147,6 +148,9 @@ class MixtureStream(PackStream):
         for name in ("tokenizer", "texts_per_sample", *_EQUAL):
             if values := [facts[name] for facts in all_facts if name in facts]:
                 common[name] = values[0]
+        for name in _COUNTED:
+            if values := [facts[name] for facts in all_facts if name in facts]:
+                common[name] = sum(values)
         if self._order.samples is not None:
             common["samples"] = self._order.samples
         parts = [
@@ -230,6 +234,20 @@ class MixturePacks:
             self.merged([self.order(number) for number in range(begin, begin + layout.microbatch_size)])
             for begin in range(first, first + layout.share, layout.microbatch_size)
         ]
+
+    def lost_at(self, consumed: int) -> Sequence[Lost]:
+        """Tokens lost by the documents of the pack's rows; those of parts that do not tell have lost none."""
+        layout = self.layout
+        first = consumed + layout.rank * layout.share
+        lost: list[Lost] = []
+        for begin in range(first, first + layout.share, layout.microbatch_size):
+            places = [self.order(number) for number in range(begin, begin + layout.microbatch_size)]
+            lost.append([row for part, place in places for row in self._lost(part, place)])
+        return lost
+
+    def _lost(self, part: int, place: int) -> Lost:
+        source = self.sources[part]
+        return source.lost_at(place)[0] if isinstance(source, TellsLosses) else [[]] * len(source.pack_at(place)[0])
 
     def completed(self, sample: Sample, part: int) -> Sample:
         """Sample of a part as the mixture gives it."""

@@ -17,7 +17,8 @@ def facts_of(corpus: Corpus) -> State:
     """Facts of a split: sizes, and how much is learned.
 
     Texts have the token that ends them, too, and the entropy (nats per token) of the train split. ``skipped``
-    counts malformed records, and ``dropped`` those that were left out for their length, of both splits.
+    counts malformed records of both splits, ``cut_documents`` records that lost tokens to a cut, ``incomplete`` those
+    of them that lost something to learn, and ``dropped`` those that were left out for their length.
     """
     facts: dict[str, Any] = {
         "vocab_size": corpus.vocab_size,
@@ -26,6 +27,15 @@ def facts_of(corpus: Corpus) -> State:
         "tokenizer": corpus.tokenizer,
         "skipped": corpus.skipped,
     }
+    if corpus.limit is not None:
+        tally = corpus.losses()
+        facts["cut_documents"] = tally.cut
+        further = {
+            "longest": tally.longest if tally.cut else 0,
+            "incomplete": tally.incomplete,
+            "dropped": tally.dropped,
+        }
+        facts |= {name: count for name, count in further.items() if count}
     if corpus.texts:
         facts |= {"texts": list(corpus.texts), "texts_per_sample": len(corpus.texts)}
     if corpus.labels is not None:
@@ -36,8 +46,7 @@ def facts_of(corpus: Corpus) -> State:
     if corpus.weights is None:
         end = int(corpus.tokens[-1])  # of the last document
         return {**facts, "eos_token_id": end, "unigram_entropy": corpus.unigram_entropy}
-    dropped = {"dropped": corpus.dropped} if corpus.dropped else {}
-    return {**facts, "learned_tokens": corpus.learned, **dropped}
+    return {**facts, "learned_tokens": corpus.learned}
 
 
 class PackStream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from d9d_data.order.samples import SampleOrder
 from d9d_data.stream.base import CorpusStream, facts_of
 from d9d_data.stream.bins import Bins, Pieces, best_fit, cut_pieces, next_fit, pack_bins
 from d9d_data.stream.one_pass import OnePassStream, one_pass_of
-from d9d_data.stream.reader import Arrays
+from d9d_data.stream.reader import Arrays, Lost
 
 
 class BinStream(CorpusStream):
@@ -71,11 +71,7 @@ def one_pass_of_bins(config: TextConfig | ChatConfig, context: DataContext, corp
     pieces = Pieces(np.asarray(corpus.starts[:-1]), np.minimum(positions, length))
     bins = next_fit(np.maximum(pieces.lengths, 1), length)
     source = BinSamples(corpus, pieces, bins, length)
-    facts = {
-        "packed": True,
-        "cut_documents": int(np.count_nonzero(positions > length)),
-        "unused_positions": bins.unused,
-    }
+    facts = {"packed": True, "unused_positions": bins.unused}
     identity = f"bins in order {corpus.digest} {length}"
     # All samples are of one length, so there is nothing to sort.
     sizes = (len(bins), len(positions))
@@ -94,6 +90,15 @@ class BinSamples:
     def sizes(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Lengths [B], all alike."""
         return np.full(len(samples), self.sequence_length)
+
+    def lost(self, samples: npt.NDArray[np.int64]) -> Lost:
+        """Tokens lost by each document of samples [B]; pieces of a document have what all of it lost."""
+        rows = []
+        for sample in samples.tolist():
+            members = self.bins.members[self.bins.starts[sample] : self.bins.starts[sample + 1]]
+            documents = np.searchsorted(self.corpus.starts, self.pieces.firsts[members], side="right") - 1
+            rows.append(self.corpus.lost_of(documents).tolist())
+        return rows
 
     def microbatch(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
         """Microbatch of bins [B] of documents in their order, with ``rows`` [B] and ``ends`` [B, N] of these."""
@@ -121,7 +126,15 @@ class BinPacks:
 
     def pack_at(self, consumed: int) -> Arrays:
         """Microbatches of [B, S] each."""
+        return [self.samples.packed(chosen) for chosen in self._chosen(consumed)]
+
+    def lost_at(self, consumed: int) -> Sequence[Lost]:
+        """Tokens lost by the documents of the pack's rows, microbatch by microbatch."""
+        return [self.samples.lost(chosen) for chosen in self._chosen(consumed)]
+
+    def _chosen(self, consumed: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Samples [B] of each microbatch."""
         layout = self.layout
         chosen = self.order.take(consumed + layout.rank * layout.share, layout.share)
-        begins = range(0, layout.share, layout.microbatch_size)
-        return [self.samples.packed(chosen[begin : begin + layout.microbatch_size]) for begin in begins]
+        for begin in range(0, layout.share, layout.microbatch_size):
+            yield chosen[begin : begin + layout.microbatch_size]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from d9d_data.order.windows import WindowOrder
 from d9d_data.stream.base import CorpusStream, facts_of
 from d9d_data.stream.one_pass import OnePassStream, one_pass_of
 from d9d_data.stream.padding import pad, pad_texts
-from d9d_data.stream.reader import Arrays
+from d9d_data.stream.reader import Arrays, Lost
 
 # Batches sorted together unless the job file says otherwise: enough that the lengths in a pack differ by little.
 _WINDOW_BATCHES = 64
@@ -45,14 +45,8 @@ def open_documents(config: PaddedConfig, context: DataContext, corpus: Corpus) -
         return DocumentStream(config, context, corpus)
     source = DocumentSamples(corpus, config.sequence_length, config.pad_multiple)
     identity = f"documents {corpus.digest} {config.sequence_length}"
-    facts = {"cut_documents": corpus.cut or count_longer(corpus, config.sequence_length)}
     rows = corpus.samples * corpus.documents_per_sample
-    return one_pass_of(corpus, source, (corpus.samples, rows), config, context, identity, facts, config.bucket_window)
-
-
-def count_longer(corpus: Corpus, sequence_length: int) -> int:
-    """Documents that have more positions than a sample."""
-    return int(np.count_nonzero(np.diff(corpus.starts) > sequence_length + int(corpus.encoding.targets)))
+    return one_pass_of(corpus, source, (corpus.samples, rows), config, context, identity, {}, config.bucket_window)
 
 
 class DocumentStream(CorpusStream):
@@ -97,7 +91,6 @@ class DocumentStream(CorpusStream):
         return {
             **facts_of(self._corpus),
             "sequence_length": self._sequence_length,
-            "cut_documents": self._corpus.cut or count_longer(self._corpus, self._sequence_length),
             "samples": self._corpus.samples,
             "bucket_window": self._window,
             "unused_positions": self._unused,
@@ -157,6 +150,10 @@ class DocumentSamples:
         longest: npt.NDArray[np.int64] = self.lengths(samples).max(axis=1)
         return longest
 
+    def lost(self, samples: npt.NDArray[np.int64]) -> Lost:
+        """Tokens lost by the documents of samples [b], each a row."""
+        return [[lost] for lost in self.corpus.lost_of(self.corpus.documents_of(samples)).tolist()]
+
     def microbatch(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
         """Microbatch of samples [b], with ``rows``.
 
@@ -198,10 +195,18 @@ class DocumentPacks:
 
     def pack_at(self, consumed: int) -> Arrays:
         """Microbatches of [B, S], each of its own S; the shortest first."""
+        return [self.samples.padded(chosen) for chosen in self._chosen(consumed)]
+
+    def lost_at(self, consumed: int) -> Sequence[Lost]:
+        """Tokens lost by the documents of the pack's rows, microbatch by microbatch."""
+        return [self.samples.lost(chosen) for chosen in self._chosen(consumed)]
+
+    def _chosen(self, consumed: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Samples [b] of each microbatch."""
         layout = self.layout
         mine = self.order(consumed)[layout.rank :: layout.ranks]
-        begins = range(0, layout.share, layout.microbatch_size)
-        return [self.samples.padded(mine[begin : begin + layout.microbatch_size]) for begin in begins]
+        for begin in range(0, layout.share, layout.microbatch_size):
+            yield mine[begin : begin + layout.microbatch_size]
 
 
 def _window(wanted: int | None, samples: int, batch_size: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import resource_tracker
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy.typing as npt
 import torch
@@ -26,11 +26,24 @@ _AHEAD = 2
 Arrays = Sequence[Mapping[str, npt.NDArray[Any]]]
 
 
+#: Tokens that each document of each row of a microbatch lost to a cut.
+Lost = Sequence[Sequence[int]]
+
+
 class PackSource(Protocol):
     """Source of any pack of one rank; can be sent to another process."""
 
     def pack_at(self, consumed: int) -> Arrays:
         """Build the pack that comes after ``consumed`` samples, over all ranks."""
+        ...
+
+
+@runtime_checkable
+class TellsLosses(Protocol):
+    """Source that knows what the documents in its packs lost to cuts, for ``d9d data show``."""
+
+    def lost_at(self, consumed: int) -> Sequence[Lost]:
+        """Tokens lost by the documents of the rows of :meth:`PackSource.pack_at`, microbatch by microbatch."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from d9d_core.extend import DataContext, DataError, State
 
 from d9d_data.config import ChatConfig, TextConfig
+from d9d_data.corpus.fit import TOLERATED
 from d9d_data.corpus.prepare import Corpus, prepare_for
 from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
@@ -18,7 +19,7 @@ from d9d_data.stream.base import CorpusStream, facts_of
 from d9d_data.stream.binned import BinStream, one_pass_of_bins
 from d9d_data.stream.one_pass import OnePassStream, one_pass_of
 from d9d_data.stream.packing import pack, sample_count
-from d9d_data.stream.reader import Arrays
+from d9d_data.stream.reader import Arrays, Lost
 
 
 def build_text(config: TextConfig, context: DataContext) -> TextStream | BinStream | OnePassStream:
@@ -43,15 +44,15 @@ def open_text(
         return (one_pass_of_bins if context.one_pass else BinStream)(config, context, corpus)
     if not context.one_pass:
         return TextStream(config, context, corpus)
-    samples = _count(config, corpus)
+    samples = _count(config, context, corpus)
     source = TextSamples(corpus, config.sequence_length)
     identity = f"concat {corpus.digest} {config.sequence_length}"
     # All samples are of one length, so there is nothing to sort.
     return one_pass_of(corpus, source, (samples, samples), config, context, identity, {}, context.microbatch_size)
 
 
-def _count(config: TextConfig | ChatConfig, corpus: Corpus) -> int:
-    """Number of samples.
+def _count(config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> int:
+    """Number of samples; a note says how much of the corpus is in none.
 
     Raises:
         DataError: there is none.
@@ -63,6 +64,10 @@ def _count(config: TextConfig | ChatConfig, corpus: Corpus) -> int:
             f"data.sequence_length: {config.sequence_length} positions need {config.sequence_length + 1} tokens, "
             f"but the {config.split} split has {tokens}; use at most {tokens - 1}, or more text"
         )
+    if left := tokens - 1 - samples * config.sequence_length:
+        line = f"the last {left:,} of {tokens:,} tokens fill no sample, and are not used"
+        small = left <= TOLERATED * tokens
+        context.note(line if small else f"warning: {line}; use a smaller sequence_length, or packing: best_fit")
     return samples
 
 
@@ -75,7 +80,7 @@ class TextStream(CorpusStream):
 
     def __init__(self, config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> None:
         layout = Layout.of(context)
-        order = SampleOrder(_count(config, corpus), context.seed, config.shuffle)
+        order = SampleOrder(_count(config, context, corpus), context.seed, config.shuffle)
         source = TextPacks(TextSamples(corpus, config.sequence_length), order, layout)
         identity = f"{corpus.digest} {config.sequence_length} {config.shuffle}"
         super().__init__(corpus, source, layout.batch_size, config.workers, identity, ("sequence_length", "shuffle"))
@@ -104,6 +109,14 @@ class TextSamples:
         """Lengths [B], all alike."""
         return np.full(len(samples), self.sequence_length)
 
+    def lost(self, samples: npt.NDArray[np.int64]) -> Lost:
+        """Tokens lost by each document of samples [B]."""
+        starts, rows = self.corpus.starts, []
+        for first in (samples * self.sequence_length).tolist():
+            begin, last = np.searchsorted(starts, (first, first + self.sequence_length - 1), side="right") - 1
+            rows.append(self.corpus.lost_of(np.arange(begin, last + 1)).tolist())
+        return rows
+
     def microbatch(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
         """Microbatch of samples [B], with ``rows``."""
         return {**self.packed(samples), "rows": samples}
@@ -124,7 +137,15 @@ class TextPacks:
 
     def pack_at(self, consumed: int) -> Arrays:
         """Microbatches of [B, S] each."""
+        return [self.samples.packed(chosen) for chosen in self._chosen(consumed)]
+
+    def lost_at(self, consumed: int) -> Sequence[Lost]:
+        """Tokens lost by the documents of the pack's rows, microbatch by microbatch."""
+        return [self.samples.lost(chosen) for chosen in self._chosen(consumed)]
+
+    def _chosen(self, consumed: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Samples [B] of each microbatch."""
         layout = self.layout
         chosen = self.order.take(consumed + layout.rank * layout.share, layout.share)
-        begins = range(0, layout.share, layout.microbatch_size)
-        return [self.samples.packed(chosen[begin : begin + layout.microbatch_size]) for begin in begins]
+        for begin in range(0, layout.share, layout.microbatch_size):
+            yield chosen[begin : begin + layout.microbatch_size]

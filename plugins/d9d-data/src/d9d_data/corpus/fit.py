@@ -1,0 +1,148 @@
+"""Fit of records into samples: the treatment of those that are too long, and counts of what they lose.
+
+All datasets over a corpus count here, whether their encoder cuts records or a stream reads a part of each document, so
+that every loss is in the facts of the stream and in one line at each start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
+
+from d9d_core.extend import DataError
+
+#: Treatment of a record that is too long, as ``data.too_long`` names it.
+Policy = Literal["cut_end", "cut_start", "drop", "error"]
+#: Fraction of the records beyond which their losses are a warning.
+TOLERATED = 0.01
+
+
+class TooLongError(DataError):
+    """Record that is too long, where that is an error; ``malformed: skip`` does not skip it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Limit on the tokens of a text, and the treatment of longer ones.
+
+    Attributes:
+        longest: most tokens.
+        too_long: treatment of longer texts.
+    """
+
+    longest: int
+    too_long: Policy = "cut_end"
+
+    def kept(self, count: int, where: str) -> slice | None:
+        """Tokens that are kept of a text of ``count`` tokens; ``None`` if its record is left out.
+
+        Args:
+            count: tokens of the text.
+            where: name of the text in messages.
+
+        Raises:
+            TooLongError: it is longer, and that is an error.
+        """
+        if count <= self.longest:
+            return slice(0, count)
+        if self.too_long == "drop":
+            return None
+        if self.too_long == "error":
+            raise TooLongError(
+                f"{where} has {count:,} tokens, more than the {self.longest:,} of a sequence; use longer sequences, "
+                "leave out the record, or set data.too_long to cut_end, cut_start or drop"
+            )
+        return slice(0, self.longest) if self.too_long == "cut_end" else slice(count - self.longest, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Counts over the records that an encoder reads, malformed ones left aside.
+
+    Attributes:
+        records: samples, and records that are left out.
+        longest: tokens of the longest text of a record, before it is cut.
+        cut: records that lost tokens.
+        incomplete: cut records that lost tokens to learn.
+        dropped: records that are left out for their length, or because nothing is left to learn.
+        needed: fewest tokens in which one of the dropped records has a token to learn; 0 if none has one.
+    """
+
+    records: int = 0
+    longest: int = 0
+    cut: int = 0
+    incomplete: int = 0
+    dropped: int = 0
+    needed: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        """Counts over the records of both."""
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        least = min((count for count in (self.needed, other.needed) if count), default=0)
+        return Tally(**{**sums, "longest": max(self.longest, other.longest), "needed": least})
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Counts as they were written to JSON."""
+        return cls(**value)
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Words of a dataset for messages about its records.
+
+    Attributes:
+        plural: name of the records.
+        lost: what a record lost to learn, after "in 3 "; empty where only tokens are lost.
+    """
+
+    plural: str
+    lost: str = ""
+
+
+#: Words of datasets of texts.
+DOCUMENTS = Words("documents")
+#: Counts of no record.
+NONE = Tally()
+
+
+def losses(tally: Tally, limit: Limit, words: Words) -> Iterator[str]:
+    """Lines about the records of a corpus that are cut or left out; none if every record is whole.
+
+    Args:
+        tally: counts.
+        limit: tokens of a text.
+        words: of the dataset.
+    """
+    plural, most = words.plural, f"{limit.longest:,} tokens"
+    if tally.cut:
+        lost = f"; in {tally.incomplete:,} {words.lost}" if tally.incomplete and words.lost else ""
+        line = f"cut {tally.cut:,} of {tally.records:,} {plural} to {most}, longest {tally.longest:,}{lost}"
+        yield _weighed(line, tally.cut, tally.records)
+    if tally.dropped:
+        line = (
+            f"left out {tally.dropped:,} of {tally.records:,} {plural} that are too long, or have nothing left to learn"
+        )
+        yield _weighed(f"{line} in {most}, longest {tally.longest:,}", tally.dropped, tally.records)
+
+
+def _weighed(line: str, count: int, records: int) -> str:
+    if count <= TOLERATED * records:
+        return line
+    return f"warning: {line}; use a larger sequence_length, or choose with data.too_long what happens to them"
+
+
+def nothing_left(tally: Tally, limit: Limit, words: Words) -> DataError:
+    """Error about a corpus whose records are all left out."""
+    plural = words.plural
+    if limit.too_long == "drop" or not tally.needed:
+        reason = f"all {tally.dropped:,} {plural} are too long for {limit.longest:,} tokens, or have nothing to learn"
+        advice = f"use a sequence_length of up to {tally.longest - 1:,}, or data.too_long: cut_end or cut_start"
+    else:
+        reason = (
+            f"none of the {tally.dropped:,} {plural} has anything to learn in its first {limit.longest:,} tokens: "
+            f"their prompts alone have {tally.needed - 1:,} tokens and more"
+        )
+        advice = f"use a sequence_length of more than {tally.needed - 1:,}, or data.too_long: cut_start"
+    return DataError(f"data.sequence_length: {reason} (the longest has {tally.longest:,}); {advice}")
