@@ -45,7 +45,9 @@ class Job(JoinsProcesses, JobFile):
     @classmethod
     def of(cls, file: JobFile) -> Job:
         """Make the job of a job file that core has read, with the engine's defaults."""
-        given = {name: getattr(file, name) for name in file.model_fields_set}
+        given = {name: getattr(file, name) for name in type(file).model_fields}
+        if "trackers" not in file.source.document.values:
+            del given["trackers"]
         return cls(**given).use(file.registry, file.source)
 
     def plan(self, world_size: int | None = None, rank: int = 0) -> Plan:

@@ -98,7 +98,7 @@ def muon(config: MuonConfig, width: int) -> OptimizerCost:
 
 def _muon_of(config: MuonConfig, width: int, rest: OptimizerCost, name: str, shape: tuple[int, ...]) -> OptimizerCost:
     """Cost for each parameter of a weight of a name and shape."""
-    if len(shape) not in (2, 3) or any(fnmatch.fnmatchcase(name, pattern) for pattern in config.adamw.match):
+    if len(shape) not in (2, 3) or any(fnmatch.fnmatchcase(name, pattern) for pattern in config.adamw.patterns):
         return rest
     wide = _state_width(config, width)
     short, long = sorted(shape[-2:])

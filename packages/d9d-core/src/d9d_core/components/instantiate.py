@@ -11,6 +11,7 @@ from d9d_core.config.base import PluginConfig
 from d9d_core.errors import BuildError
 from d9d_core.plugin.capabilities import Chosen
 from d9d_core.plugin.records import ConfiguredSpec
+from d9d_core.plugin.ref import directory_kept
 
 #: How torch says that sizes, or their product, have no 64 bits.
 _TOO_LARGE = re.compile(r"calculation overflowed|multiplication overflow|Overflow when unpacking|too large to convert")
@@ -48,7 +49,8 @@ def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any
     if chosen.spec.composite:
         arguments = (*arguments, inner_builder(chosen))
     try:
-        component = build(config, *arguments)
+        with directory_kept():
+            component = build(config, *arguments)
     except (TypeError, RuntimeError, OverflowError) as error:
         where = f"{chosen.where}: {chosen.entry.kind.name} {chosen.entry}"
         if _TOO_LARGE.search(str(error)):

@@ -51,12 +51,15 @@ def speakable(value: Any) -> Any:
 
 
 def _unfit(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Iterator[InitErrorDetails]:
-    """Numbers that pydantic reads and nothing else would: true as 1, and what has no 64 bits."""
+    """Numbers that pydantic reads and nothing else would: true as 1, more than 64 bits, infinity in untyped values."""
     # pydantic's strict mode would also refuse the numbers that YAML leaves as strings, such as 1e3.
     if isinstance(given, bool) and type(read) in (int, float):
         yield line_error("not_a_number", "input should be a number", loc, given)
     elif type(read) is int and abs(read) > _LARGEST:
         yield line_error("too_large", f"a whole number has at most 64 bits, up to {_LARGEST}", loc, given)
+    elif len(loc) > 1 and type(read) is float and not math.isfinite(read):
+        # Only a field's type tells the text "inf", which stands for infinity in saved jobs, from a text.
+        yield line_error("not_finite", "input should be a finite number", loc, given)
     elif isinstance(given, Mapping) and isinstance(read, Mapping):
         for key in given.keys() & read.keys():
             yield from _unfit(given[key], read[key], (*loc, key))
@@ -80,9 +83,20 @@ class LoadsCode:
 
 
 class Section(BaseModel):
-    """Base of the job file's sections: frozen; refuses unknown fields, and true, false and huge numbers for numbers."""
+    """Base of the job file's sections: frozen; refuses unknown fields, and true, false, huge and infinite numbers.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+    A field that admits infinity says so: ``Annotated[float, Field(allow_inf_nan=True, gt=0)]``.
+    """
+
+    # Numbers are finite unless a field admits others, which are dumped as they are and not as null.
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+    )
 
     @model_validator(mode="wrap")
     @classmethod

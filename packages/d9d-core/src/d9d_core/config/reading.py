@@ -6,6 +6,7 @@ anything else is an error; so are duplicate keys and aliases that never end.
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import re
 import tomllib
@@ -69,6 +70,26 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Location, int]]:
         raise JobError(f"{source}:{line}: the character U+{error.character:04X} is not allowed") from error
     except RecursionError:
         raise JobError(f"{source}:{loader.line + 1}: nested more than {MAX_DEPTH} levels deep") from None
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes the texts which the loader would read as numbers, such as 3e-4."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [*resolvers, *(pair for pair in _Loader.yaml_implicit_resolvers.get(first, ()) if pair not in resolvers)]
+    for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
+}
+
+
+def write_yaml(values: Any, **style: Any) -> str:
+    """Text that :func:`read_yaml` reads as these values.
+
+    Args:
+        values: mappings, lists and scalars.
+        style: options of ``yaml.dump``, such as ``width``.
+    """
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, **style))
 
 
 def check_scalar(value: Any) -> None:
@@ -166,7 +187,7 @@ class _Builder:
 
 def _read_toml(text: str, source: str) -> tuple[Any, dict[Location, int]]:
     try:
-        return _shallow(tomllib.loads(text), source), {}
+        return _undated(_shallow(tomllib.loads(text), source)), {}
     except RecursionError:
         raise _too_deep(source) from None
     except ValueError as error:
@@ -190,6 +211,15 @@ def _read_json(text: str, source: str) -> tuple[Any, dict[Location, int]]:
         raise JobError(f"{source}:{error.lineno}: {error.msg}") from error
     except ValueError as error:
         raise JobError(f"{source}: {error}") from error
+
+
+def _undated(values: Any) -> Any:
+    """Values with dates and times as texts, which is what the other formats have."""
+    if isinstance(values, dict):
+        return {key: _undated(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_undated(value) for value in values]
+    return values.isoformat() if isinstance(values, dt.date | dt.time) else values
 
 
 def _shallow(values: Any, source: str) -> Any:

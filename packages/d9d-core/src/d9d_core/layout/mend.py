@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from d9d_core.config.base import PluginConfig, speakable
 from d9d_core.config.job import MAX_MICROBATCHES, BaseJob, Batch, Mesh
 from d9d_core.config.lookup import load_config
+from d9d_core.config.reading import write_yaml
 from d9d_core.config.resolve import Parts, select_parts
 from d9d_core.errors import D9dError
 from d9d_core.layout.check import covers, layout_problems, near_multiples, strategies_for, unused_axes
@@ -56,7 +56,7 @@ def edit(before: BaseJob, after: BaseJob) -> str:
     for section in _SECTIONS:
         old, new = getattr(before, section), getattr(after, section)
         if old != new:
-            text = yaml.safe_dump(written(new), default_flow_style=True, sort_keys=False, width=10_000)
+            text = write_yaml(written(new), default_flow_style=True, width=10_000)
             lines.append(f"{section}: {text.splitlines()[0]}")  # a scalar's document ends with a line of dots
     return "\n".join(lines)
 

@@ -22,7 +22,7 @@ from d9d_core.errors import PluginError, interrupt_behind
 from d9d_core.plugin import hooks
 from d9d_core.plugin.entries import Entry, Origin, Problem, Record, plugin_error, shown
 from d9d_core.plugin.known import KnownPlugins
-from d9d_core.plugin.ref import FOREIGN_FAILURES, exits_raised
+from d9d_core.plugin.ref import FOREIGN_FAILURES, directory_kept, exits_raised
 
 #: Modules that a declaration must not import.
 _HEAVY = ("torch", "pydantic")
@@ -175,6 +175,7 @@ def contained(who: str) -> Iterator[None]:
             _handler("SIGINT", interrupt, signal.default_int_handler),
             _limited(who, seconds),
             exits_raised(),
+            directory_kept(),
             redirect_stdout(sys.stderr),
         ):
             try:

@@ -7,8 +7,9 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from d9d_core.errors import interrupt_behind
@@ -41,6 +42,21 @@ def exits_raised() -> Iterator[None]:
         os._exit = before
 
 
+@contextmanager
+def directory_kept() -> Iterator[None]:
+    """Return to the working directory after the block: paths of a job, such as ``run.dir``, are relative to it."""
+    try:
+        before = Path.cwd()
+    except OSError:  # it was deleted
+        before = None
+    try:
+        yield
+    finally:
+        if before is not None:
+            with suppress(OSError):
+                os.chdir(before)
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """Reference ``"package.module:attribute"``: lets a declaration name heavy code without importing it.
@@ -65,7 +81,8 @@ class Ref:
         """
         module, _, path = self.target.partition(":")
         try:
-            value: Any = importlib.import_module(module)
+            with directory_kept():
+                value: Any = importlib.import_module(module)
         except Exception as error:
             if interrupt_behind(error):
                 raise KeyboardInterrupt from error

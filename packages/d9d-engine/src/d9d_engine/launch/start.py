@@ -128,7 +128,7 @@ def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None) -
         return job
     job = load(1, False)
     processes = job.mesh.world_size
-    if job.source.auto is not None or (nproc == "auto" and "mesh" not in job.model_fields_set):
+    if job.source.auto is not None or (nproc == "auto" and "mesh" not in job.source.document.values):
         with start_up(), interrupts_deferred():
             from d9d_engine.distributed.devices import count_devices
         processes = count_devices(job.device)

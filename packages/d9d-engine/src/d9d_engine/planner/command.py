@@ -21,6 +21,7 @@ from d9d_core.cli.options import (
     say,
 )
 from d9d_core.cli.output import console_for
+from d9d_core.config.reading import write_yaml
 from d9d_core.errors import D9dError, JobError
 from d9d_core.job import JobFile
 from d9d_core.layout.mend import written
@@ -129,7 +130,7 @@ def job_text(job: JobFile, prediction: Prediction) -> str:
     if laid_out.pipeline is not None:
         values["pipeline"] = written(laid_out.pipeline)
     predicted = f"{prediction.time.total:.3g} s a step, {prediction.memory.needed / _GIB:.1f} GiB"
-    return f"# Layout by d9d plan; predicted: {predicted}.\n" + yaml.safe_dump(values, sort_keys=False, width=120)
+    return f"# Layout by d9d plan; predicted: {predicted}.\n" + write_yaml(values, width=120)
 
 
 def _nothing(found: Found, devices: int, device: Device, job: JobFile) -> str:

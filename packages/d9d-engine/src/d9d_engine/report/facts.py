@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from d9d_core.config.reading import write_yaml
 from d9d_core.untrusted import parse_json, read_regular
 
 from d9d_engine.launch.startup import FILE as STARTUP
@@ -117,9 +118,7 @@ def environment(record: RunRecord) -> str:
 
 def job(record: RunRecord) -> str:
     """Make a text of the job, all defaults filled in, that is opened by a click."""
-    import yaml
-
-    text = yaml.safe_dump(json.loads(json.dumps(record.job, default=str)), sort_keys=False, allow_unicode=True)
+    text = write_yaml(json.loads(json.dumps(record.job, default=str)), allow_unicode=True)
     return f"<details><summary>job.yaml, all defaults filled in</summary><pre>{escape(text)}</pre></details>"
 
 

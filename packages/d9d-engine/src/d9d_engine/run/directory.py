@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from d9d_core.config.job import JobConfig
+from d9d_core.config.reading import write_yaml
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.program.actions import Program
 from d9d_core.program.text import format_programs
@@ -39,7 +39,7 @@ def write_start(
     directory = job.run.directory
     directory.mkdir(parents=True, exist_ok=True)
     clear_ending(directory)
-    write_text(directory / JOB, yaml.safe_dump(job.resolved(), sort_keys=False))
+    write_text(directory / JOB, write_yaml(job.resolved()))
     write_json(directory / PLUGINS, {"digest": manifest.digest, "plugins": manifest.to_json()})
     _write_tokenizer(directory / TOKENIZER, save_assets)
     if programs:

@@ -273,7 +273,7 @@ def _arguments(
     decays = config.weight_decay or any(rule.weight_decay for rule in config.groups)
     if decays and "weight_decay" not in accepted:
         raise JobError(f"optimizer.weight_decay: {config.target} takes none; leave it out")
-    if config.state_dtype != "parameter":
+    if config.state_dtype == "float32":
         raise JobError("optimizer.state_dtype: the class decides about the number format of its state; leave it out")
     on_device = any(parameter.device.type not in ("cpu", "meta") for parameter in parameters.values())
     if on_device and "capturable" in accepted and not arguments.get("fused"):

@@ -23,14 +23,14 @@ class GroupRule(Section):
 
     match: str = Field(min_length=1)
     """Pattern over whole parameter names: ``*`` is any text (dots included), ``?`` one character, ``[ab]`` a choice."""
-    lr_scale: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Factor on the base learning rate."""
+    lr_scale: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Factor on the base learning rate; 1 if absent. A rule of ``lr_scale: 1`` keeps parameters from later rules."""
     weight_decay: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Weight decay of all matched parameters; if absent, the optimizer's for those of two or more dimensions."""
 
     @model_validator(mode="after")
     def _changes_something(self) -> GroupRule:
-        if self.weight_decay is None and "lr_scale" not in self.model_fields_set:
+        if self.weight_decay is None and self.lr_scale is None:
             raise ValueError(f"group {self.match!r} changes nothing; give it an lr_scale or a weight_decay")
         return self
 
@@ -44,8 +44,9 @@ class OptimizerConfig(PluginConfig):
     """Weight decay of parameters of two or more dimensions; biases and norm weights get none unless a group says so."""
     groups: tuple[GroupRule, ...] = ()
     """Exceptions by parameter name; the first matching pattern wins."""
-    state_dtype: Literal["parameter", "float32"] = "parameter"
-    """Number format of moments: each parameter's own, or float32 for narrower parameters, updated in float32 too."""
+    state_dtype: Literal["parameter", "float32"] | None = None
+    """Number format of moments: each parameter's own, or float32 for narrower parameters, updated in float32 too;
+    ``parameter`` if absent."""
 
     @property
     def wide_state(self) -> bool:
@@ -78,6 +79,9 @@ class AdamWConfig(AdamFields):
 
     master_weights: bool = False
     """Train bfloat16 parameters as float32 weights, whose lower 16 bits are optimizer state; moments are float32."""
+    state_dtype: Literal["parameter", "float32"] | None = None
+    """Number format of moments: each parameter's own, or float32 for narrower parameters, updated in float32 too;
+    if absent ``float32`` with ``master_weights``, else ``parameter``."""
 
     @property
     def wide_state(self) -> bool:
@@ -86,7 +90,7 @@ class AdamWConfig(AdamFields):
 
     @model_validator(mode="after")
     def _have_wide_moments(self) -> AdamWConfig:
-        if self.master_weights and self.state_dtype == "parameter" and "state_dtype" in self.model_fields_set:
+        if self.master_weights and self.state_dtype == "parameter":
             raise ValueError("master_weights has float32 moments; leave state_dtype out")
         return self
 
@@ -160,14 +164,20 @@ class StochasticAdamWConfig(OptimizerConfig):
 class AdamWPart(Section):
     """Settings of the parameters that Muon leaves to AdamW."""
 
-    match: tuple[str, ...] = ("*embed*", "*head.*", "*heads.*")
-    """Patterns of matrices that AdamW updates too: embeddings and heads; parameters of one dimension always are."""
+    match: tuple[str, ...] | None = None
+    """Patterns of matrices that AdamW updates too, each of which must match one; if absent ``*embed*``, ``*head.*`` and
+    ``*heads.*``, as far as there are such parameters. AdamW always updates those of one dimension."""
     lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
     """Base learning rate of these parameters; the schedule's factor and a group's ``lr_scale`` multiply it."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Shares of the running averages of the gradient and of its square that are kept per step, each in [0, 1)."""
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the root of the second moment."""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns of matrices that AdamW updates."""
+        return ("*embed*", "*head.*", "*heads.*") if self.match is None else self.match
 
 
 class MuonConfig(OptimizerConfig):

@@ -51,6 +51,7 @@ def group_parameters(config: OptimizerConfig, parameters: Mapping[str, nn.Parame
     groups = []
     for index in (None, *range(len(config.groups))):
         rule = GroupRule(match="*", lr_scale=1.0) if index is None else config.groups[index]
+        scale = 1.0 if rule.lr_scale is None else rule.lr_scale
         prefix = "" if index is None else f"groups[{index}] '{rule.match}', "
         names = [name for name in trainable if owner[name] == index]
         if rule.weight_decay is not None:
@@ -59,7 +60,7 @@ def group_parameters(config: OptimizerConfig, parameters: Mapping[str, nn.Parame
             matrices = [name for name in names if trainable[name].ndim >= 2]
             rest = [name for name in names if trainable[name].ndim < 2]
             parts = [(prefix + "decay", config.weight_decay, matrices), (prefix + "no decay", 0.0, rest)]
-        groups += [ParameterGroup(label, rule.lr_scale, decay, tuple(part)) for label, decay, part in parts if part]
+        groups += [ParameterGroup(label, scale, decay, tuple(part)) for label, decay, part in parts if part]
     return tuple(groups)
 
 

@@ -94,7 +94,7 @@ class Muon(NamedOptimizer):
         update_adam(batch, self._config.adamw.betas, self._config.adamw.eps, decoupled=True)
 
     def _is_matrix(self, name: str, parameter: Tensor) -> bool:
-        patterns = self._config.adamw.match
+        patterns = self._config.adamw.patterns
         return parameter.ndim in (2, 3) and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
     def _check(self) -> None:
@@ -103,9 +103,8 @@ class Muon(NamedOptimizer):
                 "optimizer 'muon': no trainable parameter is a matrix that optimizer.adamw.match leaves to it; narrow "
                 "the patterns, or use adamw"
             )
-        if "match" not in self._config.adamw.model_fields_set:
-            return  # not every model has embeddings and heads that train
-        for index, pattern in enumerate(self._config.adamw.match):
+        # Patterns of the default may match nothing: not every model has embeddings and heads that train.
+        for index, pattern in enumerate(self._config.adamw.match or ()):
             if not any(fnmatch.fnmatchcase(name, pattern) for name in self._parameters):
                 near = closest(pattern, list(self._parameters))
                 raise BuildError(

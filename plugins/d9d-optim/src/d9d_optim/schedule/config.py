@@ -63,8 +63,8 @@ class WarmupStableDecayConfig(PluginConfig):
     """Steps in which the factor rises linearly to 1; the first uses 1/warmup_steps, the last 1."""
     decay_steps: int | None = Field(default=None, ge=1)
     """Steps of the decay; ``decay_fraction`` of the run if absent."""
-    decay_fraction: float = Field(default=0.1, gt=0, le=1)
-    """Share of all steps that decay."""
+    decay_fraction: float | None = Field(default=None, gt=0, le=1)
+    """Share of all steps that decay, in place of ``decay_steps``; 0.1 if both are absent."""
     curve: Literal["linear", "cosine", "poly", "poly_late"] = "linear"
     """Shape of the decay, as of a phase of ``piecewise``."""
     min_factor: float = Field(default=0.0, ge=0, le=1)
@@ -72,7 +72,7 @@ class WarmupStableDecayConfig(PluginConfig):
 
     @model_validator(mode="after")
     def _one_length(self) -> WarmupStableDecayConfig:
-        if self.decay_steps is not None and "decay_fraction" in self.model_fields_set:
+        if self.decay_steps is not None and self.decay_fraction is not None:
             raise ValueError("has decay_steps and decay_fraction; give one of them")
         return self
 

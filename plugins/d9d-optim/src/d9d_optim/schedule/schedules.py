@@ -23,6 +23,9 @@ from d9d_optim.schedule.config import (
 )
 from d9d_optim.schedule.curves import Curve, curve_of
 
+#: Share of all steps in which the rate decays, where the job gives neither that nor a number of steps.
+_DECAY_FRACTION = 0.1
+
 
 def constant(config: ConstantConfig, total_steps: int) -> LrSchedule:  # noqa: ARG001 - the signature of LrScheduleSpec
     """Constant schedule: the factor is 1 in every step."""
@@ -57,7 +60,7 @@ def warmup_stable_decay(config: WarmupStableDecayConfig, total_steps: int) -> Lr
     Raises:
         JobError: warm-up and decay are longer than the run.
     """
-    decay = config.decay_steps or max(1, round(config.decay_fraction * total_steps))
+    decay = config.decay_steps or max(1, round((config.decay_fraction or _DECAY_FRACTION) * total_steps))
     if config.warmup_steps + decay > total_steps:
         raise JobError(
             f"lr_schedule.warmup_steps is {config.warmup_steps} and the decay takes {decay} steps, but the run has "

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-import yaml
+from d9d_core.config.reading import write_yaml
 
 _LONGEST = 300
 #: Control characters, surrogates, and such as reorder or hide what follows them.
@@ -45,7 +45,7 @@ def yaml_block(value: object) -> str:
 def yaml_text(value: object) -> str:
     """Write a value as YAML; invisible characters are escaped."""
     # Lines are not folded: a folded text may begin a line with what ends the front matter.
-    texts = (yaml.safe_dump(value, sort_keys=False, allow_unicode=plain, width=2**31) for plain in (True, False))
+    texts = (write_yaml(value, allow_unicode=plain, width=2**31) for plain in (True, False))
     return next(text for text in texts if text.isascii() or all(c == "\n" or _is_visible(c) for c in text))
 
 
