@@ -17,13 +17,16 @@ STEPS = st.sets(st.integers(1, 40), min_size=1, max_size=12)
 BEST = st.builds(BestOf, st.just("x"), st.sampled_from(["min", "max"]), st.integers(1, 3))
 
 
-@given(STEPS, st.data(), st.none() | st.integers(1, 4), st.none() | st.integers(1, 7), st.none() | BEST)
+@given(
+    STEPS, st.data(), st.none() | st.integers(1, 4), st.none() | st.integers(1, 7), st.none() | BEST,
+    st.sets(st.integers(1, 45), max_size=2),
+)  # fmt: skip
 def test_exactly_what_some_rule_keeps_stays(
-    steps: set[int], data: st.DataObject, newest: int | None, every: int | None, best: BestOf | None
+    steps: set[int], data: st.DataObject, newest: int | None, every: int | None, best: BestOf | None, before: set[int]
 ) -> None:
     scores = data.draw(st.dictionaries(st.sampled_from(sorted(steps)), st.floats(-9, 9)))
     saved = max(steps)
-    gone = Retention(newest, every, best).surplus(steps, scores, saved)
+    gone = Retention(newest, every, best).surplus(steps, scores, saved, before)
     stay = steps - set(gone)
     for step in steps:
         newer = sum(other > step for other in steps)
@@ -36,6 +39,7 @@ def test_exactly_what_some_rule_keeps_stays(
             or newer < newest
             or (every is not None and step % every == 0)
             or (best is not None and step in scores and better < best.keep)
+            or any(step < bound and not any(step < other < bound for other in steps) for bound in before)
         )
         assert (step in stay) == wanted
 

@@ -345,6 +345,9 @@ class JobConfig(BaseJob):
     """Accumulation and all-reduce of gradients."""
     nonfinite: Literal["error", "skip"] = "error"
     """Policy for a step with a NaN or infinite loss or gradient; such a step never changes anything."""
+    max_skipped: PositiveInt = 10
+    """Steps in a row that ``nonfinite: skip`` leaves out; then the run ends with an error. Before these, and before the
+    first skipped step of the run, the last checkpoint stays."""
     metrics: list[Annotated[PluginConfig, Named("metric")]] = []
     """Statistics over each logging period."""
     trackers: list[Annotated[PluginConfig, Named("tracker")]] = Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from d9d_core.errors import CheckpointError
 from d9d_weights.files.directory import DirectoryStore, is_set_aside
@@ -57,13 +57,17 @@ class Pruner:
         self._foreign = foreign
         self._scores: dict[int, float | None] = {}
 
-    def prune(self, saved: int) -> str | None:
-        """Remove what is kept no longer now that step ``saved`` exists; returns what went wrong."""
+    def prune(self, saved: int, kept_before: Iterable[int] = ()) -> str | None:
+        """Remove what is kept no longer now that step ``saved`` exists; see :meth:`Retention.surplus`.
+
+        Returns:
+            What went wrong, if anything did.
+        """
         self._foreign.discard(saved)  # if it was one, it is replaced now
         try:
             steps = [step for step in steps_in(self._storage) if step not in self._foreign]
             self._scores.pop(saved, None)  # it may have been written anew
-            for step in self._retention.surplus(steps, self._scores_of(steps), saved):
+            for step in self._retention.surplus(steps, self._scores_of(steps), saved, kept_before):
                 self._storage.remove(folder(step))
         except OSError as error:
             return f"an old checkpoint could not be removed: {reason(error)}"

@@ -36,13 +36,16 @@ class Retention:
     every: int | None = None
     best: BestOf | None = None
 
-    def surplus(self, steps: Iterable[int], scores: Mapping[int, float], saved: int) -> list[int]:
+    def surplus(
+        self, steps: Iterable[int], scores: Mapping[int, float], saved: int, kept_before: Iterable[int] = ()
+    ) -> list[int]:
         """Steps whose checkpoints are removed, oldest first.
 
         Args:
             steps: of the checkpoints that exist.
             scores: step -> value of the series; those without a value are never the best.
             saved: the step that was saved just now, which stays and counts as the newest.
+            kept_before: steps before each of which the last checkpoint stays.
         """
         if self.newest is None:
             return []
@@ -55,4 +58,5 @@ class Retention:
             sign = 1 if self.best.mode == "min" else -1
             ranked = sorted((s for s in steps if s in scores), key=lambda step: (sign * scores[step], -step))
             kept |= set(ranked[: self.best.keep])
+        kept |= {max(earlier) for bound in kept_before if (earlier := [step for step in steps if step < bound])}
         return [step for step in steps if step not in kept]

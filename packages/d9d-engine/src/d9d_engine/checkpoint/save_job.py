@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ class SaveJob:
         rank: of this process.
         group: all ranks; used by nobody else meanwhile.
         pruner: removes old checkpoints.
+        kept_before: steps before each of which the last checkpoint stays.
     """
 
     storage: DirectoryStore
@@ -40,6 +41,7 @@ class SaveJob:
     rank: int
     group: dist.ProcessGroup | None
     pruner: Pruner
+    kept_before: Sequence[int] = ()
 
     def run(self, ready: Callable[[], Mapping[str, LocalShards]], stall: float | None) -> SaveReport:
         """Write and publish. Collective over ``group``.
@@ -67,7 +69,7 @@ class SaveJob:
                 raise kind(unwritten(location, reason(error))) from error
             raise
         took = time.perf_counter() - began
-        warning = self.pruner.prune(self.step) if self.rank == 0 else None
+        warning = self.pruner.prune(self.step, self.kept_before) if self.rank == 0 else None
         return SaveReport(self.step, location, took if stall is None else stall, took, size, warning)
 
 

@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -194,12 +194,12 @@ class CheckpointStore:
         moved: list[str] = on_main(move, self.group)
         return moved
 
-    def prune(self, step: int) -> str | None:
+    def prune(self, step: int, kept_before: Sequence[int] = ()) -> str | None:
         """Remove what a process killed after saving this step had yet to remove; returns what went wrong.
 
-        Collective over all ranks.
+        Collective over all ranks. For ``kept_before`` see :meth:`save`.
         """
-        warning: str | None = on_main(lambda: self._pruner.prune(step), self.group)
+        warning: str | None = on_main(lambda: self._pruner.prune(step, kept_before), self.group)
         return warning
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
@@ -215,6 +215,7 @@ class CheckpointStore:
         facts: Mapping[str, Any],
         volatile: Collection[str] = (),
         score: float | None = None,
+        kept_before: Sequence[int] = (),
         wait: bool = False,
         late_values: Callable[[], Mapping[str, Any]] = dict,
     ) -> bool:
@@ -234,6 +235,7 @@ class CheckpointStore:
             facts: JSON values that identify the job (config, plugins), for the manifest; the first rank's count.
             volatile: names of tensors that may change before ``before_mutation`` is called.
             score: the value by which the best checkpoint is chosen.
+            kept_before: steps before each of which the last checkpoint stays.
             wait: return when it exists, even if the store is asynchronous; needs no memory for copies.
             late_values: further values for ``state.json``, which may take time; called by the first rank, when all
                 tensors are written, in the thread that writes, and again if the storage fails.
@@ -265,7 +267,7 @@ class CheckpointStore:
         content, facts = snapshot
         job = SaveJob(
             self._storage, name, step, lambda: with_values(content, late_values()), facts,
-            rank=self.topology.rank, group=self.group, pruner=self._pruner,
+            rank=self.topology.rank, group=self.group, pruner=self._pruner, kept_before=kept_before,
         )  # fmt: skip
         if wait or not self.asynchronous:
 

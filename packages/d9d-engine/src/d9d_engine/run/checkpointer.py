@@ -29,6 +29,7 @@ from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.directory import write_ending, write_start
+from d9d_engine.run.logbook import Skips, is_state
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.step.metrics import Statistics
 from d9d_engine.step.tied import Ties
@@ -48,13 +49,13 @@ class Progress:
     Attributes:
         step: optimizer steps done.
         tokens: tokens (or samples) consumed.
-        skipped: steps without an update, because something was not finite.
+        skips: steps without an update, because something was not finite.
         logged: the last value of each logged series; of a resumed run, :meth:`losses` of its checkpoint at first.
     """
 
     step: int = 0
     tokens: int = 0
-    skipped: int = 0
+    skips: Skips = field(default_factory=Skips)
     logged: dict[str, float] = field(default_factory=dict)
 
     def losses(self) -> dict[str, float]:
@@ -172,7 +173,8 @@ class Checkpointer:
         values = {
             "data": self._stream.state(),
             "tokens": progress.tokens,
-            "skipped": progress.skipped,
+            "skipped": progress.skips.total,
+            "skips": progress.skips.state(),
             "losses": progress.losses(),
             "subscribers": {name: subscriber.state() for name, subscriber in self._stateful.items()},
         }
@@ -190,7 +192,9 @@ class Checkpointer:
             facts,
             # A forward may change buffers and metrics; parameters and moments change in the optimizer's step only.
             volatile=tensors.keys() - self._changed_by_optimizer(),
-            score=self._score(progress.logged),
+            # While steps are skipped, the last value is that of an earlier checkpoint, which must not be replaced.
+            score=None if progress.skips.in_a_row else self._score(progress.logged),
+            kept_before=progress.skips.kept_before,
             wait=wait,
             late_values=lambda: {"trackers": trackers()},
         )
@@ -300,12 +304,13 @@ class Checkpointer:
             ) from error
         for location in self.store.set_aside(newer_than=checkpoint.step):
             self._note(f"warning: a damaged checkpoint was set aside as {location}")
-        if warning := self.store.prune(checkpoint.step):
+        skips = Skips.of(values["skips"]) if "skips" in values else Skips(total=values["skipped"])
+        if warning := self.store.prune(checkpoint.step, skips.kept_before):
             self._note(f"warning: {warning}")
         for name, subscriber in self._stateful.items():
             if name in values.get("subscribers", {}):
                 subscriber.load_state(values["subscribers"][name])
-        progress = Progress(checkpoint.step, values["tokens"], values["skipped"], values.get("losses", {}))
+        progress = Progress(checkpoint.step, values["tokens"], skips, values.get("losses", {}))
         return progress, values["trackers"]
 
     def _load(self, checkpoint: Checkpoint) -> None:
@@ -365,6 +370,7 @@ def checked_values(values: Mapping[str, Any], location: str) -> Mapping[str, Any
     subscribers = values.get("subscribers", {})  # earlier checkpoints have none
     sound = isinstance(subscribers, dict) and all(map(_is_table, subscribers.values()))
     wrong += [] if sound else ["subscribers"]
+    wrong += ["skips"] if not is_state(values.get("skips", Skips().state())) else []  # likewise
     wrong += ["losses"] if not _are_losses(values.get("losses", {})) else []  # earlier checkpoints have none
     if wrong:
         raise CheckpointError(f"{location}: state.json has no usable {', '.join(wrong)}; copy the checkpoint again")

@@ -6,8 +6,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from d9d_core.errors import NonFiniteError
@@ -15,6 +15,50 @@ from d9d_core.events import StepResult
 from d9d_core.protocols.metric import Table
 from d9d_core.tensors import wide_dtype
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Skips:
+    """Skipped steps of a run, as far as their flags have been read. Steps are 1-based.
+
+    Attributes:
+        total: all of them.
+        in_a_row: up to the newest step that was read.
+        first: the first one; 0 if there is none.
+        began: the first one of those in a row; 0 if the newest step was finite.
+    """
+
+    total: int = 0
+    in_a_row: int = 0
+    first: int = 0
+    began: int = 0
+
+    def after(self, step: int, finite: bool) -> Skips:
+        """Skips after one more step."""
+        if finite:
+            return replace(self, in_a_row=0, began=0)
+        return Skips(self.total + 1, self.in_a_row + 1, self.first or step, self.began or step)
+
+    @property
+    def kept_before(self) -> tuple[int, ...]:
+        """Steps before each of which the last checkpoint is kept: what follows may be beyond repair."""
+        return tuple(sorted({self.first, self.began} - {0}))
+
+    def state(self) -> dict[str, int]:
+        """Values for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Skips:
+        """Skips of a checkpoint's values; see :func:`is_state`."""
+        return cls(**{field.name: state[field.name] for field in fields(cls)})
+
+
+def is_state(values: object) -> bool:
+    """Whether a checkpoint's values are those of :meth:`Skips.state`."""
+    names = {field.name for field in fields(Skips)}
+    sound = isinstance(values, dict) and values.keys() == names
+    return sound and all(type(value) is int and value >= 0 for value in values.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +82,8 @@ class Logbook:
         write: gets the step (1-based) and the values of a step to be logged.
         watch: gets the step (1-based) and the loss of every step.
         nonfinite: what follows a step whose loss or gradient was not finite.
-        skipped: how many such steps there were before.
+        skips: such steps so far.
+        max_skipped: how many in a row are skipped before it is an error.
         tokens: how many tokens were consumed before.
         write_tables: gets the tables of a step to be logged, if there are any; ``None`` if nobody takes tables.
         utilisation: tokens per second -> further values of a step to be logged.
@@ -50,7 +95,8 @@ class Logbook:
         write: Callable[[int, Mapping[str, float]], None],
         watch: Callable[[int, float], None],
         nonfinite: Literal["error", "skip"],
-        skipped: int = 0,
+        skips: Skips | None = None,
+        max_skipped: int = 10,
         tokens: int = 0,
         write_tables: Callable[[int, Mapping[str, Table]], None] | None = None,
         utilisation: Callable[[float], Mapping[str, float]] | None = None,
@@ -63,7 +109,8 @@ class Logbook:
         self._watch = watch
         self._nonfinite = nonfinite
         self._pending: deque[_Entry] = deque()
-        self.skipped = skipped
+        self.skips = skips or Skips()
+        self._max_skipped = max_skipped
         self.tokens = tokens
         self._tokens_logged = tokens
         self.stop = False
@@ -89,7 +136,7 @@ class Logbook:
                 the stream of the step does not wait for what was measured.
 
         Raises:
-            NonFiniteError: an earlier step was not finite and the policy is ``error``.
+            NonFiniteError: an earlier step was not finite and the policy is ``error``, or too many in a row were not.
         """
         tensors = {name: getattr(result, name) for name in ("finite", "stop", "tokens", "loss", "grad_norm")}
         tables: dict[str, Table] = {}
@@ -113,7 +160,7 @@ class Logbook:
         """Wait for all values; afterwards every step so far is known to be finite (or skipped).
 
         Raises:
-            NonFiniteError: one was not and the policy is ``error``.
+            NonFiniteError: one was not and the policy is ``error``, or too many in a row were not.
         """
         while self._pending:
             self._take(self._pending.popleft())
@@ -123,7 +170,9 @@ class Logbook:
             entry.copied.synchronize()
         count = len(entry.names)
         values = dict(zip(entry.names, entry.values[:count].tolist(), strict=True))
-        if not values.pop("finite"):
+        finite = bool(values.pop("finite"))
+        self.skips = self.skips.after(entry.step, finite)
+        if not finite:
             self._meet_nonfinite(entry.step, values)
         self.stop = self.stop or bool(values.pop("stop"))
         self.tokens += round(values.pop("tokens"))
@@ -133,20 +182,26 @@ class Logbook:
             rate = (self.tokens - self._tokens_logged) / max(entry.seconds, 1e-9)
             values |= {"tokens_per_second": rate, **self._utilisation(rate)}
             self._tokens_logged = self.tokens
-            extra = {"skipped_steps": float(self.skipped)} if self.skipped else {}
+            extra = {"skipped_steps": float(self.skips.total)} if self.skips.total else {}
             self._write(entry.step, {**values, **extra})
         self._watch(entry.step, loss)
         if entry.tables and self._write_tables is not None:
             self._write_tables(entry.step, _filled(entry.tables, entry.values[count:]))
 
     def _meet_nonfinite(self, step: int, values: Mapping[str, float]) -> None:
-        self.skipped += 1
+        names = [name for name in ("loss", "grad_norm") if not math.isfinite(values[name])]
+        what = " and ".join(f"{name} is {values[name]}" for name in names)
         if self._nonfinite == "error":
-            names = [name for name in ("loss", "grad_norm") if not math.isfinite(values[name])]
-            what = " and ".join(f"{name} is {values[name]}" for name in names)
             raise NonFiniteError(
                 f"step {step}: {what}; this step changed nothing. Look at its data, lower the learning rate, "
                 "or set 'nonfinite: skip' to go on without such steps"
+            )
+        if self.skips.in_a_row >= self._max_skipped:
+            began = self.skips.began
+            raise NonFiniteError(
+                f"step {step}: {what}, and so on for {self.skips.in_a_row} steps in a row since step {began}; weights "
+                f"are probably useless. The last checkpoint before step {began} was kept: remove the newer ones, "
+                "lower the learning rate or look at the data there, and start again; or raise max_skipped"
             )
 
 

@@ -121,7 +121,8 @@ class OpenRun:
             self._write,
             self.bar.update,
             parts.job.nonfinite,
-            progress.skipped,
+            progress.skips,
+            parts.job.max_skipped,
             progress.tokens,
             parts.trackers.write_tables,
             parts.utilisation,
@@ -228,6 +229,11 @@ class OpenRun:
             done = done if step else "stopped before the first step; nothing was trained"
             self.parts.note(done if asked is None else f"{asked}: {done}")
             return "stopped"
+        if last := self.progress.skips.in_a_row:
+            self.parts.note(
+                f"warning: the last {last} of {step} steps were skipped, as their losses or gradients were not finite; "
+                f"the exported model may be useless. The last checkpoint before step {self.progress.skips.began} stays"
+            )
         self.parts.step.task.finalize()
         self.export()
         return "finished"
@@ -259,7 +265,7 @@ class OpenRun:
             values = statistics.compute()
             self._logbook.record(progress.step, result, {"lr": lr}, values, self.clock.take(), statistics.beside)
         self.parts.log.deliver()
-        progress.skipped, progress.tokens = self._logbook.skipped, self._logbook.tokens
+        progress.skips, progress.tokens = self._logbook.skips, self._logbook.tokens
         if due:  # else the period goes on, should the run be prolonged
             statistics.reset()
 
@@ -267,7 +273,7 @@ class OpenRun:
         progress = self.progress
         self._logbook.drain()  # no checkpoint from a step whose finiteness is unread
         self.parts.log.drain()
-        progress.skipped, progress.tokens = self._logbook.skipped, self._logbook.tokens
+        progress.skips, progress.tokens = self._logbook.skips, self._logbook.tokens
         self.parts.topology.watchdog.phase("checkpoint", progress.step)
         self.parts.events.emit(ev.CheckpointStarts(progress.step))
         with self.parts.profiler.ranges("checkpoint"):
