@@ -84,6 +84,7 @@ INDIRECT = {
     "sqlalchemy": "likewise",
     "packaging": "liger-kernel needs it, and does not declare it",
     "pillow": "wandb needs it for pictures, and does not declare it",
+    "backports-zstd": "imported by name, as newer Pythons have it as a module of another name",
     "boto3": "resolving what aim asks for takes minutes without a lower bound of it",
 }
 #: Imported although not declared, where torch is: module -> why.

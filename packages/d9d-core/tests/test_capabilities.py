@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from d9d_core.cli.health import examine
 from d9d_core.plugin import CapabilitySpec, Ref, Registry, StrategySpec, hookimpl
 from d9d_core.plugin.capabilities import MODEL_TRAITS, Chosen, Circumstances, judge, order
 from d9d_core.plugin.records import ModelSpec
@@ -128,6 +129,27 @@ def test_a_library_that_the_plugin_depends_on_comes_with_it_however_its_module_i
     assert one("import:acme_kernel.ops")[1].endswith("'pip install acme' brings it")
     assert one("import:acme")[1].endswith("'pip install acme' brings it")
     assert one("import:acme_kern")[1].endswith("says how to get it")
+
+
+def test_a_library_that_a_marker_leaves_out_here_is_said_to_be_with_the_marker(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = 'acme-kernel>=1; sys_platform == "beos"'
+    monkeypatch.setattr("d9d_core.plugin.capabilities.requires", lambda _: ["torch>=2", line])
+    reason = 'acme leaves it out here: acme-kernel is supported where sys_platform == "beos"'
+    assert one("import:acme_kernel")[1].endswith(reason)
+
+
+def test_doctor_says_which_components_lack_a_library_and_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = 'acme-kernel>=1; sys_platform == "beos"'
+    monkeypatch.setattr("d9d_core.plugin.capabilities.requires", lambda _: [line])
+    specs = [strategy(name, requires={"import:acme_kernel", "import:json"}) for name in ("one", "two")]
+    assert examine(registry(*specs)), "a library that is left out is no fault of the machine"
+    (said,) = [line for line in " ".join(capsys.readouterr().out.split()).split(" -- ") if "acme_kernel" in line][-1:]
+    assert said.endswith(
+        "plugin acme: without acme_kernel, not available: strategy 'one', strategy 'two'; "
+        'acme leaves it out here: acme-kernel is supported where sys_platform == "beos"'
+    )
 
 
 def test_a_token_nobody_declares_is_an_error() -> None:

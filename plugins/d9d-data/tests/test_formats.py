@@ -8,6 +8,7 @@ import gzip
 import itertools
 import json
 import lzma
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,8 @@ from d9d_data.sources.lines import read_json_lines
 from d9d_data.sources.opening import SourceFile
 from d9d_data.sources.records import columns_of, read_records
 
-pa, parquet, feather, zstandard = map(
-    pytest.importorskip, ["pyarrow", "pyarrow.parquet", "pyarrow.feather", "zstandard"]
-)
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+pa, parquet, feather, zstd = map(pytest.importorskip, ["pyarrow", "pyarrow.parquet", "pyarrow.feather", ZSTD])
 
 TEXTS = ["one — é", 'two, "quoted"\nand a line', "three\tand a tab", "four " * 300]
 ROWS = [{"id": number, "text": text, "meta": {"text": f"inner {number}"}} for number, text in enumerate(TEXTS)]
@@ -69,7 +69,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
     ".xz": lzma.compress,
-    ".zst": zstandard.ZstdCompressor().compress,
+    ".zst": zstd.compress,
 }
 
 

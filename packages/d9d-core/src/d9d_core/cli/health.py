@@ -9,9 +9,9 @@ from rich.text import Text
 
 from d9d_core.cli.group import shadowed_commands
 from d9d_core.cli.output import console_for
-from d9d_core.plugin.capabilities import missing_modules
+from d9d_core.plugin.capabilities import how_to_get, missing_modules
 from d9d_core.plugin.entries import shown
-from d9d_core.plugin.records import HealthCheckSpec
+from d9d_core.plugin.records import HealthCheckSpec, Spec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.health import Health
@@ -48,8 +48,9 @@ def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:
     for text in problems + registry.conflicts() + shadowed_commands(registry, own_commands):
         sound = False
         console.print(_line(False, text))
-    for distribution, reason in registry.blocked.items():
-        console.print(Text.assemble(("--", "yellow"), f"  plugin {distribution}: {reason}"))
+    blocked = [f"plugin {distribution}: {reason}" for distribution, reason in registry.blocked.items()]
+    for text in _without_library(registry) + blocked:
+        console.print(Text.assemble(("--", "yellow"), f"  {text}"))
     return sound
 
 
@@ -58,6 +59,20 @@ def nothing_installed(registry: Registry) -> str | None:
     if registry.entries() or registry.plugins or registry.problems or registry.blocked:
         return None
     return f"d9d-core {version('d9d-core')}: no plugin is installed; to train, begin with: pip install d9d-engine"
+
+
+def _without_library(registry: Registry) -> list[str]:
+    """Messages about libraries that are not installed: the plugin, the components that need it, and how to get it."""
+    without: dict[tuple[str, str, str], list[str]] = {}
+    for entry in registry.entries():
+        if isinstance(entry.spec, Spec):
+            for module in missing_modules(entry.spec):
+                key = (str(entry.origin), entry.origin.distribution, module)
+                without.setdefault(key, []).append(f"{entry.kind.name} '{entry.spec.key}'")
+    return [
+        f"plugin {origin}: without {module}, not available: {', '.join(names)}; {how_to_get(distribution, module)}"
+        for (origin, distribution, module), names in without.items()
+    ]
 
 
 def _line(ok: bool, text: str) -> Text:

@@ -20,6 +20,10 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, requires
 
+from packaging.markers import Marker
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
 from d9d_core.plugin.entries import Entry
 from d9d_core.plugin.records import ANCHORS, POSITIONS, Spec, StrategySpec
 from d9d_core.plugin.registry import Registry
@@ -121,17 +125,29 @@ def _installed(module: str) -> bool:
     return spec is not None
 
 
-def _how_to_get(distribution: str | None, module: str) -> str:
-    """Advice on getting a module: by installing the plugin anew, if it depends on the library."""
+def how_to_get(distribution: str | None, module: str) -> str:
+    """Advice on getting a module: by installing the plugin anew, if it depends on the library here."""
+    package = canonicalize_name(module.partition(".")[0])
+    for requirement in _requirements(distribution):
+        name = canonicalize_name(requirement.name)
+        if name == package or name.startswith(f"{package}-"):
+            if requirement.marker is None or _holds(requirement.marker):
+                return f"'pip install {distribution}' brings it"
+            return f"{distribution} leaves it out here: {requirement.name} is supported where {requirement.marker}"
+    return f"the documentation of {distribution} says how to get it"
+
+
+def _requirements(distribution: str | None) -> list[Requirement]:
+    """Dependencies of a distribution, without the dependencies of its extras."""
     try:
         lines = requires(distribution or "") or []
-    except (PackageNotFoundError, ValueError):
-        lines = []
-    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0].replace("_", "-") for line in lines if "extra ==" not in line]
-    package = module.partition(".")[0].replace("_", "-")
-    if any(name == package or name.startswith(f"{package}-") for name in names):
-        return f"'pip install {distribution}' brings it"
-    return f"the documentation of {distribution} says how to get it"
+        return [Requirement(line) for line in lines if "extra ==" not in line]
+    except (PackageNotFoundError, ValueError, InvalidRequirement):
+        return []
+
+
+def _holds(marker: Marker) -> bool:
+    return marker.evaluate({"extra": ""})
 
 
 def judge(chosen: Sequence[Chosen], registry: Registry, circumstances: Circumstances) -> list[Verdict]:
@@ -209,7 +225,7 @@ class Judge:
                 f"{c.spec.name} ({c.entry.origin}) has: {', '.join(t) or 'none'}" for c, t in traits.items()
             )
             return f"{subject} needs model trait '{word}'; {has or 'the job has no model'}"
-        how = f"; {_how_to_get(item.entry.origin.distribution, word)}" if namespace == "import" else ""
+        how = f"; {how_to_get(item.entry.origin.distribution, word)}" if namespace == "import" else ""
         return f"{subject} needs {token}: {reason}{how}"
 
     def _holds(self, token: str) -> tuple[bool | None, str]:

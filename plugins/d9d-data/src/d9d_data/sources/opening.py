@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import importlib
 import io
 import lzma
 import stat
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Any, BinaryIO, cast
 
 from d9d_core.extend import DataError
@@ -29,9 +32,9 @@ FORMATS = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-# A block of zstd makes at most 128 KiB out of 4 bytes: what comes out of one piece of input stays below 64 MiB.
-_ZSTD_INPUT = 2048  # bytes
 _BUFFER = 1 << 18  # bytes
+# Part of Python since 3.14.
+_ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,47 +175,21 @@ def _decompressed(file: SourceFile, stored: BinaryIO) -> BinaryIO:
         case "xz":
             return cast("BinaryIO", lzma.LZMAFile(stored))
         case "zst":
-            return cast("BinaryIO", io.BufferedReader(_ZstdStream(stored, file.name), _BUFFER))
+            return cast("BinaryIO", _zstd(file.name).ZstdFile(stored))
     return stored
 
 
-class _ZstdStream(io.RawIOBase):
-    """Decompressed bytes of a zstd file. The library's own reader takes a file that was cut off for a finished one."""
+def _zstd(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(_ZSTD)
+    except ImportError as error:
+        raise DataError(f"data.sources: {name} is compressed with zstd: pip install 'd9d-data[zstd]'") from error
 
-    def __init__(self, stored: BinaryIO, name: str) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError(f"data.sources: {name} is compressed with zstd: pip install 'd9d-data[zstd]'") from error
-        self._stored = stored
-        self._new = zstandard.ZstdDecompressor().decompressobj
-        self._error = zstandard.ZstdError
-        self._frame: Any = None
-        self._input, self._output = b"", memoryview(b"")
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            data = self._input or self._stored.read(_ZSTD_INPUT)
-            self._input = b""
-            if not data:
-                if self._frame is not None:
-                    raise EOFError("the file ends within compressed data")
-                return 0
-            if self._frame is None:
-                self._frame = self._new()
-            try:
-                self._output = memoryview(self._frame.decompress(data))
-            except self._error as error:
-                raise OSError(str(error)) from error
-            if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
-        return count
+def _damage() -> tuple[type[Exception], ...]:
+    zstd = sys.modules.get(_ZSTD)  # an error of a module that was never imported cannot have been raised
+    known = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+    return known if zstd is None else (*known, zstd.ZstdError)
 
 
 @contextmanager
@@ -220,7 +197,7 @@ def _explained(name: str) -> Iterator[None]:
     """Turn what the libraries raise into errors that name the file."""
     try:
         yield
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except _damage() as error:
         raise DataError(
             f"data.sources: {name} is damaged or cut off ({error}); copy it again, or take it out of the sources"
         ) from error
