@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal
 
 import aim
+from aim.ext.utils import get_environment_variables, get_git_info
 from aim.sdk.configs import get_aim_repo_name
 from aim.sdk.errors import MissingRunError
 from d9d_core.extend import Histogram, Picture, PluginError, RunInfo, State, split_tags
@@ -66,14 +68,24 @@ class AimTracker:
 
     def _run(self, repo: aim.Repo, **arguments: Any) -> aim.Run:
         config = self._config
-        return aim.Run(
+        run = aim.Run(
             repo=repo,
             experiment=config.experiment,
-            log_system_params=config.log_system_params,
+            log_system_params=False,
             capture_terminal_logs=config.capture_terminal_logs,
             system_tracking_interval=config.system_tracking_interval,
             **arguments,
         )
+        if config.log_system_params:
+            # As Aim keeps them itself, which fails where setuptools is newer than its last `pkg_resources`.
+            run["__system_params"] = {
+                "packages": {installed.name: installed.version for installed in distributions()},
+                "env_variables": get_environment_variables(),
+                "git_info": get_git_info(),
+                "executable": sys.executable,
+                "arguments": sys.argv,
+            }
+        return run
 
 
 class AimRun:
