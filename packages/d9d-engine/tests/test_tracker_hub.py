@@ -369,3 +369,50 @@ def test_a_tracker_that_fails_where_nothing_can_be_said_holds_nobody_up(tmp_path
     hub.open(info(tmp_path), {})
     hub.flush()
     hub.close("finished")
+
+
+class Choosy(Blocked):
+    """Tracker that refuses some names."""
+
+    def __init__(self, *refused: str) -> None:
+        super().__init__()
+        self.refused = set(refused)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if self.refused & values.keys():
+            raise ValueError("no such name")
+        self.calls.append((step, dict(values)))
+
+
+def test_a_name_that_a_tracker_refuses_costs_that_name_alone(tmp_path: Path) -> None:
+    tracker, notes = Choosy("b"), list[str]()
+    hub = TrackerHub({"choosy": tracker}, notes.append)
+    hub.open(info(tmp_path), {})
+    for step in (1, 2):
+        hub.write(step, {"a": 1.0, "b": 2.0, "c": 3.0})
+    hub.close("finished")
+    assert tracker.calls == [(1, {"a": 1.0}), (1, {"c": 3.0}), (2, {"a": 1.0, "c": 3.0}), "finished"]
+    assert notes == ["warning: tracker 'choosy' refuses 'b', which it gets no more: ValueError('no such name')"]
+
+
+def test_a_tracker_that_takes_no_value_is_switched_off_after_a_few(tmp_path: Path) -> None:
+    names = [f"series {number}" for number in range(50)]
+    tracker, notes = Choosy(*names), list[str]()
+    hub = TrackerHub({"choosy": tracker}, notes.append)
+    hub.open(info(tmp_path), {})
+    hub.write(1, dict.fromkeys(names, 1.0))
+    hub.close("finished")
+    assert tracker.calls == []
+    assert notes == ["tracker 'choosy' failed and is switched off: ValueError('no such name')"]
+
+
+def test_odd_names_are_reported_a_few_times_and_all_are_logged(tmp_path: Path) -> None:
+    tracker, notes = Choosy(), list[str]()
+    hub = TrackerHub({"choosy": tracker}, notes.append)
+    hub.open(info(tmp_path), {})
+    hub.write(1, {f"tag {number}\n": 1.0 for number in range(30)})
+    hub.write(2, {"tag 0\n": 1.0})
+    hub.close("finished")
+    assert [len(call[1]) for call in tracker.calls[:2]] == [30, 1]
+    assert notes[0] == "note: the name 'tag 0\\n' cannot be kept as it is and is logged as 'tag 0%0A'"
+    assert len(notes) == 11

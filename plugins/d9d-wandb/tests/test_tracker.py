@@ -49,6 +49,9 @@ class TestWandb(TrackerSuite):
     patience: ClassVar = 10.0
     rewinds: ClassVar = False
 
+    def default_fields(self) -> Mapping[str, Any]:
+        return {"project": "suite", "mode": "offline"}
+
     def crash(self, run: Any) -> None:
         run.flush()
         run._run.finish(exit_code=255)

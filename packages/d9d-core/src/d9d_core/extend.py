@@ -18,7 +18,7 @@ Everything a component itself needs is here; importing this module imports no to
 | fine-tuning | ``PeftMethod``, ``StartsFromWeights``, ``SwitchesOff`` |
 | kernel | ``OpSignature``, ``Decision`` |
 | metric | ``Metric``, ``AccumulatedMetric`` of ``Accumulator``, ``StageMetric``, ``Vector``, ``Table`` |
-| tracker | ``Tracker``, ``TrackerRun``, ``RunInfo``, ``TakesTables`` and its like, ``Histogram``, ``split_tags`` |
+| tracker | ``Tracker``, ``TrackerRun``, ``RunInfo``, ``TakesTables`` and its like, ``Histogram``, ``storable`` |
 | log of a run | ``RunLog``, ``LogsValues`` |
 | subscriber | ``Subscriber``, ``subscribe``, ``OwnEvent``, ``StatefulSubscriber``, ``EndsTraining``, the events |
 | schedule | ``Schedule``, ``Program``, the actions, ``StageRunner`` and what handlers share |
@@ -227,7 +227,9 @@ from d9d_core.protocols.tracker import (
     Tracker,
     TrackerRun,
     flatten,
+    shortened,
     split_tags,
+    storable,
 )
 from d9d_core.traits import (
     TRAITS,
@@ -519,8 +521,10 @@ __all__ = [
     "problems_of",
     "read_regular",
     "sample_lengths",
+    "shortened",
     "single_stage",
     "split_tags",
+    "storable",
     "subscribe",
     "validate",
     "wide_dtype",

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from d9d_core.extend import Json, Picture, PluginError, RunInfo, State, Table, encode_png, flatten
+from d9d_core.extend import Json, Picture, PluginError, RunInfo, State, Table, encode_png, flatten, shortened, storable
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
@@ -21,6 +21,7 @@ from d9d_mlflow.config import MlflowConfig
 
 #: Limits of MLflow's interface: metrics and parameters of one call, and characters of a parameter.
 _METRICS, _PARAMS, _LENGTH = 1000, 100, 6000
+_NAME = 250  # bytes
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -116,7 +117,7 @@ class MlflowRun:
     def write_parameters(self, values: Mapping[str, Json]) -> None:
         """Write parameters, with names such as ``optimizer/lr``."""
         params = [
-            Param(_name(name), (value if isinstance(value, str) else json.dumps(value))[:_LENGTH])
+            Param(_name(storable(name)), (value if isinstance(value, str) else json.dumps(value))[:_LENGTH])
             for name, value in flatten(values).items()
         ]
         for part in _parts(params, _PARAMS):
@@ -185,9 +186,10 @@ class MlflowRun:
 def _name(name: str) -> str:
     """Name with the characters that MLflow takes, others by their code: ``a:b`` is ``a_x3a_b``.
 
-    No two names become one: ``_x`` itself is ``_x5f_x``.
+    No two names become one: ``_x`` itself is ``_x5f_x``, and a long name ends in a digest.
     """
-    return re.sub(r"[^\w\-. /]|_(?=x)", lambda found: f"_x{ord(found[0]):x}_", name)
+    coded = re.sub(r"[^\w\-. /]|_(?=x)", lambda found: f"_x{ord(found[0]):x}_", name)
+    return shortened(coded, _NAME).replace("~", "_")
 
 
 def _parts(items: Sequence[Any], length: int) -> list[Sequence[Any]]:

@@ -187,7 +187,8 @@ class WandbRun:
 
     def _write(self, step: int, values: Mapping[str, Any]) -> None:
         self._check()
-        new = {str(name): value for name, value in values.items() if step > self._last.get(name, -1)}
+        columns = {_column(name): value for name, value in values.items()}
+        new = {name: value for name, value in columns.items() if step > self._last.get(name, -1)}
         if new:
             self._run.log({**new, STEP: step}, step=self._row, commit=True)
             self._row += 1
@@ -196,6 +197,11 @@ class WandbRun:
     def _check(self) -> None:
         if not self._open:
             raise ValueError("the run is closed")
+
+
+def _column(name: str) -> str:
+    # wandb keeps columns of its own, such as `_step`, and drops others of these names without a word.
+    return f"%5F{name[1:]}" if name.startswith("_") else str(name)
 
 
 def _bins(histogram: Histogram) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -8,6 +8,8 @@ has a place for, it has one method more: ``write_tables`` (:class:`TakesTables`)
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 
 #: Picture: uint8 [height, width, 3], red, green and blue.
 Picture: TypeAlias = "Tensor"
+#: Bytes of the longest name in UTF-8. Trackers name files by series, and file systems take 255.
+LONGEST_NAME = 200
+_LONGEST_TAG = 60  # of three tags
+_STEP = "step"  # the column that every tracker has already
+_DIGEST = 8  # hexadecimal digits
 
 
 class SeriesName(str):
@@ -46,6 +53,48 @@ class SeriesName(str):
 def split_tags(name: str) -> tuple[str, Mapping[str, str]]:
     """Split the name of a series into the name without tags, and its tags, of which most have none."""
     return (name.base, name.tags) if isinstance(name, SeriesName) else (name, {})
+
+
+def storable(name: str) -> str:
+    """Name of a series as trackers get it; labels of a corpus may have made it from anything.
+
+    Characters that do not print, parts that are no names in a path (``.``, ``..``, nothing) and the name ``step`` are
+    written with ``%`` and the code point in hexadecimal; a long name is shortened. Two names stay two names. Tags are
+    kept.
+    """
+    base, tags = split_tags(name)
+    plain = {tag: shortened(_printable(str(value)), _LONGEST_TAG) for tag, value in tags.items()}
+    room = LONGEST_NAME - sum(len(value.encode()) + 1 for value in plain.values())
+    base = shortened(_printable(str(base)), max(room, _LONGEST_TAG))
+    kept = SeriesName(base, plain) if isinstance(name, SeriesName) else base
+    return f"{_code(_STEP[0])}{_STEP[1:]}" if kept == _STEP else kept
+
+
+def shortened(text: str, most: int) -> str:
+    """Text of at most ``most`` bytes in UTF-8; one that is cut ends in a digest, so that two texts stay two texts."""
+    content = text.encode()
+    if len(content) <= most:
+        return text
+    digest = hashlib.sha256(content).hexdigest()[:_DIGEST]
+    return f"{content[: most - _DIGEST - 1].decode(errors='ignore')}~{digest}"
+
+
+def _printable(name: str) -> str:
+    # A percent sign that could be read as one of these codes becomes a code itself.
+    coded = re.sub(r"%(?=[0-9A-F])", "%25", name)
+    coded = "".join(letter if letter.isprintable() else _code(letter) for letter in coded)
+    return "/".join(_part(part) for part in coded.split("/"))
+
+
+def _part(part: str) -> str:
+    if not part:
+        return _code("/")
+    dots = 1 if part == "." else 2 if part.startswith("..") else 0  # MLflow takes ``..a`` for a way out, too
+    return "".join(map(_code, part[:dots])) + part[dots:]
+
+
+def _code(letter: str) -> str:
+    return f"%{ord(letter):02X}"
 
 
 def flatten(values: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:

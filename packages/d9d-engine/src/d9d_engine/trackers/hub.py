@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from d9d_core.protocols.tracker import (
     TakesTexts,
     Tracker,
     TrackerRun,
+    storable,
 )
 from d9d_core.types import State
 from torch import Tensor
@@ -38,7 +40,10 @@ BEHIND = "(behind)"
 #: that waiting again and again would buy little for the time of all ranks.
 _SOON = 0.02
 _NOT_YET = "has not written everything yet"
-
+#: Names that are reported one by one; a corpus may have a million odd labels.
+_REPORTED = 10
+#: Values that are tried one by one, after all together failed, before the backend is to blame.
+_TRIED = 3
 
 #: Kind of values, by the method that writes it -> the protocol of runs that take it.
 _TAKES: Mapping[str, type] = {
@@ -69,6 +74,7 @@ class TrackerHub:
         self._patience = patience
         self._threads: list[_TrackerThread] = []
         self._states: dict[str, State] = {}
+        self._renamed: set[str] = set()
 
     @property
     def is_empty(self) -> bool:
@@ -119,15 +125,26 @@ class TrackerHub:
         self, kind: str, step: int, values: Mapping[str, Any], threads: Sequence[_TrackerThread] | None = None
     ) -> None:
         """Queue values of one kind, which has the name of a tracker's method."""
-
-        def call(run: TrackerRun) -> None:
-            if isinstance(run, _TAKES[kind]):
-                there = self._still_there(step, values) if kind == "write_files" else values
-                if there or not values:
-                    getattr(run, kind)(step, dict(there))
-
+        values = {self._storable(name): value for name, value in values.items()}
         for thread in self._threads if threads is None else threads:
-            thread.write(kind, step, values, call)
+            thread.write(kind, step, values, partial(self._write, thread, kind, step, values))
+
+    def _write(self, thread: _TrackerThread, kind: str, step: int, values: Mapping[str, Any], run: TrackerRun) -> None:
+        if isinstance(run, _TAKES[kind]):
+            there = self._still_there(step, values) if kind == "write_files" else values
+            if there or not values:
+                thread.write_now(run, kind, step, there)
+
+    def _storable(self, name: str) -> str:
+        """Name that every tracker can keep; another than was given is reported."""
+        kept = storable(name)
+        if kept != name and kept not in self._renamed and self._threads:
+            self._renamed.add(kept)
+            if len(self._renamed) <= _REPORTED:
+                self._warn(f"note: the name {_readable(name)} cannot be kept as it is and is logged as '{kept}'")
+            if len(self._renamed) == _REPORTED:
+                self._warn("note: further names of this kind are not reported")
+        return kept
 
     def _still_there(self, step: int, files: Mapping[str, Path]) -> Mapping[str, Path]:
         for name, path in files.items():
@@ -273,6 +290,7 @@ class _TrackerThread:
         self._said_late = False
         self._longest, self._has_written = 0.0, False
         self._left_out = 0
+        self._refused: set[str] = set()
         work = threading.Thread(target=self._work, args=(tracker, run, state), name=f"d9d-tracker-{name}", daemon=True)
         work.start()
 
@@ -296,6 +314,36 @@ class _TrackerThread:
             self._has_written = True
 
         self._calls.put(work)
+
+    def write_now(self, run: TrackerRun, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Write values in the tracker's thread. A name that it refuses among others is left out from then on.
+
+        Raises:
+            Exception: of the tracker, if it takes none of the values.
+        """
+        write = getattr(run, kind)
+        values = {name: value for name, value in values.items() if name not in self._refused}
+        try:
+            write(step, dict(values))
+        except Exception:
+            if len(values) < 2:
+                raise
+            self._write_each(write, step, values)
+
+    def _write_each(self, write: Callable[[int, dict[str, Any]], None], step: int, values: Mapping[str, Any]) -> None:
+        failures: dict[str, Exception] = {}
+        for tried, (name, value) in enumerate(values.items(), 1):
+            try:
+                write(step, {name: value})
+            except Exception as error:
+                failures[name] = error
+                if len(failures) == tried >= min(_TRIED, len(values)):
+                    raise  # it took none, so that the names are not to blame
+        for name, failure in failures.items():
+            self._refused.add(name)
+            self._warn(
+                f"warning: tracker '{self.name}' refuses {_readable(name)}, which it gets no more: {shown(failure)}"
+            )
 
     def ask(self, call: Callable[[TrackerRun], None], soon: float) -> threading.Event:
         """Queue a call; the event happens when it was made or the tracker has failed.
@@ -355,6 +403,10 @@ def _opened(tracker: Tracker, run: RunInfo, state: State | None) -> TrackerRun:
     if lacking:
         raise TypeError(f"open() returned a {type(opened).__name__}, which lacks {', '.join(lacking)}")
     return opened
+
+
+def _readable(name: str) -> str:
+    return ascii(name if len(name) <= 80 else f"{name[:80]}...")
 
 
 def _plain_state(run: TrackerRun) -> State:

@@ -37,6 +37,13 @@ _KINDS: Mapping[str, tuple[type, Callable[[], Any]]] = {
 }
 
 
+#: Names that labels of a corpus may make: paths, control characters, half a surrogate pair, hundreds of characters.
+_ODD_NAMES = (
+    *(".", "..", "", "f1/.", "a//b", "/a", "a/", "a/../b", "-", " a ", "_step", "step", "a\\b", "a:b", "a%2Fb", "100%"),
+    *("nul\0", "bell\a\x1b[31m", "a\nb", "half \ud800", "\N{HIRAGANA LETTER A}" * 100, "x" * 10_000, "x" * 10_001),
+)
+
+
 def by_step(points: Iterable[tuple[int, str, float | None]]) -> Logged:
     """Sort the points of a backend (step, series, value) by step.
 
@@ -85,6 +92,10 @@ class TrackerSuite(ComponentSuite):
 
     def fields(self, directory: Path) -> Mapping[str, Any]:  # noqa: ARG002 - for subclasses
         """Fields of the config."""
+        return {}
+
+    def default_fields(self) -> Mapping[str, Any]:
+        """Fields that have no default, or whose default needs an account or a network."""
         return {}
 
     def broken_fields(self, directory: Path) -> Mapping[str, Any]:
@@ -301,6 +312,37 @@ class TrackerSuite(ComponentSuite):
         run.close("finished")
         expected = {1: {"loss": 1.0, "train/loss": 2.0, "eval/loss": 3.0}}
         assert (logged := self.read(tmp_path)) == expected, f"logged are {logged}, written were {expected}"
+
+    @pytest.mark.parametrize("kind", ["write", *(f"write_{kind}" for kind in _KINDS)])
+    def test_an_odd_name_costs_neither_the_tracker_nor_another_name(self, tmp_path: Path, kind: str) -> None:
+        """Alone and beside others; every name of a number is kept under one of its own."""
+        make = (lambda: 2.0) if kind == "write" else _KINDS[kind.removeprefix("write_")][1]
+        hub, notes = self.hub(self.fields(tmp_path))
+        hub.open(self.run_info(tmp_path), {})
+        getattr(hub, kind)(1, {name: make() for name in _ODD_NAMES})
+        for name in _ODD_NAMES:
+            getattr(hub, kind)(2, {name: make()})
+        hub.write(3, {"loss": 1.0})
+        hub.flush()
+        plain_json(hub.state(), "state()")
+        hub.close("finished")
+        bad = [note for note in notes if not note.startswith("note: ")]
+        assert not bad, f"with odd names in {kind}: {bad[0]}"
+        logged = self.logged(tmp_path)
+        if logged is not None:
+            assert logged.get(3, {}).get("loss") == 1.0, f"after odd names in {kind}, logged are {logged.get(3)}"
+            counts = {step: len(logged.get(step, {})) for step in (1, 2)} if kind == "write" else {}
+            assert set(counts.values()) <= {len(_ODD_NAMES)}, f"of {len(_ODD_NAMES)} names, logged are {counts} by step"
+
+    def test_the_defaults_write(self, tmp_path: Path) -> None:
+        """A tracker that the job names and says nothing more about keeps values, with its real library."""
+        hub, notes = self.hub(self.default_fields())
+        hub.open(self.run_info(tmp_path), {})
+        hub.write(1, {"loss": 1.0})
+        hub.close("finished")
+        assert not notes, f"with all defaults: {notes[0]}"
+        logged = self.logged(tmp_path)
+        assert logged in (None, {1: {"loss": 1.0}}), f"with all defaults, logged are {logged}"
 
     @pytest.mark.parametrize("kind", _KINDS)
     def test_other_kinds_are_taken_as_they_are(self, tmp_path: Path, kind: str) -> None:
