@@ -45,7 +45,7 @@ LAYERS = {
         {"cli"},
         {"__main__"},
     ),
-    "d9d_weights": ({"files", "graph"}, {"sharding"}, {"hugging_face"}),
+    "d9d_weights": ({"files", "graph", "templates"}, {"sharding"}, {"hugging_face"}),
     "d9d_engine": (
         {"compat", "figures", "process_env", "sparklines"},
         {"supervision"},

@@ -300,3 +300,30 @@ def test_an_adapter_is_put_on_its_base(d9d: Run, model: Path, tmp_path: Path) ->
     shutil.rmtree(run / "adapter")
     # A checkpoint is merged, and takes the template and the ends of texts from where its run started.
     assert d9d("generate", str(run), *given)[:2] == (0, merged)
+
+
+NESTED = "{% set ns = namespace(s=['a']) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (
+            (f"{NESTED}{{{{ ns.s }}}}", ""),
+            "",
+        ),
+        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{% if %}", "malformed"),
+    ],
+)
+def test_a_template_that_harms_or_refuses_is_an_error(
+    template: str, says: str, d9d: Run, model: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    (copy / "chat_template.jinja").write_text(template)
+    status, out, err = d9d("generate", str(copy), "--prompt", "x", "--device", "cpu")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert "chat template" in err
+    assert says in err

@@ -22,3 +22,13 @@ def test_the_table_has_a_test_in_every_row() -> None:
 def test_a_test_of_the_table_exists(file: str, name: str) -> None:
     tree = ast.parse((ROOT / file).read_text("utf-8"))
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_templates_are_rendered_in_one_place() -> None:
+    found = set()
+    for file in [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]:
+        text = file.read_text("utf-8")
+        if "apply_chat_template(" in text or re.search(r"^\s*(import|from) jinja2", text, re.MULTILINE):
+            found.add(file.relative_to(ROOT).as_posix())
+    folder = "packages/d9d-weights/src/d9d_weights/templates"
+    assert found == {f"{folder}/sandbox.py", f"{folder}/worker.py"}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from d9d_core.extend import DataError
-from d9d_data.chat import sandbox
 from d9d_data.chat.template import MAX_TEMPLATE, ChatTemplate
+from d9d_weights import TemplateLimits
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -65,20 +65,19 @@ DOUBLING = "{% set ns = namespace(s='a') %}{% for i in range(99) %}{% set ns.s =
         ("{{ messages[0].content.encode('x') }}", "LookupError"),
     ],
 )
-def test_a_hostile_template_is_refused_soon(monkeypatch: pytest.MonkeyPatch, text: str, says: str) -> None:
-    monkeypatch.setattr(sandbox, "MAX_STEPS", 1 << 17)
+def test_a_hostile_template_is_refused_soon(text: str, says: str) -> None:
+    limits = TemplateLimits(steps=1 << 17)
     begin = time.monotonic()
     with pytest.raises(DataError, match=says) as caught:
-        ChatTemplate(text, name="t.jinja").render(MESSAGES, where="a.jsonl:1")
+        ChatTemplate(text, name="t.jinja", limits=limits).render(MESSAGES, where="a.jsonl:1")
     assert time.monotonic() - begin < 10
     assert "t.jinja" in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 
-def test_a_slow_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.05)
-    with pytest.raises(DataError, match="it takes more than 0.05 seconds"):
-        ChatTemplate(LOOPS).render(MESSAGES)
+def test_a_slow_template_is_stopped() -> None:
+    with pytest.raises(DataError, match="it takes more than 0.2 seconds"):
+        ChatTemplate(LOOPS, limits=TemplateLimits(seconds=0.2)).render(MESSAGES)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from d9d_weights.hugging_face.writer import ModelWriter
     from d9d_weights.sharding.model_tensors import model_tensors
     from d9d_weights.sharding.stage_holders import StageHolders
+    from d9d_weights.templates.process import TemplateError, TemplateLimits, TemplateProcess
 
 #: Module of each name; they are imported when they are used.
 _LAZY = {
@@ -78,6 +79,9 @@ _LAZY = {
     "ModelWriter": "d9d_weights.hugging_face.writer",
     "model_tensors": "d9d_weights.sharding.model_tensors",
     "StageHolders": "d9d_weights.sharding.stage_holders",
+    "TemplateError": "d9d_weights.templates.process",
+    "TemplateLimits": "d9d_weights.templates.process",
+    "TemplateProcess": "d9d_weights.templates.process",
 }
 
 __all__ = [
@@ -112,6 +116,9 @@ __all__ = [
     "Stack",
     "StageHolders",
     "StateGraph",
+    "TemplateError",
+    "TemplateLimits",
+    "TemplateProcess",
     "Transpose",
     "Unsqueeze",
     "Unstack",

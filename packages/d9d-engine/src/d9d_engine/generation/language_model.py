@@ -6,11 +6,13 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from d9d_core.errors import BuildError, CheckpointError, DataError, JobError, PluginError
+from d9d_weights.templates.process import TemplateError, TemplateProcess
 
 from d9d_engine.generation.library import load_library
 from d9d_engine.generation.prompts import Prompt
@@ -141,13 +143,32 @@ class LanguageModel:
         messages = [{"role": "user", "content": prompt.text}] if prompt.text is not None else [*prompt.messages]
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
+        key = "tool_use" if tools and "tool_use" in self._templates.marked else "default"
+        if key not in self._templates.marked:
+            names = ", ".join(self._templates.marked)
+            raise DataError(f"{self._name()} has no chat template named 'default' (it has {names}); rename one")
+        variables = {
+            **self.tokenizer.special_tokens_map,
+            "messages": messages,
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
         try:
-            ids = self.tokenizer.apply_chat_template(
-                messages, tools=list(tools) if tools else None, add_generation_prompt=True, return_dict=False
-            )
-        except Exception as error:  # templates raise what they like, jinja2's errors among them
+            text = self._templates.render(key, variables).text
+        except TemplateError as error:
             raise DataError(f"{prompt.where}: the chat template of {self._name()} refuses it: {error}") from error
-        return self._checked(ids, prompt.where)
+        return self._checked(self.tokenizer(text, add_special_tokens=False)["input_ids"], prompt.where)
+
+    @cached_property
+    def _templates(self) -> TemplateProcess:
+        """Chat templates, which are rendered in a process of their own: whoever published the model wrote them."""
+        given = self.tokenizer.chat_template
+        texts = given if isinstance(given, dict) else {"default": given}
+        try:
+            return TemplateProcess(texts)
+        except TemplateError as error:
+            raise CheckpointError(f"{self._name()}: its chat template is malformed: {error}; repair it") from error
 
     def check_length(self, ids: Sequence[int], new: int, where: str) -> None:
         """Refuse a prompt that leaves the model no positions for its completion.

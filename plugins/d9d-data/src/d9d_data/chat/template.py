@@ -9,16 +9,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
-import jinja2
 from d9d_core.extend import DataError, parse_json, read_regular
-from jinja2 import nodes
-from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from d9d_weights import TemplateError, TemplateLimits, TemplateProcess
 
 from d9d_data.chat.conversation import REASONING, Message
-from d9d_data.chat.sandbox import Sandbox
 from d9d_data.tokenizer.base import CONFIG_FILE
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -46,7 +42,7 @@ class ChatTemplate:
     """Template that renders conversations as ``transformers``' ``apply_chat_template`` does.
 
     It sees ``messages``, ``tools``, ``documents`` (always none), ``add_generation_prompt``, the special tokens and the
-    arguments. Rendering is bounded in time and memory (:mod:`d9d_data.chat.sandbox`).
+    arguments. Rendering is bounded in time and memory: it happens in a process of its own.
 
     Args:
         texts: the template, or templates by name: ``default``, and ``tool_use`` for conversations with tools.
@@ -54,6 +50,7 @@ class ChatTemplate:
         name: file of the template, for messages.
         arguments: further variables of the template, such as ``{"enable_thinking": False}``.
         now: time that ``strftime_now`` tells; if absent, the time of the rendering.
+        limits: of one rendering.
 
     Raises:
         DataError: a template is too large or malformed.
@@ -67,25 +64,27 @@ class ChatTemplate:
         name: str = "the chat template",
         arguments: Mapping[str, Any] | None = None,
         now: datetime | None = None,
+        limits: TemplateLimits | None = None,
     ) -> None:
         self.texts = {"default": texts} if isinstance(texts, str) else dict(texts)
         self.special_tokens = dict(special_tokens or {})
         self.name = name
         self.arguments = dict(arguments or {})
         self._now = now
-        self._sandbox = Sandbox()
-        self._sandbox.filters["tojson"] = _tojson
-        self._sandbox.globals |= {"raise_exception": _raise_exception, "strftime_now": self._strftime_now}
-        self._lock = Lock()
-        trees = {key: self._parse(key, text) for key, text in self.texts.items()}
-        #: Whether renderings differ from day to day, because a template asks for the date and ``now`` is not given.
-        self.depends_on_date = now is None and any(
-            node.name == "strftime_now" and node.ctx == "load"
-            for tree in trees.values()
-            for node in tree.find_all(nodes.Name)
-        )
-        self._marked = {key: next(_generation_blocks(tree), None) is not None for key, tree in trees.items()}
-        self._compiled = {key: self._compile(key, tree) for key, tree in trees.items()}
+        for text in self.texts.values():
+            if len(text.encode(errors="replace")) > MAX_TEMPLATE:
+                raise DataError(f"{self.name}: the template has more than {MAX_TEMPLATE:,} bytes; use another")
+        try:
+            self._process = TemplateProcess(self.texts, now, limits)
+        except TemplateError as error:
+            place = self.name if error.line is None else f"{self.name}:{error.line}"
+            which = "" if error.key in (None, "default") else f" {error.key!r}"
+            raise DataError(f"{place}: the chat template{which} is malformed: {error}; repair it") from error
+
+    @property
+    def depends_on_date(self) -> bool:
+        """Whether renderings differ from day to day, because a template asks for the date and ``now`` is not given."""
+        return self._process.depends_on_date
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.texts, self.special_tokens, self.name, self.arguments, self._now)
@@ -136,7 +135,7 @@ class ChatTemplate:
 
     def marked(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
         """Whether the template for these tools has generation blocks."""
-        return self._marked[self._choose(tools)]
+        return self._process.marked[self._choose(tools)]
 
     def render(
         self,
@@ -166,29 +165,19 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": generation_prompt,
         }
-        with self._lock:
-            try:
-                text = self._sandbox.run(self._compiled[key], variables)
-            except TemplateError as error:
-                self._fail(where, error.message or type(error).__name__, error)
-            except RecursionError as error:
-                self._fail(where, "it calls itself without end", error)
-            except Exception as error:  # a template can raise anything that Python does
-                self._fail(where, f"{type(error).__name__}: {error}", error)
-            found = self._sandbox.marks
-        marks = tuple((begin, begin + len(body)) for begin, body in found if body)
-        if any(text[begin : begin + len(body)] != body for begin, body in found):
+        try:
+            found = self._process.render(key, variables)
+        except TemplateError as error:
+            raise DataError(
+                f"{where}: {self.name} cannot render the conversation: {str(error)[:500]}; "
+                "change or leave out the record, or use another template"
+            ) from error
+        if found.misplaced:
             raise DataError(
                 f"{where}: {self.name} has a generation block inside a macro, a set or a filter block, so its place "
                 "cannot be told; move the block out"
             )
-        return Rendering(text, marks if self._marked[key] else None)
-
-    def _fail(self, where: str, message: str, error: Exception) -> NoReturn:
-        raise DataError(
-            f"{where}: {self.name} cannot render the conversation: {str(message)[:500]}; "
-            "change or leave out the record, or use another template"
-        ) from error
+        return Rendering(found.text, found.marks if self._process.marked[key] else None)
 
     def _choose(self, tools: object) -> str:
         if tools is not None and "tool_use" in self.texts:
@@ -198,43 +187,9 @@ class ChatTemplate:
             raise DataError(f"{self.name} has no template named 'default' (it has {names}); rename one")
         return "default"
 
-    def _parse(self, key: str, text: str) -> nodes.Template:
-        if len(text.encode(errors="replace")) > MAX_TEMPLATE:
-            raise DataError(f"{self.name}: the template has more than {MAX_TEMPLATE:,} bytes; use another")
-        try:
-            return self._sandbox.parse(text, key, self.name)
-        except TemplateSyntaxError as error:
-            self._malformed(key, error.lineno, error.message or "", error)
-        except (RecursionError, MemoryError, ValueError) as error:
-            self._malformed(key, None, f"it is nested too deeply or holds an odd literal ({error})", error)
-
-    def _compile(self, key: str, tree: nodes.Template) -> jinja2.Template:
-        try:
-            return self._sandbox.compile_bounded(tree, key)
-        except (TemplateError, SyntaxError) as error:
-            self._malformed(key, getattr(error, "lineno", None), str(error), error)
-        except (RecursionError, MemoryError, ValueError) as error:
-            self._malformed(key, None, f"it is nested too deeply or holds an odd literal ({error})", error)
-
-    def _malformed(self, key: str, line: int | None, message: str, error: Exception) -> NoReturn:
-        place = self.name if line is None else f"{self.name}:{line}"
-        which = "" if key == "default" else f" {key!r}"
-        raise DataError(f"{place}: the chat template{which} is malformed: {message}; repair it") from error
-
-    def _strftime_now(self, format: str) -> str:  # noqa: A002 - templates may name it
-        return (self._now or datetime.now()).strftime(format)
-
 
 def _rebuild(texts: Any, tokens: Any, name: str, arguments: Any, now: datetime | None) -> ChatTemplate:
     return ChatTemplate(texts, tokens, name=name, arguments=arguments, now=now)
-
-
-def _generation_blocks(tree: nodes.Template) -> Any:
-    return (
-        call
-        for call in tree.find_all(nodes.CallBlock)
-        if isinstance(call.call.node, nodes.ExtensionAttribute) and call.call.node.name == "record"
-    )
 
 
 def _named_reasoning(message: Message) -> dict[str, Any]:
@@ -244,23 +199,6 @@ def _named_reasoning(message: Message) -> dict[str, Any]:
     if reasoning is not None:
         named = {"thinking": reasoning} | named | {"reasoning_content": reasoning}
     return named
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON of a value: unlike jinja2's filter without escapes for HTML, and with keys in their order."""
-    if isinstance(indent, int) and indent > 64:
-        raise TemplateError("tojson: indent is above 64")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
 
 
 def _read(file: Path, limit: int) -> bytes:

@@ -1,20 +1,21 @@
-"""Sandbox of chat templates: Jinja without the file system, and with bounds on time and memory.
+"""Sandbox of chat templates: Jinja without the file system, with bounds on steps and on the size of values.
 
-Templates come with models, so they are as trustworthy as whoever published the model. What jinja2's own sandbox does
-not bound is bounded here: iterations of loops, calls, seconds, and the size of every value.
+It runs in a process whose time and memory are limited, see :mod:`d9d_weights.templates.process`: a list of what a
+template must not do is never complete. The bounds here answer sooner, alike on every system, and with the reason.
 """
 
 from __future__ import annotations
 
+import json
 import re
-import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -24,10 +25,6 @@ from jinja2.visitor import NodeTransformer
 
 #: Most characters of a rendered conversation, and of any value on the way; most elements of a list.
 MAX_SIZE = 1 << 24
-#: Most iterations of loops and calls of one rendering.
-MAX_STEPS = 1 << 22
-#: Most seconds of one rendering.
-MAX_SECONDS = 30.0
 #: Most bits of a whole number.
 _MAX_BITS = 1 << 12
 #: Widths in ``'%99999d' % x`` and ``'{:99999}'.format(x)``, and widths that are arguments themselves.
@@ -35,21 +32,31 @@ _WIDTH = re.compile(r"\d{5,}|%[^%]*\*|\{[^{}]*\{")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Environment of a template: one rendering at a time."""
+    """Environment of a template: one rendering at a time.
+
+    Args:
+        max_steps: most iterations of loops and calls of one rendering.
+        now: time that ``strftime_now`` tells; if absent, the time of the rendering.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self) -> None:
+    def __init__(self, max_steps: int, now: datetime | None = None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
         self.filters = {name: _bounded(function) for name, function in self.filters.items()}
-        self.filters |= {"_counted": self._counted, "_sized": self._sized}
-        self.globals["namespace"] = _Namespace
+        self.filters |= {"_counted": self._counted, "_sized": self._sized, "tojson": _tojson}
+        self.globals |= {
+            "namespace": _Namespace,
+            "raise_exception": _raise_exception,
+            "strftime_now": self._strftime_now,
+        }
         del self.globals["lipsum"]  # random text has no place in training data
         #: Spans of characters that generation blocks rendered, and their text.
         self.marks: list[tuple[int, str]] = []
         self.rendered = 0
+        self._max_steps = max_steps
         self._steps = 0
-        self._deadline = 0.0
+        self._now = now
 
     def compile_bounded(self, tree: nodes.Template, name: str) -> jinja2.Template:
         """Template of a syntax tree, with its loops and concatenations bounded. Changes the tree."""
@@ -64,7 +71,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
             Exception: whatever the template raises.
         """
         self.marks, self.rendered, self._steps = [], 0, 0
-        self._deadline = time.monotonic() + MAX_SECONDS
         pieces = []
         for piece in template.generate(variables):
             pieces.append(piece)
@@ -78,13 +84,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Count a step.
 
         Raises:
-            SecurityError: there were too many, or they took too long.
+            SecurityError: there were too many.
         """
         self._steps += 1
-        if self._steps > MAX_STEPS:
-            raise SecurityError(f"it takes more than {MAX_STEPS:,} steps")
-        if time.monotonic() > self._deadline:
-            raise SecurityError(f"it takes more than {MAX_SECONDS:g} seconds")
+        if self._steps > self._max_steps:
+            raise SecurityError(f"it takes more than {self._max_steps:,} steps")
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call an object from a template. The odd names leave all others to keyword arguments."""
@@ -105,6 +109,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for value in values:
             self.step()
             yield value
+
+    def _strftime_now(self, format: str) -> str:  # noqa: A002 - templates may name it
+        return (self._now or datetime.now()).strftime(format)
 
     @staticmethod
     @pass_context
@@ -227,3 +234,20 @@ def _checked(value: Any) -> Any:
 def _check_size(size: int) -> None:
     if size > MAX_SIZE:
         raise SecurityError(f"it makes a value of more than {MAX_SIZE:,} characters or elements")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON of a value: unlike jinja2's filter without escapes for HTML, and with keys in their order."""
+    if isinstance(indent, int) and indent > 64:
+        raise TemplateError("tojson: indent is above 64")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
