@@ -308,10 +308,7 @@ NESTED = "{% set ns = namespace(s=['a']) %}{% for i in range(60) %}{% set ns.s =
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (
-            (f"{NESTED}{{{{ ns.s }}}}", ""),
-            "",
-        ),
+        (f"{NESTED}{{{{ ns.s }}}}", ""),
         ("{{ raise_exception('no such role') }}", "no such role"),
         ("{% if %}", "malformed"),
     ],
