@@ -22,7 +22,7 @@ from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
 from d9d_qwen3.model import Qwen3
 from d9d_testing.suites.support.models import export_to
 from d9d_testing.tolerances import TOLERANCES, Tolerance, assert_close_gradients, compare_directions
-from d9d_weights import ModelDirectory, StateGraph, load_tensors, map_tensors, specs_of
+from d9d_weights import ModelDirectory, StateGraph, check_duplicates, load_tensors, map_tensors, specs_of
 from torch import Tensor, nn
 
 FORMAT = Qwen3HuggingFace()
@@ -274,10 +274,16 @@ def test_a_tied_head_can_be_untied_and_others_start_anew(tmp_path: Path, transfo
     assert torch.equal(ours.get_parameter("heads.causal_lm.weight"), words)
 
 
-def test_a_head_of_its_own_cannot_become_tied(tmp_path: Path, transformers: Any) -> None:
-    published(transformers, tmp_path)
-    with pytest.raises(CheckpointError, match="set model.tie_embeddings to false"):
-        into_model(tmp_path, CONFIGS["tied"])
+def test_a_head_of_its_own_becomes_tied_only_if_it_equals_the_embedding(tmp_path: Path, transformers: Any) -> None:
+    theirs = published(transformers, tmp_path)
+    with ModelDirectory.open(str(tmp_path)) as directory:
+        graph = StateGraph(FORMAT.importer(CONFIGS["tied"], changed()), directory.specs)
+        with pytest.raises(CheckpointError, match="set model.tie_embeddings to false"):
+            check_duplicates(graph, directory)
+    theirs.lm_head.weight = torch.nn.Parameter(theirs.get_input_embeddings().weight.detach().clone())
+    theirs.save_pretrained(tmp_path)
+    with ModelDirectory.open(str(tmp_path)) as directory:
+        check_duplicates(graph, directory)
 
 
 def test_added_tokens_are_cut_off_or_new(tmp_path: Path, transformers: Any) -> None:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from d9d_weights.graph.groups import Group
     from d9d_weights.graph.mappers import Cast, Distribute, Gather, Identity, Rename, Squeeze, Transpose, Unsqueeze
     from d9d_weights.graph.merging import Chunk, Concatenate, Stack, Unstack
-    from d9d_weights.graph.select import Drop, Either, Fresh, Select, Share
+    from d9d_weights.graph.select import Copy, Drop, Either, Explained, Fresh, Select, Share
     from d9d_weights.hugging_face.adapter import AdapterFormat, MergesTensors
     from d9d_weights.hugging_face.convert import convert
     from d9d_weights.hugging_face.directory import ModelDirectory
     from d9d_weights.hugging_face.export import ModelFiles, export_model
     from d9d_weights.hugging_face.format import HuggingFaceFormat
-    from d9d_weights.hugging_face.load import load_tensors
+    from d9d_weights.hugging_face.load import check_duplicates, load_tensors
     from d9d_weights.hugging_face.writer import ModelWriter
     from d9d_weights.sharding.model_tensors import model_tensors
     from d9d_weights.sharding.stage_holders import StageHolders
@@ -63,8 +63,10 @@ _LAZY = {
     "Concatenate": "d9d_weights.graph.merging",
     "Stack": "d9d_weights.graph.merging",
     "Unstack": "d9d_weights.graph.merging",
+    "Copy": "d9d_weights.graph.select",
     "Drop": "d9d_weights.graph.select",
     "Either": "d9d_weights.graph.select",
+    "Explained": "d9d_weights.graph.select",
     "Fresh": "d9d_weights.graph.select",
     "Select": "d9d_weights.graph.select",
     "Share": "d9d_weights.graph.select",
@@ -75,6 +77,7 @@ _LAZY = {
     "ModelFiles": "d9d_weights.hugging_face.export",
     "export_model": "d9d_weights.hugging_face.export",
     "HuggingFaceFormat": "d9d_weights.hugging_face.format",
+    "check_duplicates": "d9d_weights.hugging_face.load",
     "load_tensors": "d9d_weights.hugging_face.load",
     "ModelWriter": "d9d_weights.hugging_face.writer",
     "model_tensors": "d9d_weights.sharding.model_tensors",
@@ -91,9 +94,11 @@ __all__ = [
     "Compute",
     "Concatenate",
     "Connect",
+    "Copy",
     "Distribute",
     "Drop",
     "Either",
+    "Explained",
     "Fresh",
     "Gather",
     "Group",
@@ -122,6 +127,7 @@ __all__ = [
     "Transpose",
     "Unsqueeze",
     "Unstack",
+    "check_duplicates",
     "convert",
     "export_model",
     "load_tensors",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from d9d_weights.graph.expressions import TensorSource
 from d9d_weights.graph.graph import StateGraph, specs_of
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.format import KeepsFields
-from d9d_weights.hugging_face.load import load_tensors
+from d9d_weights.hugging_face.load import check_duplicates, load_tensors
 from d9d_weights.sharding.agreement import on_all
 from d9d_weights.sharding.model_tensors import model_tensors
 from torch import nn
@@ -60,7 +62,8 @@ class Pretrained:
         if self.graph is None:
             return f"all drawn; sizes and tokenizer of {self.location}"
         anew = f"; drawn anew: {', '.join(sorted(self.graph.fresh))}" if self.graph.fresh else ""
-        return f"{len(self.graph.outputs)} tensors from {self.location} fit{anew}"
+        left = f"; left out: {listed(self.graph.left_out)}" if self.graph.left_out else ""
+        return f"{len(self.graph.outputs)} tensors from {self.location} fit{anew}{left}"
 
     def load(self, stage: nn.Module, job: BaseJob, topology: Topology, note: Callable[[str], None]) -> None:
         """Fill the model's tensors from the files. Collective over all ranks.
@@ -92,6 +95,8 @@ class Pretrained:
         note(f"pretrained: {len(targets)} tensors from {self.location} ({read}{' here' if copies else ''})")
         if self.graph.fresh:
             note(f"pretrained: not in it, drawn anew: {', '.join(sorted(self.graph.fresh))}")
+        if self.graph.left_out:
+            note(f"pretrained: left out, as the model has no place for it: {listed(self.graph.left_out)}")
 
 
 @contextmanager
@@ -132,7 +137,7 @@ def pretrained_weights(
             tensors = opened.enter_context(CheckpointTensors(location, "model/"))
             of_run, stored = model_of(tensors, registry)
             published = merger_of(tensors, registry) >> of_run.exporter(stored)
-            graph = fitting(published >> layout.importer(job.model, stored), tensors.specs)
+            graph = fitting(published >> layout.importer(job.model, stored), tensors)
             exported = _export_of(location)
             if exported is None:
                 return Pretrained(tensors, tensors.location, graph, {}, {})
@@ -140,7 +145,7 @@ def pretrained_weights(
                 tensors, tensors.location, graph, *beside(opened.enter_context(ModelDirectory.open(exported)))
             )
         directory = opened.enter_context(ModelDirectory.open(location))
-        graph = fitting(layout.importer(job.model, layout.config_from_json(directory.config())), directory.specs)
+        graph = fitting(layout.importer(job.model, layout.config_from_json(directory.config())), directory)
         return Pretrained(directory, directory.location, graph, *beside(directory))
 
     def beside(directory: ModelDirectory) -> tuple[dict[str, bytes], Mapping[str, Any]]:
@@ -148,15 +153,27 @@ def pretrained_weights(
         kept = layout.kept_fields(directory.config(), job.model) if isinstance(layout, KeepsFields) else {}
         return {name: directory.read_file(name) for name in others}, kept
 
-    def fitting(mapper: Mapper, specs: Mapping[str, TensorSpec]) -> StateGraph | None:
+    def fitting(mapper: Mapper, source: CheckpointTensors | ModelDirectory) -> StateGraph | None:
         if not job.loading.weights:
             return None
-        graph = StateGraph(mapper, specs)
-        graph.check(_expected(stage, injected))
+        try:
+            graph = StateGraph(mapper, source.specs)
+            graph.check(_expected(stage, injected))
+            if topology.is_main:
+                check_duplicates(graph, source)
+        except CheckpointError as error:
+            raise CheckpointError(f"model.pretrained: {source.location}: {error}") from error
         return graph
 
     with ExitStack() as opened:
         yield on_all(open_and_compare, None if topology.simulated else topology.world)
+
+
+def listed(names: Sequence[str], shown: int = 5) -> str:
+    """Names in a line: those that differ in numbers only, such as of layers, as one."""
+    counts = Counter(re.sub(r"\d+", "*", name) for name in names)
+    few = [name if count == 1 else f"{name} ({count} tensors)" for name, count in counts.most_common(shown)]
+    return ", ".join(few) + (f" and {len(counts) - shown} more kinds" if len(counts) > shown else "")
 
 
 def _export_of(location: str) -> Path | None:

@@ -75,6 +75,23 @@ class Scope:
         return sorted(self.values)
 
 
+@dataclass(frozen=True)
+class Duplicate:
+    """Tensor that is left out because another one holds the same numbers, which is compared before anything is loaded.
+
+    Attributes:
+        name: of the tensor that is left out.
+        copy: its value.
+        original: value of the tensor that is kept.
+        otherwise: error if they differ; says what would be lost, and what to do.
+    """
+
+    name: str
+    copy: Value
+    original: Value
+    otherwise: str
+
+
 @dataclass
 class Effect:
     """Effect of a mapper on values.
@@ -83,11 +100,13 @@ class Effect:
         taken: name -> the mapper that took it.
         made: name -> value, in order.
         fresh: names that stay as they were initialised.
+        duplicates: tensors that are taken because others hold the same numbers.
     """
 
     taken: dict[str, str] = field(default_factory=dict)
     made: dict[str, Value] = field(default_factory=dict)
     fresh: dict[str, str] = field(default_factory=dict)
+    duplicates: list[Duplicate] = field(default_factory=list)
 
 
 class Mapper(ABC):
@@ -171,6 +190,7 @@ class Sequential(Mapper):
             check_new(effect.made, made, scope, "an earlier step")
             made |= effect.made
             combined.fresh |= effect.fresh
+            combined.duplicates += effect.duplicates
         combined.made = made
         return combined
 
@@ -207,6 +227,7 @@ def _add(together: Effect, effect: Effect, scope: Scope) -> None:
     together.taken |= effect.taken
     together.made |= effect.made
     together.fresh |= effect.fresh
+    together.duplicates += effect.duplicates
 
 
 def check_new(made: Mapping[str, Value], before: Mapping[str, Value], scope: Scope, who: str) -> None:

@@ -29,6 +29,7 @@ class Prefix(Mapper):
             {self.source + name: mapper for name, mapper in inner.taken.items()},
             {self.target + name: value for name, value in inner.made.items()},
             {self.target + name: mapper for name, mapper in inner.fresh.items()},
+            inner.duplicates,
         )
 
     def inverse(self) -> Mapper:
@@ -64,6 +65,7 @@ class Connect(Mapper):
                 made |= effect.made
                 there |= effect.made
                 combined.fresh |= effect.fresh
+                combined.duplicates += effect.duplicates
             if len(later) == len(left):
                 reasons = [reason for _, attempt in later for reason in attempt]
                 scope.complain("nothing can go first, in a cycle or for want of a tensor: " + "; ".join(reasons))
@@ -103,7 +105,8 @@ class Shard(Mapper):
             if worker == self.index:
                 mine |= set(group.outputs)
         fresh = effect.fresh if self.index == 0 else {}
-        return Effect(effect.taken, {name: value for name, value in effect.made.items() if name in mine}, fresh)
+        made = {name: value for name, value in effect.made.items() if name in mine}
+        return Effect(effect.taken, made, fresh, effect.duplicates if self.index == 0 else [])
 
     def inverse(self) -> Mapper:
         raise CheckpointError("a worker's share has no inverse: invert the full mapper, then share")

@@ -20,6 +20,7 @@ class StateGraph:
         sources: the tensors there are.
         outputs: name -> value, in order.
         fresh: names of outputs that have no source on purpose.
+        duplicates: sources that are left out because others hold the same numbers; :func:`check_duplicates` compares.
 
     Args:
         mapper: how names and shapes change.
@@ -42,14 +43,22 @@ class StateGraph:
                 problems.append(f"'{name}' is made, and declared Fresh")
             if not _ends_placed(value):
                 problems.append(f"'{name}': Distribute must come last")
-        raise_if(problems, "the state graph does not fit the checkpoint:")
+        raise_if(problems, "the tensors of the checkpoint do not fit:")
         self.outputs: dict[str, Value] = effect.made
         self.fresh = frozenset(effect.fresh)
+        self.duplicates = tuple(effect.duplicates)
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """Shape and dtype of each output."""
         return {name: value.spec for name, value in self.outputs.items()}
+
+    @cached_property
+    def left_out(self) -> list[str]:
+        """Sources that no output is made of, in order. Duplicates are none of them: nothing of theirs is lost."""
+        used = {name for value in self.outputs.values() for name in value.sources()}
+        copies = {name for duplicate in self.duplicates for name in duplicate.copy.sources()}
+        return [name for name in self.sources if name not in used | copies]
 
     @cached_property
     def groups(self) -> list[Group]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from d9d_core.errors import CheckpointError
 
-from d9d_weights.graph.base import Effect, Mapper, Parallel, Scope
+from d9d_weights.graph.base import Duplicate, Effect, Mapper, Parallel, Scope
 from d9d_weights.graph.mappers import Rename
 from d9d_weights.graph.pattern import Pattern
 
@@ -59,7 +59,9 @@ class Select(Mapper):
 
 @dataclass(frozen=True)
 class Drop(Mapper):
-    """Selection that drops tensors that nobody needs, such as a copy of a tied head. Its inverse does nothing.
+    """Selection that leaves tensors out, such as a head that the model lacks. Its inverse does nothing.
+
+    :attr:`StateGraph.left_out` lists them for the user; a copy of another tensor is a :class:`Copy`.
 
     Attributes:
         name: of the tensor, or a pattern.
@@ -83,6 +85,63 @@ class Drop(Mapper):
 
     def inverse(self) -> Mapper:
         return _Nothing()
+
+
+@dataclass(frozen=True)
+class Copy(Mapper):
+    """Selection that leaves out a tensor which holds the same numbers as another, such as the head of a tied model.
+
+    Nothing happens if it is absent. Whoever reads the files compares the two, see :func:`check_duplicates`.
+
+    Attributes:
+        name: of the tensor.
+        original: name of the other one; this mapper does not take it.
+        otherwise: error if the numbers differ; says what would be lost, and what to do.
+    """
+
+    name: str
+    original: str
+    otherwise: str
+
+    def apply(self, scope: Scope) -> Effect:
+        label = f"Copy('{self.name}')"
+        if self.name not in scope.values:
+            return Effect()
+        taken = {self.name: label}
+        found = scope.find([self.name, self.original], label)
+        if found is None:
+            return Effect(taken)
+        copy, original = found
+        return Effect(taken, duplicates=[Duplicate(scope.path + self.name, copy, original, self.otherwise)])
+
+    def inverse(self) -> Mapper:
+        return _Nothing()
+
+
+@dataclass(frozen=True)
+class Explained(Mapper):
+    """Mapper whose complaints are replaced by a text of its own, which names files and fields rather than mappers.
+
+    Attributes:
+        mapper: that may fail.
+        text: the error then; says what to do.
+    """
+
+    mapper: Mapper
+    text: str
+
+    def apply(self, scope: Scope) -> Effect:
+        problems: list[str] = []
+        effect = self.mapper.apply(Scope(scope.values, problems, scope.path, hints=False))
+        if problems:
+            scope.complain(self.text)
+        return effect
+
+    def inverse(self) -> Mapper:
+        return self.mapper.inverse()
+
+    def rest(self) -> bool:
+        return self.mapper.rest()
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch
+from d9d_core.errors import CheckpointError
 from d9d_core.tensors import is_dtensor, local
 from torch import Tensor
 from torch import distributed as dist
 
 from d9d_weights.graph.expressions import TensorSource, Value
 from d9d_weights.graph.graph import StateGraph
+from d9d_weights.hugging_face.blocks import blocks
 from d9d_weights.sharding.agreement import on_all
 from d9d_weights.sharding.shards import TensorShard, describe
 
@@ -32,6 +34,8 @@ def load_tensors(
     on_bytes: Callable[[int], None] = lambda _count: None,
 ) -> None:
     """Load tensors: fill each target with the graph's output of its name, converted to its dtype.
+
+    What the graph leaves out as copies of others is not compared, see :func:`check_duplicates`.
 
     The host's memory holds no more than the source's buffers, one for each thread, unless the graph computes something
     from full tensors.
@@ -90,6 +94,30 @@ def _load(
             pool.shutdown(cancel_futures=True)
     if failed:
         raise failed[0]
+
+
+def check_duplicates(graph: StateGraph, source: TensorSource) -> None:
+    """Compare the tensors that a graph leaves out as copies with their originals. Reads both.
+
+    Raises:
+        CheckpointError: one differs, so that numbers would be lost.
+    """
+    for duplicate in graph.duplicates:
+        if not _equal(duplicate.copy, duplicate.original, source):
+            raise CheckpointError(duplicate.otherwise)
+
+
+def _equal(copy: Value, original: Value, source: TensorSource) -> bool:
+    if copy.spec.shape != original.spec.shape:
+        return False
+    dtype = torch.promote_types(copy.spec.dtype, original.spec.dtype)
+    for offset, size in blocks(copy.spec.shape, _TASK_BYTES // dtype.itemsize):
+        one, other = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
+        copy.read(source, offset, one)
+        original.read(source, offset, other)
+        if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+            return False
+    return True
 
 
 def _fill(value: Value, source: TensorSource, window: TensorShard, on_bytes: Callable[[int], None]) -> None:

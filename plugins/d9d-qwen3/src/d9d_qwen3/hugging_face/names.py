@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from d9d_core.extend import CheckpointError
 from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, HeadConfig, TokenClassificationHeadConfig
-from d9d_weights import Chunk, Drop, Fresh, Mapper, Parallel, Rename, Share
+from d9d_weights import Chunk, Copy, Drop, Either, Explained, Fresh, Mapper, Parallel, Rename, Share
 
 from d9d_qwen3.base_config import Qwen3Base
 from d9d_qwen3.hugging_face.expert_names import mixtures
@@ -33,6 +32,15 @@ _DENSE = {
     "mlp.down_proj": "ffn.down_proj",
 }
 _EMBEDDING, _LM_HEAD, _SCORE = "model.embed_tokens.weight", "lm_head.weight", "score"
+#: Errors about heads that their config.json does not describe.
+_OTHER_HEAD = (
+    f"'{_LM_HEAD}' in the files differs from '{_EMBEDDING}', and a model with tie_word_embeddings: true would throw it "
+    "away; set model.tie_embeddings to false to keep it, or remove it from the files"
+)
+_NO_HEAD = (
+    "config.json says tie_word_embeddings: false, but the files hold no '{}'; if the head is the embedding, set "
+    "model.tie_embeddings to true, else copy or download the file that lacks"
+)
 #: Parameters of classifiers, by kind.
 _CLASSIFIERS = {"classification": ("weight",), "token_classification": ("weight", "bias")}
 
@@ -40,10 +48,9 @@ _CLASSIFIERS = {"classification": ("weight",), "token_classification": ("weight"
 def importer(config: AnyQwen3Config, stored: AnyQwen3Config) -> Mapper:
     """Mapper from files of a model like ``stored`` to one like ``config``, with other heads and added tokens perhaps.
 
-    A head starts from the stored one of its name, or from the only stored one of its kind; else it is fresh.
-
-    Raises:
-        CheckpointError: the stored head has a weight of its own, and the model ties it to the embedding.
+    A head starts from the stored one of its name, or from the only stored one of its kind; else it is fresh. A tied
+    head of a model that is not tied any more starts from the head in the files, or where there is none from the
+    embedding.
     """
     bare = [
         Rename(f"{name}", f"model.{name}", optional=True)
@@ -51,7 +58,7 @@ def importer(config: AnyQwen3Config, stored: AnyQwen3Config) -> Mapper:
     ]
     first: Mapper = Parallel(*bare)
     if _starts_from_embedding(config, stored):
-        first = first >> Share(_EMBEDDING, (_EMBEDDING, _LM_HEAD))
+        first = first >> Either(Rename(_LM_HEAD, _LM_HEAD), Share(_EMBEDDING, (_EMBEDDING, _LM_HEAD)))
     return first >> _correspondence(config, stored)
 
 
@@ -121,16 +128,15 @@ def _heads(config: Qwen3Base, stored: Qwen3Base) -> Iterator[Mapper]:
         if isinstance(head, CausalLMHeadConfig):
             other = _origin(name, head, stored)
             if config.tie_embeddings:
-                if other is not None and not stored.tie_embeddings:
-                    raise CheckpointError(
-                        "the stored head has a weight of its own; set model.tie_embeddings to false to keep it"
-                    )
+                used.add(_LM_HEAD)
+                yield Copy(_LM_HEAD, _EMBEDDING, _OTHER_HEAD)
             elif other is None:
                 yield Fresh(tuple(_tensors(f"heads.{name}", config)))
             else:
                 theirs = _stored_name(other, stored)
                 used.add(theirs)
-                yield from _words(theirs, f"heads.{name}", config, stored)
+                text = _NO_HEAD.format(theirs)
+                yield from (Explained(mapper, text) for mapper in _words(theirs, f"heads.{name}", config, stored))
         elif head.kind in _CLASSIFIERS:
             other = _origin(name, head, stored)
             for part in _CLASSIFIERS[head.kind]:
@@ -146,7 +152,7 @@ def _heads(config: Qwen3Base, stored: Qwen3Base) -> Iterator[Mapper]:
         if head.kind != "embedding"
     }
     for theirs in sorted((published | {_LM_HEAD}) - used):
-        yield Drop(theirs, optional=True)  # heads that this model lacks; a copy of a tied one
+        yield Drop(theirs, optional=True)  # heads that this model lacks
 
 
 def _tensors(head: str, config: Qwen3Base) -> list[str]:
