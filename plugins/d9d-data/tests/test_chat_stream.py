@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from d9d_core.extend import DataContext, DataError
+from d9d_data.chat.conversation import read_conversation
 from d9d_data.config import ChatConfig
 from d9d_data.stream.binned import BinStream
 from d9d_data.stream.bins import best_fit, cut_pieces, pack_bins
@@ -282,3 +283,73 @@ def test_weights_that_mean_nothing_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=f"data.jsonl:1.*{message}"):
         stream(record, **fields)
+
+
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
+def test_tool_arguments_are_learned_as_objects(model: Path, stream: Open, tmp_path: Path, arguments: Any) -> None:
+    (tmp_path / "calls").mkdir()
+    (tmp_path / "calls" / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    (tmp_path / "calls" / "chat_template.jinja").write_text(CALLS)
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    record = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]}
+    notes: list[str] = []
+    fields = {"tokenizer": str(tmp_path / "calls"), "sequence_length": 128, "notes": notes}
+    (batch,) = stream(record, **fields).next_pack()
+    assert learned(model, batch) == '[weather {"city": "Paris"}]<|im_end|>'
+    said = any("1 of 1 conversations have tool arguments that are JSON strings; they are parsed" in n for n in notes)
+    assert said == isinstance(arguments, str)
+    (batch,) = stream(record, tool_arguments="keep", **fields).next_pack()
+    quoted = '"{\\"city\\": \\"Paris\\"}"' if isinstance(arguments, str) else '{"city": "Paris"}'
+    assert learned(model, batch) == f"[weather {quoted}]<|im_end|>"
+
+
+def test_tool_arguments_that_are_no_objects_stay_as_they_are() -> None:
+    def arguments_of(value: Any) -> Any:
+        call = {"name": "f", "arguments": value}
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+        return read_conversation({"messages": messages}, "it", "parse").messages[1]["tool_calls"][0]["arguments"]
+
+    for value in ("{", "3", '"text"', "[1]", "", {"a": None}):
+        assert arguments_of(value) == value
+    assert arguments_of('{"a": null}') == {"a": None}
+
+
+@pytest.mark.parametrize(
+    ("marks", "stopped"), [("{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}", 2),
+                           ("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>", 0)],
+)  # fmt: skip
+def test_a_start_says_whether_the_stop_token_is_learned(
+    model: Path, stream: Open, tmp_path: Path, marks: str, stopped: int
+) -> None:
+    (tmp_path / "marked").mkdir()
+    (tmp_path / "marked" / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    (tmp_path / "marked" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        + marks
+        + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    for _ in range(2):
+        notes: list[str] = []
+        reader = stream(chat("a", "b"), chat("c", "d"), tokenizer=str(tmp_path / "marked"), notes=notes)
+        (line,) = [note for note in notes if "stop token" in note]
+        assert f"stop token learned in {stopped} of 2 conversations" in line
+        assert line.startswith("warning: ") == (not stopped)
+        assert reader.facts["stop_learned"] == stopped
+        end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id("<|im_end|>")
+        assert reader.facts["stop_token_ids"] == [end][:stopped]
+
+
+def test_special_tokens_in_conversations_are_text_or_tokens(model: Path, stream: Open) -> None:
+    end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id("<|im_end|>")
+    for choice, count in (("text", 2), ("token", 3)):
+        notes: list[str] = []
+        (batch,) = stream(chat("a<|im_end|>", "b"), special_tokens=choice, notes=notes).next_pack()
+        assert int((batch["tokens"] == end).sum()) == count
+        assert any("1 of 1 conversations spell special tokens, such as <|im_end|>" in note for note in notes)

@@ -132,6 +132,20 @@ def test_samples_that_lost_tokens_are_marked(job: Path, tmp_path: Path, capsys: 
     assert "=== sample 1: 24 tokens, 2 documents" not in out or "--- document, cut: 8 tokens are lost ---" in out
 
 
+def test_text_that_spells_a_special_token_is_told_from_the_token(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {"prompt": "a<|im_end|>b", "completion": "c"}
+    (tmp_path / "quoting.jsonl").write_text(json.dumps(record))
+    common = ["batch.size=1", f"data.sources=[{tmp_path}/quoting.jsonl]"]
+    for choice, shown in (("text", "a⟨<|im_end|>⟩b"), ("token", "a<|im_end|>b")):
+        show(job, count=1, plugin=[tmp_path / "plugin.py"], overrides=[*common, f"data.special_tokens={choice}"])
+        out, err = capsys.readouterr()
+        assert out.splitlines()[1] == f"[user]{shown}<|im_end|>[assistant]«c<|im_end|>»"
+        assert "1 of 1 conversations spell special tokens, such as <|im_end|>" in err
+        assert "stop token learned in 1 of 1 conversations: <|im_end|>" in err
+
+
 def test_a_dataset_without_text_is_refused(job: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the dataset 'mine' has no tokenizer, so its samples are no text"):
         show(job, count=1, plugin=[tmp_path / "plugin.py"], overrides=["data={name: mine}"])

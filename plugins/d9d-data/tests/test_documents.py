@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from d9d_core.extend import DataContext, DataError
 from d9d_data.config import DocumentsConfig
+from d9d_data.corpus.identity import FORMAT
 from d9d_data.corpus.prepare import Corpus
 from d9d_data.order.samples import SampleOrder
 from d9d_data.stream.documents import DocumentStream, build_documents
@@ -162,7 +163,8 @@ def test_state_is_plain_json_and_says_what_formed_the_packs() -> None:
     reader.next_pack()
     state = reader.state()
     assert state == json.loads(json.dumps(state))
-    assert state == {"consumed": 4, "fingerprint": state["fingerprint"], "batch_size": 4, "bucket_window": 8}
+    sizes = {"batch_size": 4, "bucket_window": 8}
+    assert state == {"consumed": 4, "fingerprint": state["fingerprint"], "tokenisation": FORMAT, **sizes}
 
 
 @settings(max_examples=60, deadline=None)

@@ -94,7 +94,7 @@ def test_state_is_plain_json() -> None:
     reader = stream(10)
     reader.next_pack()
     assert reader.state()["consumed"] == 4
-    assert set(reader.state()) == {"consumed", "fingerprint"}
+    assert set(reader.state()) == {"consumed", "fingerprint", "tokenisation"}
 
 
 def test_microbatches_are_int64_cpu_tensors() -> None:

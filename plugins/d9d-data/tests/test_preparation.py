@@ -309,6 +309,7 @@ def test_workers_end_with_the_process_that_started_them() -> None:
                 "tokenizer": "bytes",
                 "end_of_text": None,
                 "tokenizer_directory": "",
+                "special_tokens": "text",
                 "malformed": "error",
                 "work": "",
                 "encoder": "text",

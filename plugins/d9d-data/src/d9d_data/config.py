@@ -32,6 +32,9 @@ class PreparedConfig(PluginConfig):
     malformed: Literal["error", "skip"] = "error"
     """A record without text in ``field``, a line that is no JSON or a text that is not UTF-8: an error, or left out and
     counted."""
+    special_tokens: Literal["text", "token"] = "text"
+    """Treatment of texts that spell a special token, such as ``<|im_end|>``: as ordinary text, so that no text ends by
+    writing so, or as that token, for corpora with marks of their own and for rendered conversations."""
     digest: Literal["sampled", "full"] = "sampled"
     """Identity of a corpus of more than 64 MiB, by which prepared data is found: size, time of change and samples of
     each file, or all bytes."""
@@ -194,6 +197,9 @@ class ModelTextConfig(PaddedConfig):
     training starts from."""
     template_arguments: dict[str, Any] = {}
     """Further variables of the template, such as ``{enable_thinking: false}``."""
+    tool_arguments: Literal["parse", "keep"] = "parse"
+    """Arguments of tool calls that are JSON strings: parsed, as servers of models do, or kept as strings, which most
+    templates quote once more."""
     sequence_length: int = Field(ge=1)
     """Most positions of a sample."""
 

@@ -18,8 +18,8 @@ once, in the order of the sources, whatever the config says about shuffling. A s
   whole number: which samples share a microbatch, and its padded length, are the same for any number of ranks.
 - ``state()`` may be loaded on another number of ranks, at any pack.
 
-A dataset counts the records of its sources that it does not give whole: the fact ``cut_documents`` those that lost a part
-because they are too long, ``dropped`` those that are left out. :attr:`DataContext.note` gets a line at each start.
+A dataset counts the records of its sources that it does not give whole: the fact ``cut_documents`` those that lost a
+part because they are too long, ``dropped`` those that are left out. :attr:`DataContext.note` gets a line at each start.
 """
 
 from __future__ import annotations

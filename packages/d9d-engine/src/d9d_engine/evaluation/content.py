@@ -10,7 +10,10 @@ from d9d_core.errors import JobError
 from d9d_core.untrusted import parse_json
 
 #: Fields of a job's data that suit other files of the same kind.
-_KEPT = ("tokenizer", "sequence_length", "end_of_text", "template_arguments", "pad_multiple", "loss", "too_long")
+_KEPT = (
+    "tokenizer", "sequence_length", "end_of_text", "template_arguments", "pad_multiple", "loss", "too_long",
+    "special_tokens", "tool_arguments",
+)  # fmt: skip
 #: Most bytes of the first record.
 _MOST = 64 * 2**20
 
@@ -51,7 +54,7 @@ def dataset_of(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
                 f"--data: {path}:1 has {has}; give records with text, messages, or prompt and completion, or describe "
                 "the data in a job's evaluation section (--like JOB)"
             )
-    chat_only = {"template_arguments", "loss"}
+    chat_only = {"template_arguments", "loss", "tool_arguments"}
     kept = {key: like[key] for key in _KEPT if key in like and (name == "chat" or key not in chat_only)}
     if name == "chat":
         kept.pop("end_of_text", None)

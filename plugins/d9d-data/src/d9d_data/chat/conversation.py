@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from d9d_core.extend import DataError, closest, parse_json
 
@@ -14,6 +14,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 #: Names of reasoning in data sets; the first is the one that most templates read, the second that of gpt-oss.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 Message = Mapping[str, Any]
+#: Treatment of tool arguments that are JSON strings, as ``data.tool_arguments`` names it.
+ToolArguments = Literal["parse", "keep"]
 _SHAPE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 
@@ -49,7 +51,7 @@ class Conversation:
         return max((self.prompt, *(index + 1 for index in users)))
 
 
-def read_conversation(record: object, where: str) -> Conversation:
+def read_conversation(record: object, where: str, arguments: ToolArguments = "keep") -> Conversation:
     """Conversation of a record with ``messages``, or with ``prompt`` and ``completion``; optionally with ``tools``.
 
     A record with both is read by its ``messages``. An empty list of tools counts as none.
@@ -57,6 +59,7 @@ def read_conversation(record: object, where: str) -> Conversation:
     Args:
         record: parsed JSON.
         where: name of the record in messages, such as ``train.jsonl:17``.
+        arguments: treatment of tool arguments that are JSON strings.
 
     Raises:
         DataError: the record is no conversation; says what is wrong and what to write.
@@ -64,10 +67,11 @@ def read_conversation(record: object, where: str) -> Conversation:
     if not isinstance(record, Mapping):
         raise DataError(f"{where} is {_kind(record)}, not an object; write one such as {_SHAPE}")
     if record.get("messages") is not None:
-        messages = _messages(record["messages"], f"{where}: messages")
+        messages = _messages(record["messages"], f"{where}: messages", arguments)
         return _checked(Conversation(messages, _tools(record.get("tools"), where), 0, where), "messages")
     if record.get("prompt") is not None and record.get("completion") is not None:
-        return join_conversation(record["prompt"], record["completion"], "completion", record.get("tools"), where)
+        prompt, completion, tools = record["prompt"], record["completion"], record.get("tools")
+        return join_conversation(prompt, completion, "completion", tools, where, arguments)
     fields = ", ".join(str(key) for key, value in record.items() if value is not None) or "none"
     raise DataError(
         f"{where} has neither a field 'messages' nor the fields 'prompt' and 'completion' (it has {fields}); "
@@ -75,7 +79,9 @@ def read_conversation(record: object, where: str) -> Conversation:
     )
 
 
-def join_conversation(prompt: object, completion: object, name: str, tools: object, where: str) -> Conversation:
+def join_conversation(
+    prompt: object, completion: object, name: str, tools: object, where: str, arguments: ToolArguments = "keep"
+) -> Conversation:
     """Conversation of a prompt and what completes it.
 
     Args:
@@ -84,12 +90,13 @@ def join_conversation(prompt: object, completion: object, name: str, tools: obje
         name: field of the completion, for messages.
         tools: list of JSON schemas, as a string or parsed, or None.
         where: name of the record in messages.
+        arguments: treatment of tool arguments that are JSON strings.
 
     Raises:
         DataError: a part is malformed, or the completion has no assistant message.
     """
-    before = _side(prompt, "user", f"{where}: prompt")
-    messages = before + _side(completion, "assistant", f"{where}: {name}")
+    before = _side(prompt, "user", f"{where}: prompt", arguments)
+    messages = before + _side(completion, "assistant", f"{where}: {name}", arguments)
     return _checked(Conversation(messages, _tools(tools, where), len(before), where), name)
 
 
@@ -114,17 +121,54 @@ def call_names(message: Message) -> list[str]:
     return [call.get("function", call)["name"] for call in message.get("tool_calls", ())]
 
 
-def _side(value: object, role: str, where: str) -> tuple[Message, ...]:
+def has_string_arguments(value: object) -> bool:
+    """Whether messages somewhere in a record have tool calls whose arguments are strings."""
+    if isinstance(value, Mapping):
+        calls = value.get("tool_calls")
+        if isinstance(calls, list | tuple):
+            functions = (call.get("function", call) for call in calls if isinstance(call, Mapping))
+            return any(isinstance(one, Mapping) and isinstance(one.get("arguments"), str) for one in functions)
+        return any(map(has_string_arguments, value.values()))
+    return isinstance(value, list | tuple) and any(map(has_string_arguments, value))
+
+
+def _parsed(message: Message) -> Message:
+    """Message whose tool arguments are objects where they were JSON strings of objects."""
+    if not has_string_arguments(message):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        parsed = (
+            {**function, "arguments": _object_in(function.get("arguments"))} if "arguments" in function else function
+        )
+        calls.append({**call, "function": parsed} if "function" in call else parsed)
+    return {**message, "tool_calls": calls}
+
+
+def _object_in(value: object) -> object:
+    """JSON object in a string; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = parse_json(value.encode())
+    except ValueError:
+        return value
+    return found if isinstance(found, dict) else value
+
+
+def _side(value: object, role: str, where: str, arguments: ToolArguments) -> tuple[Message, ...]:
     """Messages of a prompt or a completion; a string is one message."""
-    return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where)
+    return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, arguments)
 
 
-def _messages(value: object, where: str) -> tuple[Message, ...]:
+def _messages(value: object, where: str, arguments: ToolArguments) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise DataError(f"{where} is {_kind(value)}, not a list; write {_SHAPE}")
     if not value:
         raise DataError(f"{where} is empty; leave the record out")
-    return tuple(_message(message, f"{where}[{index}]") for index, message in enumerate(value))
+    messages = (_message(message, f"{where}[{index}]") for index, message in enumerate(value))
+    return tuple(map(_parsed, messages)) if arguments == "parse" else tuple(messages)
 
 
 def _message(value: object, where: str) -> Message:

@@ -69,6 +69,15 @@ class ChatTokenizer:
         ids = np.asarray([number for number, _ in tokens], dtype=np.int64)
         return ids, np.asarray([begin for _, (begin, _) in tokens], dtype=np.int64)
 
+    def stop_of(self, ids: Ids) -> str:
+        """Special token that ends some token ids, white space after it left aside; empty if none does."""
+        for number in reversed(ids.tolist()):
+            if number in self._special_ids:
+                return str(self._backend.id_to_token(number))
+            if self._backend.decode([number], skip_special_tokens=False).strip():
+                return ""
+        return ""
+
     def _requoted(
         self, text: str, tokens: list[tuple[int, Span]], quoted: Sequence[Span]
     ) -> Iterator[tuple[int, Span]]:
@@ -227,9 +236,9 @@ def _quotes(
     The record is rendered once more with a marker inside each, which leaves the rest as it was.
     """
     special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
-    if not any(special.search(part) for part in _strings([conversation.messages, conversation.tools])):
+    if not any(special.search(part) for part in strings_in([conversation.messages, conversation.tools])):
         return ()
-    marker = next((mark for mark in _MARKERS if not any(mark in part for part in _strings([text]))), None)
+    marker = next((mark for mark in _MARKERS if not any(mark in part for part in strings_in([text]))), None)
     if marker is None:
         raise DataError(f"{conversation.where} holds all of the characters U+E000 to U+E00F; leave the record out")
 
@@ -259,16 +268,16 @@ def _quotes(
     return tuple(quotes)
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Texts in a value."""
+def strings_in(value: Any) -> Iterator[str]:
+    """Texts in a value, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _strings(item)
+            yield from strings_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _strings(item)
+            yield from strings_in(item)
 
 
 def _overlap(span: Span, others: Sequence[Span]) -> bool:

@@ -9,8 +9,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from d9d_data.chat.conversation import read_conversation
-from d9d_data.chat.encode import ChatTokenizer, Loss, encode_weighted, is_trainable, truncate
+from d9d_data.chat.conversation import ToolArguments, has_string_arguments, read_conversation
+from d9d_data.chat.encode import ChatTokenizer, Loss, encode_weighted, is_trainable, strings_in, truncate
 from d9d_data.chat.template import ChatTemplate
 from d9d_data.corpus.encoder import Dropped, Encoded, Sample, encode_samples
 from d9d_data.corpus.fit import Limit, Policy
@@ -31,15 +31,24 @@ class ChatEncoder:
         loss: which tokens are learned.
         longest: most tokens of a sample.
         too_long: treatment of longer conversations.
+        tool_arguments: treatment of tool arguments that are JSON strings.
     """
 
     columns: Mapping[str, npt.DTypeLike] = {"weights": np.bool_, "scales": np.float32}
 
     def __init__(
-        self, tokenizer: TextTokenizer, template: ChatTemplate, loss: Loss, longest: int, too_long: Policy
+        self,
+        tokenizer: TextTokenizer,
+        template: ChatTemplate,
+        loss: Loss,
+        longest: int,
+        too_long: Policy,
+        tool_arguments: ToolArguments = "parse",
     ) -> None:
         self.vocab_size = tokenizer.vocab_size
         self._tokenizer = ChatTokenizer.of(tokenizer)
+        self._texts = tokenizer
+        self._tool_arguments = tool_arguments
         self._template = template
         self._loss = loss
         self._limit = Limit(longest, too_long)
@@ -51,7 +60,7 @@ class ChatEncoder:
         Args:
             tokenizer: of the model.
             file: the ``tokenizer.json``, beside which the template lies.
-            settings: ``arguments`` of the template, and ``loss``, ``longest`` and ``too_long`` as above.
+            settings: ``arguments`` of the template, and the others as above.
         """
         rest = dict(settings)
         assert file is not None
@@ -64,8 +73,9 @@ class ChatEncoder:
 
     def _sample(self, record: Record) -> Sample | Dropped:
         where = str(record.place)
-        conversation = read_conversation(record.values, where)
-        whole = encode_weighted(conversation, self._template, self._tokenizer, self._loss)
+        conversation = read_conversation(record.values, where, self._tool_arguments)
+        quoted = self._texts.quoted
+        whole = encode_weighted(conversation, self._template, self._tokenizer, self._loss, quoted)
         kept = truncate(*whole, self._limit, where)
         if kept is None or not is_trainable(kept[1]):
             learnable = np.flatnonzero(whole[1][1:]) + 2
@@ -76,5 +86,8 @@ class ChatEncoder:
             [ids],
             {"weights": [learned], "scales": [np.where(learned, weights, np.float32(1))]},
             lost=[len(whole[0]) - len(ids)],
+            spelling=self._texts.spelled(strings_in([conversation.messages, conversation.tools])),
+            parsed=has_string_arguments(record.values),
+            stop=self._tokenizer.stop_of(ids[1:][weights[1:] > 0]),
             incomplete=bool(np.count_nonzero(whole[1][1:]) > np.count_nonzero(weights[1:])),
         )

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from d9d_core.extend import DataError
 
-from d9d_data.chat.conversation import join_conversation
-from d9d_data.chat.encode import ChatTokenizer, Weights, encode, encode_prompt, is_trainable, truncate
+from d9d_data.chat.conversation import ToolArguments, has_string_arguments, join_conversation
+from d9d_data.chat.encode import ChatTokenizer, Weights, encode, encode_prompt, is_trainable, strings_in, truncate
 from d9d_data.chat.template import ChatTemplate
 from d9d_data.corpus.encoder import Dropped, Encoded, Sample, encode_samples
 from d9d_data.corpus.fit import Limit, Policy
@@ -116,15 +116,24 @@ class PreferenceEncoder:
         template: of the model; ``None`` if it has none, and then only strings can be encoded.
         longest: most tokens of a text.
         too_long: treatment of longer texts (``cut_end``, ``cut_start``), or of their pair (``drop``, ``error``).
+        tool_arguments: treatment of tool arguments that are JSON strings.
     """
 
     columns: Mapping[str, npt.DTypeLike] = {"weights": np.bool_}
 
-    def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate | None, longest: int, too_long: Policy) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        template: ChatTemplate | None,
+        longest: int,
+        too_long: Policy,
+        tool_arguments: ToolArguments = "parse",
+    ) -> None:
         self.vocab_size = tokenizer.vocab_size
         self._texts = tokenizer
         self._tokenizer = ChatTokenizer.of(tokenizer)
         self._template = template
+        self._tool_arguments = tool_arguments
         self._limit = Limit(longest, too_long)
 
     @classmethod
@@ -134,7 +143,7 @@ class PreferenceEncoder:
         Args:
             tokenizer: of the model.
             file: the ``tokenizer.json``, beside which the template lies.
-            settings: ``arguments`` of the template, and ``longest`` and ``too_long`` as above.
+            settings: ``arguments`` of the template, and the others as above.
         """
         rest = dict(settings)
         arguments = rest.pop("arguments")
@@ -175,6 +184,9 @@ class PreferenceEncoder:
             [ids for ids, _ in cut],
             {"weights": [weights for _, weights in cut]},
             lost,
+            spelling=self._texts.spelled(strings_in(record.values)),
+            parsed=has_string_arguments(record.values),
+            stop=self._tokenizer.stop_of(cut[0][0][cut[0][1]]),
             incomplete=any(np.count_nonzero(kept) < own for own, (_, kept) in zip(completions, cut, strict=True)),
         )
 
@@ -185,19 +197,19 @@ class PreferenceEncoder:
             # The end that a completion has already is not written twice.
             texts = [pair.prompt + text.removesuffix(self._texts.end_of_text) for text in completions]
             prompt, *whole = self._texts.encode([pair.prompt, *texts])
-            end = np.asarray([self._texts.end_of_text_id])
-            return prompt, [np.concatenate([ids, end]) for ids in whole]
+            return prompt, [self._texts.ended(ids) for ids in whole]
         if self._template is None:
             raise DataError(
                 f"{where} has messages, and there is no chat template beside the tokenizer; use strings, or the "
                 "tokenizer files of a model trained for conversations"
             )
         conversations = [
-            join_conversation(pair.prompt, completion, name, pair.tools, where)
+            join_conversation(pair.prompt, completion, name, pair.tools, where, self._tool_arguments)
             for name, completion in zip(SIDES, completions, strict=True)
         ]
-        prompt = encode_prompt(conversations[0], self._template, self._tokenizer)
-        return prompt, [encode(one, self._template, self._tokenizer, "all")[0] for one in conversations]
+        quoted = self._texts.quoted
+        prompt = encode_prompt(conversations[0], self._template, self._tokenizer, quoted)
+        return prompt, [encode(one, self._template, self._tokenizer, "all", quoted)[0] for one in conversations]
 
 
 def _common(one: Ids, other: Ids) -> int:

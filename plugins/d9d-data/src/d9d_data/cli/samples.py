@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -108,6 +109,20 @@ def cut_off(lost: Sequence[int]) -> str:
     return f", cut: {sum(lost):,} tokens are lost" if sum(lost) else ""
 
 
+def spoken(ids: Sequence[int], tokenizer: tokenizers.Tokenizer) -> str:
+    """Text of token ids, in which ordinary text that spells a special token stands between ⟨ and ⟩."""
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=False)
+    special = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    spelled = re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True))) or r"(?!)")
+    if len(spelled.findall(text)) <= sum(number in special for number in ids):
+        return text
+    parts = []
+    for is_special, run in groupby(ids, key=special.__contains__):
+        part = tokenizer.decode(list(run), skip_special_tokens=False)
+        parts.append(part if is_special else spelled.sub(lambda found: f"⟨{found.group()}⟩", part))
+    return "".join(parts)
+
+
 def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = False) -> Text:
     """Text of a sample: tokens that are learned stand out, others are dim, and a line separates documents.
 
@@ -118,6 +133,8 @@ def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = Fal
         sample: to show.
         tokenizer: knows the tokens.
         brackets: put what is learned between « and ».
+
+    Text that spells a special token is told from that token, see :func:`spoken`.
     """
     learned = np.zeros(len(sample.tokens) + 1, dtype=np.bool_)
     if sample.targets is not None:
@@ -133,7 +150,7 @@ def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = Fal
         if before is not None and document != before:
             text.append(f"\n--- document{cut_off(sample.lost[document : document + 1])} ---\n", style=_BETWEEN)
         before = document
-        words = tokenizer.decode([tokens[place] for place in run], skip_special_tokens=False)
+        words = spoken([tokens[place] for place in run], tokenizer)
         words = f"«{words}»" if brackets and is_learned else words
         text.append(words, style=_LEARNED if is_learned else _MASKED)
     return text

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import numpy as np
 import numpy.typing as npt
 from d9d_core.extend import DataError
 
@@ -32,12 +31,18 @@ class Sample:
         columns: values beside the tokens by the names of the encoder's columns, for each document [tokens].
         lost: tokens that each document lost to a cut.
         incomplete: whether tokens to learn are among these.
+        spelling: special token that a text of the record spells, if one does.
+        parsed: whether tool arguments of the record are JSON strings.
+        stop: special token that is the last learned one, if the last learned one is special.
     """
 
     ids: Sequence[Ids]
     columns: Mapping[str, Sequence[npt.NDArray[Any]]]
     lost: Sequence[int]
     incomplete: bool = False
+    spelling: str = ""
+    parsed: bool = False
+    stop: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +142,17 @@ class TextEncoder:
 
     def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
         """Encode texts that are not empty."""
-        end: npt.NDArray[Any] = np.asarray([self._tokenizer.end_of_text_id])
         texts = ((text, piece.file.name) for piece in pieces for text in texts_of(piece, reject))
         for batch in _batches((text, name) for text, name in texts if text.strip()):
-            whole = [np.concatenate([ids, end]) for ids in self._tokenizer.encode([text for text, _ in batch])]
+            whole = [self._tokenizer.ended(ids) for ids in self._tokenizer.encode([text for text, _ in batch])]
             yield self._fitted(whole, batch)
 
     def _fitted(self, whole: Sequence[Ids], batch: Sequence[tuple[str, str]]) -> Encoded:
         """Documents as the limit lets them be."""
         characters = sum(len(text) for text, _ in batch)
-        tally = Tally(records=len(whole), longest=max(map(len, whole)))
+        spelled = [found for text, _ in batch if (found := self._tokenizer.spelled([text]))]
+        spelling = spelled[0] if spelled else ""
+        tally = Tally(records=len(whole), longest=max(map(len, whole)), spelled=len(spelled), spelling=spelling)
         if self._limit is None or tally.longest <= self._limit.longest:
             return Encoded(whole, {}, characters, tally)
         kept: list[Ids] = []
@@ -198,7 +204,16 @@ def _tallied(sample: Sample | Dropped) -> Tally:
     if isinstance(sample, Dropped):
         return Tally(records=1, longest=sample.longest, dropped=1, needed=sample.needed)
     longest = max(len(ids) + lost for ids, lost in zip(sample.ids, sample.lost, strict=True))
-    return Tally(records=1, longest=longest, cut=int(any(sample.lost)), incomplete=int(sample.incomplete))
+    return Tally(
+        records=1,
+        longest=longest,
+        cut=int(any(sample.lost)),
+        incomplete=int(sample.incomplete),
+        spelled=int(bool(sample.spelling)),
+        spelling=sample.spelling,
+        parsed=int(sample.parsed),
+        stops={sample.stop: 1} if sample.stop else {},
+    )
 
 
 def _joined(samples: Sequence[Sample], tally: Tally) -> Encoded:

@@ -85,6 +85,7 @@ def encoding_of(config: PreparedConfig) -> Encoding:
         return TEXTS
     settings = {
         "arguments": config.template_arguments,
+        "tool_arguments": config.tool_arguments,
         "longest": config.sequence_length + 1,
         "too_long": config.too_long,
     }

@@ -6,8 +6,8 @@ that every loss is in the facts of the stream and in one line at each start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
 from d9d_core.extend import DataError
@@ -67,6 +67,10 @@ class Tally:
         incomplete: cut records that lost tokens to learn.
         dropped: records that are left out for their length, or because nothing is left to learn.
         needed: fewest tokens in which one of the dropped records has a token to learn; 0 if none has one.
+        spelled: records with a text that spells a special token.
+        spelling: the first of these tokens.
+        parsed: records with tool arguments that are JSON strings.
+        stops: records whose last learned token is this one, by the special tokens that end them.
     """
 
     records: int = 0
@@ -75,12 +79,31 @@ class Tally:
     incomplete: int = 0
     dropped: int = 0
     needed: int = 0
+    spelled: int = 0
+    spelling: str = ""
+    parsed: int = 0
+    stops: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: Tally) -> Tally:
         """Counts over the records of both."""
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        least = min((count for count in (self.needed, other.needed) if count), default=0)
-        return Tally(**{**sums, "longest": max(self.longest, other.longest), "needed": least})
+        numbers = ("records", "cut", "incomplete", "dropped", "spelled", "parsed")
+        stops = [(name, count) for tally in (self, other) for name, count in tally.stops.items()]
+        return Tally(
+            longest=max(self.longest, other.longest),
+            needed=min((count for count in (self.needed, other.needed) if count), default=0),
+            spelling=self.spelling or other.spelling,
+            stops={one: sum(count for name, count in stops if name == one) for one, _ in stops},
+            **{name: getattr(self, name) + getattr(other, name) for name in numbers},
+        )
+
+    @property
+    def stopped(self) -> int:
+        """Records whose last learned token is a special one, which ends what a model writes."""
+        return sum(self.stops.values())
+
+    def written(self) -> dict[str, Any]:
+        """Counts as JSON can hold them."""
+        return {one.name: getattr(self, one.name) for one in fields(self)} | {"stops": dict(self.stops)}
 
     @classmethod
     def of(cls, value: Any) -> Self:
@@ -125,6 +148,40 @@ def losses(tally: Tally, limit: Limit, words: Words) -> Iterator[str]:
             f"left out {tally.dropped:,} of {tally.records:,} {plural} that are too long, or have nothing left to learn"
         )
         yield _weighed(f"{line} in {most}, longest {tally.longest:,}", tally.dropped, tally.records)
+
+
+def readings(tally: Tally, words: Words, special_tokens: Literal["text", "token"]) -> Iterator[str]:
+    """Lines about records that can be read in two ways.
+
+    Args:
+        tally: counts.
+        words: of the dataset.
+        special_tokens: what texts that spell special tokens become.
+    """
+    of = f"of {tally.records:,} {words.plural}"
+    if tally.spelled:
+        line = f"{tally.spelled:,} {of} spell special tokens, such as {tally.spelling}, which are read as "
+        if special_tokens == "token":
+            yield f"{line}these tokens"
+        else:
+            yield f"{line}ordinary text; 'special_tokens: token' in data reads them as these tokens"
+    if tally.parsed:
+        yield (
+            f"{tally.parsed:,} {of} have tool arguments that are JSON strings; they are parsed unless data has "
+            "'tool_arguments: keep'"
+        )
+
+
+def stops(tally: Tally, words: Words) -> str:
+    """Line about the special tokens that end what is learned; a warning if no record has one."""
+    samples = tally.records - tally.dropped
+    found = f"stop token learned in {tally.stopped:,} of {samples:,} {words.plural}"
+    if not tally.stopped:
+        return (
+            f"warning: {found}: the model does not learn to end what it writes; use a chat template that ends the "
+            "assistant's turns with a special token inside of what is learned, or longer sequences"
+        )
+    return f"{found}: {', '.join(sorted(tally.stops, key=lambda token: -tally.stops[token]))}"
 
 
 def _weighed(line: str, count: int, records: int) -> str:

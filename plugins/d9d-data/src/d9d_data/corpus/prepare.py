@@ -25,7 +25,7 @@ from d9d_data.config import (
 )
 from d9d_data.corpus.cache import cached_directory, file_digests, find_damage
 from d9d_data.corpus.encoding import TEXTS, Encoding, encoding_of, limit_of
-from d9d_data.corpus.fit import NONE, Limit, Tally, losses
+from d9d_data.corpus.fit import NONE, Limit, Tally, losses, readings, stops
 from d9d_data.corpus.identity import corpus_key
 from d9d_data.corpus.plan import plan_shards
 from d9d_data.corpus.tokenise import FACTS, SPLITS, Split, tokenise
@@ -65,6 +65,7 @@ class Corpus:
         lost: int64 [D], tokens that each document lost to a cut when it was prepared, memory-mapped; ``None`` if none
             lost any.
         limit: on the tokens of a document, of which the stream reads no more; ``None`` if it reads all.
+        stop_token_ids: special tokens that end what is learned, the most frequent first, if not all is learned.
         scales: float32 [N], weight of each token that is learned, memory-mapped; ``None`` if all have the same.
     """
 
@@ -86,6 +87,7 @@ class Corpus:
     lost: npt.NDArray[np.int64] | None = None
     limit: Limit | None = None
     learned: int = 0
+    stop_token_ids: tuple[int, ...] = ()
     scales: npt.NDArray[np.float32] | None = None
 
     @property
@@ -172,9 +174,7 @@ def prepare_for(config: C, context: DataContext) -> tuple[C, Corpus]:
         DataError: see :func:`prepare` and :func:`~d9d_data.tokenizer.of_model.with_tokenizer`.
     """
     resolved = with_tokenizer(config, context.pretrained)
-    corpus = replace(prepare(resolved, context.cache_dir, context.note), limit=_read_limit(resolved, context.one_pass))
-    for line in _lines(corpus):
-        context.note(line)
+    corpus = prepare(resolved, context.cache_dir, context.note, context.one_pass)
     own = config.tokenizer is None and context.pretrained is not None
     return resolved, replace(corpus, assets=None) if own else corpus
 
@@ -186,23 +186,40 @@ def _read_limit(config: PreparedConfig, one_pass: bool) -> Limit | None:
     return limit_of(config)
 
 
-def _lines(corpus: Corpus) -> Iterator[str]:
-    """Lines about what a corpus lacks of its sources."""
+def _lines(corpus: Corpus, config: PreparedConfig) -> Iterator[str]:
+    """Lines about what a corpus lacks of its sources, and how it reads them."""
     encoding = corpus.encoding
     if corpus.skipped:
         yield f"left out {corpus.skipped:,} malformed {encoding.plural}; the first: {corpus.first_skipped}"
     if corpus.limit is not None:
         yield from losses(corpus.losses(), corpus.limit, encoding.words)
+    yield from readings(corpus.tally, encoding.words, config.special_tokens)
+    if corpus.weights is not None:
+        yield stops(corpus.tally, encoding.words)
 
 
-def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
-    """Find the corpus of a config in the cache, or prepare it.
+def prepare(config: C, cache_dir: Path, note: Callable[[str], None], one_pass: bool = False) -> Corpus:
+    """Find the corpus of a config in the cache, or prepare it, and say what it lacks of its sources.
+
+    Args:
+        config: of a dataset.
+        cache_dir: of prepared data.
+        note: prints a line.
+        one_pass: whether the stream makes one pass, for which some read less of each document.
 
     Raises:
         DataError: sources, tokenizer or cache directory are unusable, there is no text, or no document is set aside.
         TrainingError: a process that tokenises died.
     """
     config = with_tokenizer(config, None)
+    corpus = replace(_found(config, cache_dir, note), limit=_read_limit(config, one_pass))
+    for line in _lines(corpus, config):
+        note(line)
+    return corpus
+
+
+def _found(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
+    """Corpus of a config with a tokenizer, from the cache or prepared."""
     encoding = encoding_of(config)
     files = find_files(config.sources, note)
     pieces = [Piece(file, _field_of(config, file)) for file in files]
@@ -286,5 +303,6 @@ def _open(directory: Path, split: Split, encoding: Encoding) -> Corpus:
         label_names=None if facts.get("labels") is None else tuple(facts["labels"]),
         lost=map_array(lost) if lost.name in digests else None,
         learned=facts["learned"][split],
+        stop_token_ids=tuple(facts["stop_token_ids"]),
         **more,
     )

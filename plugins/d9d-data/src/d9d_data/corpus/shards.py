@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,7 +107,7 @@ def write_shard(
         facts = {
             "skipped": skips.count,
             "first_skipped": skips.first,
-            "tally": asdict(tally),
+            "tally": tally.written(),
             "labels": labels,
         }
         (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")

@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,8 +66,10 @@ def tokenise(config: PreparedConfig, shards: Sequence[Shard], work: Path, direct
     encoder, tokenizer = setup.make_encoder()
     tokenizer.save(directory / "tokenizer")
     _tokenise_shards(config.preparation_workers, setup, encoder, shards, work)
-    facts = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.description}
+    facts: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.description}
     facts |= _join(encoder, shards, config.held_out, encoding_of(config), limit_of(config), work, directory)
+    stops = sorted(facts["tally"]["stops"].items(), key=lambda item: (-item[1], item[0]))
+    facts["stop_token_ids"] = [tokenizer.id_of(token) for token, _ in stops]
     (directory / FACTS).write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return facts
 
@@ -197,7 +198,7 @@ def _join(
         "unigram_entropy": unigram_entropy(counts),
         "skipped": skipped,
         "first_skipped": first_skipped,
-        "tally": asdict(tally),
+        "tally": tally.written(),
         "learned": learned,
         "num_classes": classes.count if classes else 0,
         "labels": classes.names if classes else None,

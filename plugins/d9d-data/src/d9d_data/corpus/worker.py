@@ -41,6 +41,7 @@ class Setup:
         tokenizer: ``bytes``, a path, or the size of the vocabulary that was trained.
         end_of_text: the token that ends documents, if the config names one.
         tokenizer_directory: where a trained tokenizer was saved.
+        special_tokens: what texts that spell special tokens become.
         malformed: what to do with malformed records.
         work: directory of the shards' directories.
         encoder: name of the encoder, see :data:`~d9d_data.corpus.encoding.ENCODERS`.
@@ -50,6 +51,7 @@ class Setup:
     tokenizer: str | int
     end_of_text: str | None
     tokenizer_directory: str
+    special_tokens: Literal["text", "token"]
     malformed: Literal["error", "skip"]
     work: str
     encoder: str
@@ -64,6 +66,7 @@ class Setup:
             choice.bpe if isinstance(choice, BpeTokenizer) else choice,
             end,
             str(work / TOKENIZER),
+            config.special_tokens,
             config.malformed,
             str(work),
             encoding.encoder,
@@ -78,6 +81,8 @@ class Setup:
         """
         choice = BpeTokenizer(bpe=self.tokenizer) if isinstance(self.tokenizer, int) else self.tokenizer
         tokenizer = saved_tokenizer(choice, self.end_of_text, Path(self.tokenizer_directory))
+        if self.special_tokens == "token":
+            tokenizer.recognise_special_tokens()
         file = None if isinstance(choice, BpeTokenizer) or choice == "bytes" else find_tokenizer_file(choice)
         encoder: Encoder = ENCODERS[self.encoder].load().load(tokenizer, file, self.settings)
         return encoder, tokenizer

@@ -98,6 +98,8 @@ class DatasetStream(PackStream):
         DataError: an item or the sizes cannot be used.
     """
 
+    tokenisation = None
+
     def __init__(self, config: DatasetConfig, context: DataContext, items: Items) -> None:
         layout = Layout.of(context)
         items.check_padding()

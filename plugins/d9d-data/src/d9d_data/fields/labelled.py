@@ -57,10 +57,11 @@ class LabelledEncoder:
         too_long: Policy,
     ) -> None:
         self.vocab_size = tokenizer.vocab_size
+        self._tokenizer = tokenizer
         self._limit = Limit(longest, too_long)
         self._whole, self._cut = (tokenizers.Tokenizer.from_str(tokenizer.serialised()) for _ in range(2))
         for backend in (self._whole, self._cut):
-            backend.encode_special_tokens = True  # what a text quotes is text
+            backend.encode_special_tokens = not tokenizer.recognises_special_tokens
             backend.no_padding()
         self._cut.enable_truncation(longest, direction="left" if too_long == "cut_start" else "right")
         self._per, self._field, self._pair, self._label, self._names = per, field, pair, label, names
@@ -98,7 +99,8 @@ class LabelledEncoder:
         if not len(labels):
             raise DataError(f"{where}: the tokenizer finds nothing in {self._field}; leave the record out")
         labels[0] = table.id_of(label)
-        return _sample(encoding, labels, lost)
+        spelling = self._tokenizer.spelled([text, pair or ""])
+        return _sample(encoding, labels, lost, spelling)
 
     def _of_words(self, table: LabelTable, record: Record) -> Sample | Dropped:
         where = str(record.place)
@@ -133,7 +135,7 @@ class LabelledEncoder:
                 labels[token] = table.id_of(checked[word])
                 word = int(np.searchsorted(starts, end, side="left"))
         missing = sum(label != NO_LABEL for label in checked) - int(np.count_nonzero(labels != NO_LABEL))
-        return _sample(encoding, labels, lost, incomplete=lost > 0 and missing > 0)
+        return _sample(encoding, labels, lost, self._tokenizer.spelled(words), incomplete=lost > 0 and missing > 0)
 
     def _encoded(self, where: str, text: str, pair: str | None) -> tuple[tokenizers.Encoding | None, int]:
         """Encoding of a text and the tokens that it lost to a cut; if it is left out, ``None`` and the tokens it has.
@@ -159,10 +161,10 @@ class LabelledEncoder:
 
 
 def _sample(
-    encoding: tokenizers.Encoding, labels: npt.NDArray[np.int32], lost: int, incomplete: bool = False
+    encoding: tokenizers.Encoding, labels: npt.NDArray[np.int32], lost: int, spelling: str, incomplete: bool = False
 ) -> Sample:
     ids = np.asarray(encoding.ids, dtype=np.int64)
-    return Sample([ids], {"labels": [labels]}, [lost], incomplete)
+    return Sample([ids], {"labels": [labels]}, [lost], incomplete, spelling)
 
 
 def _without(record: Record, what: str, field: str) -> DataError:

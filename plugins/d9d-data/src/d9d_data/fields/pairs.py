@@ -84,17 +84,17 @@ class PairsEncoder:
                 )
         if texts[self._query] == texts[self._positive]:
             raise DataError(f"{record.place}: query and positive are equal, so there is nothing to find; leave it out")
-        whole = self._tokenizer.encode([a + b for a, b in zip(self._prefixes, texts.values(), strict=True)])
-        end = np.asarray([self._tokenizer.end_of_text_id])
+        prefixed = [a + b for a, b in zip(self._prefixes, texts.values(), strict=True)]
+        whole = [self._tokenizer.ended(one) for one in self._tokenizer.encode(prefixed)]
         ids, lost = [], []
         for name, one in zip(texts, whole, strict=True):
-            kept = self._limit.kept(len(one) + 1, f"{record.place}: {name}")
+            kept = self._limit.kept(len(one), f"{record.place}: {name}")
             if kept is None:
-                return Dropped(max(map(len, whole)) + 1)
-            lost.append(len(one) + 1 - (kept.stop - kept.start))
+                return Dropped(max(map(len, whole)))
+            lost.append(len(one) - (kept.stop - kept.start))
             # The end of text stays: of a text that loses its end, the token before it goes.
-            ids.append(np.concatenate([one[kept.start : kept.stop - 1], end]))
-        return Sample(ids, {}, lost)
+            ids.append(np.append(one[kept.start : kept.stop - 1], one[-1]))
+        return Sample(ids, {}, lost, spelling=self._tokenizer.spelled(prefixed))
 
     def _negatives_of(self, record: Record) -> dict[str, Any]:
         """Negatives by what messages call them."""

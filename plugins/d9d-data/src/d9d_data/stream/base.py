@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from d9d_core.extend import DataError, Pack, State
 
+from d9d_data.corpus.identity import FORMAT
 from d9d_data.corpus.prepare import Corpus
 from d9d_data.stream.reader import PackReader, PackSource
 
@@ -18,7 +19,8 @@ def facts_of(corpus: Corpus) -> State:
 
     Texts have the token that ends them, too, and the entropy (nats per token) of the train split. ``skipped``
     counts malformed records of both splits, ``cut_documents`` records that lost tokens to a cut, ``incomplete`` those
-    of them that lost something to learn, and ``dropped`` those that were left out for their length.
+    of them that lost something to learn, and ``dropped`` those that were left out for their length. Where only some
+    tokens are learned, ``stop_learned`` counts the records whose last learned one is of the special ``stop_token_ids``.
     """
     facts: dict[str, Any] = {
         "vocab_size": corpus.vocab_size,
@@ -46,7 +48,8 @@ def facts_of(corpus: Corpus) -> State:
     if corpus.weights is None:
         end = int(corpus.tokens[-1])  # of the last document
         return {**facts, "eos_token_id": end, "unigram_entropy": corpus.unigram_entropy}
-    return {**facts, "learned_tokens": corpus.learned}
+    stops = {"stop_learned": corpus.tally.stopped, "stop_token_ids": list(corpus.stop_token_ids)}
+    return {**facts, "learned_tokens": corpus.learned, **stops}
 
 
 class PackStream:
@@ -65,6 +68,9 @@ class PackStream:
     Attributes:
         source: the same; a mixture reads single samples from it.
     """
+
+    #: Number of the rules by which texts become tokens; ``None`` for streams of other samples.
+    tokenisation: ClassVar[int | None] = FORMAT
 
     def __init__(self, source: PackSource, batch_size: int, workers: int, identity: str, needs: str) -> None:
         self.source = source
@@ -86,8 +92,9 @@ class PackStream:
         return taken
 
     def state(self) -> State:
-        """Samples consumed by all ranks together, and the fingerprint of the data."""
-        return {"consumed": self._consumed, "fingerprint": self._fingerprint}
+        """Samples consumed by all ranks together, the fingerprint of the data, and the rules that made its tokens."""
+        rules = {} if self.tokenisation is None else {"tokenisation": self.tokenisation}
+        return {"consumed": self._consumed, "fingerprint": self._fingerprint, **rules}
 
     def load_state(self, state: State) -> None:
         """Continue at ``state``; ranks, microbatch size and workers may differ from those it was saved with.
@@ -97,11 +104,17 @@ class PackStream:
         """
         consumed, fingerprint = state.get("consumed"), state.get("fingerprint")
         if fingerprint != self._fingerprint:
+            older = ""
+            if self.tokenisation is not None and state.get("tokenisation", 0) != self.tokenisation:
+                older = (
+                    "another version of d9d-data saved it, which made other tokens of some texts (see CHANGELOG.md), "
+                    "so the same sources may be other data now; "
+                )
             raise DataError(
                 f"the checkpoint's data position belongs to other data (its fingerprint is {fingerprint}, now it is "
-                f"{self._fingerprint}); {self._needs} must be as they were; to train on other data, start a new run "
-                "from the saved weights: 'd9d state convert CHECKPOINT DIRECTORY', then 'model.pretrained: DIRECTORY' "
-                "and another run.name"
+                f"{self._fingerprint}); {older}{self._needs} must be as they were; to train on other data, start a new "
+                "run from the saved weights: 'd9d state convert CHECKPOINT DIRECTORY', then 'model.pretrained: "
+                "DIRECTORY' and another run.name"
             )
         if not isinstance(consumed, int) or consumed < 0:
             raise DataError(

@@ -47,12 +47,13 @@ def open_text(
     samples = _count(config, context, corpus)
     source = TextSamples(corpus, config.sequence_length)
     identity = f"concat {corpus.digest} {config.sequence_length}"
+    unused = {"unused_tokens": _unused(corpus, samples, config.sequence_length)}
     # All samples are of one length, so there is nothing to sort.
-    return one_pass_of(corpus, source, (samples, samples), config, context, identity, {}, context.microbatch_size)
+    return one_pass_of(corpus, source, (samples, samples), config, context, identity, unused, context.microbatch_size)
 
 
 def _count(config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> int:
-    """Number of samples; a note says how much of the corpus is in none.
+    """Number of samples; a warning says that much of the corpus is in none.
 
     Raises:
         DataError: there is none.
@@ -64,11 +65,18 @@ def _count(config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus
             f"data.sequence_length: {config.sequence_length} positions need {config.sequence_length + 1} tokens, "
             f"but the {config.split} split has {tokens}; use at most {tokens - 1}, or more text"
         )
-    if left := tokens - 1 - samples * config.sequence_length:
-        line = f"the last {left:,} of {tokens:,} tokens fill no sample, and are not used"
-        small = left <= TOLERATED * tokens
-        context.note(line if small else f"warning: {line}; use a smaller sequence_length, or packing: best_fit")
+    left = _unused(corpus, samples, config.sequence_length)
+    if left > TOLERATED * tokens:
+        context.note(
+            f"warning: the last {left:,} of {tokens:,} tokens fill no sample, and are not used; use a smaller "
+            "sequence_length, or packing: best_fit"
+        )
     return samples
+
+
+def _unused(corpus: Corpus, samples: int, sequence_length: int) -> int:
+    """Tokens at the end of a corpus that are in no sample."""
+    return len(corpus.tokens) - 1 - samples * sequence_length
 
 
 class TextStream(CorpusStream):
@@ -88,13 +96,17 @@ class TextStream(CorpusStream):
 
     @property
     def facts(self) -> State:
-        """Facts of the split (:func:`~d9d_data.stream.base.facts_of`), and its samples, which have no padding."""
+        """Facts of the split (:func:`~d9d_data.stream.base.facts_of`), and its samples, which have no padding.
+
+        ``unused_tokens`` at the end of the corpus fill no sample.
+        """
         source = self._source
         return {
             **facts_of(self._corpus),
             "sequence_length": source.samples.sequence_length,
             "samples": source.order.samples,
             "unused_positions": 0.0,
+            "unused_tokens": _unused(self._corpus, source.order.samples, source.samples.sequence_length),
         }
 
 

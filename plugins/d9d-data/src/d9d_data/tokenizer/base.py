@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +42,12 @@ class TextTokenizer:
         # A document that quotes the end-of-text token must not end there.
         backend.encode_special_tokens = True
         self._backend = backend
+        #: Whether texts that spell special tokens have these tokens; otherwise they are ordinary text.
+        self.recognises_special_tokens = False
+        added = backend.get_added_tokens_decoder().values()
+        #: Texts of the special tokens, longest first.
+        self.specials = tuple(sorted((token.content for token in added if token.special), key=len, reverse=True))
+        self._spelled = re.compile("|".join(map(re.escape, self.specials)) or r"(?!)")
         self._beside = dict(beside or {})
         self._config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -54,10 +62,48 @@ class TextTokenizer:
         #: One more than the largest id; ids may have gaps.
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
+    def recognise_special_tokens(self) -> None:
+        """Let texts that spell special tokens have these tokens from now on."""
+        self.recognises_special_tokens, self._backend.encode_special_tokens = True, False
+
+    @property
+    def quoted(self) -> Literal["text", "token"]:
+        """What a text becomes that spells a special token."""
+        return "token" if self.recognises_special_tokens else "text"
+
+    def spelled(self, texts: Iterable[str]) -> str:
+        """First special token that one of some texts spells; empty if none does."""
+        return next((found.group() for text in texts if (found := self._spelled.search(text))), "")
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token; ``None`` if there is no such token."""
+        number: int | None = self._backend.token_to_id(token)
+        return number
+
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Token ids of each text, without special tokens."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+        """Token ids of each text with the special tokens that the tokenizer adds, as transformers' ``tokenizer(text)``.
+
+        Where special tokens are recognised, one that the text begins or ends with is not added once more.
+        """
+        recognises = self.recognises_special_tokens
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=not recognises)
+        found: list[Ids] = [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+        if not recognises:
+            return found
+        first, last = self._added
+        return [_once(first, _once(last, ids, at_end=True)) for ids in found]
+
+    def ended(self, ids: Ids) -> Ids:
+        """Token ids of a text with its end of text, which is not added to those that have it already."""
+        return ids if len(ids) and ids[-1] == self.end_of_text_id else np.append(ids, self.end_of_text_id)
+
+    @cached_property
+    def _added(self) -> tuple[Ids, Ids]:
+        """Token ids that the tokenizer adds before and after a text."""
+        whole, plain = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (True, False))
+        count = len(whole) - len(plain)
+        before = next(place for place in range(count + 1) if whole[place : place + len(plain)] == plain)
+        return np.asarray(whole[:before], dtype=np.int64), np.asarray(whole[before + len(plain) :], dtype=np.int64)
 
     def vocabulary(self) -> dict[str, int]:
         """Ids of all tokens, in the order of the ids."""
@@ -76,3 +122,11 @@ class TextTokenizer:
         (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
         for name, content in self._beside.items():
             (directory / name).write_bytes(content)
+
+
+def _once(added: Ids, ids: Ids, at_end: bool = False) -> Ids:
+    """Token ids with some added before or after them, unless they are there."""
+    there = ids[len(ids) - len(added) :] if at_end else ids[: len(added)]
+    if np.array_equal(there, added):
+        return ids
+    return np.concatenate([ids, added] if at_end else [added, ids])

@@ -34,6 +34,8 @@ class BytesTokenizer(TextTokenizer):
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Bytes of each text."""
+        if self.recognises_special_tokens:
+            return super().encode(texts)
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
