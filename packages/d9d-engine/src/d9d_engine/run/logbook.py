@@ -57,8 +57,9 @@ class Skips:
 def is_state(values: object) -> bool:
     """Whether a checkpoint's values are those of :meth:`Skips.state`."""
     names = {field.name for field in fields(Skips)}
-    sound = isinstance(values, dict) and values.keys() == names
-    return sound and all(type(value) is int and value >= 0 for value in values.values())
+    if not isinstance(values, dict) or values.keys() != names:
+        return False
+    return all(type(value) is int and value >= 0 for value in values.values())
 
 
 @dataclass(frozen=True, slots=True)
