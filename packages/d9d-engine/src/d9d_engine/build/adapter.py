@@ -35,9 +35,16 @@ _OF_THE_MODEL = ".base_layer.weight"
 
 
 def save_adapter(
-    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, note: Callable[[str], None]
+    job: JobConfig,
+    selection: Selection,
+    assembly: Assembly,
+    topology: Topology,
+    note: Callable[[str], None],
+    others: Mapping[str, bytes],
 ) -> Callable[[Path, ModelCard], None] | None:
     """Function that writes the adapter and its card into a directory, collective over all ranks; ``None`` without one.
+
+    ``others`` are files beside it.
 
     Raises:
         JobError: the job asks for the adapter alone, and its method has none in a file of its own.
@@ -62,7 +69,7 @@ def save_adapter(
 
     def save(directory: Path, card: ModelCard) -> None:
         tensors = model_tensors(assembly.model)
-        files = ModelFiles(config, {MODEL_CARD: card.text("peft")})
+        files = ModelFiles(config, {**others, MODEL_CARD: card.text("peft")})
         writer = ModelWriter(directory, graph.specs, _ONE_FILE, names=ADAPTER_FILES)
         export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.protocols.data import DataStream
 from d9d_core.types import State
+from d9d_core.untrusted import parse_json
 from d9d_weights.graph.graph import StateGraph, specs_of
 from d9d_weights.hugging_face.export import ModelFiles, export_model
 from d9d_weights.hugging_face.writer import ModelWriter
@@ -30,6 +32,9 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Progress
 
 Kind = Literal["model", "adapter"]
+GENERATION_CONFIG = "generation_config.json"
+#: Fact of a dataset: ids of the tokens that end the replies it teaches.
+STOPS = "stop_token_ids"
 
 
 class Exporter:
@@ -70,7 +75,7 @@ class Exporter:
         self._manifest = manifest
         spec = selection.model.spec
         self._spec = spec.hugging_face if isinstance(spec, ModelSpec) else None
-        self._find_adapter = partial(save_adapter, job, selection, assembly, topology, note)
+        self._find_adapter = partial(save_adapter, job, selection, assembly, topology, note, self._stops_of_adapter())
         self._save_adapter = self._find_adapter() if job.export and self._spec is not None else None
 
     def __call__(self, progress: Progress, kind: Kind | None = None, directory: Path | None = None) -> list[Path]:
@@ -124,7 +129,23 @@ class Exporter:
             return {}
         job = self._job
         config = {**self._spec.load()().config_json(job.model, job.precision.parameters), **self._published.fields}
-        return config | _names_of_classes(config, self._stream.facts) | _end_of_text(config, self._stream.facts)
+        return config | _names_of_classes(config, self._stream.facts) | end_of_text(config, self._stream.facts)
+
+    def _stops_of_adapter(self) -> dict[str, bytes]:
+        """File beside an adapter whose replies end with other tokens than its base model's; others ignore it."""
+        files = self._published.files
+        base = _object(files.get(GENERATION_CONFIG, b"")) or self._published.fields
+        if not self._stream.facts.get(STOPS):
+            return {}
+        return {GENERATION_CONFIG: _text(end_of_text({"eos_token_id": base.get("eos_token_id")}, self._stream.facts))}
+
+    def _beside(self) -> dict[str, bytes]:
+        """Files of the model that training started from; what ends a reply is told as it was learned."""
+        files = dict(self._published.files)
+        settings = _object(files.get(GENERATION_CONFIG, b""))
+        if settings is not None and (end := end_of_text(settings, self._stream.facts)):
+            files[GENERATION_CONFIG] = _text(settings | end)
+        return files
 
     def _card(self, config: Mapping[str, Any], progress: Progress) -> ModelCard:
         assembly = self._assembly
@@ -146,15 +167,36 @@ class Exporter:
         with merged(assembly.peft, assembly.full_model):
             tensors = model_tensors(assembly.model)
             graph = StateGraph(layout.exporter(self._job.model), specs_of(model_tensors(assembly.full_model)))
-            files = ModelFiles(config, {**self._published.files, MODEL_CARD: card.text()}, self._stream.save_assets)
+            files = ModelFiles(config, {**self._beside(), MODEL_CARD: card.text()}, self._stream.save_assets)
             writer = ModelWriter(directory, graph.specs)
             export_model(writer, graph, tensors, files, self._topology.world, assembly.stage_holders(self._topology))
 
 
-def _end_of_text(config: Mapping[str, Any], facts: State) -> dict[str, Any]:
-    """Field of ``config.json`` for the token with which texts end, if the model had none before."""
-    end = facts.get("eos_token_id")
-    return {"eos_token_id": end} if isinstance(end, int) and config.get("eos_token_id") is None else {}
+def end_of_text(config: Mapping[str, Any], facts: State) -> dict[str, Any]:
+    """Field ``eos_token_id`` of a ``config.json`` or ``generation_config.json`` after training; empty if it stays.
+
+    Tokens that ended what was learned come after those that the model had; if it had none, after the data's own end.
+    """
+    before = config.get("eos_token_id")
+    known = facts.get("eos_token_id") if before is None else before
+    learned = facts.get(STOPS)
+    ids = [*(known if isinstance(known, list) else [known]), *(learned if isinstance(learned, list) else [])]
+    distinct = list(dict.fromkeys(one for one in ids if isinstance(one, int)))
+    after = distinct[0] if len(distinct) == 1 else distinct
+    return {"eos_token_id": after} if distinct and after != before else {}
+
+
+def _object(content: bytes) -> dict[str, Any] | None:
+    """JSON object of a file that somebody else wrote; ``None`` if it is none, and stays as it is."""
+    try:
+        values = parse_json(content)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _text(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
 
 
 def _names_of_classes(config: Mapping[str, Any], facts: State) -> dict[str, Any]:

@@ -106,6 +106,9 @@ class LanguageModel:
             assert adapter is not None
             with _loading(adapter):
                 model = peft.PeftModel.from_pretrained(model, adapter, local_files_only=True)
+                if (adapter / "generation_config.json").is_file():  # it was taught to end its replies otherwise
+                    stated = self._library.GenerationConfig.from_pretrained(adapter, local_files_only=True)
+                    model.generation_config.eos_token_id = stated.eos_token_id
         self._model = model.to(device).eval()
         self.device = device
         self.positions: int | None = getattr(config, "max_position_embeddings", None)

@@ -53,7 +53,8 @@ def ends_of_text(job: BaseJob, facts: Mapping[str, Any]) -> frozenset[int]:
     for directory in _directories(job):
         candidates = [*_stated(directory), *candidates]
     found: Any = next((one for one in candidates if one is not None), [])
-    ids = found if isinstance(found, list) else [found]
+    learned: Any = facts.get("stop_token_ids") or []
+    ids = [*(found if isinstance(found, list) else [found]), *learned]
     return frozenset(one for one in ids if isinstance(one, int))
 
 
