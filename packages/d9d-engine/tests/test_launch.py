@@ -173,16 +173,19 @@ def test_ctrl_c_lets_all_ranks_save_and_ends_well(start: Run, tmp_path: Path) ->
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("order", ["1L0", "0", "1", "01L", "L01"])
-def test_sigterm_to_any_process_in_any_order_lets_all_ranks_save(start: Run, tmp_path: Path, order: str) -> None:
+def test_a_stop_signal_to_any_process_in_any_order_lets_all_ranks_save(
+    start: Run, tmp_path: Path, order: str, number: signal.Signals
+) -> None:
     process = start("saves")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     pids = {"L": process.pid, **{str(rank): pid for rank, pid in ranks_of(process.pid).items()}}
     for who in order:
-        os.kill(pids[who], signal.SIGTERM)
+        os.kill(pids[who], number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert sorted(output.splitlines()) == ["rank 0 saved after SIGTERM", "rank 1 saved after SIGTERM"]
+    assert sorted(output.splitlines()) == [f"rank {rank} saved after {number.name}" for rank in (0, 1)]
     assert "Traceback" not in errors
 
 
@@ -198,21 +201,22 @@ def test_a_rank_whose_main_thread_is_stuck_passes_on_that_it_was_asked_to_stop(s
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("order", ["0", "1", "L", "1L"])
 @pytest.mark.parametrize("moment", ["here", "built"])
-def test_sigterm_during_start_up_ends_well_with_nothing_to_save(
-    start: Run, tmp_path: Path, moment: str, order: str
+def test_a_stop_signal_during_start_up_ends_well_with_nothing_to_save(
+    start: Run, tmp_path: Path, moment: str, order: str, number: signal.Signals
 ) -> None:
     process = start("waits" if moment == "here" else "builds")
     wait_for(lambda: len(list(tmp_path.glob(f"{moment}-*"))) == 2)
     pids = {"L": process.pid, **{str(rank): pid for rank, pid in ranks_of(process.pid).items()}}
     for who in order:
-        os.kill(pids[who], signal.SIGTERM)
+        os.kill(pids[who], number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert output == ""
     assert [line for line in errors.splitlines() if "take care" not in line and "warnings.warn" not in line] == [
-        "SIGTERM: stopped during start-up; nothing was trained"
+        f"{number.name}: stopped during start-up; nothing was trained"
     ]
 
 

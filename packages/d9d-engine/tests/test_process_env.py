@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from d9d_core.errors import JobError
+from d9d_core.job import JobFile
+from d9d_engine.job import Job
+from d9d_engine.launch.start import process_of_launcher
 from d9d_engine.process_env import ProcessEnv, expand_counts, expand_hosts
 from hypothesis import given
 from hypothesis import strategies as st
@@ -172,3 +177,88 @@ def test_the_machine_has_a_number_among_the_machines() -> None:
 def test_a_machine_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(JobError, match="machine 2 does not exist among 2 machines"):
         process_env(TORCHRUN, GROUP_RANK="2", GROUP_WORLD_SIZE="2")
+
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PALS = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize("mpi", [OPEN_MPI, MPICH, PALS])
+def test_mpi_names_a_rank(mpi: dict[str, str]) -> None:
+    found = process_env(mpi, MASTER_ADDR="head")
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 1, 2)
+    assert (found.launcher, found.master, found.node_rank, found.num_nodes) == ("mpi", ("head", 29_500), 1, 2)
+    assert process_env(mpi, MASTER_ADDR="head", MASTER_PORT="7").master == ("head", 7)
+    assert process_env({**SLURM, **OPEN_MPI}).launcher == "mpi"  # mpirun in a step of Slurm
+
+
+def test_one_process_of_mpi_is_alone() -> None:
+    assert process_env({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}).launcher is None
+
+
+def test_the_pmi_of_slurm_is_slurm() -> None:
+    assert process_env({**SLURM, "PMI_RANK": "9", "PMI_SIZE": "11"}).launcher == "slurm"
+
+
+def test_a_rank_without_a_local_rank_is_the_only_one_of_its_machine() -> None:
+    by_hand = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    found = process_env(by_hand)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (5, 8, 0, 1)
+    assert (found.node_rank, found.num_nodes, found.master) == (5, 8, ("node-a", 29500))
+    for missing in by_hand:
+        with pytest.raises(JobError, match=rf"{missing} (is|are) not"):
+            process_env(by_hand, **{missing: None})
+
+
+def refusal(**environ: str) -> str:
+    with pytest.raises(JobError) as caught:
+        process_of_launcher(environ, alone=False)
+    assert process_of_launcher(environ, alone=True).launcher is None
+    return str(caught.value)
+
+
+def test_a_machine_among_several_is_told_the_command_that_starts_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["d9d", "train", "a job.yaml"])
+    command = "-m d9d_core train 'a job.yaml'\n"
+    for name, value in (("NNODES", "2"), ("NNODES", "1:4"), ("NPROC_PER_NODE", "8"), ("NPROC_PER_NODE", "gpu")):
+        assert f"    torchrun {command}" in refusal(**{f"PET_{name}": value})
+    sky = refusal(SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2", SKYPILOT_NUM_GPUS_PER_NODE="8")
+    assert '--node-rank "$SKYPILOT_NODE_RANK" --nproc-per-node "$SKYPILOT_NUM_GPUS_PER_NODE"' in sky
+    assert f"--master-addr 10.0.0.1 --master-port 29500 {command}" in sky
+    assert '--node-rank "$JOB_COMPLETION_INDEX"' in refusal(JOB_COMPLETION_INDEX="1")
+    assert "--alone" in refusal(**OPEN_MPI)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
+        {"SKYPILOT_NUM_NODES": "1"},
+        {"JOB_COMPLETION_INDEX": "0"},
+        {**TORCHRUN, "PET_NNODES": "2"},  # torchrun in such a pod
+    ],
+)
+def test_one_machine_or_torchrun_is_not_refused(environ: dict[str, str]) -> None:
+    process_of_launcher(environ, alone=False)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"PET_NNODES": "2"}, {"SKYPILOT_NUM_NODES": "2"}, {"JOB_COMPLETION_INDEX": "1"}, OPEN_MPI]
+)
+def test_commands_that_train_nothing_do_not_ask_who_started_them(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, job: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "job.json"
+    made = job()
+    file.write_text(json.dumps(made.resolved()))
+    registry = made.registry
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert JobFile.load(file, registry=registry).check()
+    assert Job.of(JobFile.load(file, registry=registry)).plan()

@@ -86,6 +86,7 @@ class Job(JoinsProcesses, JobFile):
         topology: Topology | None = None,
         observers: Sequence[Subscriber] = (),
         interrupts: Interrupts | None = None,
+        owning: bool = False,
     ) -> Trainer:
         """Build the trainer for this process. Collective over all ranks.
 
@@ -94,6 +95,8 @@ class Job(JoinsProcesses, JobFile):
             topology: this process among others, from :meth:`joined`; by default it is alone.
             observers: subscribers besides those of the job file.
             interrupts: requests to stop, which may have come already; by default, signals during training.
+            owning: own the run's directory from now on, for a process that does nothing else: of two of them, the
+                second fails before it reads any data or weights. Else the trainer owns it while it trains.
 
         Raises:
             D9dError: the job cannot run.
@@ -109,7 +112,8 @@ class Job(JoinsProcesses, JobFile):
         if topology is None:
             topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
         with exits_are_errors():
-            return build(self, self.registry, topology, note if topology.is_main else silent, observers, interrupts)
+            lines = note if topology.is_main else silent
+            return build(self, self.registry, topology, lines, observers, interrupts, owning)
 
     def inference(self, **values: Any) -> InferenceJob:
         """Make the inference job over this job's model, which starts from this run's newest checkpoint.

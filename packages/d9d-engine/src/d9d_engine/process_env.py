@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from d9d_core.errors import JobError
 
-Launcher = Literal["torchrun", "slurm"]
+Launcher = Literal["torchrun", "slurm", "mpi"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 #: One entry of a node list, such as ``rack[1-2]node[01-03,7]``.
 _HOSTS = r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")
+#: Rank, number of processes, local rank and local number of processes of Open MPI; of MPICH and Intel MPI; of PALS.
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+)
+#: Port of torch's own examples, for launchers that name a host only.
+_PORT = 29_500
+#: Variables that make a process one of several, or its machine one of several.
+_STARTED = (
+    *_TORCHRUN, *_SLURM, *(name for names in _MPI for name in names), "PET_NNODES", "PET_NPROC_PER_NODE",
+    "SKYPILOT_NUM_NODES", "JOB_COMPLETION_INDEX",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +75,10 @@ class ProcessEnv:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> ProcessEnv:
-        """Read torchrun's variables, else those of a Slurm step, else assume one process.
+        """Read torchrun's variables, else those of MPI or of a Slurm step, else assume one process.
 
-        A batch script itself is not a step: what it starts without ``srun`` is one process, whatever was allocated.
+        ``RANK`` and ``WORLD_SIZE`` without ``LOCAL_RANK`` are one process on each machine. A batch script of Slurm
+        itself is not a step: what it starts without ``srun`` is one process, whatever was allocated.
 
         Raises:
             JobError: variables are missing, malformed or contradict each other.
@@ -73,6 +88,10 @@ class ProcessEnv:
             env = _torchrun(environ)
             nodes = _nodes(environ, env, "GROUP_RANK", ("GROUP_WORLD_SIZE",))
             return cls(*env, node, "torchrun", _torchrun_master(environ), *nodes)
+        if (names := _mpi_names(environ)) is not None:
+            env = _mpi(environ, names)
+            if env[1] > 1:
+                return cls(*env, node, "mpi", _mpi_master(environ), *_nodes(environ, env, "", ()))
         if "SLURM_PROCID" in environ and ("SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ):
             env = _slurm(environ)
             if env[1] > 1:
@@ -82,7 +101,11 @@ class ProcessEnv:
 
     @property
     def _source(self) -> str:
-        names = {"torchrun": ", ".join(_TORCHRUN), "slurm": "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID"}
+        names = {
+            "torchrun": ", ".join(_TORCHRUN),
+            "slurm": "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID",
+            "mpi": "variables of MPI",
+        }
         return names[self.launcher] if self.launcher else "process environment"
 
 
@@ -128,16 +151,98 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _torchrun(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
+    if not any(environ.get(name) for name in _TORCHRUN[2:]):  # one process on each machine
+        _need(environ, _TORCHRUN[:2], "set both, or all that torchrun sets")
+        return _number(environ, "RANK"), _number(environ, "WORLD_SIZE"), 0, 1
     _need(environ, _TORCHRUN, "torchrun sets all of them")
     rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in _TORCHRUN)
     return rank, world_size, local_rank, local_world_size
 
 
 def _torchrun_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    if not any(name in environ for name in ("MASTER_ADDR", "MASTER_PORT")):
+    by_hand = not environ.get("LOCAL_RANK") and environ["WORLD_SIZE"] != "1"  # no agent knows where to meet
+    if not by_hand and not any(name in environ for name in ("MASTER_ADDR", "MASTER_PORT")):
         return None
     _need(environ, ("MASTER_ADDR", "MASTER_PORT"), "torchrun sets both")
     return environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")
+
+
+def _mpi_names(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Variables of the MPI that started this process; ``None`` if none did, or Slurm did and speaks PMI."""
+    named = [names for names in _MPI if names[0] in environ]
+    by_slurm = environ.get("PMI_RANK") == environ.get("SLURM_PROCID") and "SLURM_LOCALID" in environ
+    if not named or ("OMPI_COMM_WORLD_RANK" not in environ and by_slurm):
+        return None
+    return next((names for names in named if names[2] in environ), named[0])
+
+
+def _mpi(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[int, int, int, int]:
+    if environ.get(names[1]) == "1":
+        return 0, 1, 0, 1
+    _need(environ, names, "mpirun and mpiexec set all of them")
+    rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in names)
+    return rank, world_size, local_rank, local_world_size
+
+
+def _mpi_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    if not environ.get("MASTER_ADDR"):
+        return None
+    return environ["MASTER_ADDR"], _number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else _PORT
+
+
+def refuse_one_of_several_machines(environ: Mapping[str, str], arguments: Sequence[str]) -> str | None:
+    """Refuse to run on this machine alone where it is one of several that a launcher has started alike.
+
+    Args:
+        environ: environment variables of a process that no launcher gave a rank.
+        arguments: of the command ``d9d``, for the command that starts all ranks.
+
+    Returns:
+        A warning where it cannot be known.
+
+    Raises:
+        JobError: it is one of several; the text has the command.
+    """
+    command = shlex.join(["-m", "d9d_core", *arguments])
+    gpus = '"$SKYPILOT_NUM_GPUS_PER_NODE"' if _above_one(environ, "SKYPILOT_NUM_GPUS_PER_NODE", least=1) else "1"
+    if any(_above_one(environ, name) for name in ("PET_NNODES", "PET_NPROC_PER_NODE")):
+        pet = [f"{name}={environ[name]}" for name in ("PET_NNODES", "PET_NPROC_PER_NODE") if environ.get(name)]
+        raise JobError(_one_of_several(" and ".join(pet), f"torchrun {command}"))
+    if _above_one(environ, "SKYPILOT_NUM_NODES"):
+        host = next(iter(environ.get("SKYPILOT_NODE_IPS", "").split()), "FIRST_OF_SKYPILOT_NODE_IPS")
+        options = f'--nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK" --nproc-per-node {gpus}'
+        options += f" --master-addr {host} --master-port {_PORT}"
+        said = f"SKYPILOT_NUM_NODES={environ['SKYPILOT_NUM_NODES']}"
+        raise JobError(_one_of_several(said, f"torchrun {options} {command}"))
+    index = environ.get("JOB_COMPLETION_INDEX", "").strip()
+    if index == "0":
+        return "warning: JOB_COMPLETION_INDEX is 0: if this job of Kubernetes has several pods, start torchrun in each"
+    if index.isdecimal():
+        options = '--nnodes PODS --node-rank "$JOB_COMPLETION_INDEX" --nproc-per-node gpu'
+        options += f" --master-addr HOST_OF_POD_0 --master-port {_PORT}"
+        raise JobError(_one_of_several(f"JOB_COMPLETION_INDEX={index}", f"torchrun {options} {command}"))
+    return None
+
+
+def forget_launchers(environ: MutableMapping[str, str]) -> None:
+    """Remove what makes this process, or its machine, one of several."""
+    for name in _STARTED:
+        environ.pop(name, None)
+
+
+def _one_of_several(said: str, command: str) -> str:
+    return (
+        f"{said}: this machine is one of several, and each would run the whole job alone. Start on each of them:\n"
+        f"    {command}\n"
+        "or give --alone if these variables are left from something else"
+    )
+
+
+def _above_one(environ: Mapping[str, str], name: str, least: int = 2) -> bool:
+    """Whether a variable is a number above one, or something else that may be: a range of machines, ``gpu``."""
+    text = environ.get(name, "").strip()
+    number = text.rpartition(":")[2]
+    return int(number) >= least if number.isdecimal() else text not in ("", "auto", "cpu")
 
 
 def _slurm(environ: Mapping[str, str]) -> tuple[int, int, int, int]:

@@ -5,12 +5,28 @@ from __future__ import annotations
 import signal
 import sys
 
+from d9d_core.cli.ending import end_in_time
+from d9d_core.cli.streams import surviving_streams
+
 #: Exit status after Ctrl-C, as a shell shows it.
 INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
     """Run the command line; see :func:`d9d_core.cli.app.run`."""
+    status = 1
+    try:
+        with surviving_streams():
+            _main()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    finally:
+        end_in_time(status)
+
+
+def _main() -> None:
     try:
         try:
             from d9d_core.cli.interrupts import interrupts_deferred

@@ -71,6 +71,7 @@ def build(
     note: Callable[[str], None],
     observers: Sequence[Subscriber] = (),
     interrupts: Interrupts | None = None,
+    owning: bool = False,
 ) -> Trainer:
     """Compose everything a run needs; nothing is looked up by name afterwards. Collective over all ranks.
 
@@ -81,6 +82,7 @@ def build(
         note: prints a line about long work or a warning.
         observers: subscribers besides those of the job.
         interrupts: requests to stop, which may have come already; by default, signals during training.
+        owning: own the run's directory before any data or weights are read, and not only when training starts.
 
     Raises:
         D9dError: the job cannot run; the text says why.
@@ -97,7 +99,7 @@ def build(
     assembly = _assembled(job, selection, registry, topology)
     lr_schedule = None if job.steps is None else build_lr_schedule(job, selection, job.steps)
     events.emit(ev.ModelPlanned(job))
-    store = open_store(job, topology, note)
+    store = open_store(job, topology, note, owning=owning)
 
     data_ranks, all_parts = (
         topology.axes_group(*axes) if topology.world_size > 1 else None for axes in (DATA_AXES, ("pp", *DATA_AXES))

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,7 @@ class CheckpointStore:
         longest = min(600.0, timeout.total_seconds() / 4)
         self._attempts = Attempts(tolerate, longest, self.group, warn if self.topology.is_main else lambda _text: None)
         self._superseded = threading.Event()
+        self._owned: AbstractContextManager[None] | None = None  # on the first rank, once it is taken
         self._running: Background[SaveReport | None] | None = None
         self._reports: deque[SaveReport] = deque()
 
@@ -113,6 +114,23 @@ class CheckpointStore:
         on_main(create, self.group)
         on_all(look, self.group)
 
+    def own(self) -> None:
+        """Own the directory from now on, as the only run, until :meth:`opened` ends; nothing if it is owned already.
+
+        For processes that do nothing else: a second launch then fails at once. Collective over all ranks.
+
+        Raises:
+            CheckpointError: another run works with it.
+        """
+
+        def take() -> None:
+            if self._owned is None:
+                owned = self._storage.owned()
+                owned.__enter__()
+                self._owned = owned
+
+        on_main(take, self.group)
+
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Own the directory while the block runs, as the only run, and clear up what a killed one left.
@@ -122,8 +140,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: another run works with it, or the last save failed.
         """
-        owned = self._storage.owned()
-        on_main(owned.__enter__, self.group)
+        self.own()
         try:
             yield
         except BaseException as error:
@@ -132,7 +149,8 @@ class CheckpointStore:
         else:
             self.wait()
         finally:
-            if self.topology.is_main:
+            owned, self._owned = self._owned, None
+            if owned is not None:
                 owned.__exit__(None, None, None)
 
     def steps(self) -> list[int]:

@@ -18,8 +18,7 @@ from d9d_core.errors import JobError
 from d9d_engine.evaluation.subject import Request, Subject, find_subject, same_data
 from d9d_engine.joining import silent
 from d9d_engine.launch.process import Process, running
-from d9d_engine.launch.start import Nproc, for_processes, launch, start_up
-from d9d_engine.process_env import ProcessEnv
+from d9d_engine.launch.start import Alone, Nproc, for_processes, launch, process_of_launcher, start_up
 from d9d_engine.run.interrupt import Interrupts, Terminated
 
 if TYPE_CHECKING:
@@ -55,6 +54,7 @@ def evaluate(
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
     nproc: Nproc = None,
+    alone: Alone = False,
 ) -> None:
     """Measure a model on whole datasets: those of the job's evaluation section, or its data, or files."""
     policy = policy_of(plugin, no_plugins, strict_plugins)
@@ -69,7 +69,7 @@ def evaluate(
 
     with Interrupts().noted() as interrupts:
         try:
-            env = ProcessEnv.from_environment(os.environ)
+            env = process_of_launcher(os.environ, alone)
             if nproc is None:
                 with running(env, os.environ, interrupts) as process:
                     report = _evaluate(process, interrupts, load, limit)
@@ -85,8 +85,8 @@ def evaluate(
             words = _words(target, data, like, checkpoint, limit, compare, as_json, overrides, plugin)
             words += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
             raise typer.Exit(launch(loaded, ["evaluate", *words], 0, interrupts))
-        except Terminated:
-            typer.echo("SIGTERM: stopped; nothing was measured", err=True)
+        except Terminated as signal:
+            typer.echo(f"{signal}: stopped; nothing was measured", err=True)
 
 
 def _words(

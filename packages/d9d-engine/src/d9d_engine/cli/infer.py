@@ -8,12 +8,21 @@ from collections.abc import Callable
 import typer
 from d9d_core.cli.garbage import collected_seldom
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
+from d9d_core.cli.streams import output_is_incidental
 from d9d_core.errors import JobError
 
 from d9d_engine.inference.job import InferenceJob
 from d9d_engine.launch.process import Process, running
-from d9d_engine.launch.start import Nproc, for_processes, joined_process, launch, option_words, start_up
-from d9d_engine.process_env import ProcessEnv
+from d9d_engine.launch.start import (
+    Alone,
+    Nproc,
+    for_processes,
+    joined_process,
+    launch,
+    option_words,
+    process_of_launcher,
+    start_up,
+)
 from d9d_engine.run.interrupt import Interrupts, Terminated
 
 app = command_app("infer", "Run a model over data, and write a row of output for each row.")
@@ -27,11 +36,13 @@ def infer(
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
     nproc: Nproc = None,
+    alone: Alone = False,
 ) -> None:
     """Run over all rows and write <run>/output. Goes on where an earlier start has ended."""
     with Interrupts().noted() as interrupts:
+        output_is_incidental()
         try:
-            env = ProcessEnv.from_environment(os.environ)
+            env = process_of_launcher(os.environ, alone)
             if nproc is None:
                 with running(env, os.environ, interrupts) as process:
                     _infer(
@@ -52,8 +63,8 @@ def infer(
                 loaded = for_processes(load, nproc)
             options = option_words(overrides, plugin, no_plugins, strict_plugins)
             raise typer.Exit(launch(loaded, ["infer", str(job), *options], 0, interrupts))
-        except Terminated:
-            typer.echo("SIGTERM: stopped during start-up; nothing was computed", err=True)
+        except Terminated as signal:
+            typer.echo(f"{signal}: stopped during start-up; nothing was computed", err=True)
 
 
 def _infer(process: Process, interrupts: Interrupts, load: Callable[[], InferenceJob]) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, policy_of, say
+from d9d_core.cli.streams import output_is_incidental
 from d9d_core.errors import JobError
 
 from d9d_engine.job import Job
@@ -40,6 +41,8 @@ def sweep(
     from d9d_engine.runs.record import find_runs
     from d9d_engine.runs.sweep import Sweep
     from d9d_engine.runs.tables import sweep_table
+
+    output_is_incidental()
 
     def checked(load: Callable[[int | None, bool], Job]) -> Job:
         """Job of a run as ``d9d train`` with this ``--nproc`` has it."""

@@ -9,12 +9,21 @@ from typing import Annotated
 import typer
 from d9d_core.cli.garbage import collected_seldom
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
+from d9d_core.cli.streams import output_is_incidental
 from d9d_core.errors import JobError
 
 from d9d_engine.job import Job
 from d9d_engine.launch.process import Process, running
-from d9d_engine.launch.start import Nproc, for_processes, joined_process, launch, option_words, start_up
-from d9d_engine.process_env import ProcessEnv
+from d9d_engine.launch.start import (
+    Alone,
+    Nproc,
+    for_processes,
+    joined_process,
+    launch,
+    option_words,
+    process_of_launcher,
+    start_up,
+)
 from d9d_engine.run.interrupt import Interrupts, Terminated
 
 app = command_app("train", "Train, or continue after an interruption.")
@@ -34,11 +43,13 @@ def train(
             metavar="N", help="How often to start all processes again after one died; implies --nproc.", min=0
         ),
     ] = None,
+    alone: Alone = False,
 ) -> None:
     """Train. Continues from the newest checkpoint of the run, if there is one."""
     with Interrupts().noted() as interrupts:
+        output_is_incidental()
         try:
-            env = ProcessEnv.from_environment(os.environ)
+            env = process_of_launcher(os.environ, alone)
             if nproc is None and max_restarts is None:
                 with running(env, os.environ, interrupts) as process:
                     _train(
@@ -58,8 +69,8 @@ def train(
             options = option_words(overrides, plugin, no_plugins, strict_plugins)
             status = launch(loaded, ["train", str(job), *options], max_restarts or 0, interrupts)
             raise typer.Exit(status)
-        except Terminated:
-            typer.echo("SIGTERM: stopped during start-up; nothing was trained", err=True)
+        except Terminated as signal:
+            typer.echo(f"{signal}: stopped during start-up; nothing was trained", err=True)
 
 
 def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) -> None:
@@ -68,7 +79,7 @@ def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) ->
 
     with joined_process(process, interrupts, load, import_modules) as (loaded, topology, start, alone):
         with start_up(interrupts, alone), collected_seldom():
-            trainer = loaded.build(topology=topology, observers=[start], interrupts=interrupts)
+            trainer = loaded.build(topology=topology, observers=[start], interrupts=interrupts, owning=True)
         outcome = trainer.train()
     if outcome.status == "finished" and topology.is_main:
         typer.echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")

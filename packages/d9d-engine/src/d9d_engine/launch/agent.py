@@ -20,7 +20,7 @@ from types import FrameType
 from typing import IO, Any
 
 from d9d_engine.launch.ranks import Ended, Rank, Ranks
-from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.run.interrupt import Interrupts, stop_signals
 from d9d_engine.supervision.failure import Failure
 
 _LOOPBACK = "127.0.0.1"
@@ -143,10 +143,7 @@ def signals_received() -> Iterator[list[int]]:
     def note(number: int, _frame: FrameType | None) -> None:
         received.append(number)
 
-    wanted = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-        wanted.append(signal.SIGHUP)
-    previous = {number: signal.signal(number, note) for number in wanted}
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, *stop_signals())}
     try:
         yield received
     finally:

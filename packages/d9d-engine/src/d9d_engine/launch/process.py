@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import d9d_engine
 from d9d_engine.launch.link import Link
 from d9d_engine.process_env import ProcessEnv
-from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.run.interrupt import Interrupts, stop_signals
 from d9d_engine.supervision.failure import ErrorFile, Failure, FailureReporter, Listener
 
 #: Where an elastic agent wants to read why a process failed.
@@ -115,13 +115,14 @@ def _follow(link: Link, interrupts: Interrupts) -> None:
     # What is sent to a forked process, such as a worker of a plugin, is not for this one.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     interrupts.entered = lambda: link.send(training=True)
+    asking = (signal.SIGINT, *stop_signals())
 
     def watch() -> None:
         try:
             while True:
                 ready, _, _ = select.select([reading, link.connection.fileno()], [], [])
                 for number in os.read(reading, 64) if reading in ready else b"":
-                    if number in (signal.SIGINT, signal.SIGTERM):
+                    if number in asking:
                         link.send(asked=signal.Signals(number).name)
                 for message in link.receive() if link.connection.fileno() in ready else ():
                     interrupts.request(message["stop"])

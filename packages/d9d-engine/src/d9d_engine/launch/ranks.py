@@ -12,11 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from d9d_core.cli.ending import PATIENCE
+
 from d9d_engine.launch.link import VARIABLE, Link
+from d9d_engine.run.interrupt import stop_signals
 from d9d_engine.supervision.failure import Failure
 
 #: How long processes may go on after another one failed, to find out by themselves and tell what they know.
 _LAST_SECONDS = 2.0
+#: How long a process may take to end after it was done. It ends itself, and says what kept it, before that.
+_DONE_SECONDS = PATIENCE + 30
 #: How often to look whether a process has ended.
 _PAUSE = 0.05
 
@@ -31,6 +36,7 @@ class Rank:
         link: to the process.
         training: it has something to save.
         done: it has done all it had to.
+        done_at: when it told so, by the clock ``time.monotonic``.
         failure: why it fails, in its own words.
         echoes: it fails because another one did.
         exit_code: how it ended; minus the signal's number if one killed it.
@@ -42,6 +48,7 @@ class Rank:
     link: Link
     training: bool = False
     done: bool = False
+    done_at: float = float("inf")
     failure: Failure | None = None
     echoes: bool = False
     exit_code: int | None = None
@@ -52,7 +59,8 @@ class Rank:
         asked = None
         for message in self.link.receive():
             self.training |= "training" in message
-            self.done |= "done" in message
+            if "done" in message and not self.done:
+                self.done, self.done_at = True, time.monotonic()
             asked = message.get("asked", asked)
             if "failure" in message:
                 told = message["failure"]
@@ -125,6 +133,7 @@ class Ranks:
                 failing, deadline = True, now + _LAST_SECONDS
             elif ended and deadline == float("inf"):
                 deadline = now + patience
+            self._end_the_done(now)
             if now > deadline:
                 self._give_up(failing, patience)
                 break
@@ -173,7 +182,7 @@ class Ranks:
             told = self._hear(0) or told  # its last words
             rank.exit_code = code
             rank.ended = sum(one.exit_code is not None for one in self.ranks)
-            if -code in (signal.SIGINT, signal.SIGTERM) and not self._training():
+            if -code in (signal.SIGINT, *stop_signals()) and not self._training():
                 told = told or _name(-code)
         return told
 
@@ -196,6 +205,15 @@ class Ranks:
             elif rank.exit_code is None and number == signal.SIGINT:
                 rank.process.send_signal(number)
         return number == signal.SIGINT or before > 1
+
+    def _end_the_done(self, now: float) -> None:
+        """End the processes that were done long ago, and that their own watch has not ended either."""
+        for rank in self.ranks:
+            if rank.exit_code is None and now > rank.done_at + _DONE_SECONDS:
+                rank.done_at = float("inf")
+                text = f"warning: rank {rank.number} was done {_DONE_SECONDS:g} s ago, but did not end; it was killed"
+                print(text, file=sys.stderr, flush=True)  # noqa: T201
+                rank.process.kill()
 
     def _give_up(self, failing: bool, patience: float) -> None:
         for rank in self.ranks:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Generic, NamedTuple, TypeVar
@@ -16,6 +17,7 @@ from d9d_engine.job import Job
 from d9d_engine.joining import print_note
 from d9d_engine.launch.process import Process
 from d9d_engine.launch.startup import StartUp
+from d9d_engine.process_env import ProcessEnv, forget_launchers, refuse_one_of_several_machines
 from d9d_engine.run.interrupt import Interrupts, Terminated
 
 if TYPE_CHECKING:
@@ -30,6 +32,35 @@ Nproc = Annotated[
         metavar="N", help="Start this many processes here; 'auto': as many as the mesh needs, or as there are devices."
     ),
 ]
+
+
+Alone = Annotated[
+    bool, typer.Option("--alone", help="Run on this machine alone, whatever the environment says of launchers.")
+]
+
+
+def process_of_launcher(environ: MutableMapping[str, str], alone: bool) -> ProcessEnv:
+    """This process among those that a launcher started; it is refused where it would be alone by mistake.
+
+    Args:
+        environ: environment variables; those of launchers are removed if the user said so.
+        alone: the user said that there are no others.
+
+    Raises:
+        JobError: variables are malformed, or this machine is one of several.
+    """
+    if alone:
+        forget_launchers(environ)
+    env = ProcessEnv.from_environment(environ)
+    if env.launcher == "mpi" and env.master is None:
+        raise JobError(
+            f"MPI started this process as rank {env.rank} of {env.world_size}, but MASTER_ADDR does not say where they "
+            "meet; set it to the machine of rank 0, such as mpirun -x MASTER_ADDR=$(hostname) ..., or give --alone if "
+            "these variables are left from something else"
+        )
+    if env.launcher is None and not alone and (warning := refuse_one_of_several_machines(environ, sys.argv[1:])):
+        print_note(warning)
+    return env
 
 
 def option_words(overrides: Sequence[str], plugin: Sequence[Path], no_plugins: bool, strict: bool) -> list[str]:

@@ -72,6 +72,7 @@ def open_store(
     topology: Topology,
     note: Callable[[str], None] = lambda _text: None,
     write: bool = True,
+    owning: bool = False,
 ) -> CheckpointStore:
     """Open the checkpoint store that the job asks for. Collective over all ranks.
 
@@ -80,9 +81,10 @@ def open_store(
         topology: this process among others.
         note: prints a line about saves that are tried again.
         write: make sure that checkpoints can be written.
+        owning: own the directory from now on.
 
     Raises:
-        CheckpointError: the directory cannot be written.
+        CheckpointError: the directory cannot be written, or another run works with it.
     """
     wanted = job.checkpoint.best
     best = BestOf(wanted.series, wanted.mode, wanted.keep) if wanted else None
@@ -93,6 +95,8 @@ def open_store(
     store = CheckpointStore(location, retention, topology, job.checkpoint.asynchronous, timeout, tolerate, note)
     if write:
         store.prepare()
+    if owning:
+        store.own()
     return store
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to stop after the step. Imports no torch."""
+"""Ctrl-C, SIGTERM and a closed terminal as a request to stop after the step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from types import FrameType, TracebackType
 from typing import Any
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Signals that ask to save and stop, besides Ctrl-C: SIGTERM, and SIGHUP unless it is ignored, as under nohup."""
+    hangup: Any = getattr(signal, "SIGHUP", None)  # of a terminal that is closed; Windows has none
+    heeded = hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN
+    return [signal.SIGTERM, *[hangup] * heeded]
+
+
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived while nothing could be saved yet."""
+    """A signal to stop, other than Ctrl-C, arrived while nothing could be saved yet; its name is the text."""
 
 
 class Interrupts:
-    """Requests to stop: in a block, the first SIGINT or SIGTERM sets :attr:`requested`, the second SIGINT interrupts.
+    """Requests to stop: in a block, the first signal to stop sets :attr:`requested`, the second SIGINT interrupts.
 
     Outside the main thread signals cannot be caught, and the block changes nothing.
 
@@ -39,25 +46,26 @@ class Interrupts:
 
     @contextmanager
     def noted(self) -> Iterator[Interrupts]:
-        """SIGTERM inside the block, before and after training, is a request, too; for what runs as a whole process."""
+        """A stop signal inside the block, before and after training, is a request, too; for a whole process."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
         self._process = os.getpid()
-        previous = signal.signal(signal.SIGTERM, self._note)
+        previous = {number: signal.signal(number, self._note) for number in stop_signals()}
         try:
             yield self
         finally:
-            # What was saved stays saved, although the interpreter takes its time to end.
-            atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, previous)
+            for number, handler in previous.items():
+                # What was saved stays saved, although the interpreter takes its time to end.
+                atexit.register(signal.signal, number, signal.SIG_IGN)
+                signal.signal(number, handler)
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """SIGTERM inside a block within :meth:`noted` ends it, as nothing needs to be saved.
+        """A stop signal inside a block within :meth:`noted` ends it, as nothing needs to be saved.
 
         Raises:
-            Terminated: SIGTERM has arrived.
+            Terminated: one has arrived.
         """
         self._raises = True
         try:
@@ -83,7 +91,7 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             self._process = os.getpid()
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, *stop_signals()):
                 self._previous[number] = signal.signal(number, self._request)
         self.entered()
         return self
@@ -97,7 +105,7 @@ class Interrupts:
 
     def _raise_requested(self) -> None:
         if self.requested is not None:
-            raise Terminated from None
+            raise Terminated(self.requested) from None
 
     def _is_of_a_child(self, number: int) -> bool:
         """Whether this is a forked process, such as a worker of a plugin; the signal then has its usual effect."""
@@ -112,7 +120,7 @@ class Interrupts:
             return
         self.request(signal.Signals(number).name)
         if self._raises:
-            raise Terminated
+            raise Terminated(self.requested)
 
     def _request(self, number: int, _frame: FrameType | None) -> None:
         if self._is_of_a_child(number):

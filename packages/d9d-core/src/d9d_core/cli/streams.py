@@ -1,0 +1,105 @@
+"""Standard output and error of a command, whose failures end no run: a reader that went away, a full disk."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO, cast
+
+#: The reader or the terminal is gone for good; after others, such as a full disk, the next write may succeed.
+_GONE = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ECONNRESET}
+
+
+class SurvivingFile(io.FileIO):
+    """File whose failing writes lose what they write, and raise nothing.
+
+    Attributes:
+        lost: error of the last write that failed although somebody may still want to read.
+        incidental: what is written only reports on work whose result lies elsewhere.
+    """
+
+    lost: OSError | None = None
+    incidental = False
+
+    def write(self, data: bytes) -> int | None:  # type: ignore[override]  # any buffer
+        """Write; what cannot be written counts as written."""
+        try:
+            return super().write(data)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            if error.errno not in _GONE:
+                self.lost = error
+                return memoryview(data).nbytes
+            with suppress(OSError):  # also for what writes to the descriptor by itself, as libraries in C do
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, self.fileno())
+                os.close(nothing)
+            return memoryview(data).nbytes
+
+
+@contextmanager
+def surviving_streams() -> Iterator[None]:
+    """Make failures of standard output and error end nothing inside the block, and in the interpreter's end after it.
+
+    Raises:
+        SystemExit: with status 1, at the end of a command that did well, if its output is its result and was lost.
+    """
+    sys.stdout, sys.stderr = _surviving(sys.stdout), _surviving(sys.stderr)
+    try:
+        yield
+    except SystemExit as end:
+        if not end.code:
+            _report_loss()
+        raise
+    else:
+        _report_loss()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+
+
+def output_is_incidental() -> None:
+    """Declare that this command's result is not its output, whose loss then is no failure."""
+    if (file := _file_of(sys.stdout)) is not None:
+        file.incidental = True
+
+
+def _surviving(stream: TextIO) -> TextIO:
+    """The same stream over a surviving file, if it is one of the process's own."""
+    if stream not in (sys.__stdout__, sys.__stderr__) or not isinstance(stream, io.TextIOWrapper):
+        return stream
+    try:
+        stream.flush()
+        file = SurvivingFile(stream.fileno(), "wb", closefd=False)
+    except (OSError, ValueError):
+        return stream
+    return io.TextIOWrapper(
+        io.BufferedWriter(cast("io.RawIOBase", file)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def _file_of(stream: object) -> SurvivingFile | None:
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
+    return raw if isinstance(raw, SurvivingFile) else None
+
+
+def _report_loss() -> None:
+    file = _file_of(sys.stdout)
+    if file is None:
+        return
+    with suppress(OSError):
+        sys.stdout.flush()
+    if file.lost is not None and not file.incidental:
+        reason = file.lost.strerror
+        print(f"error: standard output: {reason}; the output is not complete", file=sys.stderr)  # noqa: T201
+        sys.exit(1)
