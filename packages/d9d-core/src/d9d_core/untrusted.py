@@ -26,6 +26,8 @@ from typing import Any, Literal
 MAX_JSON_BYTES = 1 << 28
 #: Levels of the deepest value; what walks over it must not reach the interpreter's own limit.
 MAX_JSON_DEPTH = 200
+#: Values of the largest JSON: each takes some 60 bytes of memory, and two of the file.
+MAX_JSON_VALUES = 1 << 23
 #: Digits of the largest whole number, which must not overflow where it is made a float.
 _MAX_DIGITS = 300
 
@@ -119,8 +121,12 @@ def parse_json(content: bytes, strict: bool = False, limit: int = MAX_JSON_BYTES
     """
     if len(content) > limit:
         raise ValueError(f"it has more than {limit:,} bytes")
-    if _depth(content) > MAX_JSON_DEPTH:
+    structure = _STRING.sub(b"", content)
+    if _depth(structure) > MAX_JSON_DEPTH:
         raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
+    if sum(map(structure.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
+        raise ValueError(f"it holds more than {MAX_JSON_VALUES:,} values")
+    del structure
     value = json.loads(
         content.decode("utf-8-sig"),
         parse_int=_whole,
@@ -136,8 +142,8 @@ def parse_json(content: bytes, strict: bool = False, limit: int = MAX_JSON_BYTES
     return value
 
 
-def _depth(content: bytes) -> int:
-    brackets = _STRING.sub(b"", content).translate(_DEPTHS, _OTHERS)
+def _depth(structure: bytes) -> int:
+    brackets = structure.translate(_DEPTHS, _OTHERS)
     return max(accumulate(array("b", brackets)), default=0)
 
 

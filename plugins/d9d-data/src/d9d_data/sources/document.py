@@ -11,9 +11,10 @@ from typing import Any
 from d9d_core.extend import DataError
 
 from d9d_data.sources import python
-from d9d_data.sources.opening import SourceFile, open_content
+from d9d_data.sources.opening import SourceFile, open_content, stat_file
 from d9d_data.sources.place import Place, Record, Reject, refuse
 from d9d_data.sources.records import columns_of, read_records, value_of
+from d9d_data.sources.table_sizes import BUDGET, RATIO
 
 #: Formats whose files have records with fields; of the others a text is not in a field.
 STRUCTURED = frozenset({"jsonl", "json", "csv", "tsv", "parquet", "arrow", "kinds"})
@@ -74,14 +75,19 @@ def _whole_text(file: SourceFile) -> str:
     with open_content(file) as content:
         if not file.compression:
             data = content.read()
-        elif len(data := content.read(MAX_COMPRESSED_TEXT + 1)) > MAX_COMPRESSED_TEXT:
+        elif len(data := content.read((most := _most_text(file)) + 1)) > most:
             raise DataError(
-                f"data.sources: {file.name} has a text of more than {MAX_COMPRESSED_TEXT:,} bytes, and a document is "
-                "tokenised in memory; split it into several files, or into records"
+                f"data.sources: {file.name} has a text of more than {most:,} bytes, and a document is tokenised in "
+                "memory; split it into several files, or into records"
             )
     if file.format == "docstrings":
         return python.docstrings_in(data, file.name)
     return data.decode("utf-8-sig")
+
+
+def _most_text(file: SourceFile) -> int:
+    """Bytes of the largest text that a compressed file may hold: a small file holds none that fills the memory."""
+    return min(MAX_COMPRESSED_TEXT, max(BUDGET, RATIO * stat_file(file.address).size))
 
 
 def _texts_in_records(piece: Piece, field: str, reject: Reject) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
@@ -11,9 +11,8 @@ from d9d_core.extend import DataError, parse_json, read_regular
 
 from d9d_data.sources.opening import SourceFile, open_content
 from d9d_data.sources.place import Place, Record
+from d9d_data.sources.table_sizes import bounded_slices, check_arrow, parquet_sizes
 
-#: Rows in memory at a time; texts of a megabyte each still fit.
-_ROWS = 256
 #: Bytes of the largest description of a saved dataset.
 _MAX_STATE = 1 << 24
 
@@ -36,13 +35,14 @@ def read_table(file: SourceFile, begin: int = 0, end: int | None = None, column:
         if file.format == "parquet":
             table = _parquet(file, content)
             number = sum(table.metadata.row_group(group).num_rows for group in range(begin))
-            groups = range(begin, table.num_row_groups if end is None else end)
-            batches = table.iter_batches(batch_size=_ROWS, row_groups=list(groups), columns=columns)
+            groups = list(range(begin, table.num_row_groups if end is None else end))
+            sizes = parquet_sizes(file, content, table.metadata, groups, columns)
+            table = _parquet(file, content, sizes.as_dictionary)
+            batches = table.iter_batches(batch_size=sizes.rows, row_groups=groups, columns=columns)
         else:
             batches = _arrow_batches(file, content, columns)
         for batch in batches:
-            for offset in range(0, len(batch), _ROWS):
-                rows = batch.slice(offset, _ROWS)
+            for rows in bounded_slices(file, batch, number + 1):
                 for row in rows.to_pylist():
                     number += 1
                     values = {field.name: _written(row[field.name], field.type) for field in rows.schema}
@@ -114,34 +114,36 @@ def _pyarrow(file: SourceFile) -> Any:
     return pa
 
 
-def _parquet(file: SourceFile, content: Any) -> Any:
+def _parquet(file: SourceFile, content: Any, as_dictionary: Sequence[str] = ()) -> Any:
     _pyarrow(file)
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     # Without buffering ahead, a column of a row group is read page by page.
-    return pyarrow.parquet.ParquetFile(content, pre_buffer=False, buffer_size=1 << 20)
+    content.seek(0)
+    return pyarrow.parquet.ParquetFile(
+        content, pre_buffer=False, buffer_size=1 << 20, read_dictionary=list(as_dictionary)
+    )
 
 
-def _arrow_reader(file: SourceFile, content: Any, columns: list[str] | None = None) -> Any:
+def _arrow_reader(file: SourceFile, content: Any, columns: Sequence[str] | None = None) -> Any:
+    """Reader of a stream. A file is one too, behind its first bytes; what its footer says is not read."""
     ipc = _pyarrow(file).ipc
-    magic = content.read(6)
     content.seek(0)
-    if magic != b"ARROW1":
-        return ipc.open_stream(content)
+    begin = 8 if content.read(6) == b"ARROW1" else 0
+    content.seek(begin)
     if columns is None:
-        return ipc.open_file(content)
-    included = [ipc.open_file(content).schema.get_field_index(column) for column in columns]
-    content.seek(0)
-    return ipc.open_file(content, options=ipc.IpcReadOptions(included_fields=included))
+        return ipc.open_stream(content)
+    included = [ipc.open_stream(content).schema.get_field_index(column) for column in columns]
+    content.seek(begin)
+    return ipc.open_stream(content, options=ipc.IpcReadOptions(included_fields=included))
 
 
-def _arrow_batches(file: SourceFile, content: Any, columns: list[str] | None) -> Iterator[Any]:
-    reader = _arrow_reader(file, content, columns)
-    if hasattr(reader, "num_record_batches"):
-        batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-    else:
-        batches = iter(reader)
-    for batch in batches:
+def _arrow_batches(file: SourceFile, content: Any, columns: Sequence[str] | None) -> Iterator[Any]:
+    content.seek(8 if content.read(6) == b"ARROW1" else 0)
+    check_arrow(file, content)
+    for batch in _arrow_reader(file, content, columns):
+        # pyarrow trusts the offsets in a file, which may lead outside of the memory of a batch.
+        batch.validate(full=True)
         yield batch if columns is None else batch.select(columns)
 
 
