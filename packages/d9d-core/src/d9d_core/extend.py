@@ -6,6 +6,7 @@ Everything a component itself needs is here; importing this module imports no to
 | seam | names |
 |---|---|
 | configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``Named``, ``LoadsCode`` |
+| places in a config | ``PathText``, ``PathOrAddress`` |
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``Place``, ``read_regular``, ``parse_json``; ``closest`` of names |
 | tensors | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``beside``, ``wide_dtype`` |
@@ -33,7 +34,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from d9d_core.config.base import LoadsCode, ModelConfig, PluginConfig, ScheduleConfig, Section, closest
+from d9d_core.config.base import (
+    LoadsCode,
+    ModelConfig,
+    PathOrAddress,
+    PathText,
+    PluginConfig,
+    ScheduleConfig,
+    Section,
+    closest,
+)
 from d9d_core.config.lookup import load_config
 from d9d_core.config.open_union import Named
 from d9d_core.errors import (
@@ -401,6 +411,8 @@ __all__ = [
     "PacksDocuments",
     "Pass",
     "PassModel",
+    "PathOrAddress",
+    "PathText",
     "PeftMethod",
     "Picture",
     "PipelineStage",

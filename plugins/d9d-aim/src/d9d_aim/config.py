@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from d9d_core.extend import PluginConfig
-from pydantic import Field
+from pydantic import AfterValidator, Field
+
+
+def _of_aim(repo: str) -> str:
+    if "://" in repo and not repo.startswith("aim://"):
+        raise ValueError("an address is that of a server, aim://host:port; else give a directory of this machine")
+    return repo
 
 
 class AimConfig(PluginConfig):
@@ -13,7 +19,7 @@ class AimConfig(PluginConfig):
 
     name: Literal["aim"] = "aim"
     """Selects this tracker."""
-    repo: str | None = None
+    repo: Annotated[str, AfterValidator(_of_aim)] | None = None
     """Directory of the repository, or address of a server (``aim://host:port``); by default ``<run>/aim``."""
     experiment: str | None = None
     """Experiment that the run belongs to."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from d9d_core.extend import PluginConfig, SampleLengths, Section, closest
+from d9d_core.extend import PathOrAddress, PathText, PluginConfig, SampleLengths, Section, closest
 from pydantic import Field, field_validator, model_validator
 
 #: Texts that every Python installation brings along.
@@ -25,7 +25,7 @@ class BpeTokenizer(Section):
 class PreparedConfig(PluginConfig):
     """Shared fields of all datasets whose records are tokenised once, and then read from the cache."""
 
-    sources: tuple[str, ...]
+    sources: tuple[PathOrAddress, ...]
     """Files, directories, globs, fsspec addresses; ``hf:DIRECTORY`` that the library datasets saved; ``python:topics``,
     ``python:docstrings``, ``python:sources``, ``python:kinds``. A text file is a document, and so is each record of a
     structured one."""
@@ -85,7 +85,7 @@ class PreparedConfig(PluginConfig):
 class TokenizedConfig(PreparedConfig):
     """Shared fields of all datasets that can do without a model's tokenizer."""
 
-    tokenizer: str | BpeTokenizer | None = None
+    tokenizer: PathText | BpeTokenizer | None = None
     """``bytes``, the path of a ``tokenizer.json``, or ``{bpe: 2048}`` to train one on the train split's documents; if
     absent that of the model which training starts from, else ``bytes``."""
     end_of_text: str | None = Field(default=None, min_length=1)
@@ -177,7 +177,7 @@ class DocumentsConfig(PaddedConfig, CorpusConfig):
 
     name: Literal["documents"] = "documents"
     """Selects the plugin."""
-    sources: tuple[str, ...]
+    sources: tuple[PathOrAddress, ...]
     """As for ``text``."""
     field: str | None = Field(default=None, min_length=1)
     """As for ``text``; if absent ``text`` for ``.jsonl`` files."""
@@ -192,7 +192,7 @@ class ModelTextConfig(PaddedConfig):
 
     malformed: Literal["error", "skip"] = "error"
     """A record that is malformed, or one that the template refuses: an error, or left out and counted."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Directory of a tokenizer and its chat template, or its ``tokenizer.json``; if absent that of the model which
     training starts from."""
     template_arguments: dict[str, Any] = {}
@@ -209,7 +209,7 @@ class ChatConfig(ModelTextConfig):
 
     name: Literal["chat"] = "chat"
     """Selects the plugin."""
-    sources: tuple[str, ...]
+    sources: tuple[PathOrAddress, ...]
     """Structured files, as for ``text``: records with ``messages`` (and ``tools``) or ``prompt`` and ``completion``."""
     loss: Literal["assistant", "last_turn", "all"] = "assistant"
     """Tokens that are learned: those that the assistant writes, those of its last turn, or all."""
@@ -233,7 +233,7 @@ class PreferenceConfig(ModelTextConfig):
 
     name: Literal["preference"] = "preference"
     """Selects the plugin."""
-    sources: tuple[str, ...]
+    sources: tuple[PathOrAddress, ...]
     """Structured files, as for ``text``: records with ``chosen`` and ``rejected``, perhaps ``prompt`` and ``tools``."""
     sequence_length: int = Field(ge=1)
     """Most positions of each text of a pair: of the prompt and one completion."""
@@ -249,7 +249,7 @@ class LabelledConfig(PaddedConfig, CorpusConfig):
 
     name: Literal["labelled"] = "labelled"
     """Selects the plugin."""
-    sources: tuple[str, ...]
+    sources: tuple[PathOrAddress, ...]
     """Structured files, as for ``text``, or ``python:kinds``."""
     per: Literal["text", "word"] = "text"
     """Labels of texts, or of words: records with a list of words and a list of as many labels."""
@@ -285,7 +285,7 @@ class PairsConfig(PaddedConfig, TokenizedConfig):
 
     name: Literal["pairs"] = "pairs"
     """Selects the plugin."""
-    sources: tuple[str, ...]
+    sources: tuple[PathOrAddress, ...]
     """Structured files, as for ``text``."""
     query: str = Field(default="query", min_length=1)
     """Field of the query."""

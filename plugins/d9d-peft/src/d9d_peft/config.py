@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from d9d_core.extend import Named, PluginConfig
+from d9d_core.extend import Named, PathOrAddress, PluginConfig
 from pydantic import Field, field_validator, model_validator
 
 #: Stands for all linear layers inside the model.
@@ -32,7 +32,7 @@ class LowRankConfig(PluginConfig):
     """Multiply by ``alpha / sqrt(r)`` instead, so that high ranks learn as fast (Kalajdzievski 2023, "rsLoRA")."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of a term's inputs that is dropped while training."""
-    init_from: str | None = None
+    init_from: PathOrAddress | None = None
     """Start from this adapter: a directory in the format of the ``peft`` library, or an fsspec address of one."""
 
     _lists = field_validator("targets", "exclude", mode="before")(as_list)

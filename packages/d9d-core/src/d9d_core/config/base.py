@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     ModelWrapValidatorHandler,
@@ -23,6 +26,9 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 Location = tuple[int | str, ...]
 #: Of the whole numbers that tensors and clocks count in.
 _LARGEST = 2**63 - 1
+#: What ``pathlib`` makes of an address; no drive of Windows, which has one letter.
+_ADDRESS_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_NO_ADDRESS = "an address is not supported here; give a path of this machine, such as one where the storage is mounted"
 
 
 def dotted(location: Sequence[int | str]) -> str:
@@ -50,8 +56,41 @@ def speakable(value: Any) -> Any:
     return [speakable(item) for item in value] if isinstance(value, list) else value
 
 
+def is_address(text: str) -> bool:
+    """Whether a text is an address such as ``s3://bucket/run``, and no path of this machine."""
+    return "://" in text
+
+
+def _is_path(text: str) -> str:
+    if is_address(text):
+        raise ValueError(_NO_ADDRESS)
+    return text
+
+
+def _has_driver(text: str) -> str:
+    scheme, found, _ = text.partition("://")
+    if found:
+        from fsspec import available_protocols  # type: ignore[import-untyped]
+
+        unknown = [name for name in scheme.split("::")[-1:] if name not in available_protocols()]
+        if unknown:
+            near = closest(unknown[0], available_protocols())
+            hint = f"; did you mean '{near}://'?" if near else ""
+            raise ValueError(f"no driver knows addresses of '{unknown[0]}://'{hint}; fsspec lists what there is")
+    return text
+
+
+#: Text that is a path of this machine; an address is refused. A field of type ``Path`` refuses addresses by itself.
+PathText = Annotated[str, AfterValidator(_is_path)]
+#: Text that is a path of this machine, or an address that fsspec has a driver for.
+PathOrAddress = Annotated[str, AfterValidator(_has_driver)]
+
+
 def _unfit(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Iterator[InitErrorDetails]:
-    """Numbers that pydantic reads and nothing else would: true as 1, more than 64 bits, infinity in untyped values."""
+    """Values that pydantic reads and nothing else would: true as 1, more than 64 bits, infinity in untyped values.
+
+    Addresses as paths, too, which would be folders called ``s3:``.
+    """
     # pydantic's strict mode would also refuse the numbers that YAML leaves as strings, such as 1e3.
     if isinstance(given, bool) and type(read) in (int, float):
         yield line_error("not_a_number", "input should be a number", loc, given)
@@ -60,6 +99,8 @@ def _unfit(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Iterator[I
     elif len(loc) > 1 and type(read) is float and not math.isfinite(read):
         # Only a field's type tells the text "inf", which stands for infinity in saved jobs, from a text.
         yield line_error("not_finite", "input should be a finite number", loc, given)
+    elif isinstance(read, Path) and (is_address(str(given)) or _ADDRESS_AS_PATH.match(str(given))):
+        yield line_error("an_address", _NO_ADDRESS, loc, given)
     elif isinstance(given, Mapping) and isinstance(read, Mapping):
         for key in given.keys() & read.keys():
             yield from _unfit(given[key], read[key], (*loc, key))
@@ -163,7 +204,7 @@ class ModelConfig(PluginConfig):
 
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
 
-    pretrained: str | None = None
+    pretrained: PathOrAddress | None = None
     """Start from these weights: a directory in Hugging Face layout, or an fsspec address of one; the directory of a
     run, or one of its checkpoints; null draws them."""
 

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from d9d_core.config.base import PluginConfig, Section, speakable
+from d9d_core.config.base import PathOrAddress, PluginConfig, Section, is_address, speakable
 from d9d_core.config.evaluation import Evaluation
 from d9d_core.config.open_union import Named
 from d9d_core.config.sections.garbage_collection import GarbageCollection
@@ -192,7 +192,7 @@ class Checkpoint(Section):
     failed is tried again with growing pauses. One more ends the run."""
     trainable_only: bool = False
     """Leave frozen parameters out; what resumes must get them from elsewhere."""
-    dir: str | None = None
+    dir: PathOrAddress | None = None
     """Directory of the checkpoints: one that all machines share, or an fsspec address such as ``s3://bucket/run``;
     <run>/checkpoints by default."""
 
@@ -209,7 +209,7 @@ class Checkpoint(Section):
         """Path or address of the checkpoints of the run in this directory."""
         if self.dir is None:
             return run / "checkpoints"
-        return self.dir if "://" in self.dir else Path(self.dir)
+        return self.dir if is_address(self.dir) else Path(self.dir)
 
 
 class Timeouts(Section):

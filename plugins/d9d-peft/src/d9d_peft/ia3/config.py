@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from d9d_core.extend import PluginConfig
+from d9d_core.extend import PathOrAddress, PluginConfig
 from pydantic import field_validator, model_validator
 
 
@@ -19,7 +19,7 @@ class Ia3Config(PluginConfig):
     feedforward: tuple[str, ...] = ("down_proj",)
     """Linear layers whose inputs are scaled, written alike; the paper scales what goes into the last layer of a
     feed-forward block."""
-    init_from: str | None = None
+    init_from: PathOrAddress | None = None
     """Start from this adapter: a directory in the format of the ``peft`` library, or an fsspec address of one."""
 
     @field_validator("targets", "feedforward", mode="before")
