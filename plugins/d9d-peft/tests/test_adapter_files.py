@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 from d9d_core.cli.main import main
 from d9d_core.extend import BuildError, CheckpointError, JobError
+from d9d_peft.config import LoraConfig
+from d9d_peft.lora.method import Lora
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.world import World
 from safetensors.torch import load_file
@@ -249,16 +252,87 @@ def test_an_adapter_of_another_kind_or_with_other_parts_is_refused_by_ia3(
         job_of(values(base, tmp_path, peft=other, **again), PLUGINS).build(lambda _: None)
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": ["lm_head"]}))
-    with pytest.raises(CheckpointError, match=r"it has modules_to_save=\['lm_head'\], which peft 'ia3' has not"):
+    with pytest.raises(CheckpointError, match=r"it has modules_to_save=\['lm_head'\], which peft 'ia3' does not have"):
         job_of(values(base, tmp_path, peft={**METHODS["ia3"], "init_from": str(adapter)}, **again), PLUGINS).build(
             lambda _: None
         )
 
 
+#: Values of the library's fields that leave the meaning of tensors as it is; every other value is refused.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+    "layers_to_transform": ([0, 1, 7],),
+    "exclude_modules": (["lm_head"], ".*lm_head"),
+    "task_type": ("CAUSAL_LM",),
+    "auto_mapping": ({"base_model_class": "Qwen3ForCausalLM"},),
+    "peft_version": ("0.99",),
+    "base_model_name_or_path": ("acme/model",),
+    "revision": ("main",),
+    "inference_mode": (True, False),
+    "runtime_config": ({"ephemeral_gpu_offload": False},),
+    "lora_dropout": (0.1,),
+    "eva_config": ({"rho": 2.0},),
+    "megatron_core": ("megatron.core",),
+    "qalora_group_size": (16,),
+}
+HARMFUL = {
+    "init_lora_weights": ("pissa", "pissa_niter_16", "olora", "loftq", "corda", "lora_ga", "something new", {"a": 1}),
+    "layers_to_transform": ([0], 0, [5], [[1]]),
+    "target_modules": (["k_proj"], ["proj"]),
+    "exclude_modules": (["q_proj"], ["model.layers.1.mlp.up_proj"]),
+    "a_field_of_the_next_release": ({"rank": 1}, "on", True, 1),
+}
+COMPARED = {"r", "lora_alpha", "use_rslora", "peft_type", "target_modules", "layers_pattern"}
+
+
+def start_from(config: dict[str, Any], tuned: Path) -> None:
+    method = Lora(LoraConfig(r=4, alpha=8, rs_lora=True))
+    method.check_adapter(config, load_file(tuned / "adapter_model.safetensors").keys())
+
+
+def test_every_field_of_the_library_is_known_to_be_harmless_or_refused(tuned: Path) -> None:
+    config = json.loads((tuned / "adapter_config.json").read_text())
+    names = {field.name for field in dataclasses.fields(peft.LoraConfig)} - {"target_modules"}
+    assert names > HARMLESS.keys() - COMPARED
+    start_from({**peft.LoraConfig().to_dict(), **config}, tuned)  # with every default
+    for name in names | HARMLESS.keys():
+        for value in HARMLESS.get(name, ()):
+            start_from({**config, name: value}, tuned)
+        for value in HARMFUL.get(name, () if name in HARMLESS.keys() | COMPARED else ("on", True, {"a": 1}, [1])):
+            with pytest.raises(CheckpointError, match=name):
+                start_from({**config, name: value}, tuned)
+    for name in HARMFUL.keys() - names:
+        for value in HARMFUL[name]:
+            with pytest.raises(CheckpointError, match=name):
+                start_from({**config, name: value}, tuned)
+
+
+@pytest.mark.parametrize("initialisation", ["pissa", "olora"])
+def test_an_adapter_that_left_another_base_model_behind_is_refused(
+    base: Path, tmp_path: Path, initialisation: str
+) -> None:
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=initialisation)
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), settings)
+    model.save_pretrained(tmp_path / "theirs")
+    method = {**LORA, "targets": ["q_proj"], "init_from": str(tmp_path / "theirs")}
+    with pytest.raises(CheckpointError, match=f"init_from: .*: it has init_lora_weights='{initialisation}'.* merge it"):
+        job_of(values(base, tmp_path, peft=method), PLUGINS).build(lambda _: None)
+
+
+@pytest.mark.parametrize("method", ["lora", "ia3", "dora"])
+def test_classes_of_the_library_find_the_base_model_by_themselves(base: Path, tmp_path: Path, method: str) -> None:
+    train([values(base, tmp_path, peft=METHODS[method])])
+    adapter = tmp_path / "runs" / "tuned" / "adapter"
+    automatic = peft.AutoPeftModelForCausalLM.from_pretrained(str(adapter))
+    by_hand = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), adapter)
+    with torch.no_grad():
+        assert torch.equal(automatic.eval()(TOKENS).logits, by_hand.eval()(TOKENS).logits)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"use_dora": True}, "it has use_dora=True, which peft 'lora' has not"),
+        ({"use_dora": True}, "it has use_dora=True, which peft 'lora' does not have"),
         ({"peft_type": "IA3"}, "it is an adapter of the kind 'IA3', and peft is 'lora'"),
     ],
 )

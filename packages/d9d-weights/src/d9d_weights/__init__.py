@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from d9d_weights.graph.merging import Chunk, Concatenate, Stack, Unstack
     from d9d_weights.graph.select import Copy, Drop, Either, Explained, Fresh, Select, Share
     from d9d_weights.hugging_face.adapter import AdapterFormat, MergesTensors
+    from d9d_weights.hugging_face.adapter_config import check_adapter_config
     from d9d_weights.hugging_face.convert import convert
     from d9d_weights.hugging_face.directory import ModelDirectory
     from d9d_weights.hugging_face.export import ModelFiles, export_model
@@ -77,6 +78,7 @@ _LAZY = {
     "ModelFiles": "d9d_weights.hugging_face.export",
     "export_model": "d9d_weights.hugging_face.export",
     "HuggingFaceFormat": "d9d_weights.hugging_face.format",
+    "check_adapter_config": "d9d_weights.hugging_face.adapter_config",
     "check_duplicates": "d9d_weights.hugging_face.load",
     "load_tensors": "d9d_weights.hugging_face.load",
     "ModelWriter": "d9d_weights.hugging_face.writer",
@@ -127,6 +129,7 @@ __all__ = [
     "Transpose",
     "Unsqueeze",
     "Unstack",
+    "check_adapter_config",
     "check_duplicates",
     "convert",
     "export_model",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from d9d_core.config.base import ModelConfig
 from d9d_core.config.job import BaseJob, JobConfig
@@ -59,7 +60,11 @@ def save_adapter(
     try:
         published = _published(job, selection, assembly)
         base = job.model.pretrained if isinstance(job.model, ModelConfig) else None
-        config = {"base_model_name_or_path": base or ""} | method.adapter_config(assembly.full_model, published)
+        config = {
+            "base_model_name_or_path": base or "",
+            **_classes(job, selection),
+            **method.adapter_config(assembly.full_model, published),
+        }
         graph = StateGraph(method.adapter_exporter(assembly.full_model, published), _injected(assembly))
     except CheckpointError as error:
         if job.export == "adapter":
@@ -101,7 +106,8 @@ def start_method(
             try:
                 directory = closing.enter_context(ModelDirectory.open(file))
                 text = directory.read_file(ADAPTER_FILES.config)
-                method.check_adapter(read_object(f"{directory.location}/{ADAPTER_FILES.config}", text))
+                config = read_object(f"{directory.location}/{ADAPTER_FILES.config}", text)
+                method.check_adapter(config, directory.specs.keys())
                 exporter = method.adapter_exporter(assembly.full_model, _published(job, selection, assembly))
                 there = {name: spec for name, spec in directory.specs.items() if not name.endswith(_OF_THE_MODEL)}
                 _compare_names(there.keys(), StateGraph(exporter, _injected(assembly)).specs.keys())
@@ -133,6 +139,20 @@ def _published(job: BaseJob, selection: Parts, assembly: Assembly) -> Mapping[st
         raise CheckpointError(f"model {selection.model.entry} has no Hugging Face layout, so its adapters have none")
     own = {n: s for n, s in specs_of(model_tensors(assembly.full_model)).items() if n not in assembly.injected}
     return published_names(spec.hugging_face.load()().exporter(job.model), own)
+
+
+def _classes(job: JobConfig, selection: Selection) -> dict[str, Any]:
+    """Fields by which classes of the ``peft`` library find the class of the base model.
+
+    Its task types of classifiers would look for a trained head among the adapter's tensors.
+    """
+    spec = selection.model.spec
+    assert isinstance(spec, ModelSpec)
+    assert spec.hugging_face is not None
+    names = spec.hugging_face.load()().config_json(job.model, job.precision.parameters).get("architectures") or [""]
+    if names[0].endswith("ForCausalLM"):
+        return {"task_type": "CAUSAL_LM", "auto_mapping": None}
+    return {"task_type": None, "auto_mapping": {"base_model_class": names[0], "parent_library": "transformers"}}
 
 
 def _injected(assembly: Assembly) -> dict[str, TensorSpec]:

@@ -46,8 +46,12 @@ class AdapterFormat(Protocol):
         """
         ...
 
-    def check_adapter(self, config_json: Mapping[str, Any]) -> None:
+    def check_adapter(self, config_json: Mapping[str, Any], names: Collection[str]) -> None:
         """Compare this method with the ``adapter_config.json`` of an adapter to start from.
+
+        Args:
+            config_json: contents of the file.
+            names: of the tensors beside it.
 
         Raises:
             CheckpointError: the adapter is of another kind, or would compute something else here.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from d9d_core.extend import BuildError, CheckpointError, TensorSpec, TermKind, beside, closest
-from d9d_weights import Compute, Identity, Mapper, Parallel, Unsqueeze
+from d9d_weights import Compute, Identity, Mapper, Parallel, Unsqueeze, check_adapter_config
 from torch import Tensor, nn
 
 from d9d_peft.ia3.config import Ia3Config
@@ -115,7 +115,6 @@ class Ia3:
         inputs = {name for name, _, scale in _scales(stage) if scale.of_inputs}
         return {
             "peft_type": "IA3",
-            "task_type": None,
             "target_modules": sorted(modules.values()),
             "feedforward_modules": sorted(modules[name] for name in inputs),
             "fan_in_fan_out": False,
@@ -132,7 +131,7 @@ class Ia3:
             )
         )
 
-    def check_adapter(self, config_json: Mapping[str, Any]) -> None:
+    def check_adapter(self, config_json: Mapping[str, Any], names: Collection[str]) -> None:
         """Compare the method with the config of an adapter to start from; targets are compared with the tensors.
 
         Raises:
@@ -140,10 +139,7 @@ class Ia3:
         """
         if config_json.get("peft_type") != "IA3":
             raise CheckpointError(f"it is an adapter of the kind {config_json.get('peft_type')!r}, and peft is 'ia3'")
-        unknown = [field for field in ("fan_in_fan_out", "modules_to_save") if config_json.get(field)]
-        if unknown:
-            values = ", ".join(f"{field}={config_json[field]!r}" for field in unknown)
-            raise CheckpointError(f"it has {values}, which peft 'ia3' has not")
+        check_adapter_config(config_json, names, method="ia3")
 
     def _fold(self, layer: str, has_bias: bool) -> Mapper:
         of_inputs = any(_matches(layer, pattern) for pattern in self._config.feedforward)

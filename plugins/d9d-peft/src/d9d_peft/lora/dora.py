@@ -6,7 +6,7 @@ Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation". Shapes: O featur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -119,13 +119,13 @@ class Dora(Lora):
         """Contents of ``adapter_config.json``; see :class:`d9d_weights.AdapterFormat`."""
         return {**super().adapter_config(stage, published), "use_dora": True}
 
-    def check_adapter(self, config_json: Mapping[str, Any]) -> None:
+    def check_adapter(self, config_json: Mapping[str, Any], names: Collection[str]) -> None:
         """Compare the config with that of an adapter to start from.
 
         Raises:
             CheckpointError: it is of another kind, rank or scale.
         """
-        files.check_config(self._config, config_json, use_dora=True)
+        files.check_config(self._config, config_json, names, use_dora=True)
 
     def _fold(self, term: Term) -> Mapper:
         scale = self._config.scale

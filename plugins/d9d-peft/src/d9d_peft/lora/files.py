@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from d9d_core.extend import CheckpointError, HasBanks, modules_with
-from d9d_weights import Mapper, Parallel, Rename, Transpose, Unstack
+from d9d_weights import Mapper, Parallel, Rename, Transpose, Unstack, check_adapter_config
 from torch import nn
 
 from d9d_peft.config import LowRankConfig
@@ -101,7 +101,6 @@ def config_json(config: LowRankConfig, modules: Iterable[str], *, has_banks: boo
     """
     return {
         "peft_type": "LORA",
-        "task_type": None,
         "target_modules": sorted(modules),
         "r": config.r,
         "lora_alpha": config.alpha,
@@ -135,40 +134,22 @@ def exporter(
     return Parallel(*mappers)
 
 
-def check_config(config: LowRankConfig, data: Mapping[str, Any], use_dora: bool = False) -> None:
-    """Compare a config with an ``adapter_config.json``.
+def check_config(config: LowRankConfig, data: Mapping[str, Any], names: Iterable[str], use_dora: bool = False) -> None:
+    """Compare a config with an ``adapter_config.json`` and the names of the tensors beside it.
 
     Raises:
-        CheckpointError: the adapter is none of low rank, has another rank or scale, lacks magnitudes, or has parts that
-            we do not have.
+        CheckpointError: the adapter is none of low rank, has another rank or scale, lacks magnitudes, contradicts its
+            tensors, or has parts that we do not have.
     """
     if data.get("peft_type") != "LORA":
         raise CheckpointError(f"it is an adapter of the kind {data.get('peft_type')!r}, and peft is '{config.name}'")
     if use_dora and not data.get("use_dora"):
         raise CheckpointError("it has no magnitudes (use_dora), and peft is 'dora'; start 'lora' from it")
     wanted = {"r": config.r, "lora_alpha": config.alpha, "use_rslora": config.rs_lora}
-    names = {"r": "r", "lora_alpha": "alpha", "use_rslora": "rs_lora"}
+    fields = {"r": "r", "lora_alpha": "alpha", "use_rslora": "rs_lora"}
     there = {field: data.get(field, False) for field in wanted}
-    if other := [names[field] for field, value in wanted.items() if there[field] != value]:
-        values = ", ".join(f"peft.{names[field]}: {value!r}" for field, value in there.items())
+    if other := [fields[field] for field, value in wanted.items() if there[field] != value]:
+        values = ", ".join(f"peft.{fields[field]}: {value!r}" for field, value in there.items())
         raise CheckpointError(f"its {', '.join(other)} differ from the job's; the adapter has {values}")
-    known = {"use_dora"} if use_dora else set()
-    unknown = [field for field, harmless in _MUST_BE.items() if data.get(field) not in harmless and field not in known]
-    if unknown:
-        values = ", ".join(f"{field}={data[field]!r}" for field in unknown)
-        raise CheckpointError(f"it has {values}, which peft '{config.name}' has not")
-
-
-#: Fields of the library that change what is computed -> values with which they do not.
-_MUST_BE: Mapping[str, tuple[Any, ...]] = {
-    "bias": (None, "none"),
-    "fan_in_fan_out": (None, False),
-    "use_dora": (None, False),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "modules_to_save": (None, []),
-    "layer_replication": (None, []),
-    "target_parameters": (None, []),
-    "lora_bias": (None, False),
-    "trainable_token_indices": (None, [], {}),
-}
+    compared = [*wanted, *(["use_dora"] if use_dora else [])]
+    check_adapter_config(data, names, method=config.name, compared=compared)

@@ -96,13 +96,13 @@ class Lora:
         modules = {n: (there, layers[n].lora_files) for n, there in self._modules(stage, published).items()}
         return files.exporter(modules, files.experts_of(stage, published, self._config.rs_lora))
 
-    def check_adapter(self, config_json: Mapping[str, Any]) -> None:
+    def check_adapter(self, config_json: Mapping[str, Any], names: Collection[str]) -> None:
         """Compare the config with that of an adapter to start from.
 
         Raises:
             CheckpointError: it is of another kind, rank or scale.
         """
-        files.check_config(self._config, config_json)
+        files.check_config(self._config, config_json, names)
 
     def _fold(self, term: Term) -> Mapper:
         scale = self._config.scale

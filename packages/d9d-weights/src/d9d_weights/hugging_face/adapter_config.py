@@ -1,0 +1,100 @@
+"""Fields of an ``adapter_config.json`` that somebody else wrote: an adapter whose meaning is not known is refused.
+
+The ``peft`` library adds fields with each release, and many change the result, also of tensors of the same names: the
+initialisations PiSSA and OLoRA leave another base model behind. So fields are allowed, not forbidden.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from d9d_core.errors import CheckpointError
+
+#: Fields that are not looked at: labels, the past of the adapter, and settings of what is switched off.
+_UNREAD = frozenset({
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "runtime_config", "lora_dropout", "init_ia3_weights", "eva_config", "megatron_core", "qalora_group_size",
+})  # fmt: skip
+#: Ways to draw an adapter that leave the weights of the model as they are.
+_INITIALISATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
+#: Fields about modules, which are compared with the tensors.
+_MODULES = frozenset({
+    "target_modules", "exclude_modules", "feedforward_modules", "layers_to_transform", "layers_pattern",
+})  # fmt: skip
+#: Name of a tensor in an adapter's file; the group is the published name of the module.
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.(?:lora_\w+|ia3_l)(?:\.weight)?")
+_OFF = (None, False, "", "none")
+
+
+def check_adapter_config(
+    config_json: Mapping[str, Any], names: Iterable[str], *, method: str, compared: Collection[str] = ()
+) -> None:
+    """Check that an adapter's config means nothing that a method lacks, and does not contradict its tensors.
+
+    Args:
+        config_json: contents of ``adapter_config.json``.
+        names: of the tensors beside it.
+        method: name of the method in the job file.
+        compared: fields that the method compares itself.
+
+    Raises:
+        CheckpointError: a field is switched on and not known here, or the library would take a tensor for none of the
+            adapter's.
+    """
+    read = _UNREAD | _MODULES | set(compared)
+    unknown = {
+        field: value
+        for field, value in config_json.items()
+        if field not in read and not _is_off(value) and not (field == "init_lora_weights" and value in _INITIALISATIONS)
+    }
+    if unknown:
+        values = ", ".join(f"{field}={value!r}" for field, value in sorted(unknown.items()))
+        advice = "merge it into its base model with the library, and start from the merged model"
+        raise CheckpointError(f"it has {_short(values)}, which peft '{method}' does not have; {advice}")
+    found = (_TENSOR.fullmatch(name) for name in names)
+    _check_modules(config_json, dict.fromkeys(match[1] for match in found if match))
+
+
+def _check_modules(data: Mapping[str, Any], modules: Iterable[str]) -> None:
+    # A regular expression is not looked at: the tensors say what is adapted, and one of a stranger may take for ever.
+    targets, excluded = data.get("target_modules"), data.get("exclude_modules")
+    layers, pattern = data.get("layers_to_transform"), data.get("layers_pattern")
+    if layers is not None and pattern not in (None, [], "", "layers", ["layers"]):
+        raise CheckpointError(f"it has layers_pattern={pattern!r}, and d9d knows layers by the name 'layers' alone")
+    numbers = None if layers is None else layers if isinstance(layers, list) else [layers]
+    for module in modules:
+        left_out = (
+            (isinstance(targets, list) and not _names(targets, module))
+            or (isinstance(excluded, list) and _names(excluded, module))
+            or (numbers is not None and _layer(module) not in numbers)
+        )
+        if left_out:
+            fields = ("target_modules", "exclude_modules", "layers_to_transform")
+            values = ", ".join(f"{field}={data[field]!r}" for field in fields if data.get(field) is not None)
+            raise CheckpointError(
+                f"it has tensors for '{module}', which its config leaves out ({_short(values)}); correct the config or "
+                "remove the tensors"
+            )
+
+
+def _is_off(value: Any) -> bool:
+    return value in _OFF if isinstance(value, str | bool | None) else value in ([], {})
+
+
+def _names(names: Sequence[Any], module: str) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _layer(module: str) -> int | None:
+    parts = module.split(".")
+    for before, number in itertools.pairwise(parts):
+        if before == "layers" and number.isdecimal():
+            return int(number)
+    return None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:300]}..."
