@@ -203,3 +203,16 @@ def test_an_observer_may_end_a_run_and_keeps_its_state(job: MakeJob) -> None:
         return job().build(lambda _: None, observers=[Ends(steps)]).train().step
 
     assert [run(3), run(3), run(5)] == [3, 3, 5]
+
+
+@pytest.mark.parametrize("name", ["eval/\ud800", "eval/a\x00b", "eval/" + "x" * 10_000])
+def test_a_name_that_is_no_text_ends_neither_the_run_nor_its_checkpoints(
+    job: MakeJob, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("d9d_engine.run.evaluation.Evaluator.run", lambda *_: {"eval/loss": 1.0, name: 2.0})
+    run = job("steps=8", evaluation={"every": 2, "data": whole(8)})
+    assert quiet(run).train().status == "finished"
+    assert saved_steps(run) == {4, 8}
+    longer = quiet(job("steps=12", evaluation={"every": 2, "data": whole(8)}))
+    assert longer.train().step == 12
+    assert longer.progress.logged["eval/loss"] == 1.0

@@ -152,7 +152,9 @@ class CommunicatesInContext(Protocol):
 class GradientOwner:
     """Owner of the reduction of one parameter's gradient over one mesh axis, and its operation.
 
-    A parameter that belongs to a view (:attr:`Applied.views`) has that view's dimensions in place of the axes.
+    A parameter that belongs to a view (:attr:`Applied.views`) has that view's dimensions in place of the axes. Owner
+    ``none``: the gradient needs no reduction over the axis. Where ranks of the axis see different samples and hold the
+    same part of the parameter, its replicas then drift apart, which takes :attr:`Applied.resynchronise`.
     """
 
     parameter: str
@@ -206,6 +208,9 @@ class Applied:
         collectives: tells what the strategy communicates in a step, for ``d9d explain``;
             :func:`~no_collectives` if nothing. ``None``: it does not tell, and ``explain``
             says so.
+        resynchronise: makes all replicas of parameters and of optimizer state equal again, of a strategy that lets them
+            drift apart between steps, such as local SGD. Collective over all ranks; called before each save,
+            evaluation and export, which hold one replica only. Without it such a strategy is refused.
         check_kernels: called when the stage's ops have their kernels, which come after strategies; raises a
             :class:`~d9d_core.errors.BuildError` if these cannot do what was asked of the strategy.
     """
@@ -222,6 +227,7 @@ class Applied:
     outside_graph: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     collectives: Communication | None = None
+    resynchronise: Callable[[], None] | None = None
     check_kernels: Callable[[], None] | None = None
 
 

@@ -36,7 +36,7 @@ from d9d_engine.build.parts.sample_lengths import check_lengths
 from d9d_engine.build.parts.slots import holders_alike, ops_elsewhere, slot_facts
 from d9d_engine.build.undrawn import Undrawn
 from d9d_engine.distributed.mesh import Topology
-from d9d_engine.step.ownership import Ownership, settle
+from d9d_engine.step.ownership import Ownership, check_replicas, settle
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,7 @@ def assemble(
     outcomes_by_name = [(f"{chosen.where} ({chosen.spec.name})", outcome) for chosen, outcome in applied]
     trained = [name for name, _ in model.named_parameters() if name in trainable]
     ownership = settle(trained, topology, outcomes_by_name)
+    check_replicas(dict(model.named_parameters()), ownership, topology, outcomes_by_name)
     return Assembly(
         pipeline,
         stages,

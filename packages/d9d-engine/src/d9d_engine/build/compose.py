@@ -199,6 +199,7 @@ def build(
         note=note,
         programs=assembly.pipeline.programs(job.microbatches),
         save_assets=stream.save_assets,
+        resynchronise=[one.resynchronise for _, one in assembly.applied if one.resynchronise is not None],
     )
     return Trainer(
         Collaborators(

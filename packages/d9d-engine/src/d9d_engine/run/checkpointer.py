@@ -119,6 +119,7 @@ class Checkpointer:
         manifest: Manifest,
         note: Callable[[str], None],
         stateful: Mapping[str, StatefulSubscriber] | None = None,
+        resynchronise: Sequence[Callable[[], None]] = (),
         programs: Sequence[Program] = (),
         save_assets: Callable[[Path], None] = lambda _directory: None,
     ) -> None:
@@ -136,6 +137,7 @@ class Checkpointer:
         self._note = note
         self._stateful = dict(stateful or {})
         self._said_unscored = False
+        self._resynchronise = resynchronise
 
     def record(self) -> None:
         """Write to the run's directory what runs; see :func:`~d9d_engine.run.directory.write_start`.
@@ -157,6 +159,11 @@ class Checkpointer:
         """
         on_main(lambda: write_ending(self._job.run.directory, step, total, reason), self.store.group)
 
+    def make_replicas_equal(self) -> None:
+        """Make equal the replicas that strategies let drift apart, before one is read. Collective over all ranks."""
+        for resynchronise in self._resynchronise:
+            resynchronise()
+
     def save(self, progress: Progress, wait: bool = False) -> bool:
         """Save the present state. Collective over all ranks.
 
@@ -173,6 +180,7 @@ class Checkpointer:
         Raises:
             CheckpointError: this save (unless it goes on in the background) or the one before failed for good.
         """
+        self.make_replicas_equal()
         trackers = self._trackers.request_state()
         values = {
             "data": self._stream.state(),

@@ -13,6 +13,7 @@ from d9d_core import events as ev
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import CheckpointError, NonFiniteError
 from d9d_core.protocols.subscriber import EndsTraining
+from d9d_core.protocols.tracker import storable
 from torch import nn
 
 from d9d_engine.distributed.mesh import Topology
@@ -183,6 +184,7 @@ class OpenRun:
         self._logbook.drain()
         step = self.progress.step
         with self.clock.paused(), self.parts.profiler.ranges("evaluation"):
+            self.parts.checkpointer.make_replicas_equal()
             self.parts.events.emit(ev.EvaluationStarts(step))
             with self.parts.step.evaluation_weights():
                 values = self.parts.evaluator.run(lambda tables: self.parts.trackers.write_tables(step, tables))
@@ -210,6 +212,7 @@ class OpenRun:
 
     def export(self, kind: Literal["model", "adapter"] | None = None, directory: Path | None = None) -> list[Path]:
         """Write the model as it is to be used; see :class:`d9d_engine.build.export.Exporter`."""
+        self.parts.checkpointer.make_replicas_equal()
         with self.parts.step.evaluation_weights():
             return self.parts.export(self.progress, kind, directory)
 
@@ -295,6 +298,8 @@ class OpenRun:
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         self.bar.logged(values)
-        self.progress.logged.update(values)
+        # Trackers get the names as they are, and say which they cannot keep; a checkpoint holds texts only.
         self.parts.trackers.write(step, values)
+        values = {storable(name): value for name, value in values.items()}
+        self.progress.logged.update(values)
         self.parts.events.emit(ev.ValuesLogged(step, values))

@@ -118,7 +118,7 @@ class Sweep:
             self.endings[name] = "interrupted"
         else:
             self.endings[name] = "failed"
-            self.errors[name] = first_error(text) or f"ended with exit status {code}"
+            self.errors[name] = error_of(text, code)
         directory = one.run.directory.parent
         failures = {other: error for other, error in read_failures(directory).items() if other != name}
         write_json(directory / FAILURES, failures | ({name: self.errors[name]} if name in self.errors else {}))
@@ -165,11 +165,22 @@ class _Active:
             return file.read().decode(errors="replace")
 
 
-def first_error(text: str) -> str | None:
-    """First line of the error in a run's output: what ``d9d`` says, or the end of a traceback."""
+def error_of(text: str, code: int) -> str:
+    """Error of a run that failed, in one line: the signal that killed it, what ``d9d`` says, or the end of a traceback.
+
+    Args:
+        text: output of the run.
+        code: exit status; minus the signal's number if one killed it.
+    """
+    if code < 0:
+        names = {int(one): one.name for one in signal.Signals}
+        hint = "; the system does that when memory runs out" if -code == signal.SIGKILL else ""
+        return f"killed by {names.get(-code, f'signal {-code}')}{hint}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return said[0] if said else lines[-1] if lines else None
+    if said or any(line.startswith("Traceback ") for line in lines):
+        return said[0] if said else lines[-1]
+    return f"ended with exit status {code}"
 
 
 def _end_with_parent() -> None:

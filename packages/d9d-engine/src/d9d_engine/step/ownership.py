@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from d9d_core.errors import BuildError
 from d9d_core.grid import Grid
 from d9d_core.protocols.strategy import Applied, GradientOwner
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from d9d_engine.distributed.mesh import Topology
 
@@ -84,6 +86,46 @@ def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tupl
             if size > 1 and axis not in owned:
                 owned[axis] = GradientOwner(name, axis, "sync")
     return Ownership(owners, views)
+
+
+def check_replicas(
+    parameters: Mapping[str, Tensor], ownership: Ownership, topology: Topology, applied: Iterable[tuple[str, Applied]]
+) -> None:
+    """Refuse strategies that let replicas of a parameter drift apart and never make them equal again.
+
+    A checkpoint holds one replica of each parameter, so the others would be lost without a word.
+
+    Args:
+        parameters: trained parameters, as the strategies left them.
+        ownership: of their gradients.
+        topology: this process among others.
+        applied: each strategy, by how messages call it, and what it did.
+
+    Raises:
+        BuildError: naming the strategy, the axis and a parameter.
+    """
+    for strategy, outcome in applied:
+        if outcome.resynchronise is not None:
+            continue
+        for entry in outcome.gradients:
+            owned = ownership.owners.get(entry.parameter, {}).get(entry.axis)
+            if owned is not entry or entry.owner != "none":
+                continue
+            axes = _data_axes(topology, ownership.views.get(entry.parameter))
+            if axes.get(entry.axis, 1) > 1 and not _is_sharded(parameters[entry.parameter], entry.axis):
+                raise BuildError(
+                    f"{strategy} leaves the gradient of '{entry.parameter}' unreduced over {entry.axis}, so that its "
+                    f"{axes[entry.axis]} replicas drift apart, and a checkpoint would keep one of them; the strategy "
+                    "has to declare Applied.resynchronise, which makes them equal before each save"
+                )
+
+
+def _is_sharded(parameter: Tensor, axis: str) -> bool:
+    """Whether ranks along an axis hold different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return axis in names and not parameter.placements[names.index(axis)].is_replicate()
 
 
 def _views(outcomes: Iterable[tuple[str, Applied]]) -> dict[str, str]:
