@@ -65,6 +65,18 @@ class PluginSuite:
         """Every ``Ref`` leads to something; what builds can be called."""
         _none(problem for entry in self._specs() for problem in _reference_problems(entry))
 
+    def test_configs_and_formats_of_model_files_load_without_torch(self) -> None:
+        """A job is read, and the ``config.json`` of the model that it names, before torch is imported."""
+        references = [
+            entry.spec.refs()[field]
+            for entry in self._specs()
+            for field in ("config", "hugging_face")
+            if field in entry.spec.refs()
+        ]
+        modules = dict.fromkeys(str(reference).partition(":")[0] for reference in references)
+        found = import_fresh(*modules) if modules else {}
+        _none(f"{name} imports torch; import it where it is used" for name in found if "torch" in found[name].modules)
+
     def test_configs_belong_to_their_records(self) -> None:
         """Each config is a frozen, strict ``PluginConfig`` whose ``name`` is the record's."""
         _none(problem for entry, config in self._configs() for problem in _config_problems(entry, config))

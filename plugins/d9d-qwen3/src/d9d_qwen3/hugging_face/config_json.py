@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from d9d_core.extend import CheckpointError
-from d9d_nn.heads.config import ClassificationHeadConfig, HeadConfig, TokenClassificationHeadConfig
+from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, HeadConfig, TokenClassificationHeadConfig
 from d9d_nn.rope.scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
 
 from d9d_qwen3.base_config import Qwen3Base
 from d9d_qwen3.hugging_face.fields import HARMLESS, READ, check_fields
-from d9d_qwen3.hugging_face.names import published_head
 
 _DTYPES = ("float32", "bfloat16", "float16")
 #: What transformers has no field for.
@@ -154,6 +153,23 @@ def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "heads": _heads(data, family),
         **ours,
     }
+
+
+def published_head(config: Qwen3Base) -> str | None:
+    """Head that a class of transformers has: the first language model, else the first classifier like theirs.
+
+    A classifier of samples comes before one of tokens.
+    """
+    for name, head in config.heads.items():
+        if isinstance(head, CausalLMHeadConfig):
+            return name
+    for name, head in config.heads.items():
+        if isinstance(head, ClassificationHeadConfig) and head.pooling == "last" and head.layers is None:
+            return name
+    for name, head in config.heads.items():
+        if isinstance(head, TokenClassificationHeadConfig) and head.layers is None:
+            return name
+    return None
 
 
 def _rope(data: Mapping[str, Any]) -> Mapping[str, Any]:

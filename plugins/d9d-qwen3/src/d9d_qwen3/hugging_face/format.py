@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from d9d_core.extend import CheckpointError
-from d9d_weights import Mapper
 from pydantic import ValidationError
 
 from d9d_qwen3.config import Qwen3Config
 from d9d_qwen3.hugging_face.config_json import Family, check_computable, common_fields, common_json, kept_fields
-from d9d_qwen3.hugging_face.names import exporter, importer
 from d9d_qwen3.moe_config import Qwen3MoeConfig
+
+if TYPE_CHECKING:
+    from d9d_weights import Mapper
 
 C = TypeVar("C", Qwen3Config, Qwen3MoeConfig)
 
@@ -88,8 +89,13 @@ class Qwen3Format(ABC, Generic[C]):
 
     def importer(self, config: C, stored: C) -> Mapper:
         """Mapper from files to the model, see :func:`d9d_qwen3.hugging_face.names.importer`."""
+        # Here, as reading a config must not import torch.
+        from d9d_qwen3.hugging_face.names import importer
+
         return importer(config, stored)
 
     def exporter(self, config: C) -> Mapper:
         """Mapper from the model to files, see :func:`d9d_qwen3.hugging_face.names.exporter`."""
+        from d9d_qwen3.hugging_face.names import exporter
+
         return exporter(config)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, HeadConfig, TokenClassificationHeadConfig
+from d9d_nn.heads.config import CausalLMHeadConfig, HeadConfig
 from d9d_weights import Chunk, Copy, Drop, Either, Explained, Fresh, Mapper, Parallel, Rename, Share
 
 from d9d_qwen3.base_config import Qwen3Base
+from d9d_qwen3.hugging_face.config_json import published_head
 from d9d_qwen3.hugging_face.expert_names import mixtures
 from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 
@@ -65,23 +66,6 @@ def importer(config: AnyQwen3Config, stored: AnyQwen3Config) -> Mapper:
 def exporter(config: AnyQwen3Config) -> Mapper:
     """Mapper from our names to transformers'. A tied head appears nowhere."""
     return _correspondence(config, config).inverse()
-
-
-def published_head(config: Qwen3Base) -> str | None:
-    """Head that a class of transformers has: the first language model, else the first classifier like theirs.
-
-    A classifier of samples comes before one of tokens.
-    """
-    for name, head in config.heads.items():
-        if isinstance(head, CausalLMHeadConfig):
-            return name
-    for name, head in config.heads.items():
-        if isinstance(head, ClassificationHeadConfig) and head.pooling == "last" and head.layers is None:
-            return name
-    for name, head in config.heads.items():
-        if isinstance(head, TokenClassificationHeadConfig) and head.layers is None:
-            return name
-    return None
 
 
 def _correspondence(config: AnyQwen3Config, stored: AnyQwen3Config) -> Mapper:
