@@ -381,3 +381,12 @@ def test_captured_layers_of_all_stages_arrive_at_the_last(
     for row, other in zip(expected, folder.read("two-stages"), strict=True):
         np.testing.assert_allclose(row["layer_0"], other["layer_0"], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(row["layer_1"], other["layer_1"], rtol=1e-5, atol=1e-5)
+
+
+def test_of_two_launches_of_one_directory_the_second_fails_before_it_reads_data_and_weights(folder: Folder) -> None:
+    first = folder.job("twice").build(note=lambda _text: None)
+    late = folder.job("twice", data={**folder.data(), "sources": ["gone.jsonl"]})
+    with first.store.opened(), pytest.raises(CheckpointError, match="belongs to a run that is going on"):
+        late.build(note=lambda _text: None, owning=True)
+    with pytest.raises(DataError, match=r"gone\.jsonl"):
+        late.build(note=lambda _text: None, owning=True)

@@ -73,7 +73,7 @@ def _infer(process: Process, interrupts: Interrupts, load: Callable[[], Inferenc
 
     with joined_process(process, interrupts, load, import_modules, "computed") as (loaded, topology, start, alone):
         with start_up(interrupts, alone, "computed"), collected_seldom():
-            inference = loaded.build(topology=topology, observers=[start], interrupts=interrupts)
+            inference = loaded.build(topology=topology, observers=[start], interrupts=interrupts, owning=True)
         outcome = inference.run()
     if outcome.status == "finished" and topology.is_main:
         for name, value in outcome.values.items():

@@ -29,6 +29,7 @@ from d9d_core.protocols.inference import (
 )
 from d9d_core.protocols.subscriber import Subscriber
 from d9d_weights.hugging_face.adapter import AdapterFormat
+from d9d_weights.sharding.agreement import on_main
 
 from d9d_engine.build.assemble import Assembly
 from d9d_engine.build.forward import ForwardModel, assemble_forward, build_forward
@@ -65,6 +66,7 @@ def build_inference(
     note: Callable[[str], None],
     observers: Sequence[Subscriber] = (),
     interrupts: Interrupts | None = None,
+    owning: bool = False,
 ) -> Inference:
     """Compose everything an inference run needs. Collective over all ranks.
 
@@ -75,6 +77,7 @@ def build_inference(
         note: prints a line about long work or a warning.
         observers: subscribers besides those of the job.
         interrupts: requests to stop, which may have come already; by default, signals during the run.
+        owning: own the run's directory before any data or weights are read, and not only when rows are written.
 
     Raises:
         D9dError: the job cannot run; the text says why.
@@ -97,6 +100,10 @@ def build_inference(
         )
     events.emit(ev.ModelPlanned(job))
     reads = task.modules(module_names(assembly.all_stages)) if isinstance(task, ReadsModules) else ()
+
+    store = PartStore(job.run.directory, writer)
+    if owning:
+        on_main(store.own, topology.world)
 
     started = time.perf_counter()
     with topology.main_first(per_machine=True):
@@ -130,7 +137,7 @@ def build_inference(
         ),
         samples=samples,
         facts=stream.facts,
-        store=PartStore(job.run.directory, writer),
+        store=store,
         record=_record(job, task, stream) if topology.is_main else {},
         interrupts=interrupts or Interrupts(),
         events=events,

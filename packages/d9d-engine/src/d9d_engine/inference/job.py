@@ -65,6 +65,7 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
         topology: Topology | None = None,
         observers: Sequence[Subscriber] = (),
         interrupts: Interrupts | None = None,
+        owning: bool = False,
     ) -> Inference:
         """Build what runs the job in this process. Collective over all ranks.
 
@@ -73,6 +74,7 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
             topology: this process among others, from :meth:`joined`; by default it is alone.
             observers: subscribers besides those of the job file.
             interrupts: requests to stop, which may have come already; by default, signals during the run.
+            owning: own the run's directory from now on; see :meth:`d9d_engine.job.Job.build`.
 
         Raises:
             D9dError: the job cannot run.
@@ -89,4 +91,4 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
             topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
         with exits_are_errors():
             say = note if topology.is_main else silent
-            return build_inference(self, self.registry, topology, say, observers, interrupts)
+            return build_inference(self, self.registry, topology, say, observers, interrupts, owning)

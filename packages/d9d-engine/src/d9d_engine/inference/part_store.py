@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,24 @@ class PartStore:
         self.directory = directory
         self._writer = writer
         self._parts = directory / _PARTS
+        self._owned: AbstractContextManager[object] | None = None
 
     @property
     def output(self) -> Path:
         """File of all rows, when the run is done."""
         return self.directory / f"output{self._writer.suffix}"
+
+    def own(self) -> None:
+        """Own the directory from now on, until :meth:`opened` ends; nothing if it is owned already.
+
+        Raises:
+            CheckpointError: another process has it.
+        """
+        if self._owned is None:
+            self._parts.mkdir(parents=True, exist_ok=True)
+            owned = exclusive(self.directory / ".inference.lock", f"{self.directory} belongs to a run that is going on")
+            owned.__enter__()
+            self._owned = owned
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -93,9 +106,13 @@ class PartStore:
         Raises:
             CheckpointError: another process has it.
         """
-        self._parts.mkdir(parents=True, exist_ok=True)
-        with exclusive(self.directory / ".inference.lock", f"{self.directory} belongs to a run that is going on"):
+        self.own()
+        try:
             yield
+        finally:
+            owned, self._owned = self._owned, None
+            if owned is not None:
+                owned.__exit__(None, None, None)
 
     def begin(self, record: Mapping[str, Any]) -> Standing:
         """Compare the directory with the job, and find out how far the run is; what is unfinished is removed.
