@@ -118,7 +118,7 @@ def test_embeddings_equal_pooled_hidden_states_of_transformers(folder: Folder, t
         assert len(rows) == COUNT
         with torch.no_grad():
             for row in rows:
-                states = theirs.model.model(theirs.tokens(folder.texts[row["row"]], end=False)).last_hidden_state[0]
+                states = theirs.model.model(theirs.tokens(folder.texts[row["row"]], end=True)).last_hidden_state[0]
                 vector = states[-1] if pooling == "last" else states.mean(0)
                 np.testing.assert_allclose(row["embedding"], (vector / vector.norm()).numpy(), atol=1e-5)
 

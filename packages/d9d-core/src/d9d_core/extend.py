@@ -146,6 +146,7 @@ from d9d_core.protocols.data import (
     PacksDocuments,
     SampleLengths,
     StatesLengths,
+    TextInputs,
     packs_documents,
     sample_lengths,
 )
@@ -160,6 +161,7 @@ from d9d_core.protocols.inference import (
     InferenceTask,
     JoinsPositions,
     ReadsModules,
+    ReadsTexts,
     Writer,
     WritesText,
 )
@@ -423,6 +425,7 @@ __all__ = [
     "Program",
     "ProgramIndex",
     "ReadsModules",
+    "ReadsTexts",
     "ReceiveActivation",
     "ReceiveGradient",
     "Reduce",
@@ -486,6 +489,7 @@ __all__ = [
     "TensorSpec",
     "TensorStyle",
     "TermKind",
+    "TextInputs",
     "Topology",
     "Tracker",
     "TrackerRun",

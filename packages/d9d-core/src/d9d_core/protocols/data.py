@@ -27,9 +27,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from d9d_core.types import Pack, State
+
+#: Tokens of a text that are inputs. ``own``: those that the dataset trains with, where a predicted last token is none;
+#: ``with_end``: all of them and the end of text; ``as_encoded``: those that the tokenizer gives, without an end of text
+#: that the dataset adds; ``without_end``: all but the end of text. A text that a dataset cannot give so is refused.
+TextInputs = Literal["own", "with_end", "as_encoded", "without_end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class DataContext:
         note: prints one line about long work, such as tokenisation.
         pretrained: directory or address of the weights that the model starts from, if it does.
         one_pass: give every sample once, in the order of the sources, then fillers; see the module.
+        inputs: tokens of a text that are inputs, see :data:`TextInputs`. A head gets those that it is trained with.
     """
 
     seed: int
@@ -56,6 +62,7 @@ class DataContext:
     note: Callable[[str], None] = lambda _text: None
     pretrained: str | None = None
     one_pass: bool = False
+    inputs: TextInputs = "own"
 
 
 class DataStream(Protocol):

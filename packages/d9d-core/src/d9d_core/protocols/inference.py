@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from d9d_core.protocols.data import TextInputs
 from d9d_core.protocols.task import SplitsPositions, StageInputs
 from d9d_core.types import Microbatch, State
 
@@ -85,6 +86,16 @@ class ReadsModules(Protocol):
         Raises:
             D9dError: the model has no such modules.
         """
+        ...
+
+
+@runtime_checkable
+class ReadsTexts(Protocol):
+    """Optional side of an :class:`InferenceTask`: its head is trained with these tokens of a text as inputs."""
+
+    @property
+    def text_inputs(self) -> TextInputs:
+        """Tokens of a text that are inputs; given to the dataset as :attr:`DataContext.inputs`."""
         ...
 
 

@@ -24,6 +24,7 @@ from d9d_core.protocols.inference import (
     InferenceTask,
     JoinsPositions,
     ReadsModules,
+    ReadsTexts,
     Writer,
     WritesText,
 )
@@ -105,9 +106,10 @@ def build_inference(
     if owning:
         on_main(store.own, topology.world)
 
+    inputs = task.text_inputs if isinstance(task, ReadsTexts) else "own"
     started = time.perf_counter()
     with topology.main_first(per_machine=True):
-        stream = open_data(job, topology, selection.dataset, job.data, note, one_pass=True)
+        stream = open_data(job, topology, selection.dataset, job.data, note, one_pass=True, inputs=inputs)
     samples = check_data(stream, job)
     task.check(job.model, stream.facts)
     events.emit(ev.DataReady(stream))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import ROW, Columns, JobError, Microbatch, PositionShare, StageInputs, State
+from d9d_core.extend import ROW, Columns, JobError, Microbatch, PositionShare, StageInputs, State, TextInputs
 from torch import Tensor
 
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
@@ -32,6 +32,8 @@ class HeadReader:
     output = "class_logits"
     #: What is kept of positions; a head that pools gathers them itself.
     of_positions: frozenset[str] = frozenset()
+    #: Labelled texts, which the heads are trained with, have no end of text that their dataset adds.
+    text_inputs: TextInputs = "as_encoded"
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -162,6 +164,8 @@ class Rewards(HeadReader):
     """Inference task of rewards: the score that a head of one class gives each row."""
 
     config: RewardsConfig
+    #: Texts of preferences, which a head is trained with, have their last token as a target only.
+    text_inputs = "without_end"
 
     @property
     def columns(self) -> Mapping[str, str]:

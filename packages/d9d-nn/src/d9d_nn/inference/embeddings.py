@@ -15,6 +15,8 @@ class Embeddings(HeadReader):
 
     kind = "embedding"
     output = "embedding"
+    #: The texts of pairs, which the head is trained with, have their end of text.
+    text_inputs = "with_end"
 
     @property
     def columns(self) -> Mapping[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from d9d_core.extend import DataError, TextInputs
 from d9d_core.plugin import Ref
 
 from d9d_data.config import (
@@ -103,6 +104,61 @@ def limit_of(config: PreparedConfig) -> Limit | None:
     if not isinstance(config, PaddedConfig):
         return None
     return Limit(config.sequence_length + int(encoding_of(config).targets), config.too_long)
+
+
+def no_inputs_of(encoding: Encoding, inputs: TextInputs, adds_end: bool) -> int:
+    """Number of tokens at the end of a document that are no inputs.
+
+    Args:
+        encoding: of the records.
+        inputs: tokens of a text that are inputs.
+        adds_end: whether the tokenizer adds the end of text itself.
+
+    Raises:
+        DataError: the texts lack the end that has to be an input.
+    """
+    if inputs == "with_end":
+        if encoding.encoder == "labelled" and not adds_end:
+            raise DataError(
+                "data: the head is trained with texts that end with the end-of-text token, and texts with labels have "
+                "none, so the same text would be another one; use the dataset documents or pairs"
+            )
+        return 0
+    if inputs == "own":
+        return int(encoding.targets)
+    if encoding.encoder == "labelled":
+        return int(inputs == "without_end" and adds_end)
+    if encoding.encoder in ("text", "pairs"):
+        return 1 if inputs == "without_end" else int(not adds_end)
+    return int(encoding.targets)
+
+
+#: Datasets, by their encoders, that cut a text as the dataset does which a head is trained with.
+_CUT_ALIKE = {
+    "with_end": ("text", "pairs"),
+    "as_encoded": ("text", "labelled"),
+    "without_end": ("text", "chat", "preference"),
+}
+
+
+def check_cut(encoding: Encoding, inputs: TextInputs, limit: Limit | None, cut: int) -> None:
+    """Refuse texts that are cut otherwise than those which a head is trained with.
+
+    Raises:
+        DataError: some are.
+    """
+    if inputs == "own" or not cut:
+        return
+    alike = encoding.encoder in _CUT_ALIKE[inputs]
+    # The beginning that a tokenizer adds stays in texts with labels that lose theirs.
+    if alike and not (
+        inputs == "as_encoded" and encoding.encoder == "text" and limit and limit.too_long == "cut_start"
+    ):
+        return
+    raise DataError(
+        f"data.sequence_length: {cut:,} {encoding.plural} are too long, and this dataset cuts them otherwise than the one "
+        "that the head is trained with, so the same text would be another one; use longer samples, or that dataset"
+    )
 
 
 def _labelled(config: LabelledConfig) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from d9d_data.tokenizer.file import find_tokenizer_file
 from d9d_data.tokenizer.select import tokenizer_identity
 
 #: Part of the identity; raise it when the layout of prepared data, or how tokens are made, changes.
-FORMAT = 6
+FORMAT = 7
 #: Bytes of the largest corpus that is hashed as a whole although its config asks for samples.
 SMALL_CORPUS = 1 << 26
 _READ = 1 << 20  # bytes

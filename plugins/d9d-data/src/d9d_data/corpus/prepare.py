@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from d9d_core.extend import DataContext, DataError, parse_json, read_regular
+from d9d_core.extend import DataContext, DataError, TextInputs, parse_json, read_regular
 
 from d9d_data.config import (
     CorpusConfig,
@@ -24,7 +24,7 @@ from d9d_data.config import (
     TokenizedConfig,
 )
 from d9d_data.corpus.cache import cached_directory, file_digests, find_damage
-from d9d_data.corpus.encoding import TEXTS, Encoding, encoding_of, limit_of
+from d9d_data.corpus.encoding import TEXTS, Encoding, check_cut, encoding_of, limit_of, no_inputs_of
 from d9d_data.corpus.fit import NONE, Limit, Tally, losses, readings, stops
 from d9d_data.corpus.identity import corpus_key
 from d9d_data.corpus.plan import plan_shards
@@ -35,6 +35,26 @@ from d9d_data.sources.find import find_files
 from d9d_data.sources.opening import SourceFile
 from d9d_data.tokenizer.of_model import with_tokenizer
 
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Ends of documents, as a stream reads them.
+
+    Attributes:
+        no_inputs: tokens at the end that are no inputs.
+        keep: whether the last input stays where a document is cut.
+        from_end: whether the beginning is cut.
+    """
+
+    no_inputs: int = 0
+    keep: bool = False
+    from_end: bool = False
+
+
+#: Ends of documents of which every token is an input.
+WHOLE = Ends()
+#: Ends of documents whose last token is a target only.
+PREDICTED = Ends(1)
 C = TypeVar("C", bound=TokenizedConfig | ModelTextConfig)
 #: Files whose reading is announced.
 _MANY = 10_000
@@ -65,6 +85,8 @@ class Corpus:
         lost: int64 [D], tokens that each document lost to a cut when it was prepared, memory-mapped; ``None`` if none
             lost any.
         limit: on the tokens of a document, of which the stream reads no more; ``None`` if it reads all.
+        ends: ends of documents, which may be inputs or not.
+        predicts: whether a stream gives targets; otherwise only inputs are wanted.
         stop_token_ids: special tokens that end what is learned, the most frequent first, if not all is learned.
         scales: float32 [N], weight of each token that is learned, memory-mapped; ``None`` if all have the same.
     """
@@ -88,6 +110,8 @@ class Corpus:
     limit: Limit | None = None
     learned: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    ends: Ends = PREDICTED
+    predicts: bool = True
     scales: npt.NDArray[np.float32] | None = None
 
     @property
@@ -129,8 +153,8 @@ class Corpus:
         return replace(self.tally, records=self.samples, longest=int(lengths.max()), cut=cut)
 
     def positions_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Positions that documents [D] take: one less than tokens where the last is a target only."""
-        return self.starts[documents + 1] - self.starts[documents] - int(self.encoding.targets)
+        """Positions that documents [D] take: their tokens that are inputs."""
+        return self.starts[documents + 1] - self.starts[documents] - self.ends.no_inputs
 
     def __reduce__(self) -> tuple[Callable[..., Corpus], tuple[object, ...]]:
         """Let another process map the files anew; by default it would get a copy of all that they hold."""
@@ -174,7 +198,7 @@ def prepare_for(config: C, context: DataContext) -> tuple[C, Corpus]:
         DataError: see :func:`prepare` and :func:`~d9d_data.tokenizer.of_model.with_tokenizer`.
     """
     resolved = with_tokenizer(config, context.pretrained)
-    corpus = prepare(resolved, context.cache_dir, context.note, context.one_pass)
+    corpus = prepare(resolved, context.cache_dir, context.note, context.one_pass, context.inputs)
     own = config.tokenizer is None and context.pretrained is not None
     return resolved, replace(corpus, assets=None) if own else corpus
 
@@ -198,7 +222,13 @@ def _lines(corpus: Corpus, config: PreparedConfig) -> Iterator[str]:
         yield stops(corpus.tally, encoding.words)
 
 
-def prepare(config: C, cache_dir: Path, note: Callable[[str], None], one_pass: bool = False) -> Corpus:
+def prepare(
+    config: C,
+    cache_dir: Path,
+    note: Callable[[str], None],
+    one_pass: bool = False,
+    inputs: TextInputs = "own",
+) -> Corpus:
     """Find the corpus of a config in the cache, or prepare it, and say what it lacks of its sources.
 
     Args:
@@ -206,20 +236,30 @@ def prepare(config: C, cache_dir: Path, note: Callable[[str], None], one_pass: b
         cache_dir: of prepared data.
         note: prints a line.
         one_pass: whether the stream makes one pass, for which some read less of each document.
+        inputs: tokens of a text that are inputs.
 
     Raises:
         DataError: sources, tokenizer or cache directory are unusable, there is no text, or no document is set aside.
         TrainingError: a process that tokenises died.
     """
     config = with_tokenizer(config, None)
-    corpus = replace(_found(config, cache_dir, note), limit=_read_limit(config, one_pass))
+    corpus, adds_end, adds_after = _found(config, cache_dir, note)
+    no_inputs = no_inputs_of(corpus.encoding, inputs, adds_end)
+    limit = _read_limit(config, one_pass)
+    if limit is not None:
+        limit = replace(limit, longest=limit.longest - int(corpus.encoding.targets) + no_inputs)
+    predicts = corpus.encoding.targets and inputs == "own"
+    from_end = limit is not None and limit.too_long == "cut_start"
+    ends = Ends(no_inputs, inputs == "with_end" or (inputs == "as_encoded" and adds_after > 0), from_end)
+    corpus = replace(corpus, limit=limit, ends=ends, predicts=predicts)
+    check_cut(corpus.encoding, inputs, limit, corpus.losses().cut)
     for line in _lines(corpus, config):
         note(line)
     return corpus
 
 
-def _found(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
-    """Corpus of a config with a tokenizer, from the cache or prepared."""
+def _found(config: C, cache_dir: Path, note: Callable[[str], None]) -> tuple[Corpus, bool, int]:
+    """Corpus of a config, whether its tokenizer adds an end of text, and how many tokens it adds after a text."""
     encoding = encoding_of(config)
     files = find_files(config.sources, note)
     pieces = [Piece(file, _field_of(config, file)) for file in files]
@@ -277,7 +317,7 @@ def _files_of(split: Split, encoding: Encoding) -> list[str]:
     return [f"{split}.{name}.npy" for name in ("tokens", "starts", *encoding.columns)]
 
 
-def _open(directory: Path, split: Split, encoding: Encoding) -> Corpus:
+def _open(directory: Path, split: Split, encoding: Encoding) -> tuple[Corpus, bool, int]:
     facts = parse_json(read_regular(directory / FACTS))
     digests = file_digests(directory)
     files = _files_of(split, encoding)
@@ -287,7 +327,7 @@ def _open(directory: Path, split: Split, encoding: Encoding) -> Corpus:
     lost = directory / f"{split}.lost.npy"
     tokens, starts, *columns = (map_array(directory / file) for file in files)
     more: dict[str, Any] = dict(zip(names, columns, strict=True))
-    return Corpus(
+    corpus = Corpus(
         tokens=tokens,
         starts=starts,
         vocab_size=facts["vocab_size"],
@@ -306,3 +346,4 @@ def _open(directory: Path, split: Split, encoding: Encoding) -> Corpus:
         stop_token_ids=tuple(facts["stop_token_ids"]),
         **more,
     )
+    return corpus, facts["adds_end"], facts["adds_after"]

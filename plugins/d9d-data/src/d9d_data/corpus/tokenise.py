@@ -67,6 +67,7 @@ def tokenise(config: PreparedConfig, shards: Sequence[Shard], work: Path, direct
     tokenizer.save(directory / "tokenizer")
     _tokenise_shards(config.preparation_workers, setup, encoder, shards, work)
     facts: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.description}
+    facts |= {"adds_end": tokenizer.adds_end, "adds_after": tokenizer.adds_after}
     facts |= _join(encoder, shards, config.held_out, encoding_of(config), limit_of(config), work, directory)
     stops = sorted(facts["tally"]["stops"].items(), key=lambda item: (-item[1], item[0]))
     facts["stop_token_ids"] = [tokenizer.id_of(token) for token, _ in stops]

@@ -67,8 +67,16 @@ def one_pass_of_bins(config: TextConfig | ChatConfig, context: DataContext, corp
         DataError: there are no documents, or the sizes cannot be used.
     """
     length = config.sequence_length
-    positions = np.diff(corpus.starts) - 1
-    pieces = Pieces(np.asarray(corpus.starts[:-1]), np.minimum(positions, length))
+    tokens = np.diff(corpus.starts)
+    positions = tokens - corpus.ends.no_inputs
+    if not corpus.predicts and (positions > length).any():
+        raise DataError(
+            f"data.packing: {int((positions > length).sum()):,} rows are longer than {length} positions, and the head "
+            "is trained with other tokens of such texts than packed samples hold; use the dataset documents, or longer "
+            "samples"
+        )
+    lengths = np.minimum(positions, length)
+    pieces = Pieces(np.asarray(corpus.starts[:-1]), lengths, np.minimum(lengths, tokens - 1))
     bins = next_fit(np.maximum(pieces.lengths, 1), length)
     source = BinSamples(corpus, pieces, bins, length)
     facts = {"packed": True, "unused_positions": bins.unused}

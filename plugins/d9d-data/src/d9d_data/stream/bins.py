@@ -89,12 +89,13 @@ class Pieces:
 
     Attributes:
         firsts: int64 [D], place of each piece's first token.
-        lengths: int64 [D], positions of each; the token after the last of them is its last target. A piece of length 0,
-            a document of one token, takes one position without a target.
+        lengths: int64 [D], positions of each. A piece of length 0, a document of one token, takes one position.
+        targets: int64 [D], positions of each that have the token after them as a target; ``None`` if all have.
     """
 
     firsts: Int64
     lengths: Int64
+    targets: Int64 | None = None
 
 
 def cut_pieces(starts: Int64, sequence_length: int) -> Pieces:
@@ -155,7 +156,8 @@ def pack_bins(
             packed["tokens"][row, place : place + taken] = tokens[first : first + taken]
             packed["positions"][row, place : place + taken] = np.arange(taken)
             packed["documents"][row, place : place + taken] = number
-            here, targets = slice(place, place + length), slice(first + 1, first + 1 + length)
+            aimed = length if pieces.targets is None else int(pieces.targets[piece])
+            here, targets = slice(place, place + aimed), slice(first + 1, first + 1 + aimed)
             learned = True if weights is None else weights[targets]
             packed["targets"][row, here] = np.where(learned, np.asarray(tokens[targets], dtype=np.int64), NO_TARGET)
             if scales is not None:

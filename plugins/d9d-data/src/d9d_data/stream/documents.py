@@ -165,11 +165,11 @@ class DocumentSamples:
         """Microbatch of samples [b] as training has it."""
         corpus = self.corpus
         sizes = (corpus.documents_of(samples), self.sequence_length, self.pad_multiple)
-        if corpus.encoding.targets:
+        if corpus.predicts:
             padded = pad(corpus.tokens, corpus.starts, *sizes, corpus.weights, corpus.scales)
         else:
             each = corpus.encoding.settings.get("per") == "word"
-            padded = pad_texts(corpus.tokens, corpus.starts, *sizes, corpus.labels, label_each=each)
+            padded = pad_texts(corpus.tokens, corpus.starts, *sizes, corpus.labels, corpus.ends, label_each=each)
         return {**padded, "samples": samples} if corpus.texts else padded
 
 

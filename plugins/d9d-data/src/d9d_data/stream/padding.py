@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from d9d_data.corpus.prepare import WHOLE, Ends
 from d9d_data.stream.packing import NO_TARGET
 
 Int64 = npt.NDArray[np.int64]
@@ -71,6 +72,7 @@ def pad_texts(
     sequence_length: int,
     multiple: int,
     labels: npt.NDArray[np.int32] | None = None,
+    ends: Ends = WHOLE,
     *,
     label_each: bool = False,
 ) -> Mapping[str, Int64]:
@@ -83,15 +85,21 @@ def pad_texts(
         sequence_length: most positions of a sample; a multiple of ``multiple``.
         multiple: divisor of S.
         labels: [N] classes, -100 for none; ``None`` if there are none.
+        ends: what becomes of the ends of documents.
         label_each: whether each token has a label; otherwise that of the first is the sample's.
 
     Returns:
         ``tokens``, ``positions`` and ``documents`` [B, S] and ``lengths`` [B] as :func:`pad` gives them, and with
         labels ``labels``, [B, S] with -100 in padding, or [B].
     """
-    first, available = starts[samples], starts[samples + 1] - starts[samples]  # [B], [B]
+    first, available = starts[samples], starts[samples + 1] - starts[samples] - ends.no_inputs  # [B], [B]
     lengths, columns, inside = _rectangle(available, sequence_length, multiple)
+    cut = np.maximum(available - sequence_length, 0)  # [B]
+    if ends.from_end:
+        first = first + cut
     places = np.where(inside, first[:, None] + columns, len(tokens) - 1)
+    if ends.keep and not ends.from_end and cut.any():
+        places[:, sequence_length - 1 :] += cut[:, None]
     padded = {
         "tokens": np.asarray(tokens[places], dtype=np.int64),
         "positions": np.where(inside, columns, columns - lengths),

@@ -97,6 +97,16 @@ class TextTokenizer:
         """Token ids of a text with its end of text, which is not added to those that have it already."""
         return ids if len(ids) and ids[-1] == self.end_of_text_id else np.append(ids, self.end_of_text_id)
 
+    @property
+    def adds_after(self) -> int:
+        """Number of tokens that the tokenizer itself adds after a text."""
+        return len(self._added[1])
+
+    @property
+    def adds_end(self) -> bool:
+        """Whether the tokenizer itself adds the end of text to a text."""
+        return bool(np.any(self._added[1][-1:] == self.end_of_text_id))
+
     @cached_property
     def _added(self) -> tuple[Ids, Ids]:
         """Token ids that the tokenizer adds before and after a text."""

@@ -9,7 +9,7 @@ from d9d_core.components.instantiate import instantiate
 from d9d_core.config.base import ModelConfig
 from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.plugin.capabilities import Chosen
-from d9d_core.protocols.data import DataContext, DataStream, packs_documents
+from d9d_core.protocols.data import DataContext, DataStream, TextInputs, packs_documents
 from d9d_core.types import Microbatch
 
 from d9d_engine.distributed.mesh import Topology
@@ -43,6 +43,7 @@ def open_data(
     config: Any,
     note: Callable[[str], None],
     one_pass: bool = False,
+    inputs: TextInputs = "own",
 ) -> DataStream:
     """Open a dataset for this rank.
 
@@ -53,6 +54,7 @@ def open_data(
         config: of the dataset.
         note: prints a line about long work.
         one_pass: every sample once, in order; see :mod:`d9d_core.protocols.data`.
+        inputs: tokens of a text that are inputs.
 
     Raises:
         DataError: it cannot be opened.
@@ -67,6 +69,7 @@ def open_data(
         note=note,
         pretrained=job.model.pretrained if isinstance(job.model, ModelConfig) else None,
         one_pass=one_pass,
+        inputs=inputs,
     )
     stream: DataStream = instantiate(chosen, config, context)
     return stream
