@@ -1,4 +1,4 @@
-"""A text means the same in use as in training: a head gets the inputs that it is trained with, or the data is refused."""
+"""A text means the same in use as in training: a head gets inputs as it is trained with, or the data is refused."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class Data:
             for place, tokens in enumerate(batch["tokens"]):
                 length = int(batch["lengths"][place]) if "lengths" in batch else len(tokens)
                 documents = batch["documents"][place, :length].tolist() if fields.get("packing") else [0] * length
-                for document in dict.fromkeys(documents):
-                    rows.append([int(t) for t, d in zip(tokens[:length], documents, strict=True) if d == document])
+                pairs = list(zip(tokens[:length].tolist(), documents, strict=True))
+                rows += [[token for token, d in pairs if d == document] for document in dict.fromkeys(documents)]
         return rows
 
 

@@ -149,15 +149,13 @@ def check_cut(encoding: Encoding, inputs: TextInputs, limit: Limit | None, cut: 
     """
     if inputs == "own" or not cut:
         return
-    alike = encoding.encoder in _CUT_ALIKE[inputs]
     # The beginning that a tokenizer adds stays in texts with labels that lose theirs.
-    if alike and not (
-        inputs == "as_encoded" and encoding.encoder == "text" and limit and limit.too_long == "cut_start"
-    ):
+    loses_beginning = encoding.encoder == "text" and limit is not None and limit.too_long == "cut_start"
+    if encoding.encoder in _CUT_ALIKE[inputs] and not (inputs == "as_encoded" and loses_beginning):
         return
     raise DataError(
-        f"data.sequence_length: {cut:,} {encoding.plural} are too long, and this dataset cuts them otherwise than the one "
-        "that the head is trained with, so the same text would be another one; use longer samples, or that dataset"
+        f"data.sequence_length: {cut:,} {encoding.plural} are too long, and this dataset cuts them otherwise than the "
+        "one that the head is trained with, so the same text would be another one; use longer samples, or that dataset"
     )
 
 
