@@ -95,7 +95,10 @@ class ReadsTexts(Protocol):
 
     @property
     def text_inputs(self) -> TextInputs:
-        """Tokens of a text that are inputs; given to the dataset as :attr:`d9d_core.protocols.data.DataContext.inputs`."""
+        """Tokens of a text that are inputs, which the dataset is asked for.
+
+        See :attr:`d9d_core.protocols.data.DataContext.inputs`.
+        """
         ...
 
 
