@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "d9d_core": (
         {"deferral", "errors", "ops", "types", "untrusted"},
-        {"plugin", "tensors", "traits"},
+        {"plugin", "tensors", "terminal", "traits"},
         {"failures", "grid"},
         {"protocols"},
         {"config"},

@@ -8,7 +8,7 @@ Everything a component itself needs is here; importing this module imports no to
 | configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``Named``, ``LoadsCode`` |
 | places in a config | ``PathText``, ``PathOrAddress`` |
 | errors | ``D9dError`` and its kinds |
-| foreign files | ``Place``, ``read_regular``, ``parse_json``; ``closest`` of names |
+| foreign files | ``Place``, ``read_regular``, ``parse_json``, ``visible``, ``console_for``; ``closest`` of names |
 | tensors | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``beside``, ``wide_dtype`` |
 | data | ``DataContext``, ``DataStream``, ``PacksDocuments``, ``packs_documents``, ``SampleLengths`` |
 | task | ``Task`` and what one may be besides (``StatefulTask``, ...), ``StageInputs``, ``TwoPassTask``, ``FirstPass`` |
@@ -270,16 +270,18 @@ from d9d_core.traits import (
     modules_with,
 )
 from d9d_core.types import Json, Microbatch, Pack, State, TensorSpec
-from d9d_core.untrusted import Place, parse_json, read_regular
+from d9d_core.untrusted import Place, parse_json, read_regular, visible
 
 if TYPE_CHECKING:
     from d9d_core.components.accumulators import AccumulatedMetric, Accumulator
     from d9d_core.deferral import Deferral, DeferredWeights
     from d9d_core.tensors import beside, encode_png, full, is_dtensor, local, wide_dtype
+    from d9d_core.terminal.console import console_for
 
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
     "beside": "d9d_core.tensors",
+    "console_for": "d9d_core.terminal.console",
     "encode_png": "d9d_core.tensors",
     "AccumulatedMetric": "d9d_core.components.accumulators",
     "Accumulator": "d9d_core.components.accumulators",
@@ -516,6 +518,7 @@ __all__ = [
     "beside",
     "closest",
     "compute_parts",
+    "console_for",
     "count_stages",
     "diff_programs",
     "encode_png",
@@ -543,6 +546,7 @@ __all__ = [
     "storable",
     "subscribe",
     "validate",
+    "visible",
     "wide_dtype",
 ]
 

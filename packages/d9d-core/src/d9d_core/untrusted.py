@@ -45,8 +45,19 @@ _DEPTHS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _OTHERS = bytes(set(range(256)) - set(b"[{]}"))
 
 
+#: Characters that a terminal obeys or that reorder a line: controls but tab and newline, and marks of direction.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
 #: Links that a file's name may be: any; those within its directory, or to the files of the Hugging Face cache; none.
 Links = Literal["any", "near", "none"]
+
+
+def visible(text: str) -> str:
+    """Text for a terminal, with an escape in place of each character that would control it.
+
+    Commands quote files of strangers: names of tensors, labels, values of a job, texts that a model writes.
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def open_regular(path: str | Path, links: Links = "any") -> int:

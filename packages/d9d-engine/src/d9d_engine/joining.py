@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from d9d_core.job import LoadedJob
 from d9d_core.plugin import ScheduleSpec
 from d9d_core.plugin.manifest import Manifest
+from d9d_core.untrusted import visible
 
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.supervision.failure import FailureReporter
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def print_note(text: str) -> None:
     """Print a note about long work: one line on standard output, where the lines of steps are."""
     with suppress(OSError):  # a full disk behind it, or a closed terminal, ends no run
-        print(text, flush=True)  # noqa: T201 - its purpose
+        print(visible(text), flush=True)  # noqa: T201 - its purpose
 
 
 def silent(_text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from d9d_core.cli.output import console_for, length_of, mesh_line
+from d9d_core.cli.output import length_of, mesh_line
 from d9d_core.errors import JobError
 from d9d_core.job import JobFile
 from d9d_core.plugin.capabilities import missing_modules
@@ -13,6 +13,7 @@ from d9d_core.plugin.entries import plugin_error, shown
 from d9d_core.plugin.policy import FOUNDATION
 from d9d_core.plugin.records import JobCheckSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
+from d9d_core.terminal.console import console_for
 
 
 def check_job(job: JobFile, world_size: int | None, memory: int | None = None) -> None:

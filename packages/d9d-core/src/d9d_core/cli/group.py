@@ -23,6 +23,7 @@ from d9d_core.plugin.policy import FOUNDATION, PluginPolicy
 from d9d_core.plugin.records import CommandSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES, exits_raised
 from d9d_core.plugin.registry import Registry
+from d9d_core.untrusted import visible
 
 
 class PluginGroup(typer.core.TyperGroup):
@@ -77,7 +78,7 @@ class PluginGroup(typer.core.TyperGroup):
         except SystemExit as end:
             interrupt = getattr(end.__context__, "__cause__", None)  # typer has made an Exit of it
             if isinstance(interrupt, KeyboardInterrupt):
-                print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)  # noqa: T201
+                print(visible(": ".join(["interrupted", *map(str, interrupt.args)])), file=sys.stderr, flush=True)  # noqa: T201
             raise
 
     @cached_property
@@ -153,6 +154,6 @@ class _Lazy(typer.core.TyperCommand):
                 return command.invoke(inner)
             except SystemExit as end:  # its own command may end as it likes
                 if isinstance(end.code, str):
-                    print(end.code, file=sys.stderr)  # noqa: T201
+                    print(visible(end.code), file=sys.stderr)  # noqa: T201
                 code = end.code if isinstance(end.code, int) else int(end.code is not None)
                 raise typer.Exit(code) from end

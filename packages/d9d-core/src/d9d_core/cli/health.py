@@ -8,13 +8,13 @@ from importlib.metadata import version
 from rich.text import Text
 
 from d9d_core.cli.group import shadowed_commands
-from d9d_core.cli.output import console_for
 from d9d_core.plugin.capabilities import how_to_get, missing_modules
 from d9d_core.plugin.entries import shown
 from d9d_core.plugin.records import HealthCheckSpec, Spec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.health import Health
+from d9d_core.terminal.console import console_for
 
 
 def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:

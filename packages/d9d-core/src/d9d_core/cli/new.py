@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from d9d_core.cli.output import console_for
 from d9d_core.scaffold.package import write_plugin
+from d9d_core.terminal.console import console_for
 
 
 def new_plugin(name: str, kind: str, directory: Path | None) -> None:

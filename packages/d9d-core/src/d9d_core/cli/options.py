@@ -12,6 +12,7 @@ import typer
 
 from d9d_core.errors import JobError
 from d9d_core.plugin.policy import PluginPolicy
+from d9d_core.untrusted import visible
 
 if TYPE_CHECKING:
     from d9d_core.job import LoadedJob
@@ -99,6 +100,11 @@ def warn_of_problems(registry: Registry) -> None:
         say(f"warning: {problem} (see d9d doctor)")
 
 
+def echo(text: str) -> None:
+    """Print a line on standard output."""
+    typer.echo(visible(text))
+
+
 def say(text: str) -> None:
     """Print a line on standard error."""
-    print(text, file=sys.stderr)  # noqa: T201
+    print(visible(text), file=sys.stderr)  # noqa: T201

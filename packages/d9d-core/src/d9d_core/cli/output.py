@@ -1,22 +1,9 @@
-"""Consoles that commands print to."""
+"""Lines about a job that several commands print."""
 
 from __future__ import annotations
 
-import sys
-
-from rich.console import Console
-
 from d9d_core.config.job import JobConfig
 from d9d_core.job import JobFile
-
-
-def console_for() -> Console:
-    """Standard output, taking all text literally: plugins' texts may hold brackets.
-
-    A pipe gets uncut lines: whoever reads them cuts them as needed.
-    """
-    width = None if sys.stdout.isatty() else 10_000
-    return Console(width=width, markup=False, highlight=False)
 
 
 def length_of(job: JobConfig) -> str:

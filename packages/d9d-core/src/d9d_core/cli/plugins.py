@@ -16,7 +16,6 @@ from rich.text import Text
 
 from d9d_core.cli.group import shadowed_commands
 from d9d_core.cli.health import nothing_installed
-from d9d_core.cli.output import console_for
 from d9d_core.config.lookup import config_schema, load_config
 from d9d_core.errors import PluginError
 from d9d_core.plugin.collect import RefusedError, contained
@@ -25,6 +24,7 @@ from d9d_core.plugin.policy import normalise
 from d9d_core.plugin.records import CapabilitySpec, ConfiguredSpec, Spec
 from d9d_core.plugin.ref import Ref
 from d9d_core.plugin.registry import Registry
+from d9d_core.terminal.console import console_for
 
 
 def list_records(registry: Registry, as_json: bool) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from d9d_core.cli.interrupts import interrupts_deferred
 from d9d_core.cli.options import Files, NoPlugins, Overrides, Strict, command_app, discover_plugins, policy_of, say
-from d9d_core.cli.output import console_for
 from d9d_core.errors import JobError
+from d9d_core.terminal.console import console_for
 
 from d9d_engine.evaluation.subject import Request, Subject, find_subject, same_data
 from d9d_engine.joining import silent

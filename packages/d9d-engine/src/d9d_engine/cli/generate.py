@@ -43,6 +43,14 @@ def generate(
         float | None,
         typer.Option(metavar="X", help="Draw from the most probable tokens of this probability.", min=1e-9, max=1.0),
     ] = None,
+    generation: Annotated[
+        list[str],
+        typer.Option(
+            "--generation",
+            metavar="FIELD=VALUE",
+            help="Another setting of transformers' GenerationConfig, such as num_beams=1; may be repeated.",
+        ),
+    ] = [],  # noqa: B006 - typer reads the default
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the draws.", min=0)] = 0,
     device: Annotated[
         str, typer.Option("--device", metavar="DEVICE", help="Such as cpu or cuda; auto by default.")
@@ -74,14 +82,15 @@ def generate(
         from d9d_engine.distributed.devices import choose_device
         from d9d_engine.generation.chat import chat as converse
         from d9d_engine.generation.file_job import FileJob
-        from d9d_engine.generation.language_model import Decoding, LanguageModel
+        from d9d_engine.generation.language_model import Decoding, LanguageModel, generation_settings
         from d9d_engine.generation.library import load_library
         from d9d_engine.generation.prompts import Prompt, read_prompts, read_tools
 
         library = load_library("transformers", "d9d generate")
     if not sys.stderr.isatty():
         library.utils.logging.disable_progress_bar()
-    decoding = Decoding(max_new_tokens, temperature, top_p, seed)
+    further = generation_settings(generation, library)
+    decoding = Decoding(max_new_tokens, temperature, top_p, seed, further)
     schemas = None if tools is None else read_tools(tools)
     prompts = [] if file is None else read_prompts(file)
     chosen, number_format = choose_device(device), parse_dtype(dtype)

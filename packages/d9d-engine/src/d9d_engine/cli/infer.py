@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import typer
 from d9d_core.cli.garbage import collected_seldom
-from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
+from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, echo, load_job
 from d9d_core.cli.streams import output_is_incidental
 from d9d_core.errors import JobError
 
@@ -77,5 +77,5 @@ def _infer(process: Process, interrupts: Interrupts, load: Callable[[], Inferenc
         outcome = inference.run()
     if outcome.status == "finished" and topology.is_main:
         for name, value in outcome.values.items():
-            typer.echo(f"{name} {value:,.6g}")
-        typer.echo(f"finished {outcome.samples:,} samples; rows in {inference.store.output}")
+            echo(f"{name} {value:,.6g}")
+        echo(f"finished {outcome.samples:,} samples; rows in {inference.store.output}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from d9d_core.cli.options import AsJson, command_app, say
+from d9d_core.cli.options import AsJson, command_app, echo, say
 from d9d_core.errors import JobError
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ def runs_compare(
     comparison_table(records, chosen)
     values = [value for points in curves.values() for _, value in points]
     if values:
-        typer.echo(f"\n{chosen[0]} over steps, from {min(values):.5g} to {max(values):.5g}")
+        echo(f"\n{chosen[0]} over steps, from {min(values):.5g} to {max(values):.5g}")
         width = max(map(len, labels))
         for label, line in sparklines(curves).items():
-            typer.echo(f"{label:<{width}}  {line}")
+            echo(f"{label:<{width}}  {line}")
 
 
 def _described(records: list[RunRecord]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from d9d_core.cli.options import AsJson, Files, NoPlugins, command_app, discover_plugins
+from d9d_core.cli.options import AsJson, Files, NoPlugins, command_app, discover_plugins, echo
 
 app = command_app("state", "Look at checkpoints, convert them, compare them.")
 
@@ -51,7 +51,7 @@ def state_convert(
     from d9d_engine.cli.tensors import Conversion, convert_state, parse_dtype, parse_size
 
     asked = Conversion(source, target, parse_dtype(dtype), parse_size(shard_size), threads, keep_from)
-    typer.echo(convert_state(asked, discover_plugins(plugin, no_plugins)))
+    echo(convert_state(asked, discover_plugins(plugin, no_plugins)))
 
 
 @app.command("diff")

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from d9d_core.cli.options import say
-from d9d_core.cli.output import console_for
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.job import Precision
 from d9d_core.errors import CheckpointError
 from d9d_core.plugin.registry import Registry
+from d9d_core.terminal.console import console_for
 from d9d_core.types import TensorSpec
+from d9d_core.untrusted import visible
 from d9d_weights.files.open import open_directory
 from d9d_weights.graph.base import Mapper, Parallel
 from d9d_weights.graph.graph import StateGraph
@@ -64,7 +65,7 @@ def show_state(location: str, registry: Registry, picture: Path | None, as_json:
         if picture is not None:
             picture.write_text(graph_mermaid(graph), "utf-8")
         text = {name: value.text() for name, value in graph.outputs.items()}
-        sys.stdout.write((json.dumps(text, indent=1) if as_json else graph_text(graph)) + "\n")
+        sys.stdout.write((json.dumps(text, indent=1) if as_json else visible(graph_text(graph))) + "\n")
         return
     if picture is not None:
         raise CheckpointError("--picture draws how a job's model corresponds to its published form; give a job file")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 from d9d_core.cli.garbage import collected_seldom
-from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
+from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, echo, load_job
 from d9d_core.cli.streams import output_is_incidental
 from d9d_core.errors import JobError
 
@@ -82,4 +82,4 @@ def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) ->
             trainer = loaded.build(topology=topology, observers=[start], interrupts=interrupts, owning=True)
         outcome = trainer.train()
     if outcome.status == "finished" and topology.is_main:
-        typer.echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")
+        echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")

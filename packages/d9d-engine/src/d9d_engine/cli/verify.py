@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from d9d_core.cli.options import AsJson, Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
-from d9d_core.cli.output import console_for
+from d9d_core.terminal.console import console_for
+from d9d_core.untrusted import visible
 from rich.table import Table
 
 from d9d_engine.job import Job
@@ -58,7 +59,7 @@ def verify_job(job: Job, layouts: Sequence[str], steps: int, max_ranks: int, as_
 
 
 def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - standard output has the result
+    print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - standard output has the result
 
 
 def _print(verdicts: Sequence[Verdict]) -> None:

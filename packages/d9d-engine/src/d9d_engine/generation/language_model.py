@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from d9d_core.config.base import closest
+from d9d_core.config.pretrained import read_config_json
+from d9d_core.config.reading import read_yaml
 from d9d_core.errors import BuildError, CheckpointError, DataError, JobError, PluginError
+from d9d_core.untrusted import read_regular, visible
+from d9d_weights.hugging_face.adapter import ADAPTER_FILES
+from d9d_weights.hugging_face.adapter_bounds import bounded_fields
+from d9d_weights.hugging_face.index import read_object
 from d9d_weights.templates.process import TemplateError, TemplateProcess
 
 from d9d_engine.generation.library import load_library
@@ -22,8 +30,11 @@ _COMMAND = "d9d generate"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 #: Parts of the names of model classes that can write text.
 _WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-#: What model code and templates raise when their input is not as they expect.
-_FOREIGN = (ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
+#: Parts of the names of sizes in a ``config.json`` -> the largest that is loaded; and the sections inside each other.
+_MOST_SIZES = {"num_": 1 << 14, "layers": 1 << 14, "_size": 1 << 24, "_dim": 1 << 24, "position": 1 << 27}
+_MAX_DEPTH = 8
+#: Settings of ``generation_config.json`` that multiply the memory of a generation -> the most that is inherited.
+_MOST_INHERITED = {"num_beams": 16, "num_return_sequences": 1, "num_beam_groups": 16}
 
 
 @dataclass(frozen=True)
@@ -35,12 +46,14 @@ class Decoding:
         temperature: divides the logits before a token is drawn; 0 takes the most probable one.
         top_p: tokens are drawn from the most probable ones that together have this probability.
         seed: of the draws.
+        further: fields of transformers' ``GenerationConfig`` by name.
     """
 
     max_new_tokens: int = 256
     temperature: float | None = None
     top_p: float | None = None
     seed: int = 0
+    further: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other.
@@ -53,7 +66,7 @@ class Decoding:
 
     def arguments(self) -> dict[str, Any]:
         """Fields of transformers' ``GenerationConfig``."""
-        given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        given: dict[str, Any] = {**self.further, "max_new_tokens": self.max_new_tokens}
         if self.temperature is not None:
             given["do_sample"] = self.temperature > 0
         if self.temperature:
@@ -61,6 +74,28 @@ class Decoding:
         if self.top_p is not None:
             given |= {"do_sample": True, "top_p": self.top_p}
         return given
+
+
+def generation_settings(assignments: Sequence[str], library: Any) -> dict[str, Any]:
+    """Settings that the command line gives besides those with options of their own.
+
+    Args:
+        assignments: ``field=value``; values are YAML.
+        library: transformers, which knows the fields.
+
+    Raises:
+        JobError: one has no such form, or names no field.
+    """
+    known = {name for name in vars(library.GenerationConfig()) if not name.startswith("_")}
+    found = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or name not in known:
+            near = closest(name, known)
+            hint = f"did you mean '{near}'?" if near else "write FIELD=VALUE, such as num_beams=1"
+            raise JobError(f"--generation {assignment}: no field of a generation config; {hint}")
+        found[name] = read_yaml(text, f"--generation {name}")[0]
+    return found
 
 
 class LanguageModel:
@@ -95,8 +130,11 @@ class LanguageModel:
                 f"{tokenizer} has no tokenizer; name a directory that has the model's: --tokenizer DIR"
             )
         own = {"local_files_only": True, "trust_remote_code": False}
+        for place in {directory, tokenizer, adapter or directory}:
+            _check_files(place)
         with _loading(tokenizer):
             self.tokenizer = self._library.AutoTokenizer.from_pretrained(tokenizer, **own)
+        _check_sizes(f"{directory}/config.json", read_config_json(str(directory)))
         with _loading(directory):
             config = self._library.AutoConfig.from_pretrained(directory, **own)
             _check_writes(directory, config)
@@ -105,13 +143,15 @@ class LanguageModel:
         if peft is not None:
             assert adapter is not None
             with _loading(adapter):
-                model = peft.PeftModel.from_pretrained(model, adapter, local_files_only=True)
+                settings = _adapter_config(peft, adapter)
+                model = peft.PeftModel.from_pretrained(model, adapter, config=settings, local_files_only=True)
                 if (adapter / "generation_config.json").is_file():  # it was taught to end its replies otherwise
                     stated = self._library.GenerationConfig.from_pretrained(adapter, local_files_only=True)
                     model.generation_config.eos_token_id = stated.eos_token_id
         self._model = model.to(device).eval()
         self.device = device
-        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        positions = getattr(config, "max_position_embeddings", None)
+        self.positions = positions if type(positions) is int else None
 
     @property
     def has_template(self) -> bool:
@@ -191,7 +231,7 @@ class LanguageModel:
         Raises:
             BuildError: the model cannot generate with these settings.
         """
-        streamer = self._library.TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = _streamer(self._library, self.tokenizer)
         return self._generate([ids], decoding, decoding.seed, streamer)[0]
 
     def complete(self, prompts: Sequence[Sequence[int]], decoding: Decoding, seed: int) -> list[list[int]]:
@@ -223,7 +263,7 @@ class LanguageModel:
         """Ids that end a text: the model's own, or the tokenizer's."""
         own = self._model.generation_config.eos_token_id
         own = self.tokenizer.eos_token_id if own is None else own
-        return [] if own is None else [own] if isinstance(own, int) else list(own)
+        return [one for one in (own if isinstance(own, list | tuple) else [own]) if type(one) is int]
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], decoding: Decoding, seed: int, streamer: Any
@@ -237,6 +277,7 @@ class LanguageModel:
         settings = copy.deepcopy(self._model.generation_config)
         # A limit on all tokens would be another one than that on the new ones.
         settings.max_length = None
+        self._check_inherited(settings, decoding)
         settings.update(**decoding.arguments(), pad_token_id=padding, eos_token_id=self._ends or None)
         torch.manual_seed(seed)
         try:
@@ -247,9 +288,18 @@ class LanguageModel:
                     generation_config=settings,
                     streamer=streamer,
                 )
-        except _FOREIGN as error:
-            raise BuildError(f"{self._name()} cannot generate: {type(error).__name__}: {error}") from error
+        except Exception as error:  # settings of strangers make it raise whatever there is
+            raise BuildError(f"{self._name()} cannot generate: {_line_of(error)}") from error
         return [self._cut(row) for row in output[:, longest:].tolist()]
+
+    def _check_inherited(self, settings: Any, decoding: Decoding) -> None:
+        for name, most in _MOST_INHERITED.items():
+            value = getattr(settings, name, None)
+            if name not in decoding.further and value is not None and (type(value) is not int or value > most):
+                raise BuildError(
+                    f"{self._name()}: generation_config.json sets {name} to {str(value)[:40]}; set it yourself, such "
+                    f"as --generation {name}=1"
+                )
 
     def _cut(self, ids: list[int]) -> list[int]:
         """Completion without the padding behind its end of text."""
@@ -266,6 +316,29 @@ class LanguageModel:
         return str(self.tokenizer.name_or_path)
 
 
+def _streamer(library: Any, tokenizer: Any) -> Any:
+    """Printer of tokens as they are generated, of which none controls a terminal."""
+
+    class Streamer(library.TextStreamer):  # type: ignore[misc]
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            super().on_finalized_text(visible(text) if sys.stdout.isatty() else text, stream_end)
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def _check_sizes(file: str, values: Any, depth: int = 0) -> None:
+    """Refuse numbers of layers, heads and the like that no model has: a library makes that many modules first.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    for name, value in values.items() if isinstance(values, dict) and depth < _MAX_DEPTH else ():
+        _check_sizes(file, value, depth + 1)
+        most = next((most for part, most in _MOST_SIZES.items() if part in str(name)), None)
+        if most is not None and type(value) is int and value > most:
+            raise CheckpointError(f"{file}: {name[:80]} is {value}, more than the {most:,} of any model; repair it")
+
+
 def _check_writes(directory: Path, config: Any) -> None:
     names: list[str] = getattr(config, "architectures", None) or []
     if names and not any(part in name for name in names for part in _WRITERS):
@@ -280,8 +353,45 @@ def _loading(directory: Path) -> Iterator[None]:
         yield
     except (CheckpointError, PluginError):
         raise
-    except (OSError, ImportError, *_FOREIGN) as error:
-        raise CheckpointError(f"{directory} cannot be loaded by transformers: {error}") from error
+    except Exception as error:  # files of strangers make libraries raise whatever there is
+        raise CheckpointError(f"{directory} cannot be loaded by transformers: {_line_of(error)}") from error
+
+
+def _line_of(error: Exception) -> str:
+    """One line about an error of a library, some of whose messages have pages."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}"
+
+
+def _check_files(directory: Path) -> None:
+    """Refuse devices and pipes among the files of a directory, which a library would read without end.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    for file in sorted(directory.iterdir()):
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise CheckpointError(f"{file} is a device or a named pipe, and must be a regular file; remove it")
+
+
+def _adapter_config(peft: Any, adapter: Path) -> Any:
+    """Settings of an adapter, of fields that were looked at; its weights are no pickle.
+
+    Raises:
+        CheckpointError: a field is out of bounds, or there are no weights in safetensors format.
+    """
+    if not (adapter / ADAPTER_FILES.weights).is_file():
+        raise CheckpointError(
+            f"{adapter} has no {ADAPTER_FILES.weights}; other formats, such as adapter_model.bin, are pickles, which "
+            "can run code, and are not read: have it saved as safetensors"
+        )
+    file = adapter / ADAPTER_FILES.config
+    fields = bounded_fields(read_object(str(file), read_regular(file, links="near")), str(file))
+    kind = fields.pop("peft_type")
+    fields.pop("peft_version", None)
+    settings = (peft.LoraConfig if kind == "LORA" else peft.IA3Config)(**fields)
+    settings.inference_mode = True
+    return settings
 
 
 def row_of(prompt: Prompt, completion: Sequence[int], model: LanguageModel) -> Mapping[str, Any]:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, Any
 
+from d9d_core.untrusted import visible
+
 from d9d_engine.launch.ranks import Ended, Rank, Ranks
 from d9d_engine.run.interrupt import Interrupts, stop_signals
 from d9d_engine.supervision.failure import Failure
@@ -217,4 +219,4 @@ def _environment(processes: int) -> dict[str, str]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - its purpose
+    print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - its purpose

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from d9d_core.cli.ending import PATIENCE
+from d9d_core.untrusted import visible
 
 from d9d_engine.launch.link import VARIABLE, Link
 from d9d_engine.run.interrupt import stop_signals
@@ -212,7 +213,7 @@ class Ranks:
             if rank.exit_code is None and now > rank.done_at + _DONE_SECONDS:
                 rank.done_at = float("inf")
                 text = f"warning: rank {rank.number} was done {_DONE_SECONDS:g} s ago, but did not end; it was killed"
-                print(text, file=sys.stderr, flush=True)  # noqa: T201
+                print(visible(text), file=sys.stderr, flush=True)  # noqa: T201
                 rank.process.kill()
 
     def _give_up(self, failing: bool, patience: float) -> None:

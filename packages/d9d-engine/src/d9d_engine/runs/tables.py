@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from d9d_core.cli.output import console_for
+from d9d_core.terminal.console import console_for
 from rich.table import Table
 
 from d9d_engine.runs.differences import differing, shown

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from d9d_core.errors import D9dError
 from d9d_core.failures import describe
+from d9d_core.untrusted import visible
 from d9d_weights.files.atomic import write_text
 
 #: What a broken connection to another rank looks like; its cause may lie there.
@@ -144,6 +145,6 @@ class FailureReporter:
                 self._listener.echoes(first)
             return False
         if self._listener is None:
-            sys.stderr.write(f"{failure.text}\n")
+            sys.stderr.write(f"{visible(failure.text)}\n")
             sys.stderr.flush()
         return True

@@ -9,6 +9,7 @@ from typing import Literal
 
 from d9d_core.protocols.tracker import RunInfo
 from d9d_core.types import State
+from d9d_core.untrusted import visible
 
 from d9d_engine.trackers.config import ConsoleConfig
 
@@ -69,7 +70,7 @@ class ConsoleRun:
 
 def _print(text: str) -> None:
     with suppress(OSError):  # a full disk behind it, or a closed terminal, may pass
-        print(text, flush=True)  # noqa: T201 - its purpose
+        print(visible(text), flush=True)  # noqa: T201 - its purpose
 
 
 def _format(name: str, value: float) -> str:

@@ -15,6 +15,7 @@ from d9d_core.protocols.metric import Table
 from d9d_core.protocols.tracker import Histogram, RunInfo
 from d9d_core.tensors import encode_png
 from d9d_core.types import Json, State
+from d9d_core.untrusted import visible
 from torch import Tensor
 
 from d9d_engine.trackers.config import JsonlConfig
@@ -103,7 +104,7 @@ class JsonlRun:
         except PluginError as error:  # pictures are an extra; the lines that they show are written
             with suppress(OSError):
                 text = f"warning: {self._run.directory}: no loss.svg: {error}"
-                print(text, file=sys.stderr, flush=True)  # noqa: T201 - a tracker's only way to say something
+                print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - a tracker's only way to say something
 
     def _draw(self, directory: Path) -> None:
         from d9d_engine.trackers.picture import draw_loss

@@ -10,10 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from d9d_core.untrusted import open_regular, visible
 from d9d_weights.files.atomic import replacing
 
 #: Bytes that may wait for a disk that is full; more of them are an error.
 ROOM = 16 * 2**20
+#: Bytes of the longest line that is read in one piece; parts of a longer one are no JSON.
+_LONGEST = 1 << 26
 
 
 class LineFile:
@@ -62,7 +65,7 @@ class LineFile:
             self._said = True
             text = f"warning: {self.path}: {error.strerror}; lines wait in memory until they can be written"
             with suppress(OSError):  # it may be the same disk
-                print(text, file=sys.stderr, flush=True)  # noqa: T201 - a tracker's only way to say something
+                print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - a tracker's only way to say something
 
     def sync(self) -> None:
         """Sync all lines to the disk, if it takes them."""
@@ -104,11 +107,13 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read complete lines with the bytes before each."""
-    if not path.exists():
+    try:
+        file = os.fdopen(open_regular(path), "rb")
+    except OSError:  # absent, or a pipe or a device, which would never end
         return
     position = 0
-    with path.open("rb") as file:
-        for text in file:
+    with file:
+        while text := file.readline(_LONGEST):
             begin, position = position, position + len(text)
             try:
                 line = json.loads(text.decode("utf-8", "replace"))

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from d9d_core.errors import CheckpointError
+from d9d_core.untrusted import open_regular, read_regular, visible
 
 #: What file systems without locks answer; NFS without its lock service: ENOLCK; Lustre without ``-o flock``: ENOSYS.
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
@@ -105,7 +106,7 @@ def lock_file(path: Path, waiting: Callable[[], None] | None = None) -> int:
 def is_held(path: Path) -> bool:
     """Whether a process has a lock file. A process of another machine is noticed where locks hold between machines."""
     try:
-        name = path.read_text("utf-8", errors="replace")[:_NAME].split()
+        name = _text(path).split()
         number, host = int(name[0]), name[1] if len(name) > 1 else socket.gethostname()
         if host == socket.gethostname():
             os.kill(number, 0)
@@ -114,7 +115,7 @@ def is_held(path: Path) -> bool:
     except (OSError, ValueError, IndexError, OverflowError):  # nobody is named, or nobody has that number any more
         return False
     # The number may be that of another process by now.
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), os.fdopen(open_regular(path, "none"), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
@@ -170,12 +171,17 @@ def _is_named(descriptor: int, path: Path) -> bool:
 
 def _holder(path: Path) -> str:
     with suppress(OSError):
-        number, _, host = path.read_text("utf-8", errors="replace")[:_NAME].strip().partition("\n")
+        number, _, host = _text(path).strip().partition("\n")
         if number.isdecimal():
             return f"process {number}" + (f" on {host}" if host and host != socket.gethostname() else "")
     return "its process is not known"
 
 
+def _text(path: Path) -> str:
+    """Text of a lock file, which is short; a link or a pipe of that name is none."""
+    return read_regular(path, _NAME, "none").decode("utf-8", "replace")
+
+
 def _warn(text: str) -> None:
     with suppress(OSError):
-        print(f"warning: {text}", file=sys.stderr, flush=True)  # noqa: T201 - nobody else is there to say it
+        print(visible(f"warning: {text}"), file=sys.stderr, flush=True)  # noqa: T201 - nobody else is there to say it

@@ -23,6 +23,8 @@ _VERBS = {
     "Placed": "distribute",
     "Computed": "compute",
 }
+#: Digits of an index; a name may have any number of them.
+_MAX_DIGITS = 9
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 
 
@@ -117,10 +119,13 @@ def _collapsed(names: list[str]) -> str:
 
 def _places(columns: list[tuple[str, ...]]) -> Iterator[str]:
     for column in columns:
+        if max(map(len, column)) > _MAX_DIGITS:
+            yield column[0] if len(set(column)) == 1 else "{n}"
+            continue
         numbers = sorted({int(number) for number in column})
         if len(numbers) == 1:
             yield str(numbers[0])
-        elif numbers == list(range(numbers[0], numbers[-1] + 1)):
+        elif numbers[-1] - numbers[0] == len(numbers) - 1:
             yield f"{{{numbers[0]}..{numbers[-1]}}}"
         else:
             yield "{n}"

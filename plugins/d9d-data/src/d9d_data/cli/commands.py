@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from d9d_core.extend import DataContext, DataError, JobFile
+from d9d_core.extend import DataContext, DataError, JobFile, console_for, visible
 from d9d_core.plugin import PluginPolicy
-from rich.console import Console
 
 from d9d_data.cli.samples import Sample, cut_off, marked, names_of_texts, samples_of, tokenizer_for
 
@@ -44,7 +42,7 @@ def show(
         batch_size=loaded.batch.size,
         microbatch_size=loaded.microbatch_size,
         cache_dir=loaded.run.cache,
-        note=lambda text: typer.echo(text, err=True),
+        note=lambda text: typer.echo(visible(text), err=True),
         pretrained=pretrained,
     )
     stream = loaded.open_data(context)
@@ -53,7 +51,7 @@ def show(
         tokenizer = tokenizer_for(Path(directory), pretrained)
     if tokenizer is None:
         raise DataError(f"data: the dataset '{loaded.data.selector}' has no tokenizer, so its samples are no text")
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 10_000)
+    console = console_for()
     texts = len(names_of_texts(stream))
     for row, sample in zip(range(count * texts), samples_of(stream), strict=False):
         number = row // texts + 1

@@ -174,7 +174,8 @@ def _explained(file: SourceFile) -> Iterator[None]:
     arrow = _pyarrow(file)
     try:
         yield
-    except (arrow.ArrowException, ValueError, OverflowError) as error:  # text that is not UTF-8, times out of range
+    # Text that is not UTF-8, times out of range, a time zone that this system does not know.
+    except (arrow.ArrowException, ValueError, OverflowError, LookupError) as error:
         reason = str(error).partition("\n")[0][:300]
         raise DataError(
             f"data.sources: {file.name} is no readable {file.format} file ({reason}); "

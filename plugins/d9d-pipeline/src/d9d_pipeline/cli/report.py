@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from d9d_core.extend import console_for
 from rich.table import Table
 
 from d9d_pipeline.simulator.result import Simulation
@@ -73,7 +72,7 @@ def summary(simulation: Simulation) -> dict[str, Any]:
 
 def print_simulation(simulation: Simulation, title: str) -> None:
     """Print the numbers of all ranks of a step, or of those at both ends of a long pipeline."""
-    console = _console()
+    console = console_for()
     table = Table(box=None, header_style="bold", title=title, title_justify="left", title_style="bold")
     for name in ("rank", "stages", "computes", "idle", "holds", "offers", "sends"):
         table.add_column(name, justify="left" if name == "stages" else "right", no_wrap=True)
@@ -124,9 +123,4 @@ def print_comparison(rows: Sequence[Row], title: str, limit: float | None) -> No
         else:
             cells += ["-"] * 6
         table.add_row(*cells, row.note, style="dim" if row.note else None)
-    _console().print(table)
-
-
-def _console() -> Console:
-    # A pipe gets whole lines; whoever reads them cuts them as needed.
-    return Console(width=None if sys.stdout.isatty() else 10_000, markup=False, highlight=False)
+    console_for().print(table)
