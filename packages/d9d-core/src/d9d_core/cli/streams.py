@@ -71,8 +71,8 @@ def output_is_incidental() -> None:
 
 
 def _surviving(stream: TextIO) -> TextIO:
-    """The same stream over a surviving file, if it is one of the process's own."""
-    if stream not in (sys.__stdout__, sys.__stderr__) or not isinstance(stream, io.TextIOWrapper):
+    """The same stream over a surviving file, if it is one of the process's own, and no console of Windows."""
+    if os.name == "nt" or stream not in (sys.__stdout__, sys.__stderr__) or not isinstance(stream, io.TextIOWrapper):
         return stream
     try:
         stream.flush()
