@@ -122,11 +122,11 @@ def test_a_closed_terminal_lets_the_run_save_and_end(small_job: Write, tmp_path:
 
 
 def test_a_run_under_nohup_goes_on_when_the_terminal_is_closed(small_job: Write, tmp_path: Path) -> None:
-    job = small_job("run", steps=100, checkpoint={})
+    job = small_job("run", steps=24, checkpoint={})
     process = subprocess.Popen(
         [*D9D, "train", str(job)], stdout=subprocess.DEVNULL, preexec_fn=ignoring_hangups  # noqa: PLW1509
     )  # fmt: skip
     wait_until_it_trains(tmp_path / "runs" / "run")
     process.send_signal(signal.SIGHUP)
     assert process.wait(120) == 0
-    assert json.loads((tmp_path / "runs" / "run" / "finished.json").read_text())["step"] == 100
+    assert json.loads((tmp_path / "runs" / "run" / "finished.json").read_text())["step"] == 24
