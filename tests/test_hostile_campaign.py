@@ -12,6 +12,10 @@ from d9d_core.errors import JobError
 from d9d_testing.hostile.judge import Judge, WrongLoad
 
 Fault = tuple[int, str]
+LONG = {
+    "jobs": 10_000, "models": 2_000, "checkpoints": 1_000, "tokenizers": 2_000, "runs": 2_000, "adapters": 10_000,
+    "tables": 2_000, "templates": 500,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +32,13 @@ def faults(campaign: ModuleType, **examples: int) -> dict[str, dict[str, Fault]]
 
 @pytest.mark.thorough
 def test_a_sample_of_hostile_files_does_no_harm(campaign: ModuleType) -> None:
-    assert faults(campaign, jobs=15, models=10, checkpoints=25, tokenizers=25) == {}
+    few = {"runs": 25, "adapters": 100, "tables": 25, "templates": 10}
+    assert faults(campaign, jobs=15, models=10, checkpoints=25, tokenizers=25, **few) == {}
 
 
 @pytest.mark.slow
 def test_hostile_files_do_no_harm(campaign: ModuleType) -> None:
-    assert faults(campaign, jobs=10_000, models=2_000, checkpoints=1_000, tokenizers=2_000) == {}
+    assert faults(campaign, **LONG) == {}
 
 
 def test_a_judge_tells_what_readers_do(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
     uv run python tools/hostile_campaign.py --jobs 10000 --models 2000 --checkpoints 1000 --tokenizers 1000
     uv run python tools/hostile_campaign.py --models 200 --seed 7
+    uv run python tools/hostile_campaign.py --runs 500 --adapters 2000 --tables 500 --templates 300
 
 A file must be refused by one of the project's own errors, or be read. Exit status 1: a traceback, a reader that takes
 more than ten seconds, a file read or written that is none of the campaign's, or values that the undamaged file has not.
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import resource
 import shutil
 import sys
 import tempfile
@@ -24,24 +27,34 @@ from typing import Any
 import torch
 from d9d_core.config.pretrained import read_config_json
 from d9d_core.config.schema import job_schema
+from d9d_core.errors import DataError
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.registry import Registry
+from d9d_core.untrusted import visible
+from d9d_data.sources.records import read_records
 from d9d_data.tokenizer.file import find_tokenizer_file, load_tokenizer
 from d9d_engine.api import Job
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.checkpoint.tensors import CheckpointTensors
 from d9d_engine.cli.tensors import Conversion, convert_state
+from d9d_engine.report import facts
+from d9d_engine.runs.record import find_runs
 from d9d_testing.hostile.files import Draw, damage, damage_checkpoint
 from d9d_testing.hostile.judge import Judge, Verdict, WrongLoad
-from d9d_testing.hostile.values import edited_job
+from d9d_testing.hostile.values import edited, edited_job
+from d9d_weights import TemplateError, TemplateLimits, TemplateProcess
+from d9d_weights.hugging_face.adapter_bounds import bounded_fields
 from d9d_weights.hugging_face.directory import ModelDirectory
+from d9d_weights.hugging_face.index import read_object
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it sleeps. " * 8
-KINDS = ("jobs", "models", "checkpoints", "tokenizers")
+KINDS = ("jobs", "models", "checkpoints", "tokenizers", "runs", "adapters", "tables", "templates")
+#: Text that would control a terminal.
+ESCAPE = "\x1b]0;x\x07"
 #: Damages a copy of the sound files with what it draws: what was done, and the reader to judge.
 Case = Callable[[Draw, Path], tuple[str, Callable[[], object]]]
 
@@ -232,10 +245,146 @@ class Sound:
 
         return how, read
 
+    def run_case(self, draw: Draw, copy: Path) -> tuple[str, Callable[[], object]]:
+        """Directory of a run with damaged files, as listed, compared and reported."""
+        shutil.copytree(self.root / "runs" / "sound", copy / "sound")
+        run = copy / "sound"
+        (run / "metrics.jsonl").write_text(
+            "".join(json.dumps({"step": n, "loss": 1.0 / n}) + "\n" for n in range(1, 9))
+        )
+        (copy / "failures.json").write_text(json.dumps({"sound": f"killed {ESCAPE}"}))
+        hows = [damage(draw, copy, self.outside) for _ in range(draw(st.integers(1, 3)))]
+        if draw(st.booleans()) and (run / "metrics.jsonl").is_file():
+            name = draw(st.text(max_size=20)) + ESCAPE
+            (run / "metrics.jsonl").write_text(json.dumps({"step": draw(st.integers()), name: draw(_NUMBERS)}) + "\n")
+
+        def read() -> None:
+            for record in find_runs([copy]):
+                told: list[object] = [
+                    record.status,
+                    record.step,
+                    record.total,
+                    record.seconds,
+                    record.started,
+                    record.best("loss"),
+                ]
+                told += [facts.layout(record), facts.start_up(record), facts.plugins(record), facts.environment(record)]
+                shown = visible(str(told) + facts.job(record) + facts.overview({"a": record}))
+                if "\x1b" in shown:
+                    raise WrongLoad("an escape sequence would reach the terminal")
+
+        return "; ".join(hows), read
+
+    def adapter_case(self, draw: Draw, copy: Path) -> tuple[str, Callable[[], object]]:
+        """Fields of an adapter's config, and names of its tensors."""
+        values = draw(edited({**_ADAPTER, draw(st.sampled_from(_ADAPTER_FIELDS)): draw(_ODD)}))
+        copy.mkdir()
+        file = copy / "adapter_config.json"
+        file.write_text(json.dumps(values), "utf-8")
+
+        def read() -> None:
+            found = bounded_fields(read_object(str(file), file.read_bytes()), str(file))
+            expressions = [
+                found.get("target_modules"),
+                found.get("exclude_modules"),
+                *(found.get("rank_pattern") or {}),
+            ]
+            for text in expressions:
+                if isinstance(text, str):  # as the library matches it, with the longest names there are
+                    re.fullmatch(text, "model.layers.0.self_attn." * 8 + "q_proj!")
+
+        return json.dumps(_changes(_ADAPTER, values))[:300], read
+
+    def table_case(self, draw: Draw, copy: Path) -> tuple[str, Callable[[], object]]:
+        """Parquet or Arrow file of repeated values, with damaged bytes or without."""
+        import pyarrow as pa  # type: ignore[import-untyped]
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+        copy.mkdir()
+        text = "a" * draw(st.sampled_from([0, 1, 1000, 10**6]))
+        rows = draw(st.sampled_from([0, 1, 300]))
+        column = draw(st.sampled_from([[text] * rows, [[text] * 9] * rows, [{"a": text, "b": None}] * rows]))
+        table = pa.table({draw(st.text(min_size=1, max_size=5)) + ESCAPE: column})
+        how = draw(st.sampled_from(["parquet", "arrow", "stream.arrow"]))
+        file = copy / f"a.{how}"
+        if how == "parquet":
+            pq.write_table(table, file, compression=draw(st.sampled_from(["zstd", "snappy", "none"])))
+        else:
+            options = pa.ipc.IpcWriteOptions(compression=draw(st.sampled_from(["zstd", "lz4", None])))
+            new = pa.ipc.new_stream if how == "stream.arrow" else pa.ipc.new_file
+            with new(str(file), table.schema, options=options) as out:
+                out.write_table(table)
+        content = bytearray(file.read_bytes())
+        for _ in range(draw(st.integers(0, 4))):
+            content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
+        file.write_bytes(content)
+
+        def read() -> None:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            for _ in read_records(file):
+                pass
+            if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before > 1 << 21:
+                raise WrongLoad("more than 2 GiB were taken")
+
+        return f"{how}, {rows} rows of {len(text)} characters", read
+
+    def template_case(self, draw: Draw, copy: Path) -> tuple[str, Callable[[], object]]:
+        """Chat template that applies what it can to values that grow."""
+        copy.mkdir()
+        change = draw(st.sampled_from(_GROWTH))
+        use = draw(st.sampled_from(_USES)).replace("X", draw(st.sampled_from(["ns.s", "[ns.s]", "{'a': ns.s}"])))
+        first = draw(st.sampled_from(["['a']", "'ab'", "{'a': 1}", "3"]))
+        times = draw(st.integers(1, 90))
+        text = f"{{% set ns = namespace(s={first}) %}}{{% for i in range({times}) %}}{{% set ns.s = {change} %}}"
+        text += f"{{% endfor %}}{use}"
+
+        def read() -> None:
+            limits = TemplateLimits(steps=1 << 18, seconds=0.5)
+            try:
+                TemplateProcess({"default": text}, limits=limits).render("default", {"messages": []})
+            except TemplateError as error:
+                raise DataError(str(error)) from error
+
+        return text, read
+
     def case(self, kind: str) -> Case:
         """Case of a kind of files."""
-        cases = (self.job_case, self.model_case, self.checkpoint_case, self.tokenizer_case)
+        cases = (
+            self.job_case, self.model_case, self.checkpoint_case, self.tokenizer_case, self.run_case, self.adapter_case,
+            self.table_case, self.template_case,
+        )  # fmt: skip
         return dict(zip(KINDS, cases, strict=True))[kind]
+
+
+_NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.booleans(), st.text())
+_ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.sampled_from(["(a*)*b", "((\\w+)+)+$", ".*" * 40]),
+    st.lists(st.text(), max_size=3),
+    st.dictionaries(st.text(), st.integers(), max_size=3),
+)
+_ADAPTER = {
+    "peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "bias": "none", "target_modules": ["q_proj"],
+    "rank_pattern": {}, "alpha_pattern": {}, "use_dora": False, "base_model_name_or_path": "x",
+}  # fmt: skip
+_ADAPTER_FIELDS = (*_ADAPTER, "exclude_modules", "layers_pattern", "layer_replication", "modules_to_save", "new_field")
+_GROWTH = (
+    "[ns.s, ns.s]", "ns.s ~ ns.s", "{'a': ns.s, 'b': ns.s}", "ns.s + ns.s", "ns.s * 2", "[ns.s] * 9", "ns.s | list",
+    "ns.s | string | replace('a', 'aa')", "ns.s | tojson", "(ns.s | string).join('abc')", "ns.s | string | indent(99)",
+)  # fmt: skip
+_USES = (
+    "{{ X }}", "{{ X | tojson }}", "{{ X == X }}", "{{ X < X }}", "{{ X | join(X) }}", "{{ X | string | wordwrap(1) }}",
+    "{{ X | pprint }}", "{{ X | string | urlize }}", "{{ X | sort }}", "{{ [X, X] | unique | list }}",
+    "{{ X | length }}",
+    "{{ (X | string).translate({97: 'b' * 99999}) }}", "{{ strftime_now(X | string) }}", "{{ [X, X] | sum(start=X) }}",
+    "{% set a %}{{ X }}{{ X }}{% endset %}{{ a ~ a }}", "{% filter upper %}{{ X }}{% endfilter %}", "{{ '%s' % X }}",
+    "{{ X | string | center(9999999) }}", "{{ '{}{}'.format(X, X) }}", "{{ X | string | title }}",
+    "{{ X | urlencode }}",
+)  # fmt: skip
 
 
 def _tensors(step: int) -> dict[str, Tensor]:

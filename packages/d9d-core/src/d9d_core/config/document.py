@@ -13,7 +13,7 @@ from typing import Any
 from d9d_core.config.base import Location, dotted
 from d9d_core.config.reading import READERS, read_yaml
 from d9d_core.errors import JobError
-from d9d_core.untrusted import read_regular
+from d9d_core.untrusted import Links, read_regular
 
 #: Bytes of the largest job file: a hundred times what people write.
 MAX_BYTES = 1 << 20
@@ -36,8 +36,12 @@ class Document:
     overrides: frozenset[Location] = frozenset()
 
     @classmethod
-    def read(cls, path: Path) -> Document:
+    def read(cls, path: Path, links: Links = "any") -> Document:
         """Read YAML, TOML or JSON, by the file's suffix.
+
+        Args:
+            path: of the file.
+            links: which links its name may be.
 
         Raises:
             JobError: the file cannot be read or is malformed.
@@ -46,7 +50,7 @@ class Document:
         if reader is None:
             raise JobError(f"{path}: a job file ends in {', '.join(READERS)}")
         try:
-            text = read_regular(path, MAX_BYTES).decode("utf-8")
+            text = read_regular(path, MAX_BYTES, links).decode("utf-8")
         except FileNotFoundError:
             raise JobError(f"{path}: no such job file") from None
         except (OSError, UnicodeDecodeError) as error:

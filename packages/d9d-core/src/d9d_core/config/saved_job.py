@@ -49,7 +49,7 @@ class SavedJob:
         Raises:
             JobError: the file is wrong, or would run code; one line per field.
         """
-        found = Document.read(self.path)
+        found = Document.read(self.path, "near")
         values = {name: value for name, value in found.values.items() if name not in _LEFT_OUT}
         document = Document(values, found.source, found.lines).override(overrides)
         refused = [*self._plugin_files(document), *_addresses(document)]

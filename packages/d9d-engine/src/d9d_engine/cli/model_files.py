@@ -103,7 +103,7 @@ def _origin(run: Path | None) -> str | None:
     """Directory that a run's weights started from, if it is a model on this machine. The job is read as data."""
     if run is None or not (run / JOB).is_file():
         return None
-    model = Document.read(run / JOB).values.get("model")
+    model = Document.read(run / JOB, "near").values.get("model")
     origin = model.get("pretrained") if isinstance(model, dict) else None
     return origin if isinstance(origin, str) and Place.of(origin).kind == "model" else None
 

@@ -125,7 +125,7 @@ def job(record: RunRecord) -> str:
 def _read(path: Path) -> Mapping[str, Any]:
     """Read a file of a run; what is absent or damaged has no facts."""
     try:
-        values = parse_json(read_regular(path))
+        values = parse_json(read_regular(path, links="near"))
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

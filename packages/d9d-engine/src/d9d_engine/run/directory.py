@@ -81,7 +81,7 @@ def write_ending(directory: Path, step: int, total: int, reason: str | None) -> 
 def read_ending(directory: Path) -> Mapping[str, Any] | None:
     """Ending of a run: ``step``, ``steps`` and ``reason``; ``None`` if it is not done, or its file is damaged."""
     try:
-        values = parse_json(read_regular(directory / FILE))
+        values = parse_json(read_regular(directory / FILE, links="near"))
     except (OSError, ValueError):
         return None
     sound = isinstance(values, dict) and all(type(values.get(name)) is int for name in ("step", "steps"))

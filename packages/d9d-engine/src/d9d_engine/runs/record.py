@@ -50,7 +50,7 @@ class RunRecord:
         """Read a run; what is damaged counts as absent."""
         job: Mapping[str, Any] = {}
         with suppress(JobError):
-            job = Document.read(directory / JOB).values
+            job = Document.read(directory / JOB, "near").values
         lines, saved = list(read_lines(directory / "metrics.jsonl")), _saved(_checkpoints(directory, job))
         error = read_failures(directory.parent).get(directory.name)
         return cls(directory, job, lines, saved, error, read_ending(directory))
@@ -153,7 +153,7 @@ def _name_within(record: RunRecord) -> str:
 def read_failures(directory: Path) -> dict[str, str]:
     """Errors of the runs of a sweep that failed, by name; none if the file is absent or damaged."""
     try:
-        values = parse_json(read_regular(directory / FAILURES))
+        values = parse_json(read_regular(directory / FAILURES, links="near"))
     except (OSError, ValueError):
         return {}
     return {str(name): str(error) for name, error in values.items()} if isinstance(values, dict) else {}

@@ -108,7 +108,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read complete lines with the bytes before each."""
     try:
-        file = os.fdopen(open_regular(path), "rb")
+        file = os.fdopen(open_regular(path, "near"), "rb")
     except OSError:  # absent, or a pipe or a device, which would never end
         return
     position = 0
