@@ -321,6 +321,7 @@ IMPORTERS = {
     "packages/d9d-engine/src/d9d_engine/testing.py",
     "packages/d9d-weights/src/d9d_weights/__init__.py",
     "plugins/d9d-data/src/d9d_data/dataset/items.py",
+    "plugins/d9d-data/src/d9d_data/sources/opening.py",
     "plugins/d9d-flash-attention/src/d9d_flash_attention/backend.py",
     "plugins/d9d-metrics/src/d9d_metrics/confusion/statistics.py",
     "plugins/d9d-optim/src/d9d_optim/imports.py",

@@ -253,7 +253,7 @@ class Sound:
             "".join(json.dumps({"step": n, "loss": 1.0 / n}) + "\n" for n in range(1, 9))
         )
         (copy / "failures.json").write_text(json.dumps({"sound": f"killed {ESCAPE}"}))
-        hows = [damage(draw, copy, self.outside) for _ in range(draw(st.integers(1, 3)))]
+        how = damage(draw, copy, self.outside)
         if draw(st.booleans()) and (run / "metrics.jsonl").is_file():
             name = draw(st.text(max_size=20)) + ESCAPE
             (run / "metrics.jsonl").write_text(json.dumps({"step": draw(st.integers()), name: draw(_NUMBERS)}) + "\n")
@@ -273,7 +273,7 @@ class Sound:
                 if "\x1b" in shown:
                     raise WrongLoad("an escape sequence would reach the terminal")
 
-        return "; ".join(hows), read
+        return how, read
 
     def adapter_case(self, draw: Draw, copy: Path) -> tuple[str, Callable[[], object]]:
         """Fields of an adapter's config, and names of its tensors."""
