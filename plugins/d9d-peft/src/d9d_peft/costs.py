@@ -72,10 +72,12 @@ def _term(config: LowRankConfig, weight: Weight, rows: float, share: Share) -> A
     # Compiled, factor and sum are one pass, and so are the sums of gradients of an input.
     passes, sums = (4, 3) if share.compiled else (6, 5)
     dropped = each * features + rows * features if config.dropout else 0.0  # what is left, and which ones
+    # The head computes with the sum of its weight and the term, and has the gradient of all of it.
+    of_sum = 2 * rows * weight.numbers if weight.kind == "head" else 0.0
     return AdapterCost(
         parameters=number * ranked,
         flops=flops,
-        backward_flops=2 * flops,
+        backward_flops=2 * flops + of_sum,
         traffic=each * (features + passes * outputs) + 2 * dropped,
         backward_traffic=each * (sums * features + 4 * outputs) + dropped,
         kept=each * config.r + dropped,

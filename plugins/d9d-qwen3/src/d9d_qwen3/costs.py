@@ -7,6 +7,7 @@ from dataclasses import replace
 from d9d_core.extend import BlockCost, BuildError, Exchange, OpCost, Share, Stage, StageCost, Weight
 from d9d_moe.costs import dispatch, grouped_swiglu, permutation, router
 from d9d_nn.costs import attention, embedding, linear, linear_cross_entropy, rms_norm, rotated_heads, silu_mul
+from d9d_nn.heads.config import ClassificationHeadConfig, TokenClassificationHeadConfig
 
 from d9d_qwen3.config import Qwen3Config
 from d9d_qwen3.flops import keys_of
@@ -16,8 +17,6 @@ from d9d_qwen3.stages import layers_of
 
 def stage_cost(config: AnyQwen3Config, stage: Stage, share: Share) -> StageCost:
     """Cost of a stage: embedding, layers, and final norm with heads.
-
-    Heads of kind causal_lm count; other heads are small beside them.
 
     Raises:
         BuildError: the ranks of ``tp`` cannot share the heads, or those of ``ep`` the experts.
@@ -194,6 +193,15 @@ def _embedding(config: AnyQwen3Config, share: Share) -> BlockCost:
     return BlockCost("embedding", (cost,), words * hidden, exchanges=out, backward_exchanges=back, is_block=False)
 
 
+def _classes(name: str, classes: int, hidden: int, share: Share, of_tokens: bool) -> OpCost:
+    """Projection of a classifier of tokens, with a bias, or of pooled samples. Each rank of ``tp`` has all of it."""
+    weights = [Weight(f"{name}.weight", (classes, hidden))]
+    if of_tokens:
+        weights.append(Weight(f"{name}.bias", (classes,)))
+    rows = share.tokens if of_tokens else share.samples
+    return linear("classes", rows, hidden, classes, share.width, weights=tuple(weights))
+
+
 def _heads(config: AnyQwen3Config, stage: Stage, share: Share) -> BlockCost:
     hidden, width, tokens = config.hidden_size, share.width, share.tokens
     words = -(-config.vocab_size // share.tensor)
@@ -209,6 +217,10 @@ def _heads(config: AnyQwen3Config, stage: Stage, share: Share) -> BlockCost:
             workspace = max(workspace, besides)
             # A tied head on another stage than the embedding has a copy of its weight.
             parameters += 0 if config.tie_embeddings and stage.is_first else words * hidden
+        elif isinstance(head, ClassificationHeadConfig | TokenClassificationHeadConfig):
+            of_tokens = isinstance(head, TokenClassificationHeadConfig)
+            ops.append(_classes(f"heads.{name}", head.num_classes, hidden, share, of_tokens))
+            parameters += sum(weight.numbers for weight in ops[-1].weights)
     size = width * tokens * hidden
     ahead = (Exchange("all_gather", "tp", size),) if share.tensor > 1 else ()
     back = (Exchange("reduce_scatter", "tp", size),) if share.tensor > 1 else ()

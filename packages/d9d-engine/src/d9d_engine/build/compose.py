@@ -229,7 +229,7 @@ def build(
             utilisation=Utilisation(
                 topology.device,
                 topology.world_size,
-                flops_per_token(job, selection),
+                flops_per_token(job, selection, registry),
                 job.logging.peak_tflops,
                 job.logging.memory,
             ),

@@ -11,6 +11,7 @@ from d9d_core.components.contract import check_metric, check_optimizer
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.config.resolve import Selection, resolve
+from d9d_core.errors import D9dError
 from d9d_core.plugin.capabilities import Circumstances, Judge, Verdict
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
@@ -20,6 +21,7 @@ from d9d_core.protocols.metric import StageMetric
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
 from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
+from torch import Tensor
 
 from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.communication.nodes import node_warning, processes_of_node
@@ -29,6 +31,7 @@ from d9d_engine.build.first_pass.frozen import assemble_frozen, settle_first_pas
 from d9d_engine.build.kernels import KernelChoice, bind_kernels, refuse_unused
 from d9d_engine.build.pretrained import pretrained_weights
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.planner.costs.flops import tuning_flops
 from d9d_engine.step.totals import GradientNorm
 
 
@@ -111,7 +114,11 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     check_optimizer(selection.optimizer, optimizer)
     memory = MemoryEstimate(
         parameters=sum(local(parameter).nbytes for parameter in here.values()),
-        gradients=sum(local(parameter).nbytes for name, parameter in here.items() if name in trained),
+        gradients=sum(
+            local(parameter).numel() * _gradient_dtype(job, parameter).itemsize
+            for name, parameter in here.items()
+            if name in trained
+        ),
         optimizer=sum(
             local(tensor).nbytes for key, tensor in optimizer.state().items() if key.rpartition("/")[0] in here
         ),
@@ -125,7 +132,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         assembly=assembly,
         parameters=(sum(p.numel() for p in assembly.full_model.parameters()), sum(p.numel() for p in trained.values())),
         memory=memory,
-        flops_per_token=flops_per_token(job, selection),
+        flops_per_token=flops_per_token(job, selection, registry),
         program=assembly.pipeline.program(topology.coordinate["pp"], job.microbatches),
         groups=dict(optimizer.describe()),
         kernels=[*assembly.kernels, *step_kernels],
@@ -134,6 +141,11 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         pretrained=pretrained,
         warnings=[] if slow is None else [slow],
     )
+
+
+def _gradient_dtype(job: JobConfig, parameter: Tensor) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else parameter.dtype
+    return dtype
 
 
 def _frozen_bytes(
@@ -214,13 +226,19 @@ def choose_optimizer(
     return optimizer, norm, kernels
 
 
-def flops_per_token(job: JobConfig, selection: Selection) -> float | None:
-    """FLOPs of forward and backward of a token; ``None`` if the model or the data does not tell."""
+def flops_per_token(job: JobConfig, selection: Selection, registry: Registry) -> float | None:
+    """FLOPs of forward and backward of a token; ``None`` if the model, the data or the fine-tuning method tells not."""
     spec = selection.model.spec
     length = getattr(job.data, "sequence_length", None)
     if not isinstance(spec, ModelSpec) or spec.flops is None or length is None:
         return None
-    return float(spec.flops.load()(job.model, length))
+    whole = float(spec.flops.load()(job.model, length))
+    if job.peft is None:
+        return whole
+    try:
+        return whole + tuning_flops(job, registry)
+    except D9dError:
+        return None
 
 
 def circumstances(job: BaseJob, device: torch.device | None) -> Circumstances:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from d9d_core.program.costs import BlockCost, StageCost, StrategyCost
 
-from d9d_engine.planner.costs.update import Update
+from d9d_engine.planner.costs.update import Update, uneven_shards
 from d9d_engine.planner.layout import Layout
 from d9d_engine.planner.live import Moment
 from d9d_engine.planner.workload import Workload
@@ -230,9 +230,11 @@ class MemoryModel:
         trained_experts = sum((block.expert_parameters - block.frozen_experts) * block.count for block in blocks)
         if not self._effect.shards:
             return _Weights(dense + experts, dense + experts, trained + trained_experts)
-        sizes = self._groups.shards.size, self._groups.expert_shards.size
-        shards = (dense / sizes[0] + experts / sizes[1], trained / sizes[0] + trained_experts / sizes[1])
-        return _Weights(dense + experts, *shards)
+        size = self._groups.expert_shards.size
+        uneven = [uneven_shards(block, self._groups.shards.size) for block in blocks]
+        own = sum(block.count * largest for block, (largest, _) in zip(blocks, uneven, strict=True))
+        own_trained = sum(block.count * largest for block, (_, largest) in zip(blocks, uneven, strict=True))
+        return _Weights(dense + experts, own + experts / size, own_trained + trained_experts / size)
 
     def _communication(self, stages: list[int]) -> float:
         """Bytes of whole parameters beside their shards, of whole gradients, and of tensors between stages."""

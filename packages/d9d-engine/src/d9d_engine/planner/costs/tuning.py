@@ -32,7 +32,7 @@ def tuned(stages: Sequence[StageCost], cost: AdapterCosts, share: Share) -> list
 
 
 def _stage(stage: StageCost, cost: AdapterCosts, share: Share, *, passes: bool) -> StageCost:
-    groups: dict[tuple[int, _Effects, bool], list[str]] = {}
+    groups: dict[tuple[int, _Effects, bool, bool], list[str]] = {}
     for number, name in _in_order(stage.blocks):
         block = stage.blocks[number]
         _check(block)
@@ -42,12 +42,14 @@ def _stage(stage: StageCost, cost: AdapterCosts, share: Share, *, passes: bool) 
             )
             for op in block.ops
         )
-        passes = passes or any(one.trains or one.parameters for each in effects for one in each)
-        groups.setdefault((number, effects, passes), []).append(name)
+        into = passes
+        passes = passes or any(map(_trains, effects))
+        groups.setdefault((number, effects, into, passes), []).append(name)
     return replace(
         stage,
         blocks=tuple(
-            _block(stage.blocks[number], names, effects, passes) for (number, effects, passes), names in groups.items()
+            _block(stage.blocks[number], names, effects, into, passes)
+            for (number, effects, into, passes), names in groups.items()
         ),
     )
 
@@ -77,11 +79,21 @@ def _by_number(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _block(block: BlockCost, names: Sequence[str], effects: _Effects, passes: bool) -> BlockCost:
+def _trains(effects: Sequence[AdapterCost]) -> bool:
+    return any(one.trains or one.parameters for one in effects)
+
+
+def _block(block: BlockCost, names: Sequence[str], effects: _Effects, into: bool, passes: bool) -> BlockCost:
+    """Cost of a block whose input has a gradient or not (``into``), and whose output has one or not (``passes``)."""
     ops: list[OpCost] = []
+    reached = into
     trained, trained_experts, added, added_experts, released = 0, 0, 0, 0, 0.0
     for op, each in zip(block.ops, effects, strict=True):
-        ops.append(_op(op, each, passes))
+        begins = not reached and _trains(each)  # the first op with a backward, whose input needs no gradient
+        reached = reached or begins
+        ops.append(_op(op, each, reached))
+        if begins and op.kind in _PRODUCTS:
+            ops[-1] = replace(ops[-1], backward_flops=max(0.0, ops[-1].backward_flops - op.flops))
         released += op.workspace - ops[-1].workspace
         for weight, one in zip(op.weights, each, strict=True):
             of_bank = weight.kind == "bank"

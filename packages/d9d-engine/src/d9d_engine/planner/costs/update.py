@@ -58,7 +58,7 @@ class Updates:
         """Update of blocks whose parameters all cost the same; searches ask for many."""
         cost, number, largest = self.cost, 0.0, 0.0
         for block in blocks:
-            own = (block.parameters - block.frozen) / self.shards
+            _, own = uneven_shards(block, self.shards)
             number += block.count * (own + (block.expert_parameters - block.frozen_experts) / self.expert_shards)
             if cost.workspace_of_one:
                 trained = (weight for op in block.ops for weight in op.weights if weight.trains)
@@ -110,3 +110,20 @@ class Updates:
 
     def _ranks(self, weight: Weight) -> int:
         return self.expert_shards if weight.kind == "bank" else self.shards
+
+
+def uneven_shards(block: BlockCost, ranks: int) -> tuple[float, float]:
+    """Parameters of a block, and those of them that train, on the rank with the most, without banks of experts.
+
+    Shards are rows: of 257 over four ranks, the first has 65. Parameters that no op names count as if they were even.
+    """
+    largest, trained, left, left_trained = 0, 0, block.parameters, block.parameters - block.frozen
+    for weight in (weight for op in block.ops for weight in op.weights if weight.kind != "bank"):
+        if weight.numbers > left:  # such as of a tied head, whose weight is counted elsewhere
+            continue
+        rows = weight.shape[0] if weight.shape else 1
+        own = -(-rows // ranks) * (weight.numbers // rows)
+        largest, left = largest + own, left - weight.numbers
+        if weight.trains:
+            trained, left_trained = trained + own, left_trained - weight.numbers
+    return largest + left / ranks, trained + max(0, left_trained) / ranks
