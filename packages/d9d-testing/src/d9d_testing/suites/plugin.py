@@ -68,10 +68,10 @@ class PluginSuite:
     def test_configs_and_formats_of_model_files_load_without_torch(self) -> None:
         """A job is read, and the ``config.json`` of the model that it names, before torch is imported."""
         references = [
-            entry.spec.refs()[field]
+            reference
             for entry in self._specs()
-            for field in ("config", "hugging_face")
-            if field in entry.spec.refs()
+            for field, reference in _spec(entry).refs().items()
+            if field in ("config", "hugging_face")
         ]
         modules = dict.fromkeys(str(reference).partition(":")[0] for reference in references)
         found = import_fresh(*modules) if modules else {}

@@ -20,7 +20,8 @@ class StateGraph:
         sources: the tensors there are.
         outputs: name -> value, in order.
         fresh: names of outputs that have no source on purpose.
-        duplicates: sources that are left out because others hold the same numbers; :func:`check_duplicates` compares.
+        duplicates: sources that are left out because others hold the same numbers, which
+            :func:`~d9d_weights.hugging_face.load.check_duplicates` compares.
 
     Args:
         mapper: how names and shapes change.

@@ -61,7 +61,7 @@ class Select(Mapper):
 class Drop(Mapper):
     """Selection that leaves tensors out, such as a head that the model lacks. Its inverse does nothing.
 
-    :attr:`StateGraph.left_out` lists them for the user; a copy of another tensor is a :class:`Copy`.
+    :attr:`d9d_weights.graph.graph.StateGraph.left_out` lists them for the user; a copy of another tensor is a :class:`Copy`.
 
     Attributes:
         name: of the tensor, or a pattern.
@@ -91,7 +91,8 @@ class Drop(Mapper):
 class Copy(Mapper):
     """Selection that leaves out a tensor which holds the same numbers as another, such as the head of a tied model.
 
-    Nothing happens if it is absent. Whoever reads the files compares the two, see :func:`check_duplicates`.
+    Nothing happens if it is absent. Readers of files compare the two with
+    :func:`~d9d_weights.hugging_face.load.check_duplicates`.
 
     Attributes:
         name: of the tensor.
