@@ -61,7 +61,8 @@ class Select(Mapper):
 class Drop(Mapper):
     """Selection that leaves tensors out, such as a head that the model lacks. Its inverse does nothing.
 
-    :attr:`d9d_weights.graph.graph.StateGraph.left_out` lists them for the user; a copy of another tensor is a :class:`Copy`.
+    :attr:`~d9d_weights.graph.graph.StateGraph.left_out` lists them for the user. A copy of another tensor is a
+    :class:`Copy`.
 
     Attributes:
         name: of the tensor, or a pattern.
