@@ -122,7 +122,13 @@ BOMBS: dict[str, tuple[Callable[[Path], None], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BOMBS)
+#: Those that are made in a moment; the others take seconds, in which gigabytes are compressed.
+QUICK = ("delta.parquet", "numbers.parquet", "dictionary.arrow", "lists.arrow", "nulls.arrow", "values.jsonl.gz")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name in BOMBS]
+)
 def test_a_small_file_takes_little_memory(name: str, tmp_path: Path) -> None:
     write, says = BOMBS[name]
     write(tmp_path / name)
