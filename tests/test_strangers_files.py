@@ -109,7 +109,7 @@ CONFIGS: Mapping[str, tuple[str, Any]] = {
     "many sequences": ("generation_config.json", {"num_return_sequences": 1000}),
     "a temperature that is a list": ("generation_config.json", {"do_sample": True, "temperature": [1]}),
     "a negative temperature": ("generation_config.json", {"do_sample": True, "temperature": -1.0}),
-    "a cache that nobody has": ("generation_config.json", {"cache_implementation": "x"}),
+    "a cache that does not exist": ("generation_config.json", {"cache_implementation": "x"}),
     "a list in place of an object": ("generation_config.json", []),
     "forced tokens that are none": ("generation_config.json", {"forced_bos_token_id": "x", "bad_words_ids": [["x"]]}),
     "a config without a kind": ("config.json", {"model_type": None, "architectures": None}),
@@ -123,10 +123,10 @@ CONFIGS: Mapping[str, tuple[str, Any]] = {
     "a billion layers": ("config.json", {"num_hidden_layers": 10**9}),
     "a huge matrix": ("config.json", {"intermediate_size": 10**12}),
     "positions that are a text": ("config.json", {"max_position_embeddings": "x"}),
-    "an activation that nobody has": ("config.json", {"hidden_act": "os.system"}),
+    "an activation that does not exist": ("config.json", {"hidden_act": "os.system"}),
     "code of its own": ("config.json", {"model_type": "x", "auto_map": {"AutoConfig": "evil.Evil"}}),
-    "a number format that nobody has": ("config.json", {"dtype": "float3", "torch_dtype": "float3"}),
-    "quantization that nobody has": ("config.json", {"quantization_config": {"quant_method": "x"}}),
+    "a number format that does not exist": ("config.json", {"dtype": "float3", "torch_dtype": "float3"}),
+    "quantization that does not exist": ("config.json", {"quantization_config": {"quant_method": "x"}}),
     "rotary settings that are a number": ("config.json", {"rope_scaling": 3, "rope_parameters": 3}),
     "text that is no JSON": ("config.json", "{"),
     "a tokenizer of an unknown class": ("tokenizer_config.json", {"tokenizer_class": "os.system"}),
@@ -137,8 +137,8 @@ HARMLESS = {
     "ends that are texts", "ends that are lists of lists", "forced tokens that are none", "positions that are a text",
     "architectures that are a number", "architectures that are numbers", "a config without a kind",
     "special tokens that are numbers", "a list in place of an object", "a tokenizer of an unknown class",
-    "a number format that nobody has", "rotary settings that are a number", "quantization that nobody has",
-    "a cache that nobody has", "a size of zero",
+    "a number format that does not exist", "rotary settings that are a number", "quantization that does not exist",
+    "a cache that does not exist", "a size of zero",
 }  # fmt: skip
 
 

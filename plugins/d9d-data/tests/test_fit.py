@@ -134,7 +134,7 @@ def test_what_is_cut_or_left_out_is_counted_and_said_at_each_start(
 def test_tokens_that_are_given_and_tokens_that_are_lost_are_all(
     name: str, policy: str, tmp_path: Path, model: Path
 ) -> None:
-    """What is shown as lost is what a longer sample would have."""
+    """The text that is shown as lost is the rest that a longer sample would have."""
     case = CASES[name]
     short = 16 if "labelled" in name or name in ("documents", "pairs") else SHORT
     every = tokens_of(case.open(tmp_path, model, [], True, sequence_length=LONG))
@@ -159,7 +159,7 @@ def test_answers_that_are_cut_are_said_to_be_incomplete(tmp_path: Path, model: P
 
 
 def test_an_answer_whose_white_space_alone_is_cut_is_complete(tmp_path: Path, model: Path) -> None:
-    """Nothing learns the line break that a template writes after the end of a turn."""
+    """The line break that a template writes after the end of a turn is never learned."""
     case, notes = CASES["chat"], list[str]()
     longest = case.open(tmp_path, model, [], sequence_length=SHORT).facts["longest"]
     stream = case.open(tmp_path, model, notes, sequence_length=longest - 2)

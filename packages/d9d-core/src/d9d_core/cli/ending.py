@@ -34,7 +34,7 @@ def end_in_time(status: int) -> None:
         with suppress(OSError):
             os.write(2, text.encode(errors="replace"))
         for child in _children():
-            child.kill()  # it would be nobody's
+            child.kill()  # no process would wait for it
         os._exit(status)
 
     threading.Thread(target=watch, name="d9d-end", daemon=True).start()

@@ -19,7 +19,7 @@ class SurvivingFile(io.FileIO):
 
     Attributes:
         lost: error of the last write that failed although somebody may still want to read.
-        incidental: what is written only reports on work whose result lies elsewhere.
+        incidental: the output only reports on work whose result lies elsewhere.
     """
 
     lost: OSError | None = None
@@ -71,7 +71,7 @@ def output_is_incidental() -> None:
 
 
 def _surviving(stream: TextIO) -> TextIO:
-    """The same stream over a surviving file, if it is one of the process's own, and no console of Windows."""
+    """Stream over a surviving file in place of one of the process's own; others, and consoles of Windows, stay."""
     if os.name == "nt" or stream not in (sys.__stdout__, sys.__stderr__) or not isinstance(stream, io.TextIOWrapper):
         return stream
     try:

@@ -214,7 +214,7 @@ def _read_json(text: str, source: str) -> tuple[Any, dict[Location, int]]:
 
 
 def _undated(values: Any) -> Any:
-    """Values with dates and times as texts, which is what the other formats have."""
+    """Values with dates and times as texts, as in the other formats."""
     if isinstance(values, dict):
         return {key: _undated(value) for key, value in values.items()}
     if isinstance(values, list):

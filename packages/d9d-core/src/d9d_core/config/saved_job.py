@@ -1,4 +1,4 @@
-"""Job files that lie in a directory: read as data, because whoever made the directory wrote them.
+"""Job files that lie in a directory: read as data, because the author of the directory wrote them.
 
 A job file that a user names is trusted like a script. One that a command finds in a directory (of a run, a model, an
 adapter) may be a stranger's: its plain fields and the names of installed components count, and everything in it that

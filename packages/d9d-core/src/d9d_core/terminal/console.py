@@ -24,7 +24,7 @@ class VisibleConsole(Console):
 def console_for() -> Console:
     """Standard output, taking all text literally: plugins' texts may hold brackets.
 
-    A pipe gets uncut lines: whoever reads them cuts them as needed.
+    A pipe gets uncut lines; its reader cuts them as needed.
     """
     width = None if sys.stdout.isatty() else 10_000
     return VisibleConsole(width=width, markup=False, highlight=False)

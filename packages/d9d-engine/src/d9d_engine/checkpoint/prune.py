@@ -58,7 +58,7 @@ class Pruner:
         self._scores: dict[int, float | None] = {}
 
     def prune(self, saved: int, kept_before: Iterable[int] = ()) -> str | None:
-        """Remove what is kept no longer now that step ``saved`` exists; see :meth:`Retention.surplus`.
+        """Remove the checkpoints that are not kept now that step ``saved`` exists; see :meth:`Retention.surplus`.
 
         Returns:
             What went wrong, if anything did.

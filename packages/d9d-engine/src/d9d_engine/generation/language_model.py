@@ -205,7 +205,7 @@ class LanguageModel:
 
     @cached_property
     def _templates(self) -> TemplateProcess:
-        """Chat templates, which are rendered in a process of their own: whoever published the model wrote them."""
+        """Chat templates, which are rendered in a process of their own: the publisher of the model wrote them."""
         given = self.tokenizer.chat_template
         texts = given if isinstance(given, dict) else {"default": given}
         try:

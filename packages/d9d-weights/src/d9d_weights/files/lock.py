@@ -184,4 +184,4 @@ def _text(path: Path) -> str:
 
 def _warn(text: str) -> None:
     with suppress(OSError):
-        print(visible(f"warning: {text}"), file=sys.stderr, flush=True)  # noqa: T201 - nobody else is there to say it
+        print(visible(f"warning: {text}"), file=sys.stderr, flush=True)  # noqa: T201 - the lock has no other way to say it

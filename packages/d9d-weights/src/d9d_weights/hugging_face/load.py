@@ -35,7 +35,7 @@ def load_tensors(
 ) -> None:
     """Load tensors: fill each target with the graph's output of its name, converted to its dtype.
 
-    What the graph leaves out as copies of others is not compared, see :func:`check_duplicates`.
+    Copies that the graph leaves out are not compared with their originals, see :func:`check_duplicates`.
 
     The host's memory holds no more than the source's buffers, one for each thread, unless the graph computes something
     from full tensors.

@@ -125,7 +125,7 @@ class TextEncoder:
 
     Args:
         tokenizer: makes the ids.
-        limit: on the tokens of a text; ``None`` if whoever reads the tokens takes as many as it needs.
+        limit: on the tokens of a text; ``None`` if the reader of the tokens takes as many as it needs.
     """
 
     columns: Mapping[str, npt.DTypeLike] = {}

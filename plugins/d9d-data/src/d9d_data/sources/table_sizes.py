@@ -52,7 +52,7 @@ def check_size(file: SourceFile, what: str, promised: int, stored: int) -> None:
 
 @dataclass(frozen=True)
 class ParquetSizes:
-    """How a Parquet file is read in bounded memory.
+    """Plan for reading a Parquet file in bounded memory.
 
     Attributes:
         rows: rows of a batch.

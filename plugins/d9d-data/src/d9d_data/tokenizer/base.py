@@ -68,7 +68,7 @@ class TextTokenizer:
 
     @property
     def quoted(self) -> Literal["text", "token"]:
-        """What a text becomes that spells a special token."""
+        """Reading of a text that spells a special token: as its characters, or as the token."""
         return "token" if self.recognises_special_tokens else "text"
 
     def spelled(self, texts: Iterable[str]) -> str:

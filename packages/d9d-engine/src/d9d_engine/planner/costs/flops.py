@@ -20,7 +20,7 @@ def tuning_flops(job: JobConfig, registry: Registry) -> float:
     """Difference of the FLOPs of a token with the job's fine-tuning method and without, as MFU counts them.
 
     A frozen weight has no gradient of its own: two FLOPs of six are left out. Before the first weight that trains there
-    is no backward at all. What the method adds counts like the rest of the model.
+    is no backward at all. Products that the method adds count like the rest.
 
     Raises:
         D9dError: nothing describes the costs of the model or of the method.
