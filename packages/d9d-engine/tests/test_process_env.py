@@ -198,6 +198,13 @@ def test_mpi_names_a_rank(mpi: dict[str, str]) -> None:
     assert process_env({**SLURM, **OPEN_MPI}).launcher == "mpi"  # mpirun in a step of Slurm
 
 
+def test_variables_of_mpi_that_are_there_are_named_beside_those_that_lack() -> None:
+    some = {name: value for name, value in OPEN_MPI.items() if "LOCAL" not in name}
+    text = "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE are set, but OMPI_COMM_WORLD_LOCAL_RANK, .* are not; mpirun"
+    with pytest.raises(JobError, match=text):
+        process_env(some, MASTER_ADDR="head")
+
+
 def test_one_process_of_mpi_is_alone() -> None:
     assert process_env({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}).launcher is None
 

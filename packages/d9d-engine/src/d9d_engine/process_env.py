@@ -300,10 +300,11 @@ def _slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
     return host, 12_000 + _number(environ, "SLURM_JOB_ID") % 16_000
 
 
-def _need(environ: Mapping[str, str], names: Iterable[str], hint: str) -> None:
+def _need(environ: Mapping[str, str], names: Sequence[str], hint: str) -> None:
     missing = [name for name in names if not environ.get(name)]
     if missing:
-        present = [name for name in (*_TORCHRUN, *_SLURM, "MASTER_ADDR", "MASTER_PORT") if environ.get(name)]
+        known = dict.fromkeys((*names, *_TORCHRUN, *_SLURM, "MASTER_ADDR", "MASTER_PORT"))
+        present = [name for name in known if environ.get(name)]
         raise JobError(f"{_list(present)} set, but {_list(missing)} not; {hint}")
 
 
