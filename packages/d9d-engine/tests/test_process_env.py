@@ -200,7 +200,7 @@ def test_mpi_names_a_rank(mpi: dict[str, str]) -> None:
 
 def test_variables_of_mpi_that_are_there_are_named_beside_those_that_lack() -> None:
     some = {name: value for name, value in OPEN_MPI.items() if "LOCAL" not in name}
-    text = "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE are set, but OMPI_COMM_WORLD_LOCAL_RANK, .* are not; mpirun"
+    text = "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, MASTER_ADDR are set, but OMPI_COMM_WORLD_LOCAL_RANK, .* are not"
     with pytest.raises(JobError, match=text):
         process_env(some, MASTER_ADDR="head")
 
