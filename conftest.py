@@ -20,9 +20,11 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Choose for a whole suite what its caller left open; who debugs names a path, and gets plain pytest."""
-    # A shell's background jobs ignore Ctrl-C, and so would all that tests start and interrupt.
+    # A shell's background jobs ignore Ctrl-C, and those of nohup SIGHUP; so would all that tests start and interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Workers come here too, and would start workers of their own.
     inside = "PYTEST_XDIST_WORKER" in os.environ
     if inside or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:

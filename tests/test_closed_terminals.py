@@ -110,6 +110,7 @@ def test_a_closed_terminal_lets_the_run_save_and_end(small_job: Write, tmp_path:
     job = small_job("run", steps=100_000, **layout)
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, it would be ignored there, too
         os.execv(sys.executable, [*D9D, "train", str(job), *["--nproc", "2"] * (processes == 2)])
     wait_until_it_trains(tmp_path / "runs" / "run")
     os.close(terminal)

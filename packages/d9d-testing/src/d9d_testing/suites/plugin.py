@@ -65,13 +65,13 @@ class PluginSuite:
         """Every ``Ref`` leads to something; what builds can be called."""
         _none(problem for entry in self._specs() for problem in _reference_problems(entry))
 
-    def test_configs_and_formats_of_model_files_load_without_torch(self) -> None:
-        """A job is read, and the ``config.json`` of the model that it names, before torch is imported."""
+    def test_formats_of_model_files_load_without_torch(self) -> None:
+        """The ``config.json`` of the model that a job names is read before torch is imported."""
         references = [
             reference
             for entry in self._specs()
             for field, reference in _spec(entry).refs().items()
-            if field in ("config", "hugging_face")
+            if field == "hugging_face"
         ]
         modules = dict.fromkeys(str(reference).partition(":")[0] for reference in references)
         found = import_fresh(*modules) if modules else {}
