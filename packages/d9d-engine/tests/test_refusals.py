@@ -51,6 +51,22 @@ def test_a_metric_may_read_less_and_a_task_need_not_say_what_it_observes(job: Ma
     job().use(changed("d9d_tasks", observes=None)).check(1)
 
 
+def test_a_task_that_reads_what_a_dataset_does_not_give_is_refused_by_name(job: MakeJob) -> None:
+    run = job(data="toy_tokens", evaluation={"every": 4, "sets": {"a": "toy_data", "b": "toy_tokens"}})
+    with pytest.raises(JobError) as error:
+        run.check(1)
+    text = (
+        "task 'toy_task' (d9d_testing.toy.plugin) reads mask, x, y, which dataset 'toy_tokens' "
+        "(d9d_testing.toy.plugin) does not give; 'toy_data' does"
+    )
+    assert str(error.value).splitlines() == [f"data: {text}", f"evaluation.sets.b: {text}"]
+
+
+def test_tensors_that_records_do_not_name_are_undecided(job: MakeJob) -> None:
+    job(data="toy_tokens").use(changed("d9d_datasets", gives=None)).check(1)
+    job(data="toy_tokens").use(changed("d9d_tasks", reads=set())).check(1)
+
+
 @pytest.mark.parametrize(("hook", "field"), [("d9d_tasks", "observes"), ("d9d_metrics", "reads")])
 def test_a_string_is_no_set_of_observations(hook: str, field: str) -> None:
     with pytest.raises(TypeError, match="expected a set of observations, got the string 'absolute'"):

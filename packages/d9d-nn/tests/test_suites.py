@@ -87,7 +87,7 @@ class TestDpo(TaskSuite):
     def microbatch(self, samples: slice, *, counted: bool = True) -> Mapping[str, Tensor]:
         rows = observations.microbatch(slice(2 * samples.start, 2 * samples.stop), counted=counted)
         reference = torch.linspace(-1, 1, 2 * self.samples).view(-1, 2)
-        return {**rows, "reference_logps": reference[samples]}
+        return {**rows, "samples": torch.arange(self.samples)[samples], "reference_logps": reference[samples]}
 
 
 class TestDistillation(TaskSuite):

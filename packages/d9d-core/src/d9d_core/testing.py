@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from d9d_core.components import instantiate
@@ -11,6 +11,7 @@ from d9d_core.config.document import Document
 from d9d_core.config.inner import choose
 from d9d_core.config.job import Mesh
 from d9d_core.config.load import validate_job
+from d9d_core.config.resolve import tensors_given
 from d9d_core.failures import describe
 from d9d_core.plugin import Registry, installed
 from d9d_core.plugin.capabilities import MESH_AXES, MODEL_TRAITS
@@ -23,6 +24,7 @@ __all__ = [
     "Mesh",
     "describe",
     "file_plugin",
+    "given_by",
     "inner_builder",
     "installed",
     "validate_job",
@@ -38,3 +40,13 @@ def inner_builder(registry: Registry, kind: str, config: PluginConfig) -> Callab
         config: of the outer component.
     """
     return instantiate.inner_builder(choose(registry, kind, kind, config))
+
+
+def given_by(registry: Registry, dataset: PluginConfig) -> Set[str] | None:
+    """Tensors that every microbatch of a dataset has, as its record says; ``None`` if that is not known.
+
+    Args:
+        registry: meaning of the names in the config.
+        dataset: its config.
+    """
+    return tensors_given(choose(registry, "dataset", "data", dataset))

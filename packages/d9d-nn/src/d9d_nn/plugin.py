@@ -19,6 +19,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="Next-token prediction; one loss term, cross_entropy.",
         config=Ref("d9d_nn.causal_lm.config:CausalLMConfig"),
         build=Ref("d9d_nn.causal_lm.task:CausalLM"),
+        reads=frozenset({"tokens", "targets"}),
         observes=frozenset({"token_loss", "targets"}),
         on_demand=frozenset({"token_ranks", "weights"}),
         requires=frozenset({"model:causal_lm"}),
@@ -28,6 +29,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="One label per sample; one loss term, cross_entropy.",
         config=Ref("d9d_nn.classification.config:ClassificationConfig"),
         build=Ref("d9d_nn.classification.task:Classification"),
+        reads=frozenset({"tokens", "labels"}),
         observes=frozenset({"class_logits", "labels"}),
         # Which heads a model has is its config's choice, not its record's: the task's check looks there.
     )
@@ -36,6 +38,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="Direct preference optimisation over pairs of texts; one loss term, dpo.",
         config=Ref("d9d_nn.preference.config:DpoConfig"),
         build=Ref("d9d_nn.preference.task:Dpo"),
+        reads=frozenset({"tokens", "targets", "samples"}),
         observes=frozenset({"chosen_rewards", "rejected_rewards"}),
         requires=frozenset({"model:causal_lm"}),
     )
@@ -44,6 +47,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="The next-token distribution of a teacher in the same job; loss term divergence, maybe cross_entropy.",
         config=Ref("d9d_nn.distillation.config:DistillationConfig"),
         build=Ref("d9d_nn.distillation.task:Distillation"),
+        reads=frozenset({"tokens", "targets"}),
         observes=frozenset({"targets"}),
         requires=frozenset({"model:causal_lm"}),
     )
@@ -52,6 +56,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="Similar embeddings of texts that belong together; one loss term, contrastive.",
         config=Ref("d9d_nn.contrastive.config:EmbeddingConfig"),
         build=Ref("d9d_nn.contrastive.task:Embedding"),
+        reads=frozenset({"tokens", "samples"}),
         observes=frozenset({"contrastive_loss", "retrieval_hits"}),
     )
     yield TaskSpec(
@@ -59,6 +64,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="One label per token; one loss term, cross_entropy.",
         config=Ref("d9d_nn.classification.config:TokenClassificationConfig"),
         build=Ref("d9d_nn.classification.task:TokenClassification"),
+        reads=frozenset({"tokens", "labels"}),
         observes=frozenset({"class_logits", "labels"}),
     )
 

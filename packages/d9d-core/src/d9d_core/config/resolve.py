@@ -14,7 +14,7 @@ from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.errors import JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, order
 from d9d_core.plugin.kernels import find_kernel
-from d9d_core.plugin.records import MetricSpec, ModelSpec, TaskSpec
+from d9d_core.plugin.records import DatasetSpec, MetricSpec, ModelSpec, TaskSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.metric import ChoosesObservations
 
@@ -105,6 +105,7 @@ def resolve(job: JobConfig, registry: Registry, circumstances: Circumstances) ->
     """
     selection = select(job, registry)
     _check_metrics(selection)
+    _check_tensors(selection, registry)
     if job.export and isinstance(selection.model.spec, ModelSpec) and selection.model.spec.hugging_face is None:
         raise JobError(f"export: model {selection.model.entry} has no Hugging Face layout; set 'export: false'")
     return _checked(job, selection, registry, circumstances)
@@ -230,6 +231,53 @@ def _check_metrics(selection: Selection) -> None:
             failed.append(f"{chosen.where}: metric {chosen.entry} reads {missing}, {does_not}")
     if failed:
         raise JobError("\n".join(failed))
+
+
+def _check_tensors(selection: Selection, registry: Registry) -> None:
+    """Compare the tensors that the task reads with those that each dataset gives, where records name them."""
+    task = selection.task.spec
+    if not isinstance(task, TaskSpec):
+        return
+    failed = []
+    for chosen in (selection.dataset, *(chosen for chosen, _ in selection.evaluation)):
+        given = tensors_given(chosen)
+        if given is None or task.reads <= given:
+            continue
+        missing = ", ".join(sorted(task.reads - given))
+        do = _quoted(_giving(registry, task.reads))
+        hint = f"{do} does" if do.count("'") == 2 else f"{do} do" if do else "no installed dataset says that it does"
+        failed.append(
+            f"{chosen.where}: task {selection.task.entry} reads {missing}, which dataset {chosen.entry} does not give; "
+            f"{hint}"
+        )
+    if failed:
+        raise JobError("\n".join(failed))
+
+
+def tensors_given(dataset: Chosen) -> Set[str] | None:
+    """Tensors that every microbatch of a dataset has, as its record says; ``None`` if that is not known."""
+    spec = dataset.spec
+    assert isinstance(spec, DatasetSpec)
+    if spec.gives != "inner":
+        return spec.gives
+    inside = [tensors_given(inner) for inner, _ in dataset.inner if isinstance(inner.spec, DatasetSpec)]
+    known = [frozenset(given) for given in inside if given is not None]
+    return frozenset.intersection(*known) if known and len(known) == len(inside) else None
+
+
+def _giving(registry: Registry, tensors: Set[str]) -> list[str]:
+    """Names of the datasets whose records say that they give these tensors."""
+    specs = [entry.spec for entry in registry.entries("dataset")]
+    return sorted(
+        spec.name
+        for spec in specs
+        if isinstance(spec, DatasetSpec) and spec.gives is not None and spec.gives != "inner" and tensors <= spec.gives
+    )
+
+
+def _quoted(names: Sequence[str]) -> str:
+    quoted = [f"'{name}'" for name in names]
+    return " and ".join(filter(None, [", ".join(quoted[:-1]), *quoted[-1:]]))
 
 
 def observations_read(chosen: Chosen, config: PluginConfig) -> Set[str]:

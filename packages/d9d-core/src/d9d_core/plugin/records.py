@@ -182,16 +182,20 @@ class TaskSpec(ConfiguredSpec):
             with the task is refused before anything is built; ``None`` if they are not known here.
         on_demand: further names, of what is there if a metric reads it and the model can compute it
             (:class:`d9d_core.extend.ObservesOnDemand`), or if the data has it.
+        reads: names of the tensors of a microbatch that the task cannot do without, so that a dataset that does not
+            give them is refused before it is opened; empty if they are not known here.
     """
 
     observes: Set[str] | None = None
     on_demand: Set[str] = frozenset()
+    reads: Set[str] = frozenset()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.observes is not None:
             object.__setattr__(self, "observes", _tokens(self.observes, "observations"))
         object.__setattr__(self, "on_demand", _tokens(self.on_demand, "observations"))
+        object.__setattr__(self, "reads", _tokens(self.reads, "tensors"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +210,19 @@ class WriterSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSpec(ConfiguredSpec):
-    """A dataset. ``build(config, context: DataContext) -> DataStream``."""
+    """A dataset. ``build(config, context: DataContext) -> DataStream``.
+
+    Attributes:
+        gives: names of the tensors that every microbatch has; ``None`` if they are not known here. ``"inner"``: those
+            that all datasets inside of its config give.
+    """
+
+    gives: Set[str] | Literal["inner"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gives not in ("inner", None):
+            object.__setattr__(self, "gives", _tokens(self.gives, "tensors"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from d9d_core.extend import DataContext, DataError, packs_documents
+from d9d_core.testing import given_by
 from torch import Tensor
 
-from d9d_testing.suites.support.component import ComponentSuite, configured, plain_json
+from d9d_testing.suites.support.component import ComponentSuite, configured, plain_json, registry_of
 
 _Plain = list[dict[str, Tensor]]
 
@@ -120,6 +121,20 @@ class DatasetSuite(ComponentSuite):
                         f"{self.rows_per_sample} that a sample has"
                     )
         assert len(names) == 1, f"microbatches have different names: {sorted(names)}"
+
+    def test_every_microbatch_has_the_tensors_that_the_record_names(self, tmp_path: Path) -> None:
+        """Tasks that read others are refused before the data is opened."""
+        config = configured(self.kind, self.plugin, self.target, {**self.config, **self._data(tmp_path)})[1]
+        given = given_by(registry_of(self.plugin), config)
+        if given is None:
+            pytest.skip("the record does not say which tensors it gives")
+        with self.opened(tmp_path) as stream:
+            for microbatch in itertools.chain(*self.take(stream, self.packs)):
+                lacking = sorted(given - microbatch.keys())
+                assert not lacking, (
+                    f"a microbatch has {sorted(microbatch)} and lacks {lacking}, which the record says it gives; name "
+                    "those in gives that every microbatch has"
+                )
 
     def test_samples_hold_several_documents_only_if_the_config_says_so(self, tmp_path: Path) -> None:
         """Kernels of attention are chosen by that, and ignore ``documents`` where it is denied."""

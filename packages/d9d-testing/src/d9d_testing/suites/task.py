@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import D9dError, Microbatch, StageInputs
+from d9d_core.extend import D9dError, Microbatch, StageInputs, TwoPassTask
 from torch import Tensor
 
 from d9d_testing.suites.support import observations
-from d9d_testing.suites.support.component import ComponentSuite
+from d9d_testing.suites.support.component import ComponentSuite, configured
 from d9d_testing.suites.support.tensors import HostReads, bits, differing
 from d9d_testing.tolerances import assert_close_values
 
@@ -171,6 +171,19 @@ class TaskSuite(ComponentSuite):
         changed = differing(before, bits(batch))
         assert not changed, f"the task writes into {changed} of the microbatch"
 
+    def test_what_the_record_reads_is_what_the_task_needs(self) -> None:
+        """A dataset that lacks one of these tensors is refused, one that gives no others is not."""
+        spec = configured(self.kind, self.plugin, self.target, self.config)[0]
+        batch = self.whole()
+        unknown = sorted(spec.reads - batch.keys())
+        assert not unknown, f"the record says that the task reads {unknown}, which microbatch() does not have"
+        for name in sorted(spec.reads):
+            with pytest.raises((D9dError, KeyError)):  # noqa: PT012 - whichever method comes to it
+                self._run({other: tensor for other, tensor in batch.items() if other != name}, batch)
+                raise AssertionError(f"the task works without {name}, which its record says it reads; take it out")
+        if spec.reads and not isinstance(self.build(), TwoPassTask):  # whose first pass adds tensors
+            self._run({name: batch[name] for name in spec.reads}, batch)
+
     def test_tokens_are_counted_without_waiting(self) -> None:
         """From shapes alone; or, where some positions are padding, on the device."""
         task, batch = self.build(), self.whole()
@@ -218,6 +231,18 @@ class TaskSuite(ComponentSuite):
             with pytest.raises(D9dError) as refusal:
                 self.build().check(SimpleNamespace(**model), dict(known))
             assert str(refusal.value), f"a model with {dict(model)} is refused without a reason"
+
+    def _run(self, batch: Microbatch, whole: Microbatch) -> None:
+        """Call each method of a new task that reads a microbatch, with the outputs of the whole one."""
+        task = self.build()
+        task.count(batch)
+        if isinstance(task, TwoPassTask):
+            task.first_inputs(batch)
+        task.weights(batch)
+        task.inputs(batch)
+        outputs = self.outputs(whole, torch.ones((), requires_grad=True))
+        task.losses(outputs, batch)
+        task.observations(outputs, batch)
 
     # --- what subclasses may use
 
