@@ -11,6 +11,7 @@ from d9d_core.errors import DataError, JobError
 from d9d_core.events import StepEnds, ValuesLogged
 from d9d_core.types import State
 from d9d_engine.api import Job
+from d9d_engine.run.evaluation import series_of_sets
 from d9d_engine.run.real_samples import only
 from d9d_engine.subscribers.config import EarlyStoppingConfig
 from d9d_engine.subscribers.early_stopping import EarlyStopping
@@ -98,6 +99,17 @@ def test_a_series_that_is_never_logged_is_an_error_at_start(
         quiet(job(evaluation=section, checkpoint={"best": {"series": series}}))
     with pytest.raises(JobError, match=r"^subscribers\[0\]\.series: " + message):
         quiet(job(evaluation=section, subscribers=stopping(series=series)))
+    with pytest.raises(JobError, match=r"^checkpoint\.best\.series: " + message):
+        job(evaluation=section, checkpoint={"best": {"series": series}}).plan(1)
+    with pytest.raises(JobError, match=r"^subscribers\[0\]\.series: " + message):
+        job(evaluation=section, subscribers=stopping(series=series)).plan(1)
+
+
+def test_series_that_are_sure_to_come_are_those_that_an_evaluation_logs(job: MakeJob) -> None:
+    run = job(evaluation={"every": 4, "sets": {"a": "toy_data", "b": "toy_data"}})
+    quiet(run).train()
+    logged = {name for line in metrics_of(run) for name in line if name.startswith("eval/")}
+    assert logged == set(series_of_sets(["a", "b"], ["error", "decay"], None))
 
 
 def test_a_series_of_a_metric_may_choose_the_best(job: MakeJob) -> None:

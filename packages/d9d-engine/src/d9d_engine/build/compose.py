@@ -28,8 +28,9 @@ from d9d_engine.build.export import Exporter
 from d9d_engine.build.first_pass.build import build_first_pass
 from d9d_engine.build.parts.cuda_graphs import step_mark
 from d9d_engine.build.parts.data import documents_of, open_data, split_of
-from d9d_engine.build.parts.evaluator import build_evaluator, check_series
+from d9d_engine.build.parts.evaluator import build_evaluator
 from d9d_engine.build.parts.length import count_steps
+from d9d_engine.build.parts.series import check_series
 from d9d_engine.build.parts.statistics import build_statistics, unique_name
 from d9d_engine.build.parts.task import build_task
 from d9d_engine.build.plan import (
@@ -97,6 +98,7 @@ def build(
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     split = split_of(task, topology)
     assembly = _assembled(job, selection, registry, topology)
+    check_series(job, selection, assembly, task, own_task)
     lr_schedule = None if job.steps is None else build_lr_schedule(job, selection, job.steps)
     events.emit(ev.ModelPlanned(job))
     store = open_store(job, topology, note, owning=owning)
@@ -179,7 +181,6 @@ def build(
         mark=step_mark(assembly.applied),
     )
     evaluator = build_evaluator(job, selection, assembly, topology, task, own_task, executor, all_parts, first, note)
-    check_series(job, selection, evaluator, {**task.coefficients, **auxiliary_losses.coefficients})
     tracked = selection.trackers if topology.is_main else ()
     trackers = TrackerHub({unique_name(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
     prefetcher = DevicePrefetcher(

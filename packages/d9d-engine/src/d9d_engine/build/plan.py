@@ -29,9 +29,11 @@ from d9d_engine.build.communication.placements import Placed, placed_parameters
 from d9d_engine.build.communication.step import StepCollectives, step_collectives
 from d9d_engine.build.first_pass.frozen import assemble_frozen, settle_first_pass
 from d9d_engine.build.kernels import KernelChoice, bind_kernels, refuse_unused
+from d9d_engine.build.parts.series import check_series
 from d9d_engine.build.pretrained import pretrained_weights
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.planner.costs.flops import tuning_flops
+from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.totals import GradientNorm
 
 
@@ -101,6 +103,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         instantiate(chosen, config)
     metrics = [(chosen, instantiate(chosen, config)) for chosen, config in selection.metrics]
     assembly = assemble(job, selection, registry, topology, circumstances)
+    check_series(job, selection, assembly, CheckedTask(selection.task, task), task)
     with pretrained_weights(job, selection, registry, assembly.full_model, assembly.injected, topology) as weights:
         pretrained = None if weights is None else weights.summary()
     for chosen, metric in metrics:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,7 +48,7 @@ class EvaluationSet:
     @property
     def prefix(self) -> str:
         """Beginning of the names of the series."""
-        return f"eval/{self.name}/" if self.name else "eval/"
+        return prefix_of(self.name)
 
 
 class Evaluator:
@@ -125,10 +125,6 @@ class Evaluator:
             tables(found)
         return values
 
-    def series(self) -> set[str]:
-        """Names of the series that are sure to come, besides those of metrics."""
-        return {name for one in self.sets for name in self._means(one.prefix, *[[1.0] * len(self._terms)] * 2)}
-
     @property
     def _terms(self) -> list[str]:
         return list(self._task.coefficients)
@@ -193,6 +189,25 @@ class Evaluator:
         samples = len(microbatch.get("samples", next(iter(microbatch.values()))))
         counted = values.new_full((2, 1), samples)
         return torch.cat([values, counted], dim=1).to(wide_dtype(values.device))
+
+
+def prefix_of(name: str) -> str:
+    """Beginning of the names of the series of an evaluation set; without a name it is the only one."""
+    return f"eval/{name}/" if name else "eval/"
+
+
+def series_of_sets(names: Iterable[str], terms: Collection[str], likelihood: str | None) -> Iterator[str]:
+    """Series that evaluation sets are sure to log, besides those of metrics.
+
+    Args:
+        names: of the sets.
+        terms: of the loss.
+        likelihood: the term whose exponential is the perplexity, if there is one.
+    """
+    several = terms if len(terms) > 1 else ()
+    for name in names:
+        for series in ("loss", *(["perplexity"] if likelihood else []), *several):
+            yield prefix_of(name) + series
 
 
 def likelihood_of(task: object) -> str | None:

@@ -1,11 +1,10 @@
-"""Evaluator of a job: its sets of data with their metrics, and whether the series that others read will exist."""
+"""Evaluator of a job: its sets of data with their metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from d9d_core.config.base import closest
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Part, Selection
 from d9d_core.errors import JobError
@@ -22,10 +21,6 @@ from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.real_samples import RealSamples
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.executor import Executor
-from d9d_engine.subscribers.config import EarlyStoppingConfig
-
-#: Series that every run logs, besides those of its loss terms.
-_ALWAYS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps")
 
 
 @dataclass(frozen=True)
@@ -128,48 +123,3 @@ def build_set(
         split=split_of(around.task, topology),
     )
     return EvaluationSet(prefetcher, packs, name, statistics, first_pass, real)
-
-
-def check_series(
-    job: JobConfig,
-    selection: Selection,
-    evaluator: Evaluator | None,
-    terms: Collection[str],
-) -> None:
-    """Compare the series that the best checkpoint and early stopping read with those that will be logged.
-
-    Metrics may log what only they know, so with metrics a name that is not sure to come is let through.
-
-    Args:
-        job: validated.
-        selection: its records.
-        evaluator: measures the series of the evaluation.
-        terms: names of the loss terms.
-
-    Raises:
-        JobError: a series will never be logged, or cannot be compared.
-    """
-    best = job.checkpoint.best
-    reads = [("checkpoint.best", best.series)] if best else []
-    for chosen, config in selection.subscribers:
-        if isinstance(config, EarlyStoppingConfig):
-            reads.append((chosen.where, config.series))
-    training = {*_ALWAYS, *(f"loss/{term}" for term in terms if len(terms) > 1)}
-    evaluated = set() if evaluator is None else evaluator.series()
-    for where, series in reads:
-        if series in training | evaluated:
-            continue
-        of_evaluation = series.startswith("eval/")
-        why = ""
-        if of_evaluation and job.evaluation is None:
-            why = "; the job has no evaluation section"
-        elif of_evaluation and job.evaluation is not None and job.evaluation.metrics:
-            prefixes = tuple(one.prefix for one in evaluator.sets) if evaluator else ()
-            if series.startswith(prefixes):
-                continue
-        elif not of_evaluation and selection.metrics:
-            continue
-        near = closest(series, sorted(training | evaluated))
-        known = ", ".join(sorted(evaluated if of_evaluation and evaluated else training | evaluated))
-        hint = why or (f"; did you mean '{near}'?" if near else f"; there are: {known}")
-        raise JobError(f"{where}.series: '{series}' is never logged{hint}")
