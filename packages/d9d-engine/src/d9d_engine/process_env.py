@@ -23,6 +23,7 @@ _MPI = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
+_LEFT = "or give --alone if these variables are left from something else"
 #: Port of torch's own examples, for launchers that name a host only.
 _PORT = 29_500
 #: Variables that make a process one of several, or its machine one of several.
@@ -169,7 +170,7 @@ def _torchrun_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 def _mpi_names(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     """Variables of the MPI that started this process; ``None`` if none did, or Slurm did and speaks PMI."""
-    named = [names for names in _MPI if names[0] in environ]
+    named = [names for names in _MPI if names[0] in environ or names[1] in environ]
     by_slurm = environ.get("PMI_RANK") == environ.get("SLURM_PROCID") and "SLURM_LOCALID" in environ
     if not named or ("OMPI_COMM_WORLD_RANK" not in environ and by_slurm):
         return None
@@ -234,7 +235,7 @@ def _one_of_several(said: str, command: str) -> str:
     return (
         f"{said}: this machine is one of several, and each would run the whole job alone. Start on each of them:\n"
         f"    {command}\n"
-        "or give --alone if these variables are left from something else"
+        f"{_LEFT}"
     )
 
 
@@ -305,7 +306,7 @@ def _need(environ: Mapping[str, str], names: Sequence[str], hint: str) -> None:
     if missing:
         known = dict.fromkeys((*names, *_TORCHRUN, *_SLURM, "MASTER_ADDR", "MASTER_PORT"))
         present = [name for name in known if environ.get(name)]
-        raise JobError(f"{_list(present)} set, but {_list(missing)} not; {hint}")
+        raise JobError(f"{_list(present)} set, but {_list(missing)} not; {hint}; {_LEFT}")
 
 
 def _list(names: Sequence[str]) -> str:

@@ -72,6 +72,8 @@ def found_model(
             return
     if not given.exists():
         raise CheckpointError(f"{given} does not exist (from {Path.cwd()})")
+    if (given / CONFIG).exists():
+        raise CheckpointError(f"{given / CONFIG} is no regular file; copy the model's own file there")
     if not is_checkpoint(str(given)):
         raise CheckpointError(
             f"{given} has neither a {CONFIG} nor checkpoints; name a directory in Hugging Face layout, of a run, or of "

@@ -19,7 +19,9 @@ from d9d_core.errors import BuildError, CheckpointError, DataError, JobError, Pl
 from d9d_core.untrusted import read_regular, visible
 from d9d_weights.hugging_face.adapter import ADAPTER_FILES
 from d9d_weights.hugging_face.adapter_bounds import bounded_fields
+from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.index import read_object
+from d9d_weights.hugging_face.layout import some
 from d9d_weights.templates.process import TemplateError, TemplateProcess
 
 from d9d_engine.generation.library import load_library
@@ -29,6 +31,7 @@ _COMMAND = "d9d generate"
 #: Files of which a tokenizer has one.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 #: Parts of the names of model classes that can write text.
+_HEAD = "lm_head.weight"
 _WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 #: Parts of the names of sizes in a ``config.json`` -> the largest that is loaded; and the sections inside each other.
 _MOST_SIZES = {"num_": 1 << 14, "layers": 1 << 14, "_size": 1 << 24, "_dim": 1 << 24, "position": 1 << 27}
@@ -139,7 +142,10 @@ class LanguageModel:
             config = self._library.AutoConfig.from_pretrained(directory, **own)
             _check_writes(directory, config)
             load = self._library.AutoModelForCausalLM.from_pretrained
-            model = load(directory, use_safetensors=True, dtype=dtype or "auto", **own)
+            model, report = load(
+                directory, use_safetensors=True, dtype=dtype or "auto", output_loading_info=True, **own
+            )
+        _check_complete(directory, model, report)
         if peft is not None:
             assert adapter is not None
             with _loading(adapter):
@@ -337,6 +343,32 @@ def _check_sizes(file: str, values: Any, depth: int = 0) -> None:
         most = next((most for part, most in _MOST_SIZES.items() if part in str(name)), None)
         if most is not None and type(value) is int and value > most:
             raise CheckpointError(f"{file}: {name[:80]} is {value}, more than the {most:,} of any model; repair it")
+
+
+def _check_complete(directory: Path, model: Any, report: Mapping[str, Any]) -> None:
+    """Refuse weights that the library drew by itself, and a stored head that it left out.
+
+    Raises:
+        CheckpointError: a tensor is not in the files, or one in the files is not in the model.
+    """
+    if lacking := sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])}):
+        raise CheckpointError(
+            f"{directory}: the files hold no {some(lacking)} as config.json describes, and transformers would draw "
+            "random numbers; download the missing weight file, or correct config.json (a head that is the embedding "
+            "has tie_word_embeddings: true)"
+        )
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not table.weight:
+        return
+    with ModelDirectory.open(directory) as files:
+        if _HEAD in files.specs:
+            stored = torch.empty(files.specs[_HEAD].shape, dtype=head.weight.dtype)
+            files.read(_HEAD, [0] * stored.ndim, stored)
+            if not torch.equal(stored, head.weight.detach()):
+                raise CheckpointError(
+                    f"{directory}: '{_HEAD}' in the files differs from the embedding, and config.json says "
+                    "tie_word_embeddings: true; write false to keep it, or remove it from the files"
+                )
 
 
 def _check_writes(directory: Path, config: Any) -> None:

@@ -114,6 +114,8 @@ def _files(source: str, where: str, note: Callable[[str], None]) -> list[Path]:
         files = _counted((Path(match) for match in matches if Path(match).is_file()), f"{where}: {path}", note)
         if not files:
             raise DataError(f"{where}: no file matches {source!r} (from {Path.cwd()}); '**' matches any folders")
+    elif path.exists():
+        raise DataError(f"{where}: {source!r} is no regular file; name a file or a directory")
     else:
         raise DataError(f"{where}: {source!r} does not exist (from {Path.cwd()}); {_nearest(path)}")
     return sorted(files)

@@ -78,7 +78,9 @@ class Qwen3Format(ABC, Generic[C]):
         try:
             values = self.special_fields(data) | common_fields(data, self.family)
         except KeyError as error:
-            raise CheckpointError(f"config.json: {error.args[0]} is missing") from error
+            raise CheckpointError(
+                f"config.json: {error.args[0]} is missing; take it from the config.json of the published model"
+            ) from error
         except (TypeError, AttributeError) as error:
             raise CheckpointError(f"config.json: a value is of a kind that no {name} has there: {error}") from error
         try:

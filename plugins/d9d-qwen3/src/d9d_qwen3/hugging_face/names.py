@@ -40,7 +40,7 @@ _OTHER_HEAD = (
 )
 _NO_HEAD = (
     "config.json says tie_word_embeddings: false, but the files hold no '{}'; if the head is the embedding, set "
-    "model.tie_embeddings to true, else copy or download the file that lacks"
+    "model.tie_embeddings to true, else download the missing weight file"
 )
 #: Parameters of classifiers, by kind.
 _CLASSIFIERS = {"classification": ("weight",), "token_classification": ("weight", "bias")}
