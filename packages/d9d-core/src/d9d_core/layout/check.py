@@ -65,6 +65,21 @@ def unused_axes(mesh: Mesh, selection: Parts) -> list[str]:
     return [axis for axis, size in mesh.sizes().items() if size > 1 and axis not in used]
 
 
+def idle_parts(mesh: Mesh, selection: Parts) -> list[str]:
+    """Warnings about strategies and a schedule of a job whose mesh axes all have one rank, so that nothing is split."""
+    sizes = mesh.sizes()
+    parts = [
+        (chosen, chosen.spec.axes) for chosen, _ in selection.strategies if isinstance(chosen.spec, StrategySpec)
+    ] + ([(selection.schedule, frozenset({"pp"}))] if selection.schedule else [])
+    return [
+        f"{chosen.where}: {chosen.entry.kind.name} '{chosen.spec.name}' splits nothing, as "
+        f"{' and '.join(f'mesh.{axis}' for axis in sorted(axes))} {'is' if len(axes) == 1 else 'are'} 1; "
+        f"give {'it' if len(axes) == 1 else 'one'} more ranks, or leave {chosen.where} out"
+        for chosen, axes in parts
+        if axes and all(sizes.get(axis, 1) == 1 for axis in axes)
+    ]
+
+
 def strategies_for(axis: str, registry: Registry) -> list[StrategySpec]:
     """Strategies that use a mesh axis, those that use the fewest others first."""
     specs = [entry.spec for entry in registry.entries("strategy")]

@@ -12,6 +12,7 @@ from d9d_core import events as ev
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection, resolve
+from d9d_core.layout.check import idle_parts
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.data import DataStream
@@ -99,6 +100,8 @@ def build(
     split = split_of(task, topology)
     assembly = _assembled(job, selection, registry, topology)
     check_series(job, selection, assembly, task, own_task)
+    for text in idle_parts(job.mesh, selection):
+        note(f"warning: {text}")
     lr_schedule = None if job.steps is None else build_lr_schedule(job, selection, job.steps)
     events.emit(ev.ModelPlanned(job))
     store = open_store(job, topology, note, owning=owning)

@@ -12,6 +12,7 @@ from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.config.resolve import Selection, resolve
 from d9d_core.errors import D9dError
+from d9d_core.layout.check import idle_parts
 from d9d_core.plugin.capabilities import Circumstances, Judge, Verdict
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
@@ -69,7 +70,7 @@ class Plan:
         placements: parameters of this rank by placement.
         collectives: what this rank communicates in a step.
         pretrained: which weights the model starts from, in words; ``None`` if they are drawn.
-        warnings: what will run, but slowly.
+        warnings: what will run, but slowly, or without an effect.
     """
 
     selection: Selection
@@ -142,7 +143,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         placements=placed_parameters(assembly.model),
         collectives=collectives,
         pretrained=pretrained,
-        warnings=[] if slow is None else [slow],
+        warnings=[*idle_parts(job.mesh, selection), *([] if slow is None else [slow])],
     )
 
 
