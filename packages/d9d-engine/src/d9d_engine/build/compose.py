@@ -100,8 +100,7 @@ def build(
     split = split_of(task, topology)
     assembly = _assembled(job, selection, registry, topology)
     check_series(job, selection, assembly, task, own_task)
-    for text in idle_parts(job.mesh, selection):
-        note(f"warning: {text}")
+    _warn_of_idle_parts(job, selection, note)
     lr_schedule = None if job.steps is None else build_lr_schedule(job, selection, job.steps)
     events.emit(ev.ModelPlanned(job))
     store = open_store(job, topology, note, owning=owning)
@@ -239,6 +238,11 @@ def build(
             ),
         )
     )
+
+
+def _warn_of_idle_parts(job: JobConfig, selection: Selection, note: Callable[[str], None]) -> None:
+    for text in idle_parts(job.mesh, selection):
+        note(f"warning: {text}")
 
 
 def _assembled(job: JobConfig, selection: Selection, registry: Registry, topology: Topology) -> Assembly:
