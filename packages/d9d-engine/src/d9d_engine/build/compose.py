@@ -98,9 +98,8 @@ def build(
     events.emit(ev.JobConfigured(job))
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     split = split_of(task, topology)
-    assembly = _assembled(job, selection, registry, topology)
+    assembly = _assembled(job, selection, registry, topology, note)
     check_series(job, selection, assembly, task, own_task)
-    _warn_of_idle_parts(job, selection, note)
     lr_schedule = None if job.steps is None else build_lr_schedule(job, selection, job.steps)
     events.emit(ev.ModelPlanned(job))
     store = open_store(job, topology, note, owning=owning)
@@ -240,13 +239,12 @@ def build(
     )
 
 
-def _warn_of_idle_parts(job: JobConfig, selection: Selection, note: Callable[[str], None]) -> None:
+def _assembled(
+    job: JobConfig, selection: Selection, registry: Registry, topology: Topology, note: Callable[[str], None]
+) -> Assembly:
+    """The model on the meta device, with an optimizer chosen for it: both may refuse the job's kernels."""
     for text in idle_parts(job.mesh, selection):
         note(f"warning: {text}")
-
-
-def _assembled(job: JobConfig, selection: Selection, registry: Registry, topology: Topology) -> Assembly:
-    """The model on the meta device, with an optimizer chosen for it: both may refuse the job's kernels."""
     assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
     choose_optimizer(job, selection, registry, assembly, topology)
     return assembly
