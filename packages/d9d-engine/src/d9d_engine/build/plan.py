@@ -24,6 +24,7 @@ from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
 from torch import Tensor
 
+from d9d_engine.build.adapter import save_adapter
 from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.communication.nodes import node_warning, processes_of_node
 from d9d_engine.build.communication.placements import Placed, placed_parameters
@@ -99,7 +100,8 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     if job.steps is not None:
         build_lr_schedule(job, selection, job.steps)
     task: Task = instantiate(selection.task, job.task)
-    task.check(job.model, {})  # what can be said without data
+    length = getattr(job.data, "sequence_length", None)
+    task.check(job.model, {"sequence_length": length} if isinstance(length, int) else {})  # the rest needs data
     for chosen, config in [*selection.subscribers, *selection.trackers]:
         instantiate(chosen, config)
     metrics = [(chosen, instantiate(chosen, config)) for chosen, config in selection.metrics]
@@ -111,6 +113,9 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         if isinstance(metric, StageMetric):
             metric.attach(assembly.full_model)
         check_metric(chosen, metric)
+    warnings = idle_parts(job.mesh, selection)
+    if job.export and isinstance(spec := selection.model.spec, ModelSpec) and spec.hugging_face is not None:
+        save_adapter(job, selection, assembly, topology, warnings.append, {})
     here = dict(assembly.model.named_parameters())
     trained = assembly.trained()
     optimizer, _, step_kernels = choose_optimizer(job, selection, registry, assembly, topology, circumstances)
@@ -143,7 +148,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         placements=placed_parameters(assembly.model),
         collectives=collectives,
         pretrained=pretrained,
-        warnings=[*idle_parts(job.mesh, selection), *([] if slow is None else [slow])],
+        warnings=[text.removeprefix("warning: ") for text in warnings] + ([] if slow is None else [slow]),
     )
 
 
