@@ -145,5 +145,5 @@ def test_a_reference_without_adapter_needs_one(base: Path, pairs: Path) -> None:
 def test_results_of_samples_without_numbers_cannot_be_stored(base: Path, pairs: Path) -> None:
     data = {"name": "documents", "sources": ["python:topics"], "sequence_length": 32}
     job = values(base, pairs, task={"name": "dpo", "reference": "stored"}, data=data)
-    with pytest.raises(JobError, match=r"data: the dataset does not"):
+    with pytest.raises(JobError, match=r"which dataset .documents. .* does not give; .preference. does"):
         Job.from_values(job).build(lambda _: None)

@@ -25,7 +25,7 @@ JOB: dict[str, Any] = {
         "num_key_value_heads": 2,
         "head_dim": 8,
     },
-    "data": "toy_data",
+    "data": "toy_tokens",
     "task": "causal_lm",
     "optimizer": "toy_optimizer",
     "steps": 1,
