@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from d9d_core.errors import BuildError
 from d9d_core.grid import Grid
 from d9d_core.protocols.strategy import Applied, GradientOwner
+from d9d_core.tensors import is_dtensor
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from d9d_engine.distributed.mesh import Topology
 
@@ -122,7 +122,7 @@ def check_replicas(
 
 def _is_sharded(parameter: Tensor, axis: str) -> bool:
     """Whether ranks along an axis hold different parts of a parameter."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
     return axis in names and not parameter.placements[names.index(axis)].is_replicate()

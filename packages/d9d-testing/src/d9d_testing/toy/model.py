@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from d9d_core.extend import BuildError, Stage, TensorSpec
-from d9d_weights import Mapper, Select
 from torch import Tensor, nn
 
 from d9d_testing.toy.config import ToyModelConfig
@@ -84,26 +82,6 @@ def _blocks_of(blocks: int, stage: Stage) -> range:
             f"pipeline.layers {stage.count} numbers that sum up to {blocks}, or take fewer stages"
         )
     return range(sum(counts[: stage.index]), sum(counts[: stage.index + 1]))
-
-
-class ToyFormat:
-    """Export under other names."""
-
-    def config_json(self, config: Any, dtype: str) -> dict[str, Any]:
-        """Just the sizes."""
-        return {"model_type": "toy", "features": config.features, "dtype": dtype}
-
-    def config_from_json(self, data: Mapping[str, Any]) -> ToyModelConfig:
-        """The width; whoever loads knows the rest."""
-        return ToyModelConfig(features=data["features"])
-
-    def importer(self, _config: Any, _stored: Any) -> Mapper:
-        """Remove the prefix."""
-        return Select("toy")
-
-    def exporter(self, config: Any) -> Mapper:
-        """Prefix every name."""
-        return self.importer(config, config).inverse()
 
 
 def build(config: ToyModelConfig, stage: Stage) -> nn.Module:

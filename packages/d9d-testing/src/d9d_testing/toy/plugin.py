@@ -31,7 +31,7 @@ def d9d_models() -> Iterator[ModelSpec]:
         config=Ref("d9d_testing.toy.config:ToyModelConfig"),
         build=Ref("d9d_testing.toy.model:build"),
         tiny=Ref("d9d_testing.toy.config:ToyModelConfig"),
-        hugging_face=Ref("d9d_testing.toy.model:ToyFormat"),
+        hugging_face=Ref("d9d_testing.toy.format:ToyFormat"),
         provides={"model:blocks", "model:late_init", "model:pipeline"},
     )
 
