@@ -216,8 +216,13 @@ class DeniesItsDocuments(Faulty):
         return [{**m, "documents": torch.arange(8).expand_as(m["tokens"]) // 3} for m in super().next_pack()]
 
 
+class LacksWhatItsRecordGives(Faulty):
+    def next_pack(self) -> Pack:
+        return [{name: tensor for name, tensor in m.items() if name != "targets"} for m in super().next_pack()]
+
+
 class Sound(DatasetSuite):
-    target = "faulty"
+    target = "toy_tokens"
     plugin = "d9d_testing.toy.plugin"
     other = {"vocab_size": 32}
     too_long = {"sequence_length": 4}
@@ -245,6 +250,7 @@ FAULTS = {
     "state is of one rank": ({"made_of": StateOfTheRank}, "has state"),
     "takes the state of other data": ({"made_of": TakesOtherState}, "keep what identifies the data in state()"),
     "denies that it packs documents": ({"made_of": DeniesItsDocuments}, "a sample holds several documents"),
+    "lacks what its record gives": ({"made_of": LacksWhatItsRecordGives}, "which the record says it gives"),
     "reuses memory of packs": ({"made_of": ReusesMemory}, "after two more packs"),
     "drops a microbatch": ({"made_of": DropsTheLastMicrobatch}, ""),
     "facts have tensors": ({"made_of": FactsWithTensors}, "must be what JSON can hold"),

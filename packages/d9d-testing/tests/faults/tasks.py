@@ -114,8 +114,20 @@ class NeedsFacts(ToyTask):
         super().check(model, {"features": facts["features"]})
 
 
+class NeedsLessThanItsRecordReads(ToyTask):
+    def weights(self, microbatch: Microbatch) -> Tensors:
+        return super().weights(self.whole(microbatch))
+
+    def losses(self, outputs: Tensors, microbatch: Microbatch) -> Tensors:
+        return super().losses(outputs, self.whole(microbatch))
+
+    def whole(self, microbatch: Microbatch) -> Microbatch:
+        return {"mask": torch.ones(len(microbatch["x"])), **microbatch}
+
+
 class Sound(TaskSuite):
     target = "toy_task"
+    plugin = "d9d_testing.toy.plugin"
     observes = ("absolute",)
     accepts = ({"features": 4}, {"features": 4})
     rejects = (({"features": 4}, {"features": 6}),)
@@ -142,6 +154,7 @@ FAULTS = {
     "observes sometimes": ({"made_of": ObservesSometimes}, "different names"),
     "observes something else": ({"made_of": ObservesSomethingElse}, "declared ['absolute']"),
     "writes into the microbatch": ({"made_of": WritesIntoTheMicrobatch}, "writes into ['x']"),
+    "needs less than its record reads": ({"made_of": NeedsLessThanItsRecordReads}, "works without mask"),
     "check takes everything": ({"made_of": TakesEverything}, "DID NOT RAISE"),
     "check needs facts": ({"made_of": NeedsFacts}, "KeyError"),
 }
