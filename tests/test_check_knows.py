@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.errors import D9dError
-from d9d_engine.api import Job
+from d9d_core.errors import D9dError, JobError
+from d9d_engine.api import InferenceJob, Job
 
 MODEL = {
     "name": "qwen3", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 16, "num_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_positions": 32,
 }  # fmt: skip
+LABELLED = {"name": "labelled", "labels": ["a", "b"]}
 LORA = {"name": "lora", "r": 2}
 CASES: dict[str, dict[str, Any]] = {
     "an adapter without a method": {"export": "adapter"},
@@ -24,6 +25,11 @@ CASES: dict[str, dict[str, Any]] = {
     "a kernel of no op": {"kernels": {"router": "reference"}},
     "a kernel of another device": {"kernels": {"linear_cross_entropy": "cce"}},
     "tensors that the data does not give": {"task": "dpo"},
+    "labels of other dims": {
+        "model": {**MODEL, "heads": {"t": {"kind": "token_classification", "num_classes": 2}}},
+        "task": "token_classification",
+        "data": LABELLED,
+    },
     "a series that is never logged": {"checkpoint": {"every": 1, "best": {"series": "eval/los"}}},
     "a series that nothing evaluates": {"subscribers": [{"name": "early_stopping", "series": "eval/loss"}]},
     "a warm-up beyond the run": {"lr_schedule": {"name": "cosine", "warmup_steps": 10}},
@@ -79,3 +85,14 @@ def test_refusals_that_check_cannot_know_are_few(tmp_path: Path, name: str) -> N
     sections, _needed = NEEDS[name]
     assert refusal(tmp_path, sections, built=False) is None
     assert refusal(tmp_path, sections, built=True) is not None
+
+
+def test_check_refuses_data_that_an_inference_task_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "a", "label": "a"}\n')
+    values = {
+        "run": {"dir": str(tmp_path), "name": "refused"}, "device": "cpu", "model": MODEL, "task": "log_probs",
+        "batch": {"size": 8}, "data": {**LABELLED, "sources": [str(tmp_path / "texts.jsonl")], "tokenizer": "bytes",
+                                       "sequence_length": 16},
+    }  # fmt: skip
+    with pytest.raises(JobError, match="data: task 'log_probs' .* reads targets, which dataset 'labelled' .* does not"):
+        InferenceJob.from_values(values).check()

@@ -64,7 +64,21 @@ def test_a_task_that_reads_what_a_dataset_does_not_give_is_refused_by_name(job: 
 
 def test_tensors_that_records_do_not_name_are_undecided(job: MakeJob) -> None:
     job(data="toy_tokens").use(changed("d9d_datasets", gives=None)).check(1)
-    job(data="toy_tokens").use(changed("d9d_tasks", reads=set())).check(1)
+    job(data="toy_tokens").use(changed("d9d_tasks", reads={})).check(1)
+
+
+@pytest.mark.parametrize(("hook", "field"), [("d9d_tasks", "reads"), ("d9d_datasets", "gives")])
+@pytest.mark.parametrize("tensors", [{"x"}, "x", {"x": "2"}])
+def test_tensors_of_records_have_numbers_of_dims(hook: str, field: str, tensors: Any) -> None:
+    with pytest.raises(TypeError, match=f"{field} is .*; give the number of dims of each tensor, such as"):
+        changed(hook, **{field: tensors})
+
+
+def test_a_task_that_reads_a_tensor_of_other_dims_is_refused(job: MakeJob) -> None:
+    with pytest.raises(
+        JobError, match=r"data: task 'toy_task' .* reads mask of 2 dims, and dataset .* mask of 1 dim; "
+    ):
+        job().use(changed("d9d_tasks", reads={"mask": 2})).check(1)
 
 
 @pytest.mark.parametrize(("hook", "field"), [("d9d_tasks", "observes"), ("d9d_metrics", "reads")])

@@ -10,7 +10,7 @@ Everything a component itself needs is here; importing this module imports no to
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``Place``, ``read_regular``, ``parse_json``, ``visible``, ``console_for``; ``closest`` of names |
 | tensors | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``beside``, ``wide_dtype`` |
-| data | ``DataContext``, ``DataStream``, ``PacksDocuments``, ``packs_documents``, ``SampleLengths`` |
+| data | ``DataContext``, ``DataStream``, and what a config may say (``PacksDocuments``, ``ChoosesTensors``, ...) |
 | task | ``Task`` and what one may be besides (``StatefulTask``, ...), ``StageInputs``, ``TwoPassTask``, ``FirstPass`` |
 | inference | ``InferenceTask`` and what one may be besides (``ReadsModules``, ...), ``Writer``, ``Columns`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
@@ -141,6 +141,7 @@ from d9d_core.program.runner import Arrival, Handler, StageRunner, StepState, Vi
 from d9d_core.program.text import diff_programs, format_programs, parse_programs
 from d9d_core.program.validation import placement, problems_of, validate
 from d9d_core.protocols.data import (
+    ChoosesTensors,
     DataContext,
     DataStream,
     PacksDocuments,
@@ -316,6 +317,7 @@ __all__ = [
     "CheckpointSaved",
     "CheckpointStarts",
     "ChoosesObservations",
+    "ChoosesTensors",
     "Collective",
     "Columns",
     "CommunicatesAlone",

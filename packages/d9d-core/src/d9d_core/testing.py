@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from d9d_core.components import instantiate
@@ -42,11 +42,11 @@ def inner_builder(registry: Registry, kind: str, config: PluginConfig) -> Callab
     return instantiate.inner_builder(choose(registry, kind, kind, config))
 
 
-def given_by(registry: Registry, dataset: PluginConfig) -> Set[str] | None:
-    """Tensors that every microbatch of a dataset has, as its record says; ``None`` if that is not known.
+def given_by(registry: Registry, dataset: PluginConfig) -> Mapping[str, int] | None:
+    """Tensors that every microbatch of a dataset has -> their number of dims; ``None`` if that is not known.
 
     Args:
         registry: meaning of the names in the config.
         dataset: its config.
     """
-    return tensors_given(choose(registry, "dataset", "data", dataset))
+    return tensors_given(choose(registry, "dataset", "data", dataset), dataset)

@@ -19,7 +19,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="Next-token prediction; one loss term, cross_entropy.",
         config=Ref("d9d_nn.causal_lm.config:CausalLMConfig"),
         build=Ref("d9d_nn.causal_lm.task:CausalLM"),
-        reads=frozenset({"tokens", "targets"}),
+        reads={"tokens": 2, "targets": 2},
         observes=frozenset({"token_loss", "targets"}),
         on_demand=frozenset({"token_ranks", "weights"}),
         requires=frozenset({"model:causal_lm"}),
@@ -29,7 +29,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="One label per sample; one loss term, cross_entropy.",
         config=Ref("d9d_nn.classification.config:ClassificationConfig"),
         build=Ref("d9d_nn.classification.task:Classification"),
-        reads=frozenset({"tokens", "labels"}),
+        reads={"tokens": 2, "labels": 1},
         observes=frozenset({"class_logits", "labels"}),
         # Which heads a model has is its config's choice, not its record's: the task's check looks there.
     )
@@ -38,7 +38,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="Direct preference optimisation over pairs of texts; one loss term, dpo.",
         config=Ref("d9d_nn.preference.config:DpoConfig"),
         build=Ref("d9d_nn.preference.task:Dpo"),
-        reads=frozenset({"tokens", "targets", "samples"}),
+        reads={"tokens": 2, "targets": 2, "samples": 1},
         observes=frozenset({"chosen_rewards", "rejected_rewards"}),
         requires=frozenset({"model:causal_lm"}),
     )
@@ -47,7 +47,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="The next-token distribution of a teacher in the same job; loss term divergence, maybe cross_entropy.",
         config=Ref("d9d_nn.distillation.config:DistillationConfig"),
         build=Ref("d9d_nn.distillation.task:Distillation"),
-        reads=frozenset({"tokens", "targets"}),
+        reads={"tokens": 2, "targets": 2},
         observes=frozenset({"targets"}),
         requires=frozenset({"model:causal_lm"}),
     )
@@ -56,7 +56,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="Similar embeddings of texts that belong together; one loss term, contrastive.",
         config=Ref("d9d_nn.contrastive.config:EmbeddingConfig"),
         build=Ref("d9d_nn.contrastive.task:Embedding"),
-        reads=frozenset({"tokens", "samples"}),
+        reads={"tokens": 2, "samples": 1},
         observes=frozenset({"contrastive_loss", "retrieval_hits"}),
     )
     yield TaskSpec(
@@ -64,7 +64,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="One label per token; one loss term, cross_entropy.",
         config=Ref("d9d_nn.classification.config:TokenClassificationConfig"),
         build=Ref("d9d_nn.classification.task:TokenClassification"),
-        reads=frozenset({"tokens", "labels"}),
+        reads={"tokens": 2, "labels": 2},
         observes=frozenset({"class_logits", "labels"}),
     )
 
@@ -81,6 +81,7 @@ def d9d_inference_tasks() -> Iterable[InferenceTaskSpec]:
             summary=summary,
             config=Ref(f"d9d_nn.inference.config:{kind}Config"),
             build=Ref(f"d9d_nn.inference.log_probs:{kind}"),
+            reads={"tokens": 2, "targets": 2},
             requires=frozenset({"model:causal_lm"}),
         )
     yield InferenceTaskSpec(
@@ -88,6 +89,7 @@ def d9d_inference_tasks() -> Iterable[InferenceTaskSpec]:
         summary="Continuation of each row, a prompt: greedy, or drawn.",
         config=Ref("d9d_nn.inference.config:GenerationsConfig"),
         build=Ref("d9d_nn.inference.generations:Generations"),
+        reads={"tokens": 2},
         requires=frozenset({"model:causal_lm"}),
     )
     for name, kind, module, summary in (
@@ -102,6 +104,7 @@ def d9d_inference_tasks() -> Iterable[InferenceTaskSpec]:
             summary=summary,
             config=Ref(f"d9d_nn.inference.config:{kind}Config"),
             build=Ref(f"d9d_nn.inference.{module}:{kind}"),
+            reads={"tokens": 2},
         )
 
 

@@ -269,6 +269,11 @@ class LabelledConfig(PaddedConfig, CorpusConfig):
         """Field of the text or the words."""
         return self.field or ("text" if self.per == "text" else "tokens")
 
+    @property
+    def gives(self) -> dict[str, int]:
+        """Tokens [B, S], and labels [B] of texts or [B, S] of words."""
+        return {"tokens": 2, "labels": 1 if self.per == "text" else 2}
+
     @model_validator(mode="after")
     def _fields_fit_each_other(self) -> Self:
         if self.labels is not None and len(set(self.labels)) != len(self.labels):

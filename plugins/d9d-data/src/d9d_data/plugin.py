@@ -17,42 +17,42 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
         summary="Text files, tokenised once and packed into sequences of equal length.",
         config=Ref("d9d_data.config:TextConfig"),
         build=Ref("d9d_data.stream.text:build_text"),
-        gives=frozenset({"tokens", "targets", "positions", "documents"}),
+        gives={"tokens": 2, "targets": 2, "positions": 2, "documents": 2},
     )
     yield DatasetSpec(
         name="documents",
         summary="Documents, tokenised once, each a sample of its own, in packs of similar length.",
         config=Ref("d9d_data.config:DocumentsConfig"),
         build=Ref("d9d_data.stream.documents:build_documents"),
-        gives=frozenset({"tokens", "targets"}),
+        gives={"tokens": 2, "targets": 2},
     )
     yield DatasetSpec(
         name="chat",
         summary="Conversations, rendered by the model's chat template; the assistant's tokens are learned.",
         config=Ref("d9d_data.config:ChatConfig"),
         build=Ref("d9d_data.stream.chat:build_chat"),
-        gives=frozenset({"tokens", "targets"}),
+        gives={"tokens": 2, "targets": 2},
     )
     yield DatasetSpec(
         name="preference",
         summary="Pairs of completions, chosen and rejected, each text a row; the completions are learned.",
         config=Ref("d9d_data.config:PreferenceConfig"),
         build=Ref("d9d_data.stream.chat:build_preference"),
-        gives=frozenset({"tokens", "targets", "samples"}),
+        gives={"tokens": 2, "targets": 2, "samples": 1},
     )
     yield DatasetSpec(
         name="labelled",
         summary="Texts with a label each, or words with a label for each, for tasks of classification.",
         config=Ref("d9d_data.config:LabelledConfig"),
         build=Ref("d9d_data.stream.documents:build_documents"),
-        gives=frozenset({"tokens", "labels"}),
+        gives={"tokens": 2, "labels": 1},
     )
     yield DatasetSpec(
         name="pairs",
         summary="Queries with documents that answer them and perhaps others, each text a row, for embeddings.",
         config=Ref("d9d_data.config:PairsConfig"),
         build=Ref("d9d_data.stream.documents:build_documents"),
-        gives=frozenset({"tokens", "samples"}),
+        gives={"tokens": 2, "samples": 1},
     )
     yield DatasetSpec(
         name="dataset",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
@@ -14,8 +14,9 @@ from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.errors import JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, order
 from d9d_core.plugin.kernels import find_kernel
-from d9d_core.plugin.records import DatasetSpec, MetricSpec, ModelSpec, TaskSpec
+from d9d_core.plugin.records import DatasetSpec, InferenceTaskSpec, MetricSpec, ModelSpec, TaskSpec
 from d9d_core.plugin.registry import Registry
+from d9d_core.protocols.data import ChoosesTensors
 from d9d_core.protocols.metric import ChoosesObservations
 
 Part = tuple[Chosen, PluginConfig]
@@ -105,7 +106,7 @@ def resolve(job: JobConfig, registry: Registry, circumstances: Circumstances) ->
     """
     selection = select(job, registry)
     _check_metrics(selection)
-    _check_tensors(selection, registry)
+    _check_tensors(selection, job.data, registry)
     if job.export and isinstance(selection.model.spec, ModelSpec) and selection.model.spec.hugging_face is None:
         raise JobError(f"export: model {selection.model.entry} has no Hugging Face layout; set 'export: false'")
     return _checked(job, selection, registry, circumstances)
@@ -119,7 +120,9 @@ def resolve_inference(
     Raises:
         D9dError: the components of the job do not go together.
     """
-    return _checked(job, select_inference(job, registry), registry, circumstances)
+    selection = select_inference(job, registry)
+    _check_tensors(selection, job.data, registry)
+    return _checked(job, selection, registry, circumstances)
 
 
 def select_parts(job: BaseJob, registry: Registry) -> Parts:
@@ -233,46 +236,64 @@ def _check_metrics(selection: Selection) -> None:
         raise JobError("\n".join(failed))
 
 
-def _check_tensors(selection: Selection, registry: Registry) -> None:
+def _check_tensors(selection: Selection | InferenceSelection, data: PluginConfig, registry: Registry) -> None:
     """Compare the tensors that the task reads with those that each dataset gives, where records name them."""
     task = selection.task.spec
-    if not isinstance(task, TaskSpec):
+    if not isinstance(task, TaskSpec | InferenceTaskSpec):
         return
+    others = selection.evaluation if isinstance(selection, Selection) else ()
     failed = []
-    for chosen in (selection.dataset, *(chosen for chosen, _ in selection.evaluation)):
-        given = tensors_given(chosen)
-        if given is None or task.reads <= given:
+    for chosen, config in ((selection.dataset, data), *others):
+        given = tensors_given(chosen, config)
+        if given is None:
             continue
-        missing = ", ".join(sorted(task.reads - given))
-        do = _quoted(_giving(registry, task.reads))
-        hint = f"{do} does" if do.count("'") == 2 else f"{do} do" if do else "no installed dataset says that it does"
-        failed.append(
-            f"{chosen.where}: task {selection.task.entry} reads {missing}, which dataset {chosen.entry} does not give; "
-            f"{hint}"
-        )
+        where, dataset = f"{chosen.where}: task {selection.task.entry} reads", f"dataset {chosen.entry}"
+        if missing := ", ".join(sorted(task.reads.keys() - given.keys())):
+            do = _quoted(_giving(registry, task.reads))
+            hint = (
+                f"{do} does" if do.count("'") == 2 else f"{do} do" if do else "no installed dataset says that it does"
+            )
+            failed.append(f"{where} {missing}, which {dataset} does not give; {hint}")
+        failed += [
+            f"{where} {name} of {_dims(dims)}, and {dataset} gives {name} of {_dims(given[name])}; choose another "
+            "dataset or other fields of this one, or another task"
+            for name, dims in sorted(task.reads.items())
+            if given.get(name, dims) != dims
+        ]
     if failed:
         raise JobError("\n".join(failed))
 
 
-def tensors_given(dataset: Chosen) -> Set[str] | None:
-    """Tensors that every microbatch of a dataset has, as its record says; ``None`` if that is not known."""
+def tensors_given(dataset: Chosen, config: object) -> Mapping[str, int] | None:
+    """Tensors that every microbatch of a dataset has -> their number of dims; ``None`` if that is not known.
+
+    Args:
+        dataset: its record.
+        config: its config, which may choose.
+    """
     spec = dataset.spec
     assert isinstance(spec, DatasetSpec)
+    if isinstance(config, ChoosesTensors):
+        return config.gives
     if spec.gives != "inner":
         return spec.gives
-    inside = [tensors_given(inner) for inner, _ in dataset.inner if isinstance(inner.spec, DatasetSpec)]
-    known = [frozenset(given) for given in inside if given is not None]
-    return frozenset.intersection(*known) if known and len(known) == len(inside) else None
+    inside = [tensors_given(inner, of) for inner, of in dataset.inner if isinstance(inner.spec, DatasetSpec)]
+    known = [given.items() for given in inside if given is not None]
+    return dict(set(known[0]).intersection(*known[1:])) if known and len(known) == len(inside) else None
 
 
-def _giving(registry: Registry, tensors: Set[str]) -> list[str]:
+def _giving(registry: Registry, tensors: Mapping[str, int]) -> list[str]:
     """Names of the datasets whose records say that they give these tensors."""
     specs = [entry.spec for entry in registry.entries("dataset")]
     return sorted(
         spec.name
         for spec in specs
-        if isinstance(spec, DatasetSpec) and spec.gives is not None and spec.gives != "inner" and tensors <= spec.gives
+        if isinstance(spec, DatasetSpec) and isinstance(spec.gives, Mapping) and tensors.items() <= spec.gives.items()
     )
+
+
+def _dims(count: int) -> str:
+    return "1 dim" if count == 1 else f"{count} dims"
 
 
 def _quoted(names: Sequence[str]) -> str:

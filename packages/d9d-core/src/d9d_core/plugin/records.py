@@ -10,8 +10,8 @@ adds tokens to it, ``conflicts`` must not hold.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Set
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from d9d_core.plugin.ref import Ref
@@ -33,6 +33,12 @@ def _tokens(value: Iterable[str], what: str = "capability tokens") -> frozenset[
     if isinstance(value, str):
         raise TypeError(f"expected a set of {what}, got the string {value!r}")
     return frozenset(value)
+
+
+def _check_dims(record: str, tensors: Mapping[str, int]) -> None:
+    """Refuse tensors without a number of dims, such as a set of names."""
+    if not isinstance(tensors, Mapping) or not all(type(dims) is int for dims in tensors.values()):
+        raise TypeError(f"{record} is {tensors!r}; give the number of dims of each tensor, such as {{'tokens': 2}}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +66,8 @@ class Spec:
             raise ValueError(f"{type(self).__name__} {self.name!r} needs a summary")
         for tokens in ("requires", "provides", "conflicts"):
             object.__setattr__(self, tokens, _tokens(getattr(self, tokens)))
-        for field in fields(self):
-            self._check_reference(field.name, str(field.type))
+        for each in fields(self):
+            self._check_reference(each.name, str(each.type))
 
     @property
     def key(self) -> str:
@@ -182,25 +188,35 @@ class TaskSpec(ConfiguredSpec):
             with the task is refused before anything is built; ``None`` if they are not known here.
         on_demand: further names, of what is there if a metric reads it and the model can compute it
             (:class:`d9d_core.extend.ObservesOnDemand`), or if the data has it.
-        reads: names of the tensors of a microbatch that the task cannot do without, so that a dataset that does not
-            give them is refused before it is opened; empty if they are not known here.
+        reads: tensors of a microbatch that the task cannot do without -> their number of dims, so that a dataset that
+            does not give them is refused before it is opened; empty if they are not known here.
     """
 
     observes: Set[str] | None = None
     on_demand: Set[str] = frozenset()
-    reads: Set[str] = frozenset()
+    reads: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.observes is not None:
             object.__setattr__(self, "observes", _tokens(self.observes, "observations"))
         object.__setattr__(self, "on_demand", _tokens(self.on_demand, "observations"))
-        object.__setattr__(self, "reads", _tokens(self.reads, "tensors"))
+        _check_dims(f"TaskSpec {self.name!r}: reads", self.reads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceTaskSpec(ConfiguredSpec):
-    """An inference task. ``build(config) -> InferenceTask``."""
+    """An inference task. ``build(config) -> InferenceTask``.
+
+    Attributes:
+        reads: as :attr:`TaskSpec.reads`.
+    """
+
+    reads: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_dims(f"InferenceTaskSpec {self.name!r}: reads", self.reads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,16 +229,17 @@ class DatasetSpec(ConfiguredSpec):
     """A dataset. ``build(config, context: DataContext) -> DataStream``.
 
     Attributes:
-        gives: names of the tensors that every microbatch has; ``None`` if they are not known here. ``"inner"``: those
-            that all datasets inside of its config give.
+        gives: tensors that every microbatch has -> their number of dims; ``None`` if they are not known here.
+            ``"inner"``: the tensors that all datasets inside of its config give. A config whose fields decide it is a
+            :class:`d9d_core.extend.ChoosesTensors`.
     """
 
-    gives: Set[str] | Literal["inner"] | None = None
+    gives: Mapping[str, int] | Literal["inner"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gives not in ("inner", None):
-            object.__setattr__(self, "gives", _tokens(self.gives, "tensors"))
+        if self.gives is not None and self.gives != "inner":
+            _check_dims(f"DatasetSpec {self.name!r}: gives", self.gives)
 
 
 @dataclass(frozen=True, kw_only=True)

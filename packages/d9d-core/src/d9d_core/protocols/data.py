@@ -24,7 +24,7 @@ part because they are too long, ``dropped`` those that are left out. :attr:`Data
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
@@ -131,6 +131,16 @@ class StatesLengths(Protocol):
 def sample_lengths(dataset: object) -> SampleLengths | None:
     """Lengths of the microbatches of a dataset, by its config; ``None`` if it does not say."""
     return dataset.sample_lengths if isinstance(dataset, StatesLengths) else None
+
+
+@runtime_checkable
+class ChoosesTensors(Protocol):
+    """Config of a dataset whose fields decide which tensors a microbatch has, in place of its record's ``gives``."""
+
+    @property
+    def gives(self) -> Mapping[str, int]:
+        """Tensors that every microbatch has -> their number of dims."""
+        ...
 
 
 @runtime_checkable

@@ -53,14 +53,14 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
         summary="Random features and a smooth function of them.",
         config=Ref("d9d_testing.toy.config:ToyDataConfig"),
         build=Ref("d9d_testing.toy.data:ToyStream"),
-        gives={"x", "y", "mask"},
+        gives={"x": 2, "y": 2, "mask": 1},
     )
     yield DatasetSpec(
         name="toy_tokens",
         summary="Random tokens.",
         config=Ref("d9d_testing.toy.config:ToyTokensConfig"),
         build=Ref("d9d_testing.toy.data:ToyTokens"),
-        gives={"tokens", "targets"},
+        gives={"tokens": 2, "targets": 2},
     )
 
 
@@ -72,7 +72,7 @@ def d9d_tasks() -> Iterator[TaskSpec]:
         summary="Squared error.",
         config=Ref("d9d_testing.toy.config:ToyTaskConfig"),
         build=Ref("d9d_testing.toy.task:ToyTask"),
-        reads={"x", "y", "mask"},
+        reads={"x": 2, "y": 2, "mask": 1},
         observes={"absolute"},
     )
 
