@@ -17,6 +17,13 @@ def test_a_few_hostile_plugins_break_no_rule(campaign: ModuleType) -> None:
     assert campaign.campaign(campaign.cases()[5::31]) == []
 
 
+def test_no_text_of_a_hostile_plugin_controls_a_terminal(campaign: ModuleType) -> None:
+    controls = ("ToyTask.losses, raises controls", "summary, controls", "ToyMetric.compute, names of controls")
+    chosen = [case for case in campaign.cases() if f"{case.place}, {case.way}" in controls]
+    assert len(chosen) == len(controls)
+    assert campaign.campaign(chosen) == []
+
+
 @pytest.mark.thorough
 def test_every_fifth_hostile_plugin_breaks_no_rule(campaign: ModuleType) -> None:
     chosen = campaign.cases()[::5]

@@ -3,7 +3,8 @@
     uv run python tools/plugin_campaign.py [--every N] [--only TEXT]
 
 A plugin that fails where it matters never ends with status 0, is named, shows no traceback without a frame of its own,
-and spoils no JSON. Prints one line for each that breaks a rule, and the counts; exit status 1 if there is any.
+and spoils no JSON. What d9d prints of a plugin's texts and names controls no terminal. Prints one line for each that
+breaks a rule, and the counts; exit status 1 if there is any.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import os
 import shutil
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -24,7 +24,10 @@ from unittest import mock
 
 import d9d_testing.toy.plugin
 from d9d_core.cli.main import main as command_line
+from d9d_core.untrusted import visible
 
+#: Characters that would control a terminal: a title, a colour, a colour in one character, a change of direction.
+CONTROLS = "\x1b]0;x\x07\x1b[31m\x9b31m\u202e\r"
 #: Misbehaviour -> the code that does it; what it returns takes the place of what is expected.
 WAYS = {
     "raises": "raise ValueError('no')",
@@ -39,9 +42,16 @@ WAYS = {
     "wrong type": "return object()",
     "prints": "print('{not json'); return GOOD",
     "hangs": "\n    while True: pass",
+    "raises controls": (
+        "error = type(CONTROLS, (ValueError,), {}); note = CONTROLS; made = error(CONTROLS); made.add_note(note); "
+        "exec(compile('raise made', CONTROLS, 'exec'))"
+    ),
+    "raises controls at the end": "raise type(CONTROLS, (BaseException,), {})(CONTROLS)",
+    "controls": "return CONTROLS",
+    "names of controls": "import torch; return {CONTROLS: torch.ones(())}",
 }
 #: Places where a plugin only declares; everything reads these.
-DECLARING = ("import", "D9D_API", "attribute", "hook", "record")
+DECLARING = ("import", "D9D_API", "attribute", "hook", "record", "summary")
 #: Method of a component of the toy plugin -> the job's section that uses it.
 METHODS = {
     "ToyStream.__init__": "data",
@@ -61,14 +71,21 @@ METHODS = {
     "ToyOptimizer.step": "optimizer",
     "ToyOptimizer.state": "optimizer",
 }
-PLACES = (*DECLARING, "config", *METHODS)
-#: Values of methods that nobody looks at, or whose type is free.
-IGNORED = {"ToyMetric.update", "ToyRecorder._record", "ToyOptimizer.step", "ToyStream.__init__"}
+PLACES = (*DECLARING, "config", "field", *METHODS)
+#: Places whose value nothing looks at, or whose type is free.
+IGNORED = {
+    "import", "config", "field", "ToyMetric.update", "ToyRecorder._record", "ToyOptimizer.step", "ToyStream.__init__",
+}  # fmt: skip
+#: Places that may return a mapping of any names to tensors.
+NAMING = {"ToyMetric.compute", "ToyOptimizer.state"}
+#: Ways that return a value, which is a wrong one.
+RETURNING = ("wrong type", "controls", "names of controls")
 
 _HEADER = """
 import sys
 from d9d_core.plugin import Ref, SubscriberSpec, hookimpl
 GOOD = None
+CONTROLS = {controls!r}
 
 def misbehave(*_, **__):
     {code}
@@ -80,14 +97,18 @@ _RECORDS = """
 @hookimpl
 def d9d_subscribers():
     {hook}
-    yield SubscriberSpec(name={name}, summary="S", config=Ref(f"{{__name__}}:Config"), build=Ref(f"{{__name__}}:build"))
+    yield SubscriberSpec(
+        name={name}, summary={summary}, config=Ref(f"{{__name__}}:Config"), build=Ref(f"{{__name__}}:build")
+    )
 """
 _COMPONENT = """
 from typing import Literal
+from pydantic import Field
 from d9d_core.extend import PluginConfig
 {config}
 class Config(PluginConfig):
     name: Literal["hostile"] = "hostile"
+    text: object = Field({field}, description=str({field}))
 
 def build(config):
     import d9d_testing.toy.{module} as toy
@@ -108,7 +129,9 @@ class Case:
         """Whether a run with it must not end as if all had gone well; what a tracker does is contained."""
         if self.way == "prints" or self.place.startswith("ToyTracker"):
             return False
-        return not (self.way == "wrong type" and (self.place in IGNORED or self.place in ("import", "config")))
+        if self.way == "names of controls" and self.place in NAMING:
+            return False
+        return not (self.way in RETURNING and self.place in IGNORED)
 
     def source(self) -> str:
         """Source of the plugin."""
@@ -116,7 +139,7 @@ class Case:
         here = {place: "misbehave()" if self.place == place else "" for place in PLACES}
         api = "" if self.place == "attribute" else f"D9D_API = {here['D9D_API'] or 1}"
         extra = "def __getattr__(name): return misbehave()" if self.place == "attribute" else here["import"]
-        name = here["record"] or '"hostile"'
+        name, summary, field = (here[place] or '"hostile"' for place in ("record", "summary", "field"))
         # Data comes first: what else misbehaves does so by way of a subscriber's construction.
         owner, _, method = self.place.partition(".")
         modules = {
@@ -129,14 +152,15 @@ class Case:
         if self.place in METHODS:
             patch = f"toy.{owner}.{method} = misbehave"
         return (
-            _HEADER.format(code=WAYS[self.way])
+            _HEADER.format(code=WAYS[self.way], controls=CONTROLS)
             + _RECORDS.format(
                 api=api,
                 extra=extra,
                 hook="if (made := misbehave()) is not GOOD: yield made" if here["hook"] else "",
                 name=name,
+                summary=summary,
             )
-            + _COMPONENT.format(config=here["config"], module=modules.get(owner, "task"), patch=patch)
+            + _COMPONENT.format(config=here["config"], field=field, module=modules.get(owner, "task"), patch=patch)
         )
 
 
@@ -160,13 +184,19 @@ def run(*arguments: str) -> Ended:
     out, err, status = io.StringIO(), io.StringIO(), 0
     kept = {cls: dict(vars(cls)) for cls in _toy_classes()}
     try:
-        with mock.patch.object(sys, "argv", ["d9d", *arguments]), redirect_stdout(out), redirect_stderr(err):
-            command_line()
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        err.write(traceback.format_exc())
-        status = 1
+        with (
+            mock.patch.object(sys, "argv", ["d9d", *arguments]),
+            mock.patch.object(sys, "excepthook", sys.__excepthook__),
+            redirect_stdout(out),
+            redirect_stderr(err),
+        ):
+            try:
+                command_line()
+            except SystemExit as end:
+                status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            except BaseException as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+                status = 1
     finally:
         for cls, attributes in kept.items():
             for name, value in attributes.items():
@@ -192,6 +222,8 @@ def faults(case: Case, directory: Path) -> Iterator[str]:
     with mock.patch.dict(os.environ, {"D9D_PLUGINS": "none", "D9D_PLUGIN_SECONDS": "1"}):
         listed = run("plugins", "list", "--json", "--plugin", str(plugin))
         checked = run("plugins", "check", str(plugin), "--json", "--plugin", str(plugin))
+        shows = [["list"], ["show", "hostile"], ["check", str(plugin)]] if "controls" in case.way else []
+        shown = {words[0]: run("plugins", *words, "--plugin", str(plugin)) for words in shows}
         planned = run("check", str(job))
         trained = run("train", str(job))
     declares = case.place in DECLARING and case.matters
@@ -212,6 +244,12 @@ def faults(case: Case, directory: Path) -> Iterator[str]:
             yield f"{name}: a traceback without a frame of the plugin: {said[-300:]!r}"
         if len(said) > 50_000 and "Traceback" not in said:  # which is the plugin's own
             yield f"{name}: {len(said):,} characters"
+    commands = {"plugins list --json": listed, "plugins check --json": checked, "check": planned, "train": trained}
+    for name, ended in (commands | {f"plugins {name}": ended for name, ended in shown.items()}).items():
+        said = ended.out + ended.err
+        if visible(said) != said:
+            at = next(at for at, letter in enumerate(said) if visible(letter) != letter)
+            yield f"{name}: controls the terminal: {said[max(0, at - 60) : at + 20]!r}"
     for name, ended in (("plugins list", listed), ("plugins check", checked)):
         if ended.out and not _is_json(ended.out):
             yield f"{name}: no JSON: {ended.out[:100]!r}"

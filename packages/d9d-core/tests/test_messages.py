@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from d9d_core.cli.app import app
 from d9d_core.cli.health import examine
 from d9d_core.cli.plugins import check_plugins, list_records
+from d9d_core.config.base import PluginConfig
 from d9d_core.config.lookup import load_config
+from d9d_core.config.open_union import Named
 from d9d_core.errors import PluginError
 from d9d_core.plugin import PluginPolicy, Registry, discover
 from d9d_core.plugin.kernels import find_kernel
+from pydantic import TypeAdapter, ValidationError
 from typer.testing import CliRunner
 
 
@@ -78,6 +82,29 @@ def test_a_config_without_a_default_name_is_said_so(install: Callable[..., None]
     entry = discover(PluginPolicy(allow=frozenset({"acme-nameless"}))).find("strategy", "nameless")
     with pytest.raises(PluginError, match=r"Nameless has no default name; write name: Literal\['nameless'\] = "):
         load_config(entry)
+
+
+def test_a_config_that_no_record_of_a_run_could_hold_is_said_so(install: Callable[..., None]) -> None:
+    install(
+        "acme-odd",
+        "1.0",
+        """
+        from typing import Literal
+        from d9d_core.config.base import PluginConfig
+        class Odd(PluginConfig):
+            name: Literal["odd"] = "odd"
+            value: object = object()
+        @hookimpl
+        def d9d_strategies():
+            ref = Ref("acme_odd_plugin:Odd")
+            yield StrategySpec(name="odd", summary="x", config=ref, build=ref, anchor="data")
+        """,
+    )
+    registry = discover(PluginPolicy(allow=frozenset({"acme-odd"})))
+    field: TypeAdapter[PluginConfig] = TypeAdapter(Annotated[PluginConfig, Named("strategy")])
+    text = r"the config of 'odd' \(acme-odd 1.0\) has a value that JSON cannot hold: .*Unable to serialize unknown type"
+    with pytest.raises(ValidationError, match=text):
+        field.validate_python("odd", context={"registry": registry})
 
 
 def test_an_unknown_op_is_called_so() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from d9d_core.plugin import Ref, ScheduleSpec
+from d9d_core.plugin import CapabilitySpec, Ref, ScheduleSpec
 
 
 def named(name: str) -> ScheduleSpec:
@@ -19,3 +19,13 @@ def test_a_name_has_letters_digits_and_underscores(name: str) -> None:
 def test_a_name_that_yaml_or_people_would_misread_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="use lower case, digits and underscores"):
         named(name)
+
+
+@pytest.mark.parametrize("summary", ["\x1b]0;x\x07", "red \x9b31m", "turned \u202e", "begins\ranew"])
+def test_a_summary_that_controls_a_terminal_is_refused(summary: str) -> None:
+    reference = Ref("json:loads")
+    with pytest.raises(ValueError, match="has a summary with characters that control a terminal: '") as refused:
+        ScheduleSpec(name="a", summary=summary, config=reference, build=reference)
+    assert str(refused.value).isprintable()
+    with pytest.raises(ValueError, match="capability 'a:b' has a summary with characters that control a terminal"):
+        CapabilitySpec(token="a:b", summary=summary)

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from d9d_engine.launch.process import Process
+from d9d_engine.process_env import ProcessEnv
 from d9d_testing.processes import LOOPBACK, is_running, listening_at, ranks_of
 
 #: Stands for a job that uses several processes: three steps, each with a collective.
@@ -296,3 +298,10 @@ def test_a_launch_listens_on_the_loopback_only_and_when_it_is_killed_leaves_no_f
 def _pending(pid: int, number: int) -> bool:
     masks = re.findall(r"^(?:Sig|Shd)Pnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
+def test_a_warning_of_another_rank_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    env = ProcessEnv.from_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    Process(env, None, repeats=True).warn("a \x1b[2J title", UserWarning, "file \x9b31m", 3)
+    err = capsys.readouterr().err
+    assert err.startswith(r"rank 1: file \x9b31m:3: UserWarning: a \x1b[2J title")

@@ -47,8 +47,10 @@ def run() -> None:
     """Run the command line. A known error is one message on standard error and exit status 2 (1 once training runs)."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # plugins' texts may hold what has no encoding
         sys.stdout.reconfigure(errors="backslashreplace")
+    # Not app(), which would replace the hook that prints tracebacks.
+    command = typer.main.get_command(app)
     try:
-        app()
+        command()
     except D9dError as error:
         say(describe(error))
         sys.exit(error.exit_code)

@@ -7,6 +7,7 @@ import sys
 
 from d9d_core.cli.ending import end_in_time
 from d9d_core.cli.streams import surviving_streams
+from d9d_core.terminal.tracebacks import make_tracebacks_visible
 
 #: Exit status after Ctrl-C, as a shell shows it.
 INTERRUPTED = 128 + signal.SIGINT
@@ -15,6 +16,7 @@ INTERRUPTED = 128 + signal.SIGINT
 def main() -> None:
     """Run the command line; see :func:`d9d_core.cli.app.run`."""
     status = 1
+    make_tracebacks_visible()
     try:
         with surviving_streams():
             _main()

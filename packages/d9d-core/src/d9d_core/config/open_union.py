@@ -16,6 +16,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.lookup import load_config
 from d9d_core.errors import D9dError, PluginError
+from d9d_core.plugin.entries import Entry, shown
+from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Registry
 
 #: Where the JSON schema of an open field is filled in, see :mod:`d9d_core.config.schema`.
@@ -72,12 +74,23 @@ class Named:
                 raise PydanticCustomError("plugin", "{text}", {"text": str(error)}) from error
         inner = {**context, "label": str(entry)}
         config = config_class.model_validate({**fields, "name": entry.spec.key}, context=inner)
+        _check_storable(config, entry, context)
         if "/" in selector:
             config.__pydantic_private__ = {
                 **(config.__pydantic_private__ or {}),
                 "_distribution": entry.origin.distribution,
             }
         return config
+
+
+def _check_storable(config: PluginConfig, entry: Entry, context: dict[str, Any]) -> None:
+    """Refuse a config that the record of a run could not hold, such as one with an object for a default."""
+    try:
+        config.model_dump(mode="json", warnings=False)
+    except FOREIGN_FAILURES as error:
+        context.setdefault("origins", []).append(error.__cause__)
+        text = f"the config of {entry} has a value that JSON cannot hold: {shown(error)}"
+        raise PydanticCustomError("plugin", "{text}", {"text": text}) from error
 
 
 def _dump(config: PluginConfig, info: core_schema.SerializationInfo) -> dict[str, Any]:

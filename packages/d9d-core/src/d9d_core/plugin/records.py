@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from d9d_core.plugin.ref import Ref
+from d9d_core.untrusted import visible
 
 _NAME = re.compile(r"[0-9]*[a-z][a-z0-9_]*(\.v[0-9]+)?")
 
@@ -41,6 +42,13 @@ def _check_dims(record: str, tensors: Mapping[str, int]) -> None:
         raise TypeError(f"{record} is {tensors!r}; give the number of dims of each tensor, such as {{'tokens': 2}}")
 
 
+def _check_summary(who: str, summary: str) -> None:
+    if not summary.strip():
+        raise ValueError(f"{who} needs a summary")
+    if visible(summary) != summary:
+        raise ValueError(f"{who} has a summary with characters that control a terminal: {summary!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """Base of the records that a plugin declares.
@@ -62,8 +70,7 @@ class Spec:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"{type(self).__name__} name {self.name!r}: use lower case, digits and underscores")
-        if not self.summary.strip():
-            raise ValueError(f"{type(self).__name__} {self.name!r} needs a summary")
+        _check_summary(f"{type(self).__name__} {self.name!r}", self.summary)
         for tokens in ("requires", "provides", "conflicts"):
             object.__setattr__(self, tokens, _tokens(getattr(self, tokens)))
         for each in fields(self):
@@ -399,8 +406,7 @@ class CapabilitySpec:
             raise ValueError(f"capability token {self.token!r} is not of the form 'namespace:word'")
         if self.token.partition(":")[0] in RESERVED:
             raise ValueError(f"capability token {self.token!r}: the namespace is d9d-core's; use one of your own")
-        if not self.summary.strip():
-            raise ValueError(f"capability {self.token!r} needs a summary")
+        _check_summary(f"capability {self.token!r}", self.summary)
 
     @property
     def key(self) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from d9d_core.untrusted import visible
+
 import d9d_engine
 from d9d_engine.launch.link import Link
 from d9d_engine.process_env import ProcessEnv
@@ -68,7 +70,7 @@ class Process:
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
         """Replacement of ``warnings.showwarning``: says which rank warns."""
         text = warnings.formatwarning(message, category, filename, lineno, "")
-        print(f"{self._name}: {text}", end="", file=sys.stderr, flush=True)  # noqa: T201
+        print(visible(f"{self._name}: {text}"), end="", file=sys.stderr, flush=True)  # noqa: T201
 
 
 @contextlib.contextmanager

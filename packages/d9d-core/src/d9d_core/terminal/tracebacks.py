@@ -1,0 +1,46 @@
+"""Tracebacks of exceptions that nothing catches: the texts and names in them control no terminal."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from types import TracebackType
+from typing import Any
+
+from d9d_core.untrusted import visible
+
+
+def make_tracebacks_visible() -> None:
+    """Print uncaught exceptions of the main thread, of others and of destructors by :func:`visible` from now on.
+
+    A hook that is not Python's own stays: its owner prints.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _uncaught
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _uncaught_in_thread
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _unraisable
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _write("", kind, error, trace)
+
+
+def _uncaught_in_thread(found: threading.ExceptHookArgs) -> None:
+    if found.exc_type is not SystemExit:
+        name = found.thread.name if found.thread is not None else threading.get_ident()
+        _write(f"Exception in thread {name}:\n", found.exc_type, found.exc_value, found.exc_traceback)
+
+
+def _unraisable(found: Any) -> None:
+    what = found.err_msg or "Exception ignored in"
+    _write(f"{what}: {found.object!r}\n", found.exc_type, found.exc_value, found.exc_traceback)
+
+
+def _write(headline: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    text = headline + "".join(traceback.format_exception(kind, error, trace))
+    if sys.stderr is not None:
+        sys.stderr.write(visible(text))
+        sys.stderr.flush()
