@@ -392,7 +392,91 @@ def test_a_name_that_a_tracker_refuses_costs_that_name_alone(tmp_path: Path) -> 
         hub.write(step, {"a": 1.0, "b": 2.0, "c": 3.0})
     hub.close("finished")
     assert tracker.calls == [(1, {"a": 1.0}), (1, {"c": 3.0}), (2, {"a": 1.0, "c": 3.0}), "finished"]
-    assert notes == ["warning: tracker 'choosy' refuses 'b', which it gets no more: ValueError('no such name')"]
+    assert notes == [
+        "warning: tracker 'choosy' refuses the number 'b', which it gets no more: ValueError('no such name')"
+    ]
+
+
+def test_names_that_are_refused_alone_or_before_all_others_cost_no_tracker(tmp_path: Path) -> None:
+    bad = [f"bad {number}" for number in range(4)]
+    tracker, notes = Choosy(*bad), list[str]()
+    hub = TrackerHub({"choosy": tracker}, notes.append)
+    hub.open(info(tmp_path), {})
+    hub.write(1, {"a": 1.0})
+    hub.write(1, {bad[0]: 1.0})
+    hub.write(2, {**dict.fromkeys(bad, 1.0), "a": 2.0, "b": 2.0})
+    hub.close("finished")
+    assert tracker.calls == [(1, {"a": 1.0}), (2, {"a": 2.0}), (2, {"b": 2.0}), "finished"]
+    assert [note.split("'")[3] for note in notes] == bad
+
+
+def test_a_name_that_is_refused_as_a_text_stays_as_a_number(tmp_path: Path) -> None:
+    class NoTexts(Choosy):
+        def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+            raise ValueError(f"{sorted(texts)} of step {step} are no texts")
+
+    tracker, notes = NoTexts(), list[str]()
+    hub = TrackerHub({"choosy": tracker}, notes.append)
+    hub.open(info(tmp_path), {})
+    for step in (1, 2):
+        hub.write(step, {"a": 1.0})
+        hub.write_texts(step, {"a": "said"})
+    hub.close("finished")
+    assert tracker.calls == [(1, {"a": 1.0}), (2, {"a": 1.0}), "finished"]
+    assert len(notes) == 1
+    assert "refuses the text 'a'" in notes[0]
+
+
+def test_what_a_tracker_gets_again_after_a_resume_has_the_name_that_it_had(tmp_path: Path, blocked: Blocked) -> None:
+    def opened(tracker: Any, states: Any, patience: float) -> TrackerHub:
+        hub = TrackerHub({"slow": tracker}, lambda _: None, patience)
+        hub.open(info(tmp_path), states)
+        return hub
+
+    hub = opened(blocked, {"slow": {}}, 0.0)
+    hub.write(1, {"nul\0": 1.0, "%2E": 2.0})
+    again = Choosy()
+    hub = opened(again, hub.state(), 10.0)
+    hub.write(2, {"nul\0": 1.0, "%2E": 2.0})
+    hub.close("finished")
+    assert [list(values) for _, values in again.calls[:2]] == [["nul%00", "%252E"]] * 2
+
+
+def test_a_tracker_that_takes_nothing_more_is_switched_off(tmp_path: Path) -> None:
+    tracker, notes = Choosy(), list[str]()
+    hub = TrackerHub({"choosy": tracker}, notes.append)
+    hub.open(info(tmp_path), {})
+    hub.write(1, {"a": 1.0})
+    hub.flush()
+    tracker.refused = {"a", *map(str, range(20))}
+    for number in range(20):
+        hub.write(2, {str(number): 1.0})
+    hub.write(2, {"a": 1.0})
+    hub.close("finished")
+    assert len(notes) == 10
+    assert notes[-1] == "tracker 'choosy' failed and is switched off: ValueError('no such name')"
+
+
+def test_texts_and_states_that_no_checkpoint_can_hold_do_not_reach_one(tmp_path: Path) -> None:
+    class Says(Choosy):
+        said: str
+
+        def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+            self.calls.append((step, dict(texts)))
+
+        def state(self) -> Any:
+            return {"said": self.said}
+
+    for said, off in (("whole", False), ("half \ud800", True)):
+        tracker, notes = Says(), list[str]()
+        tracker.said = said
+        hub = TrackerHub({"says": tracker}, notes.append)
+        hub.open(info(tmp_path), {})
+        hub.write_texts(1, {"a": "half \ud800"})
+        json.dumps(hub.state(), ensure_ascii=False).encode()
+        hub.close("finished")
+        assert tracker.calls[0] == (1, {"a": "half \\ud800"})
+        assert [("switched off" in note) for note in notes] == [True] * off
 
 
 def test_a_tracker_that_takes_no_value_is_switched_off_after_a_few(tmp_path: Path) -> None:

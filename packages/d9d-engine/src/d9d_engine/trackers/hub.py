@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -42,8 +42,9 @@ _SOON = 0.02
 _NOT_YET = "has not written everything yet"
 #: Names that are reported one by one; a corpus may have a million odd labels.
 _REPORTED = 10
-#: Values that are tried one by one, after all together failed, before the backend is to blame.
-_TRIED = 3
+#: Values that are refused, with none taken in between, before the backend is to blame; and as many names that a tracker
+#: gets for the first time, if it has taken others.
+_TRIED, _DOUBTED = 3, 10
 
 #: Kind of values, by the method that writes it -> the protocol of runs that take it.
 _TAKES: Mapping[str, type] = {
@@ -53,6 +54,15 @@ _TAKES: Mapping[str, type] = {
     "write_texts": TakesTexts,
     "write_pictures": TakesPictures,
     "write_files": TakesFiles,
+}
+#: Kind of values -> one of them, for notes.
+_ONE: Mapping[str, str] = {
+    "write": "number",
+    "write_tables": "table",
+    "write_histograms": "histogram",
+    "write_texts": "text",
+    "write_pictures": "picture",
+    "write_files": "file",
 }
 
 
@@ -95,7 +105,7 @@ class TrackerHub:
             info = replace(run, resumed_step=step)
             self._threads.append(_TrackerThread(name, tracker, info, self._states.get(name), self._warn))
             for kind, at, values in Backlog.read(behind[name]["entries"]) if name in behind else ():
-                self._hand(kind, at, values, self._threads[-1:])
+                self._queue(kind, at, values, self._threads[-1:])  # under the names that it has got before
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log values after ``step`` steps. Does not wait."""
@@ -110,8 +120,10 @@ class TrackerHub:
         self._hand("write_histograms", step, histograms)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Log texts, where a tracker takes any. Does not wait."""
-        self._hand("write_texts", step, texts)
+        """Log texts, where a tracker takes any; half of a surrogate pair becomes its escape. Does not wait."""
+        # Neither a checkpoint, which keeps what a tracker has not written yet, nor a file in UTF-8 can hold one.
+        plain = {name: text.encode(errors="backslashreplace").decode() for name, text in texts.items()}
+        self._hand("write_texts", step, plain)
 
     def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
         """Log pictures, where a tracker takes any. Does not wait."""
@@ -121,12 +133,12 @@ class TrackerHub:
         """Log files, where a tracker takes any; one that is gone by then is left out, with a warning."""
         self._hand("write_files", step, files)
 
-    def _hand(
-        self, kind: str, step: int, values: Mapping[str, Any], threads: Sequence[_TrackerThread] | None = None
-    ) -> None:
-        """Queue values of one kind, which has the name of a tracker's method."""
-        values = {self._storable(name): value for name, value in values.items()}
-        for thread in self._threads if threads is None else threads:
+    def _hand(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Queue values of one kind, which has the name of a tracker's method, for all trackers."""
+        self._queue(kind, step, {self._storable(name): value for name, value in values.items()}, self._threads)
+
+    def _queue(self, kind: str, step: int, values: Mapping[str, Any], threads: Sequence[_TrackerThread]) -> None:
+        for thread in threads:
             thread.write(kind, step, values, partial(self._write, thread, kind, step, values))
 
     def _write(self, thread: _TrackerThread, kind: str, step: int, values: Mapping[str, Any], run: TrackerRun) -> None:
@@ -290,7 +302,9 @@ class _TrackerThread:
         self._said_late = False
         self._longest, self._has_written = 0.0, False
         self._left_out = 0
-        self._refused: set[str] = set()
+        self._taken: set[tuple[str, str]] = set()  # kinds and names; a name may be that of several kinds
+        self._refused: set[tuple[str, str]] = set()
+        self._doubts = 0
         work = threading.Thread(target=self._work, args=(tracker, run, state), name=f"d9d-tracker-{name}", daemon=True)
         work.start()
 
@@ -316,34 +330,50 @@ class _TrackerThread:
         self._calls.put(work)
 
     def write_now(self, run: TrackerRun, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write values in the tracker's thread. A name that it refuses among others is left out from then on.
+        """Write values in the tracker's thread. A name that it refuses is left out from then on.
 
         Raises:
-            Exception: of the tracker, if it takes none of the values.
+            Exception: of the tracker, if the names are not to blame.
         """
-        write = getattr(run, kind)
-        values = {name: value for name, value in values.items() if name not in self._refused}
-        try:
-            write(step, dict(values))
-        except Exception:
-            if len(values) < 2:
-                raise
-            self._write_each(write, step, values)
-
-    def _write_each(self, write: Callable[[int, dict[str, Any]], None], step: int, values: Mapping[str, Any]) -> None:
+        left = {name: value for name, value in values.items() if (kind, name) not in self._refused}
+        if values and not left:
+            return
+        failure = self._failure(run, kind, step, left)
+        if failure is None:
+            return
+        if not left:
+            raise failure
         failures: dict[str, Exception] = {}
-        for tried, (name, value) in enumerate(values.items(), 1):
-            try:
-                write(step, {name: value})
-            except Exception as error:
+        # Names that were taken before come first: if these fail too, the backend is to blame.
+        for name in sorted(left, key=lambda name: (kind, name) not in self._taken):
+            error = self._failure(run, kind, step, {name: left[name]}) if len(left) > 1 else failure
+            if error is not None:
                 failures[name] = error
-                if len(failures) == tried >= min(_TRIED, len(values)):
-                    raise  # it took none, so that the names are not to blame
-        for name, failure in failures.items():
-            self._refused.add(name)
+                self._doubts += 1
+                if self._doubts >= self._most_doubts(kind, left, failures):
+                    raise error
+        for name, error in failures.items():
+            self._refused.add((kind, name))
             self._warn(
-                f"warning: tracker '{self.name}' refuses {_readable(name)}, which it gets no more: {shown(failure)}"
+                f"warning: tracker '{self.name}' refuses the {_ONE[kind]} {_readable(name)}, which it gets no more: "
+                f"{shown(error)}"
             )
+
+    def _failure(self, run: TrackerRun, kind: str, step: int, values: Mapping[str, Any]) -> Exception | None:
+        """Write values, and return what the tracker raises."""
+        try:
+            getattr(run, kind)(step, dict(values))
+        except Exception as error:
+            return error
+        self._doubts = 0
+        self._taken.update((kind, name) for name in values)
+        return None
+
+    def _most_doubts(self, kind: str, values: Collection[str], failures: Collection[str]) -> int:
+        """Refusals in a row at which the tracker is switched off."""
+        if not self._taken or any((kind, name) in self._taken for name in failures):
+            return min(_TRIED, len(values))
+        return _DOUBTED
 
     def ask(self, call: Callable[[TrackerRun], None], soon: float) -> threading.Event:
         """Queue a call; the event happens when it was made or the tracker has failed.
@@ -410,5 +440,8 @@ def _readable(name: str) -> str:
 
 
 def _plain_state(run: TrackerRun) -> State:
-    state: State = json.loads(json.dumps(run.state(), allow_nan=False))
+    text = json.dumps(run.state(), allow_nan=False, ensure_ascii=False)
+    state: State = json.loads(
+        text.encode()
+    )  # half of a surrogate pair would end the run when the checkpoint is written
     return state
