@@ -43,7 +43,7 @@ class TestJsonl(TrackerSuite):
         if kind == "pictures":
             for path in directory.glob("pictures/*/*.png"):
                 assert path.read_bytes().startswith(b"\x89PNG")
-                found.setdefault(int(path.stem), []).append(path.parent.name.replace("-", "/"))
+                found.setdefault(int(path.stem), []).append(path.parent.name.replace("%2F", "/"))
             return found
         for line in read_lines(directory / f"{kind}.jsonl"):
             found.setdefault(line["step"], []).append(line["name" if kind == "texts" else "histogram"])

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from d9d_core.errors import PluginError
 from d9d_core.protocols.metric import Table
-from d9d_core.protocols.tracker import Histogram, RunInfo
+from d9d_core.protocols.tracker import LONGEST_NAME, Histogram, RunInfo, shortened
 from d9d_core.tensors import encode_png
 from d9d_core.types import Json, State
 from d9d_core.untrusted import visible
@@ -78,9 +78,9 @@ class JsonlRun:
             self._texts.append({"step": step, "name": name, "text": text})
 
     def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
-        """Write ``pictures/<name>/<step>.png`` for each."""
+        """Write ``pictures/<name>/<step>.png`` for each, with ``%2F`` for a slash in the name."""
         for name, picture in pictures.items():
-            path = self._pictures / re.sub(r"[^\w.-]", "-", name).strip(".") / f"{step}.png"
+            path = self._pictures / _folder(name) / f"{step}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(encode_png(picture))
 
@@ -113,3 +113,9 @@ class JsonlRun:
         draw_loss(list(read_lines(self._metrics.path)), directory / "loss.svg", self._run.name)
         for name, history in read_tables(self._tables.path).items():
             draw_table(history, directory / f"{name.replace('/', '-')}.svg", f"{self._run.name}: {name}")
+
+
+def _folder(name: str) -> str:
+    """Folder of a name; two names have two. No name is ``.`` or ``..``: the hub codes them."""
+    coded = re.sub(r"[^\w.-]", lambda found: f"%{ord(found[0]):02X}", name)
+    return shortened(coded, LONGEST_NAME)
