@@ -12,6 +12,9 @@ from d9d_tensorboard.config import TensorBoardConfig
 from d9d_tensorboard.tracker import TensorBoardTracker
 from d9d_testing.suites.tracker import Logged, TrackerSuite, by_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, TensorEvent
+from tensorboard.backend.event_processing.plugin_event_accumulator import (
+    EventAccumulator as PluginEventAccumulator,
+)
 from tensorboard.util.tensor_util import make_ndarray
 from torch import tensor
 
@@ -97,6 +100,45 @@ def test_what_came_between_a_checkpoint_and_the_next_step_is_there_once_after_a_
     reader = read(tmp_path / "tensorboard")
     found = {name: [(event.step, event.value) for event in reader.Scalars(name)] for name in ("loss", "reward")}
     assert found == {"loss": [(4, 1.0)], "reward": [(4, 3.0)]}
+
+
+def test_a_clock_that_goes_back_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = None
+    for step, now in enumerate([2e9, 1e9, 1.5e9, 1e9]):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        run = opened(tmp_path, step, state)
+        run.write(step, {"late": float(step)})
+        run.write(step + 1, {"loss": float(step)})
+        run.flush()
+        state = run.state()
+        run.write(step + 1, {"late": -1.0})
+        run.close("failed")
+    reader = read(tmp_path / "tensorboard")
+    found = {name: [(event.step, event.value) for event in reader.Scalars(name)] for name in ("loss", "late")}
+    assert found["loss"] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]
+    assert found["late"] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, -1.0)]
+
+
+def test_one_name_of_several_kinds_is_one_tag_for_each(tmp_path: Path) -> None:
+    counts = Histogram(tensor([1, 0, 3]), -1.0, 2.0)
+    run = opened(tmp_path)
+    run.write(1, {"loss": 1.0, "said/text_summary": 1.0})
+    run.flush()
+    state = run.state()
+    run.close("failed")
+    for step in (1, 2):
+        run = opened(tmp_path, 1, state)
+        run.write_histograms(step, {"loss": counts})
+        run.write_texts(step, {"loss": "a text", "said": "a text"})
+        run.write(step, {"loss": 2.0})
+        run.close("failed")
+    reader = PluginEventAccumulator(str(tmp_path / "tensorboard")).Reload()  # reads as the web interface does
+    plugins: dict[str, list[str]] = {}
+    for tag in reader.Tags()["tensors"]:
+        plugins.setdefault(reader.SummaryMetadata(tag).plugin_data.plugin_name, []).append(tag)
+    assert sorted(plugins["scalars"]) == ["loss", "said/text_summary"]
+    assert plugins["histograms"] == ["loss (histogram)"]
+    assert {"loss/text_summary", "said (text)/text_summary"} <= set(plugins["text"])
 
 
 def test_histograms_keep_their_counts_and_bounds(tmp_path: Path) -> None:

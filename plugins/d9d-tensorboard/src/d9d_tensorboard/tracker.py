@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +19,6 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor, linspace
 from torch.utils.tensorboard import summary
-from torch.utils.tensorboard.writer import FileWriter
 
 from d9d_tensorboard.config import TensorBoardConfig
 
@@ -39,10 +42,10 @@ class TensorBoardTracker:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             suffix = _suffix(run, self._config)
-            most, kept = (state or {}).get("values"), 0
+            most, kept, kinds = (state or {}).get("values"), 0, dict[str, str]()
             for path in sorted(directory.glob(f"events.out.tfevents.*{suffix}")):
-                kept += _cut(path, purge_step, most - kept if isinstance(most, int) else None)
-            writer = FileWriter(str(directory), flush_secs=self._config.flush_seconds, filename_suffix=suffix)
+                kept += _cut(path, purge_step, most - kept if isinstance(most, int) else None, kinds)
+            writer = _EventFile(directory, suffix, self._config.flush_seconds)
         except OSError as error:
             raise PluginError(
                 f"{directory} cannot be written ({error.strerror}); set log_dir of the tracker 'tensorboard' to a "
@@ -50,8 +53,8 @@ class TensorBoardTracker:
             ) from error
         start = SessionLog(status=SessionLog.START)
         for event in (Event(step=purge_step, file_version="brain.Event:2"), Event(step=purge_step, session_log=start)):
-            writer.add_event(event)
-        opened = TensorBoardRun(writer, kept)
+            writer.write(event)
+        opened = TensorBoardRun(writer, kept, kinds)
         if not run.resumed_step:
             opened.summarise(run)
         return opened
@@ -63,11 +66,13 @@ class TensorBoardRun:
     Args:
         writer: of the event file.
         values: how many values older files have.
+        kinds: tag -> kind of its values in older files.
     """
 
-    def __init__(self, writer: FileWriter, values: int) -> None:
+    def __init__(self, writer: _EventFile, values: int, kinds: Mapping[str, str]) -> None:
         self._writer = writer
         self._values = values
+        self._kinds = dict(kinds)
         self._open = True
 
     def summarise(self, run: RunInfo) -> None:
@@ -76,8 +81,7 @@ class TensorBoardRun:
         lines = [f"# {run.name}", run.description, f"Tags: {', '.join(run.tags)}" if run.tags else ""]
         if flat:
             lines.append(_markdown(["name", "value"], [[name, _plain(value)] for name, value in flat.items()]))
-            for part in summary.hparams({name: _plain(value) for name, value in flat.items()}, {}):
-                self._add(part, 0)
+            self._add(summary.hparams({name: _plain(value) for name, value in flat.items()}, {}), 0)
         job = json.dumps(run.config, indent=2)
         self.write_texts(0, {"run": "\n\n".join(line for line in lines if line), "job": f"```json\n{job}\n```"})
         self.flush()
@@ -85,18 +89,18 @@ class TensorBoardRun:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write one point per series."""
         self._check()
-        for name, value in values.items():
-            self._add(summary.scalar(str(name), value), step)
+        self._add([summary.scalar(self._tag(name, "number"), value) for name, value in values.items()], step)
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Write histograms by their counts; moments are those of the centres of the bins."""
         self._check()
+        parts = []
         for name, histogram in histograms.items():
             counts, low, high = histogram.counts.double(), float(histogram.low), float(histogram.high)
             edges = linspace(low, high, len(counts) + 1, dtype=counts.dtype)
             centres = (edges[:-1] + edges[1:]) / 2
             made = summary.histogram_raw(
-                str(name),
+                self._tag(name, "histogram"),
                 min=low,
                 max=high,
                 num=counts.sum().item(),
@@ -105,23 +109,25 @@ class TensorBoardRun:
                 bucket_limits=edges[1:].tolist(),
                 bucket_counts=counts.tolist(),
             )
-            self._add(made, step)
+            parts.append(made)
+        self._add(parts, step)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Write texts, which TensorBoard shows as Markdown."""
         self._check()
-        for name, text in texts.items():
-            self._add(summary.text(str(name), text), step)
+        self._add([summary.text(self._tag(name, "text", "/text_summary"), text) for name, text in texts.items()], step)
 
     def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
         """Write pictures as PNG."""
         self._check()
+        parts = []
         for name, picture in pictures.items():
             height, width, colours = picture.shape
             image = Summary.Image(
                 height=height, width=width, colorspace=colours, encoded_image_string=encode_png(picture)
             )
-            self._add(Summary(value=[Summary.Value(tag=str(name), image=image)]), step)
+            parts.append(Summary(value=[Summary.Value(tag=self._tag(name, "picture"), image=image)]))
+        self._add(parts, step)
 
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
         """Write tables as texts, with four significant digits."""
@@ -148,13 +154,57 @@ class TensorBoardRun:
             self._open = False
             self._writer.close()
 
-    def _add(self, value: Summary, step: int) -> None:
-        self._values += 1
-        self._writer.add_summary(value, step)
+    def _tag(self, name: str, kind: str, ending: str = "") -> str:
+        """Name of a series in the files, where one of another kind may have it already; readers take one kind a tag."""
+        if self._kinds.setdefault(f"{name}{ending}", kind) == kind:
+            return str(name)
+        self._kinds[f"{name} ({kind}){ending}"] = kind
+        return f"{name} ({kind})"
+
+    def _add(self, values: Sequence[Summary], step: int) -> None:
+        """Add values of one call, once all are made: the hub tries again, one by one, if one cannot be."""
+        for value in values:
+            self._values += 1
+            self._writer.write(Event(step=step, summary=value))
 
     def _check(self) -> None:
         if not self._open:  # the writer would begin another file
             raise ValueError("the run is closed")
+
+
+class _EventFile:
+    """Event file that comes after all others of its directory, whatever the clock says: readers go by the names.
+
+    Args:
+        directory: of the files.
+        suffix: of the name.
+        flush_seconds: time after which a write is flushed.
+    """
+
+    def __init__(self, directory: Path, suffix: str, flush_seconds: float) -> None:
+        names = [path.name for path in directory.glob("events.out.tfevents.*")]
+        times = [int(found[1]) for name in names if (found := re.match(r"events\.out\.tfevents\.(\d{1,12})\.", name))]
+        number = max(int(time.time()), max(times, default=0) + 1)
+        name = f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}{suffix}"
+        self._writer = RecordWriter((directory / name).open("xb"))
+        self._flush_seconds = flush_seconds
+        self._flushed = time.monotonic()
+
+    def write(self, event: Event) -> None:
+        """Write an event, with the time of now."""
+        event.wall_time = time.time()
+        self._writer.write(event.SerializeToString())
+        if time.monotonic() - self._flushed >= self._flush_seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand everything to the file system."""
+        self._writer.flush()
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
 
 
 def _suffix(run: RunInfo, config: TensorBoardConfig) -> str:
@@ -167,10 +217,11 @@ def _suffix(run: RunInfo, config: TensorBoardConfig) -> str:
     return f".d9d-{hashlib.sha256(str(run.directory.absolute()).encode()).hexdigest()[:16]}"
 
 
-def _cut(path: Path, step: int, most: int | None) -> int:
+def _cut(path: Path, step: int, most: int | None, kinds: dict[str, str]) -> int:
     """Remove the events of a step and later ones: readers drop points by themselves, but not texts.
 
     Of the step before, what comes after so many values goes too, if that is known: it came after the checkpoint.
+    Kinds of the values that stay are added by tag.
 
     Returns:
         Number of values that stay.
@@ -183,6 +234,7 @@ def _cut(path: Path, step: int, most: int | None) -> int:
         if event.step < step and not (is_value and most is not None and values >= most and event.step == step - 1):
             kept.append(content)
             values += is_value
+            kinds.update(_kinds(event))
     if not step:
         path.unlink()
     elif len(kept) < len(events):
@@ -193,6 +245,12 @@ def _cut(path: Path, step: int, most: int | None) -> int:
                 writer.write(content)
         rest.replace(path)
     return values
+
+
+def _kinds(event: Event) -> Iterator[tuple[str, str]]:
+    kinds = {"simple_value": "number", "histo": "histogram", "tensor": "text", "image": "picture"}
+    for value in event.summary.value if event.HasField("summary") else ():
+        yield value.tag, kinds.get(str(value.WhichOneof("value")), "")
 
 
 def _plain(value: Json) -> str | float | bool:
