@@ -99,7 +99,6 @@ def test_a_run_has_its_parameters_once_and_a_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
 def test_names_that_differ_stay_apart(tmp_path: Path) -> None:
     names = ["a:b", "a-b", "a_x3a_b", "a_b", "a@b", "_x5:", "\x05x3a_"]
     run = MlflowTracker(MlflowConfig()).open(info(tmp_path, hparams=dict.fromkeys(names, 1)), None)
@@ -125,6 +124,62 @@ def test_a_run_that_is_gone_is_said_or_replaced(tmp_path: Path, capsys: pytest.C
     new.close("finished")
     assert new.state()["run_id"] != gone
     assert "a new run takes its place" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_a_store_whose_making_was_cut_short_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    path = tmp_path / "mlflow.db"
+    path.unlink()
+    monkeypatch.setattr("alembic.command.upgrade", kill)  # the first tables are there, their later columns are not
+    with pytest.raises(Killed):
+        MlflowTracker(MlflowConfig()).open(info(tmp_path), None)
+    monkeypatch.undo()
+    assert not path.exists()
+    (begun,) = tmp_path.glob(".mlflow.db.begun-*")
+    begun.with_name(f"{begun.name}-journal").write_text("of a transaction that was not finished")
+    run = MlflowTracker(MlflowConfig()).open(info(tmp_path), None)
+    run.write(1, {"loss": 1.0})
+    run.close("finished")
+    assert newest(tmp_path).data.metrics == {"loss": 1.0}
+    assert not list(tmp_path.glob(".mlflow.db*"))
+
+
+def test_a_damaged_store_that_was_there_before_is_named_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "mlflow.db"
+    path.write_bytes(b"no database at all")
+    with pytest.raises(PluginError, match="does not work"):
+        MlflowTracker(MlflowConfig()).open(info(tmp_path), None)
+    assert path.read_bytes() == b"no database at all"
+
+
+@pytest.mark.thorough
+def test_points_stay_in_the_order_of_steps_when_the_clock_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state: Any = None
+    for step, now in enumerate([2e9, 1e9, 1.5e9, 1e9]):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        run = MlflowTracker(MlflowConfig()).open(info(tmp_path, step), state)
+        run.write(step + 1, {"loss": 1.0})
+        state = run.state()
+    history = client(tmp_path).get_metric_history(state["run_id"], "loss")
+    assert [point.step for point in history] == [1, 2, 3, 4]
+
+
+@pytest.mark.thorough
+def test_a_name_like_a_file_of_another_series_costs_neither(tmp_path: Path) -> None:
+    run = MlflowTracker(MlflowConfig()).open(info(tmp_path), None)
+    for step in (1, 2):
+        run.write_texts(step, {"said/2.txt": "first", "said": "second"})
+    run.close("finished")
+    found = [str(path).split("/texts/")[1] for path in artifacts(tmp_path, "texts")]
+    assert sorted(found) == ["said/1.txt", "said/2.txt", "said/2_x2e_txt/1.txt", "said/2_x2e_txt/2.txt"]
 
 
 def test_a_store_that_cannot_be_written_is_named(tmp_path: Path) -> None:

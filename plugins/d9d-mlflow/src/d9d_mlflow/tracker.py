@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from d9d_core.extend import Json, Picture, PluginError, RunInfo, State, Table, encode_png, flatten, shortened, storable
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
+from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
 from mlflow.tracking import MlflowClient
 
 from d9d_mlflow.config import MlflowConfig
@@ -22,6 +24,7 @@ from d9d_mlflow.config import MlflowConfig
 #: Limits of MLflow's interface: metrics and parameters of one call, and characters of a parameter.
 _METRICS, _PARAMS, _LENGTH = 1000, 100, 6000
 _NAME = 250  # bytes
+_STORE = "mlflow.db"
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -41,12 +44,15 @@ class MlflowTracker:
         try:
             if uri is None:
                 run.directory.mkdir(parents=True, exist_ok=True)
-            client = MlflowClient(tracking_uri=uri or f"sqlite:///{run.directory.absolute() / 'mlflow.db'}")
+                _make_store(run.directory.absolute() / _STORE)
+            client = MlflowClient(tracking_uri=uri or f"sqlite:///{run.directory.absolute() / _STORE}")
             found = None
             if run.resumed_step and state is not None:
                 found = self._continued(client, str(state["run_id"]))
             return found or self._created(client, run)
-        except (MlflowException, OSError) as error:
+        except PluginError:
+            raise
+        except Exception as error:  # of several libraries
             where = uri or run.directory
             raise PluginError(
                 f"the MLflow store {where} does not work: {_first_line(error)}; set tracking_uri of the tracker "
@@ -73,10 +79,12 @@ class MlflowTracker:
             return None
         client.update_run(run_id, status="RUNNING")
         # Nothing can be removed from a store, so what it has after the checkpoint stays, and is not written twice.
-        last = {
-            name: max(point.step for point in client.get_metric_history(run_id, name)) for name in known.data.metrics
-        }
-        return MlflowRun(client, run_id, last)
+        last, latest = dict[str, int](), 0
+        for name in known.data.metrics:
+            points = client.get_metric_history(run_id, name)
+            last[name] = max(point.step for point in points)
+            latest = max(latest, *(point.timestamp for point in points))
+        return MlflowRun(client, run_id, last, latest)
 
     def _created(self, client: MlflowClient, run: RunInfo) -> MlflowRun:
         name = self._config.experiment
@@ -106,12 +114,15 @@ class MlflowRun:
         client: of the store.
         run_id: the run in it.
         last: the last step of each series that the store has; no series gets that one or an earlier one again.
+        latest: time of the latest point, in milliseconds. Stores sort by time, so that no point gets an earlier one,
+            also where the clock has been set back.
     """
 
-    def __init__(self, client: MlflowClient, run_id: str, last: Mapping[str, int]) -> None:
+    def __init__(self, client: MlflowClient, run_id: str, last: Mapping[str, int], latest: int = 0) -> None:
         self._client = client
         self._run_id = run_id
         self._last = dict(last)
+        self._latest = latest
         self._open = True
 
     def write_parameters(self, values: Mapping[str, Json]) -> None:
@@ -126,17 +137,17 @@ class MlflowRun:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write one point per series that has none of this step or a later one."""
         self._check()
-        now = int(time.time() * 1000)
+        self._latest = now = max(self._latest, int(time.time() * 1000))
         new = {_name(name): value for name, value in values.items() if step > self._last.get(_name(name), -1)}
         for part in _parts([Metric(name, value, now, step) for name, value in new.items()], _METRICS):
             self._client.log_batch(self._run_id, metrics=part)
-        self._last |= dict.fromkeys(new, step)
+            self._last |= {metric.key: step for metric in part}  # a later part may fail, and is tried again
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Keep each as the artifact ``texts/<name>/<step>.txt``."""
         self._check()
         for name, text in texts.items():
-            self._client.log_text(self._run_id, text, f"texts/{_name(name)}/{step}.txt")
+            self._client.log_text(self._run_id, text, f"texts/{_folder(name)}/{step}.txt")
 
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
         """Keep each as the artifact ``tables/<name>/<step>.json``, which MLflow shows as a table."""
@@ -147,7 +158,7 @@ class MlflowRun:
             cells = [[None if value != value else value for value in row] for row in table.values.tolist()]  # noqa: PLR0124
             data = [[label, *row] for label, row in zip(names, cells, strict=True)]
             content = {"columns": [table.row, *(f"{table.column} {index}" for index in range(columns))], "data": data}
-            self._client.log_text(self._run_id, json.dumps(content), f"tables/{_name(name)}/{step}.json")
+            self._client.log_text(self._run_id, json.dumps(content), f"tables/{_folder(name)}/{step}.json")
 
     def write_pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         """Keep each as the artifact ``pictures/<name>/<step>.png``."""
@@ -156,13 +167,13 @@ class MlflowRun:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / f"{step}.png"
                 path.write_bytes(encode_png(picture))
-                self._client.log_artifact(self._run_id, str(path), f"pictures/{_name(name)}")
+                self._client.log_artifact(self._run_id, str(path), f"pictures/{_folder(name)}")
 
     def write_files(self, step: int, files: Mapping[str, Path]) -> None:
         """Keep each as an artifact in ``files/<name>/<step>``."""
         self._check()
         for name, path in files.items():
-            self._client.log_artifact(self._run_id, str(path), f"files/{_name(name)}/{step}")
+            self._client.log_artifact(self._run_id, str(path), f"files/{_folder(name)}/{step}")
 
     def flush(self) -> None:
         """Do nothing: each write is in the store when it returns."""
@@ -190,6 +201,31 @@ def _name(name: str) -> str:
     """
     coded = re.sub(r"[^\w\-. /]|_(?=x)", lambda found: f"_x{ord(found[0]):x}_", name)
     return shortened(coded, _NAME).replace("~", "_")
+
+
+def _folder(name: str) -> str:
+    """Name as a folder of artifacts: a part of it such as ``7.txt`` would be where another series has a file."""
+    return "/".join(re.sub(r"^(\d+)\.(?=(txt|json|png)$)", r"\1_x2e_", part) for part in _name(name).split("/"))
+
+
+def _make_store(path: Path) -> None:
+    """Make the database of a run, under another name until its tables are complete.
+
+    MLflow makes them in many steps, and cannot open a database again whose making was cut short.
+    """
+    if path.exists():
+        return
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    prefix = f".{path.name}.begun-"
+    for rest in path.parent.glob(f"{prefix}*"):
+        rest.unlink()
+    begun = path.with_name(
+        prefix + secrets.token_hex(4)
+    )  # MLflow keeps connections by name, also to a file that is gone
+    store: Any = SqlAlchemyStore(f"sqlite:///{begun}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)  # type: ignore[no-untyped-call]
+    store.engine.dispose()
+    begun.replace(path)
 
 
 def _parts(items: Sequence[Any], length: int) -> list[Sequence[Any]]:
