@@ -73,15 +73,15 @@ class TestAim(TrackerSuite):
 
     def logged_kind(self, directory: Path, kind: str) -> Mapping[int, Sequence[str]]:
         run = newest(directory)
-        get = {
-            "histograms": run.get_distribution_sequence,
-            "texts": run.get_text_sequence,
-            "pictures": run.get_image_sequence,
-        }
+        type_of, get = {
+            "histograms": ("aim.distribution", run.get_distribution_sequence),
+            "texts": ("aim.text", run.get_text_sequence),
+            "pictures": ("aim.image", run.get_image_sequence),
+        }[kind]
         found: dict[int, list[str]] = {}
-        for name, tags in (("one", {}), ("other", {"stage": "train"})):
-            for step in get[kind](name, Context(tags)).data.indices_list():
-                found.setdefault(step, []).append(SeriesName(name, tags))
+        for name, context, _ in run.iter_sequence_info_by_type(type_of):
+            for step in get(name, context).data.indices_list():
+                found.setdefault(step, []).append(joined(name, context))
         return found
 
     def logged_file(self, directory: Path, name: str) -> bytes:

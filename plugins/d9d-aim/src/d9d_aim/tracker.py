@@ -104,7 +104,7 @@ class AimRun:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write one point per series."""
-        self._track(step, values)
+        self._track(step, values, "number")
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Write histograms as distributions."""
@@ -112,15 +112,15 @@ class AimRun:
             name: aim.Distribution(hist=value.counts.numpy(), bin_range=(float(value.low), float(value.high)))
             for name, value in histograms.items()
         }
-        self._track(step, made)
+        self._track(step, made, "histogram")
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Write texts."""
-        self._track(step, {name: aim.Text(text) for name, text in texts.items()})
+        self._track(step, {name: aim.Text(text) for name, text in texts.items()}, "text")
 
     def write_pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         """Write pictures."""
-        self._track(step, {name: aim.Image(picture.numpy()) for name, picture in pictures.items()})
+        self._track(step, {name: aim.Image(picture.numpy()) for name, picture in pictures.items()}, "picture")
 
     def write_files(self, step: int, files: Mapping[str, Path]) -> None:
         """Write artifacts named ``<name>/<step>``."""
@@ -143,11 +143,17 @@ class AimRun:
             self._run["status"] = status
             self._run.close()
 
-    def _track(self, step: int, values: Mapping[str, Any]) -> None:
+    def _track(self, step: int, values: Mapping[str, Any], kind: str) -> None:
         self._check()
         for series, value in values.items():
             name, tags = split_tags(series)
-            self._run.track(value, name=str(name), step=step, context=dict(tags))
+            try:
+                self._run.track(value, name=str(name), step=step, context=dict(tags))
+            except ValueError as error:
+                if "Incompatible data types" not in str(error):
+                    raise
+                # Aim has one kind for each name; of several, the first has the name alone.
+                self._run.track(value, name=f"{name} ({kind})", step=step, context=dict(tags))
 
     def _check(self) -> None:
         if not self._open:

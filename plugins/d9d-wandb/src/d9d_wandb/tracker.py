@@ -47,7 +47,7 @@ class WandbTracker:
         found = None
         if run.resumed_step and state is not None:
             found = self._continued(run, directory, str(state["id"]))
-        return found or WandbRun(self._init(run, directory, secrets.token_hex(4), "never"), 0, {})
+        return found or WandbRun(self._init(run, directory, secrets.token_hex(4), "never"), 0, {}, {})
 
     def _continued(self, run: RunInfo, directory: Path, run_id: str) -> WandbRun | None:
         """The saved run with the last step of each of its series; ``None`` if a new one shall take its place."""
@@ -65,14 +65,15 @@ class WandbTracker:
                 raise
             self._say_lost(f"wandb has no run '{run_id}' (any more), which this job had begun")
             return None
-        row, last = opened.step, dict[str, int]()
+        row, last, kinds = opened.step, dict[str, int](), dict[str, str]()
         if not paths:  # resumed on another machine
-            last = _last_steps(opened.summary)
+            last, kinds = _last_steps(opened.summary), _kinds(dict(opened.summary))
         for path in paths:
             for written in Segment(path).rows():
                 row = max(row, int(written["_step"]) + 1)
                 last |= {name: max(last.get(name, -1), int(written.get(STEP, -1))) for name in written}
-        return WandbRun(opened, row, last)
+                kinds |= _kinds(written)
+        return WandbRun(opened, row, last, kinds)
 
     def _say_lost(self, text: str) -> None:
         if self._config.lost_run == "off":
@@ -117,12 +118,14 @@ class WandbRun:
         run: of the library.
         row: number of the next row, of which a resumed run has some already.
         last: the last step of each series that wandb has; no series gets that one or an earlier one again.
+        kinds: kind of the values of each series that wandb has.
     """
 
-    def __init__(self, run: wandb.Run, row: int, last: Mapping[str, int]) -> None:
+    def __init__(self, run: wandb.Run, row: int, last: Mapping[str, int], kinds: Mapping[str, str]) -> None:
         self._run = run
         self._row = row
         self._last = dict(last)
+        self._kinds = dict(kinds)
         self._open = True
         self._segment = Segment(Path(run.settings.sync_file))
         self._written = row - 1
@@ -130,23 +133,24 @@ class WandbRun:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write a row of the series that have nothing of this step or a later one."""
-        self._write(step, values)
+        self._write(step, values, "number")
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Write histograms by their counts."""
-        self._write(step, {name: wandb.Histogram(np_histogram=_bins(value)) for name, value in histograms.items()})
+        made = {name: wandb.Histogram(np_histogram=_bins(value)) for name, value in histograms.items()}
+        self._write(step, made, "histogram")
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Write texts as they are."""
-        self._write(step, texts)
+        self._write(step, texts, "text")
 
     def write_pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         """Write pictures."""
-        self._write(step, {name: wandb.Image(picture.numpy()) for name, picture in pictures.items()})
+        self._write(step, {name: wandb.Image(picture.numpy()) for name, picture in pictures.items()}, "picture")
 
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
         """Write tables, a row for each of theirs."""
-        self._write(step, {name: _table(table) for name, table in tables.items()})
+        self._write(step, {name: _table(table) for name, table in tables.items()}, "table")
 
     def write_files(self, step: int, files: Mapping[str, Path]) -> None:  # noqa: ARG002 - wandb counts versions
         """Write each as an artifact, whose versions are the steps with a different content."""
@@ -185,14 +189,19 @@ class WandbRun:
             self._open = False
             self._run.finish(exit_code=int(status == "failed"))
 
-    def _write(self, step: int, values: Mapping[str, Any]) -> None:
+    def _write(self, step: int, values: Mapping[str, Any], kind: str) -> None:
         self._check()
-        columns = {_column(name): value for name, value in values.items()}
+        columns = {self._column_of(name, kind): value for name, value in values.items()}
         new = {name: value for name, value in columns.items() if step > self._last.get(name, -1)}
         if new:
             self._run.log({**new, STEP: step}, step=self._row, commit=True)
             self._row += 1
             self._last |= dict.fromkeys(new, step)
+
+    def _column_of(self, name: str, kind: str) -> str:
+        """Column of a series; if one of another kind has it already, a column named after the kind."""
+        column = _column(name)
+        return column if self._kinds.setdefault(column, kind) == kind else f"{column} ({kind})"
 
     def _check(self) -> None:
         if not self._open:
@@ -202,6 +211,18 @@ class WandbRun:
 def _column(name: str) -> str:
     # wandb keeps columns of its own, such as `_step`, and drops others of these names without a word.
     return f"%5F{name[1:]}" if name.startswith("_") else str(name)
+
+
+def _kinds(values: Mapping[str, Any]) -> dict[str, str]:
+    return {name: _kind(value) for name, value in values.items()}
+
+
+def _kind(value: Any) -> str:
+    """Kind of a value as wandb has written it."""
+    if isinstance(value, Mapping):
+        kinds = {"histogram": "histogram", "image-file": "picture", "table-file": "table"}
+        return kinds.get(str(value.get("_type")), "number")
+    return "text" if isinstance(value, str) and value not in ("NaN", "Infinity", "-Infinity") else "number"
 
 
 def _bins(histogram: Histogram) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -315,7 +315,7 @@ class TrackerSuite(ComponentSuite):
 
     @pytest.mark.parametrize("kind", ["write", *(f"write_{kind}" for kind in _KINDS)])
     def test_an_odd_name_costs_neither_the_tracker_nor_another_name(self, tmp_path: Path, kind: str) -> None:
-        """Alone and beside others; every name of a number is kept under one of its own."""
+        """Alone and beside others; every name is kept under one of its own, of all kinds that the tracker takes."""
         make = (lambda: 2.0) if kind == "write" else _KINDS[kind.removeprefix("write_")][1]
         hub, notes = self.hub(self.fields(tmp_path))
         hub.open(self.run_info(tmp_path), {})
@@ -333,6 +333,12 @@ class TrackerSuite(ComponentSuite):
             assert logged.get(3, {}).get("loss") == 1.0, f"after odd names in {kind}, logged are {logged.get(3)}"
             counts = {step: len(logged.get(step, {})) for step in (1, 2)} if kind == "write" else {}
             assert set(counts.values()) <= {len(_ODD_NAMES)}, f"of {len(_ODD_NAMES)} names, logged are {counts} by step"
+        named = self.logged_kind(tmp_path, kind.removeprefix("write_")) if kind != "write" else None
+        if named:
+            counts = {step: len(set(named.get(step, ()))) for step in (1, 2)}
+            assert set(counts.values()) == {len(_ODD_NAMES)}, (
+                f"of {len(_ODD_NAMES)} names, {kind} keeps {counts} by step"
+            )
 
     def test_the_defaults_write(self, tmp_path: Path) -> None:
         """A tracker that the job names and says nothing more about keeps values, with its real library."""
@@ -372,6 +378,32 @@ class TrackerSuite(ComponentSuite):
             found = {step: sorted(names) for step, names in logged.items() if names}
             both = {1: ["one", "train/other"], 2: ["one", "train/other"]}
             assert found == both, f"resumed at step 1, {kind} are {found}, expected {both}"
+
+    def test_a_name_of_several_kinds_costs_none_of_them(self, tmp_path: Path) -> None:
+        """Such as the loss of a batch and the histogram of its samples' losses, and also after a resume."""
+        run: Any = self.opened(tmp_path)
+        kinds = {kind: make for kind, (protocol, make) in _KINDS.items() if isinstance(run, protocol)}
+        state = None
+        for step in (1, 2):
+            if step == 2:
+                self.crash(run)
+                buried, run = run, self.opened(tmp_path, resumed_step=1, state=state)
+            run.write(step, {"loss": float(step)})
+            for kind, make in kinds.items():
+                getattr(run, f"write_{kind}")(step, {"loss": make()})
+            run.flush()
+            state = plain_json(run.state(), "state()")
+        run.close("finished")
+        logged = self.logged(tmp_path)
+        _bury(buried)
+        found = {step: values.get("loss") for step, values in (logged or {}).items()}
+        assert logged is None or found == {1: 1.0, 2: 2.0}, f"beside {', '.join(kinds)} of that name, 'loss' is {found}"
+        for kind in kinds:
+            named = self.logged_kind(tmp_path, kind)
+            counts = {step: len(names) for step, names in (named or {}).items() if names}
+            assert named is None or counts == {1: 1, 2: 1}, (
+                f"beside the number 'loss', {kind} of that name are {named}; name one of them another way, or raise"
+            )
 
     def test_files_are_copied(self, tmp_path: Path) -> None:
         """The backend has them as they were, when the file has changed since."""
