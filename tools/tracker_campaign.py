@@ -3,9 +3,11 @@
     uv run python tools/tracker_campaign.py [--kills 20] [--seed 0] [--trackers jsonl,tensorboard,wandb,mlflow,aim]
 
 A small run logs in each step, and is killed with SIGKILL (itself, or with all its processes) after a random step,
-mostly between two checkpoints; the last process may finish. Each series must then have each step exactly once in each
-tracker, with the value that `metrics.jsonl` has, and so must histograms and texts where a tracker takes any. Exit
-status 1: one has not. Trackers whose library is not installed are left out, and named. A process that is killed before
+mostly between two checkpoints; the last process may finish. Its series have plain names and those that a corpus may
+make (`WORDS`), and its clock jumps by a day or a year. Each series must then have each step exactly once in each
+tracker, in the order of steps, with the value that `metrics.jsonl` has, and so must histograms and texts where a
+tracker takes any. A tracker may refuse a name, with one note in a process, and must have all others. Exit status 1:
+something is wrong. Trackers whose library is not installed are left out, and named. A process that is killed before
 its first checkpoint leaves nothing to resume: the next one begins a new run, which is the one that is looked at.
 """
 
@@ -18,14 +20,18 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from d9d_core.extend import SeriesName, storable
 
 #: Steps between two kills, on average, and between two checkpoints.
 STRIDE, EVERY = 30, 12
@@ -41,8 +47,38 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
 LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "aim": "aim"}
 #: Series whose values are times: alike in no two processes.
 TIMES = frozenset({"tokens_per_second"})
+#: Words of a corpus by which series are named: paths, control characters, half a surrogate pair, 10,000 characters, and
+#: names that become one where a backend ignores case or replaces characters.
+WORDS = (
+    *("", ".", "..", "a/b", "a/../b", "/a", "$", "-", " ", "nul\0", "\x1b[31mred", "two\nlines", "half \ud800"),
+    *("x" * 10_000, "x" * 10_001, "Word", "word", "WORD", "a b", "a_b", "a-b", "a:b", "a.b", "a%2Fb", "_a", "step"),
+    "said/7.txt",  # a text whose place MLflow needs for the file of another text
+)
+#: Series of words, each as a name and as a tag. Each has a point in every PERIOD-th step, as trackers write files.
+ODD = (*WORDS, *(SeriesName("tagged", {"word": word}) for word in WORDS))
+PERIOD = 7
+#: Values of the series number N begin at (N + 1) * FACTOR, so that a value tells its series, whatever its name became.
+FACTOR = 10_000
+#: Seconds by which the clock is wrong, in turns that are drawn.
+OFFSETS = (0, -86_400, 365 * 86_400)
 #: Step, series, value.
 Point = tuple[int, str, float]
+
+
+class Entry(NamedTuple):
+    """Value that a tracker has.
+
+    Attributes:
+        kind: ``number``, ``histogram`` or ``text``.
+        step: its step.
+        name: its series, as the tracker names it.
+        value: the number; of a histogram its second count, of a text the number in it.
+    """
+
+    kind: str
+    step: int
+    name: str
+    value: float
 
 
 def main() -> int:
@@ -54,7 +90,7 @@ def main() -> int:
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        train(arguments.child)
+        train(arguments.child, Clock(arguments.seed))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         problems = campaign(Path(folder), arguments.kills, arguments.seed, arguments.trackers.split(","))
@@ -77,16 +113,26 @@ def campaign(
         fresh += not any((directory / "campaign" / "checkpoints").glob("step-*"))
         after = max(STRIDE * number - draw.randrange(STRIDE), last_step(directory) + 1)
         with_children = draw.random() < 0.5
-        step = killed(directory, after, draw.random() * 0.03, with_children)
+        step = killed(directory, after, draw, with_children)
         say(f"kill {number}: after step {step}{', with all its processes' if with_children else ''}")
-    subprocess.run(command(directory), check=True, stdout=subprocess.DEVNULL, env=environment())
+    with (directory / "child.log").open("ab") as file:
+        subprocess.run(command(directory, draw), check=True, stdout=file, stderr=file, env=environment())
     say(f"starts without a checkpoint: {fresh}")
-    expected = read_jsonl(directory)
-    problems = compare("jsonl", total, expected, expected)
-    for name in chosen[1:] if chosen[0] == "jsonl" else chosen:
-        found = list(READERS[name](directory))
+    log = (directory / "child.log").read_text(errors="replace")
+    problems: list[str] = re.findall(r"tracker '.*' failed and is switched off: .*", log)
+    expected, _ = points_of("jsonl", read_jsonl(directory))
+    for name in chosen:
+        entries = list(READERS[name](directory))
+        found, mixed = points_of(name, entries)
+        problems += mixed
         say(f"{name}: {len(found)} points in {len({series for _, series, _ in found})} series")
-        problems += compare(name, total, expected, found)
+        kinds = {kind for kind in ("histogram", "text", "number") if name != "mlflow" or kind != "histogram"}
+        wanted = [point for point in expected if point[1].split()[0] in kinds]
+        refused, noisy = refusals(name, log, kills + 1)
+        problems += noisy
+        if refused:
+            say(f"{name} refuses {sorted(refused)}")
+        problems += compare(name, total, wanted, found, refused)
     return problems
 
 
@@ -108,7 +154,29 @@ def write_job(directory: Path, total: int, trackers: Iterable[str]) -> None:
     (directory / "job.json").write_text(json.dumps(job))
 
 
-def train(directory: Path) -> None:
+class Clock:
+    """Clock of this process, which is set wrong at once and each time that it jumps; the monotonic one stays.
+
+    Args:
+        seed: of the draws.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)  # noqa: S311 - no secrets
+        self._right = time.time
+        self._offset = self._draw.choice(OFFSETS)
+        time.time = self._now
+
+    def maybe_jump(self) -> None:
+        """Jump in one step of eight."""
+        if self._draw.random() < 1 / 8:
+            self._offset = self._draw.choice(OFFSETS)
+
+    def _now(self) -> float:
+        return self._right() + self._offset
+
+
+def train(directory: Path, clock: Clock) -> None:
     """Train in this process, with a subscriber that logs and takes its time."""
     import torch
     from d9d_core.extend import Histogram, StepEnds, TrainingStarts
@@ -116,7 +184,7 @@ def train(directory: Path) -> None:
     from d9d_engine.api import Job
 
     class Logs:
-        """Subscriber that logs a scalar with a tag, a histogram and a text in each step."""
+        """Subscriber that logs a scalar with a tag, a histogram and a text in each step, and series of words."""
 
         log: Any = None
 
@@ -130,7 +198,17 @@ def train(directory: Path) -> None:
             self.log.scalar("mine", torch.tensor(float(event.step + 1)), {"stage": "train"})
             self.log.histogram("sizes", Histogram(torch.tensor([1.0, event.step + 1.0]), 0.0, 2.0))
             self.log.text("said", f"step {event.step + 1}")
+            for number in range((event.step + 1) % PERIOD, len(ODD), PERIOD):
+                self.odd(number, (number + 1) * FACTOR + event.step + 1)
+            clock.maybe_jump()
             time.sleep(0.02)
+
+        def odd(self, number: int, value: int) -> None:
+            series = ODD[number]
+            name, tags = (series.base, series.tags) if isinstance(series, SeriesName) else (series, None)
+            self.log.scalar(name, torch.tensor(float(-value)), tags)
+            self.log.histogram(name, Histogram(torch.tensor([1.0, float(value)]), 0.0, 2.0), tags)
+            self.log.text(name, f"step {value}\n{WORDS[number % len(WORDS)]}", tags)
 
     modules = [
         "d9d_testing.toy.plugin",
@@ -140,9 +218,9 @@ def train(directory: Path) -> None:
     Job.load(directory / "job.json", registry=registry).build(print, observers=[Logs()]).train()
 
 
-def command(directory: Path) -> list[str]:
-    """Command that trains until the run is done."""
-    return [sys.executable, __file__, "--child", str(directory)]
+def command(directory: Path, draw: random.Random) -> list[str]:
+    """Command that trains until the run is done; unbuffered, so that its notes survive a kill."""
+    return [sys.executable, "-u", __file__, "--child", str(directory), "--seed", str(draw.randrange(1 << 30))]
 
 
 def environment() -> dict[str, str]:
@@ -157,7 +235,7 @@ def last_step(directory: Path) -> int:
     return next((json.loads(line)["step"] for line in reversed(lines) if line.endswith("}")), 0)
 
 
-def killed(directory: Path, after: int, delay: float, with_children: bool) -> int:
+def killed(directory: Path, after: int, draw: random.Random, with_children: bool) -> int:
     """Train, kill the process soon after it has logged a step, and return the step that it had reached.
 
     Raises:
@@ -167,14 +245,14 @@ def killed(directory: Path, after: int, delay: float, with_children: bool) -> in
     with (
         log,
         subprocess.Popen(
-            command(directory), stdout=log, stderr=log, env=environment(), start_new_session=True
+            command(directory, draw), stdout=log, stderr=log, env=environment(), start_new_session=True
         ) as child,
     ):
         while last_step(directory) < after:
             if child.poll() is not None:
                 raise RuntimeError(f"the run ended by itself: {(directory / 'child.log').read_text()[-3000:]}")
             time.sleep(0.01)
-        time.sleep(delay)
+        time.sleep(draw.random() * 0.03)
         if with_children:
             os.killpg(child.pid, signal.SIGKILL)
         else:
@@ -183,7 +261,36 @@ def killed(directory: Path, after: int, delay: float, with_children: bool) -> in
     return last_step(directory)
 
 
-def compare(tracker: str, total: int, expected: Iterable[Point], found: Iterable[Point]) -> list[str]:
+def points_of(tracker: str, entries: Iterable[Entry]) -> tuple[list[Point], list[str]]:
+    """Points by series, of words by their numbers; and a line for each name of two series, or series of two names."""
+    points, series_of, names_of = list[Point](), dict[str, set[str]](), dict[str, set[str]]()
+    for kind, step, name, value in entries:
+        number, rest = divmod(abs(value), FACTOR) if name not in TIMES and math.isfinite(value) else (0, value)
+        series = f"{kind} of word {int(number) - 1}" if number else f"{kind} {name}"
+        points.append((step, series, rest if number else value))
+        series_of.setdefault(f"{kind} {name}", set()).add(series)
+        names_of.setdefault(series, set()).add(name)
+    mixed = [f"{tracker}: {name!a} holds {sorted(found)}" for name, found in series_of.items() if len(found) > 1]
+    return points, mixed + [
+        f"{tracker}: {one} is {sorted(found)!a}" for one, found in names_of.items() if len(found) > 1
+    ]
+
+
+def refusals(tracker: str, log: str, processes: int) -> tuple[set[str], list[str]]:
+    """Series that a tracker refuses, by the notes of all processes; and a line for each name with too many notes."""
+    found = Counter(re.findall(rf"tracker '{tracker}' refuses the (\w+) ('.*?'), which", log))
+    named = {_readable(storable(series)): number for number, series in enumerate(ODD)}
+    refused = {f"{kind} of word {named[name]}" if name in named else f"{kind} {name}" for kind, name in found}
+    return refused, [f"{tracker}: {name}: {count} notes" for name, count in found.items() if count > processes]
+
+
+def _readable(name: str) -> str:
+    return ascii(name if len(name) <= 80 else f"{name[:80]}...")
+
+
+def compare(
+    tracker: str, total: int, expected: Iterable[Point], found: Iterable[Point], refused: Collection[str] = ()
+) -> list[str]:
     """Compare what a tracker has with what it should have; one line for each series that is wrong."""
     values: dict[str, dict[int, float]] = {}
     for step, name, value in expected:
@@ -192,36 +299,46 @@ def compare(tracker: str, total: int, expected: Iterable[Point], found: Iterable
     for step, name, value in found:
         series.setdefault(name, []).append((step, value))
     problems = []
-    for name in values.keys() | series.keys():
+    for name in sorted((values.keys() - set(refused)) | series.keys()):
         points = series.get(name, [])
-        steps = sorted(step for step, _ in points)
+        steps = [step for step, _ in points]
         twice = sorted({step for step in steps if steps.count(step) > 1})
-        lacking = sorted(set(range(1, total + 1)) - set(steps))
+        lacking = sorted(set(steps_of(name, total)) - set(steps))
         wrong = [
             step for step, value in points
-            if name not in TIMES and not math.isclose(value, values.get(name, {}).get(step, value), rel_tol=1e-6)
+            if name.split()[-1] not in TIMES
+            and not math.isclose(value, values.get(name, {}).get(step, value), rel_tol=1e-6)
         ]  # fmt: skip
-        if twice or lacking or wrong:
-            problems.append(f"{tracker}: {name}: twice {twice}, lacking {lacking}, wrong {wrong}")
+        order = ", not in the order of steps" if steps != sorted(steps) else ""
+        if twice or lacking or wrong or order:
+            problems.append(f"{tracker}: {name}: twice {twice}, lacking {lacking}, wrong {wrong}{order}")
     return problems
 
 
-# --- readers: histograms and texts are points whose value is the step that they tell
+def steps_of(name: str, total: int) -> range:
+    """Steps that a series must have: all, or those of a word."""
+    if " of word " not in name:
+        return range(1, total + 1)
+    return range(int(name.rsplit(maxsplit=1)[-1]) % PERIOD or PERIOD, total + 1, PERIOD)
 
 
-def read_jsonl(directory: Path) -> list[Point]:
-    """Points of the tracker ``jsonl``."""
+# --- readers of the run that has finished
+
+
+def read_jsonl(directory: Path) -> Iterator[Entry]:
+    """Entries of the tracker ``jsonl``."""
 
     def lines(kind: str) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, (directory / "campaign" / f"{kind}.jsonl").read_text().splitlines())
 
-    points = [(line["step"], name, line[name]) for line in lines("metrics") for name in line if name != "step"]
-    points += [(line["step"], line["histogram"], line["counts"][1]) for line in lines("histograms")]
-    return points + [(line["step"], line["name"], _told(line["text"])) for line in lines("texts")]
+    for line in lines("metrics"):
+        yield from (Entry("number", line["step"], name, line[name]) for name in line if name != "step")
+    yield from (Entry("histogram", line["step"], line["histogram"], line["counts"][1]) for line in lines("histograms"))
+    yield from (Entry("text", line["step"], line["name"], _told(line["text"])) for line in lines("texts"))
 
 
-def read_tensorboard(directory: Path) -> Iterator[Point]:
-    """Points of the tracker ``tensorboard``."""
+def read_tensorboard(directory: Path) -> Iterator[Entry]:
+    """Entries of the tracker ``tensorboard``."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
@@ -229,69 +346,87 @@ def read_tensorboard(directory: Path) -> Iterator[Point]:
     reader = EventAccumulator(str(directory / "campaign" / "tensorboard"), size_guidance=guidance)
     reader.Reload()
     for name in reader.Tags()["scalars"]:
-        yield from ((event.step, name, event.value) for event in reader.Scalars(name))
+        yield from (Entry("number", event.step, name, event.value) for event in reader.Scalars(name))
     for name in reader.Tags()["histograms"]:
-        yield from ((event.step, name, event.histogram_value.bucket[1]) for event in reader.Histograms(name))
-    for event in reader.Tensors("said/text_summary"):
-        yield event.step, "said", _told(make_ndarray(event.tensor_proto).item().decode())
+        for event in reader.Histograms(name):
+            yield Entry("histogram", event.step, name, event.histogram_value.bucket[1])
+    for name in reader.Tags()["tensors"]:
+        for event in reader.Tensors(name):
+            if event.step:  # step 0 has what the run says of itself
+                text = make_ndarray(event.tensor_proto).item().decode()
+                yield Entry("text", event.step, name.removesuffix("/text_summary"), _told(text))
 
 
-def read_wandb(directory: Path) -> Iterator[Point]:
-    """Points of the tracker ``wandb``, over the files of all processes."""
+def read_wandb(directory: Path) -> Iterator[Entry]:
+    """Entries of the tracker ``wandb``, over the files of all processes."""
     from d9d_wandb.segments import Segment
 
-    segments = sorted((directory / "campaign" / "wandb").glob("offline-run-*/run-*.wandb"))
-    if not segments:
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for path in (directory / "campaign" / "wandb").glob("offline-run-*/run-*.wandb"):
+        rows.setdefault(path.name, []).extend(Segment(path).rows())
+    if not rows:
         raise SystemExit(f"{directory}: wandb has written no run")
-    for path in (path for path in segments if path.name == segments[-1].name):
-        for row in Segment(path).rows():
-            for name, value in row.items():
-                if name == "step" or name.startswith("_"):
-                    continue
-                number = value["values"][1] if isinstance(value, dict) else _told(value)
-                yield row["step"], name, number
+    for row in sorted(max(rows.values(), key=_last_of), key=lambda row: row["_step"]):
+        for name, value in row.items():
+            if name == "step" or name.startswith("_"):
+                continue
+            if isinstance(value, dict):
+                yield Entry("histogram", row["step"], name, value["values"][1])
+            else:
+                yield Entry("text" if isinstance(value, str) else "number", row["step"], name, _told(value))
 
 
-def read_mlflow(directory: Path) -> Iterator[Point]:
-    """Points of the tracker ``mlflow``; texts are artifacts, of which there is one for each step by its name."""
+def _last_of(rows: Iterable[Mapping[str, Any]]) -> int:
+    return max((row["step"] for row in rows), default=0)
+
+
+def read_mlflow(directory: Path) -> Iterator[Entry]:
+    """Entries of the tracker ``mlflow``; texts are artifacts, of which there is one for each step by its name."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{directory / 'campaign' / 'mlflow.db'}")
     (experiment,) = (one for one in client.search_experiments() if one.name == "d9d")
-    run = max(client.search_runs([experiment.experiment_id]), key=lambda run: run.info.start_time)
+    (run,) = (run for run in client.search_runs([experiment.experiment_id]) if run.info.status == "FINISHED")
     for name in run.data.metrics:
-        yield from ((point.step, name, point.value) for point in client.get_metric_history(run.info.run_id, name))
-    for path in (directory / "campaign" / "mlflow-artifacts" / run.info.run_id).glob("artifacts/texts/said/*.txt"):
-        yield int(path.stem), "said", _told(path.read_text())
-    yield from (point for point in read_jsonl(directory) if point[1] == "sizes")  # it takes no histograms
+        for point in client.get_metric_history(run.info.run_id, name):
+            yield Entry("number", point.step, name, point.value)
+    texts = directory / "campaign" / "mlflow-artifacts" / run.info.run_id / "artifacts" / "texts"
+    for path in sorted((path for path in texts.rglob("*.txt") if path.is_file()), key=lambda path: int(path.stem)):
+        yield Entry("text", int(path.stem), str(path.parent.relative_to(texts)), _told(path.read_text()))
 
 
-def read_aim(directory: Path) -> Iterator[Point]:
-    """Points of the tracker ``aim``."""
+def read_aim(directory: Path) -> Iterator[Entry]:
+    """Entries of the tracker ``aim``."""
     import aim
     from aim.sdk.index_manager import RepoIndexManager
-    from aim.storage.context import Context
 
     repo = aim.Repo.from_path(str(directory / "campaign" / "aim"))
     for each in repo.list_all_runs():
         RepoIndexManager.get_index_manager(repo).index(each)
-    run_hash = max(repo.list_all_runs(), key=lambda each: aim.Run(each, repo=repo, read_only=True).creation_time)
-    run = aim.Run(run_hash, repo=repo, read_only=True)
-    for one in run.metrics():
-        steps, (values, *_) = one.data.items_list()
-        name = "/".join([*one.context.to_dict().values(), one.name])
-        yield from ((step, name, value) for step, value in zip(steps, values, strict=True))
-    steps, (values, *_) = run.get_distribution_sequence("sizes", Context({})).data.items_list()
-    yield from ((step, "sizes", float(value.weights[1])) for step, value in zip(steps, values, strict=True))
-    steps, (values, *_) = run.get_text_sequence("said", Context({})).data.items_list()
-    yield from ((step, "said", _told(value.data)) for step, value in zip(steps, values, strict=True))
+    runs = (aim.Run(each, repo=repo, read_only=True) for each in repo.list_all_runs())
+    (run,) = (run for run in runs if run.get("status") == "finished")
+    kinds: Mapping[str, tuple[tuple[str, ...], Callable[[Any], Any], Callable[[Any], float]]] = {
+        "number": (("float", "int"), lambda one: run.get_metric(*one), float),
+        "histogram": (
+            ("aim.distribution",),
+            lambda one: run.get_distribution_sequence(*one),
+            lambda value: float(value.weights[1]),
+        ),
+        "text": (("aim.text",), lambda one: run.get_text_sequence(*one), lambda value: _told(value.data)),
+    }
+    for kind, (types, sequence_of, read) in kinds.items():
+        for name, context, _ in run.iter_sequence_info_by_type(types):
+            steps, (values, *_) = sequence_of((name, context)).data.items_list()
+            shown = "/".join([*context.to_dict().values(), name])
+            yield from (Entry(kind, step, shown, read(value)) for step, value in zip(steps, values, strict=True))
 
 
 def _told(text: Any) -> float:
-    return float(text.removeprefix("step ")) if isinstance(text, str) else float(text)
+    return float(text.split("\n")[0].removeprefix("step ")) if isinstance(text, str) else float(text)
 
 
-READERS: Mapping[str, Callable[[Path], Iterator[Point]]] = {
+READERS: Mapping[str, Callable[[Path], Iterator[Entry]]] = {
+    "jsonl": read_jsonl,
     "tensorboard": read_tensorboard,
     "wandb": read_wandb,
     "mlflow": read_mlflow,
