@@ -324,3 +324,45 @@ def test_a_template_that_harms_or_refuses_is_an_error(
     assert err.startswith("error: ")
     assert "chat template" in err
     assert says in err
+
+
+def copied(model: Path, directory: Path, **settings: Any) -> Path:
+    """Copy of a model with settings in its ``generation_config.json``."""
+    shutil.copytree(model, directory)
+    file = directory / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return directory
+
+
+def test_a_model_that_asks_for_a_dictionary_of_outputs_writes_the_same(d9d: Run, model: Path, tmp_path: Path) -> None:
+    given = ("--prompt", "hello", "--raw", "--max-new-tokens", "4", *GREEDY)
+    asking = copied(model, tmp_path / "model", return_dict_in_generate=True, output_scores=True)
+    status, out, _ = d9d("generate", str(asking), *given)
+    assert status == 0
+    assert d9d("generate", str(model), *given, "--generation", "return_dict_in_generate=true")[:2] == (0, out)
+    assert d9d("generate", str(model), *given)[:2] == (0, out)
+
+
+def test_several_completions_of_a_prompt_are_refused(d9d: Run, model: Path, tmp_path: Path) -> None:
+    prompts = written(tmp_path / "prompts.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    files = ("--file", str(prompts), "--output", str(tmp_path / "out.jsonl"), "--max-new-tokens", "2", *GREEDY)
+    several = ("--generation", "num_beams=2", "--generation", "num_return_sequences=2")
+    status, _, err = d9d("generate", str(model), *files, *several)
+    assert status == 2
+    assert "2 prompts have 4 completions, and one of each is written; leave out --generation" in err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_the_log_of_the_library_controls_no_terminal(d9d: Run, model: Path, tmp_path: Path) -> None:
+    said = io.StringIO()
+    handlers = logging.getLogger("transformers").handlers
+    (handler,) = (one for one in handlers if type(one) is logging.StreamHandler)  # pytest has some of its own
+    before = handler.setStream(said)
+    transformers.utils.logging.set_verbosity(logging.WARNING)
+    try:
+        odd = copied(model, tmp_path / "model", max_length="\x1b]0;x\x07\x9b31m")
+        d9d("generate", str(odd), "--prompt", "hello", "--max-new-tokens", "2", *GREEDY)
+    finally:
+        handler.setStream(before)
+    assert r"\x1b]0;x\x07\x9b31m" in said.getvalue()
+    assert said.getvalue().replace("\n", "").isprintable()

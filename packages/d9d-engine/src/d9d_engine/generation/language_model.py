@@ -285,6 +285,7 @@ class LanguageModel:
         settings.max_length = None
         self._check_inherited(settings, decoding)
         settings.update(**decoding.arguments(), pad_token_id=padding, eos_token_id=self._ends or None)
+        settings.return_dict_in_generate = False  # else it returns no tensor of ids
         torch.manual_seed(seed)
         try:
             with torch.inference_mode():
@@ -296,6 +297,11 @@ class LanguageModel:
                 )
         except Exception as error:  # settings of strangers make it raise whatever there is
             raise BuildError(f"{self._name()} cannot generate: {_line_of(error)}") from error
+        if len(output) != len(prompts):
+            raise BuildError(
+                f"{self._name()}: {len(prompts)} prompts have {len(output)} completions, and one of each is written; "
+                "leave out --generation num_return_sequences"
+            )
         return [self._cut(row) for row in output[:, longest:].tolist()]
 
     def _check_inherited(self, settings: Any, decoding: Decoding) -> None:
