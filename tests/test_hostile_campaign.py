@@ -5,16 +5,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from d9d_core.errors import JobError
 from d9d_testing.hostile.judge import Judge, WrongLoad
 
 Fault = tuple[int, str]
 LONG = {
     "jobs": 10_000, "models": 2_000, "checkpoints": 1_000, "tokenizers": 2_000, "runs": 2_000, "adapters": 10_000,
-    "tables": 2_000, "templates": 500,
+    "tables": 2_000, "templates": 500, "generations": 2_000, "rows": 10_000,
 }  # fmt: skip
 
 
@@ -32,7 +33,7 @@ def faults(campaign: ModuleType, **examples: int) -> dict[str, dict[str, Fault]]
 
 @pytest.mark.thorough
 def test_a_sample_of_hostile_files_does_no_harm(campaign: ModuleType) -> None:
-    few = {"runs": 25, "adapters": 100, "tables": 25, "templates": 10}
+    few = {"runs": 25, "adapters": 100, "tables": 25, "templates": 10, "generations": 20, "rows": 60}
     assert faults(campaign, jobs=15, models=10, checkpoints=25, tokenizers=25, **few) == {}
 
 
@@ -82,3 +83,15 @@ def test_an_alarm_that_comes_when_a_reader_has_just_ended_is_none(
     monkeypatch.setattr(signal, "setitimer", late)
     assert Judge(tmp_path)(lambda: None).kind == "read"
     assert signal.getsignal(signal.SIGPROF) == before
+
+
+@pytest.mark.parametrize("numbers", [[0, 1], [0, 1, 1], [0, 1, 3]])
+def test_a_pass_without_a_row_or_with_one_twice_is_wrong(campaign: ModuleType, numbers: list[int]) -> None:
+    packs = iter([[{"rows": torch.tensor([*numbers, -1])}], [], []])
+    stream = SimpleNamespace(facts={"rows": 3, "samples": 2}, next_pack=lambda: next(packs))
+    with pytest.raises(WrongLoad, match="of 3"):
+        campaign.rows_of(stream)
+
+
+def test_rows_are_read_back_as_they_were_written(campaign: ModuleType, tmp_path: Path) -> None:
+    campaign.write_rows(range(5), ["a\n\x1b[2J\u2028", "\0", "é\u202e"], tmp_path)

@@ -3,6 +3,7 @@
     uv run python tools/hostile_campaign.py --jobs 10000 --models 2000 --checkpoints 1000 --tokenizers 1000
     uv run python tools/hostile_campaign.py --models 200 --seed 7
     uv run python tools/hostile_campaign.py --runs 500 --adapters 2000 --tables 500 --templates 300
+    uv run python tools/hostile_campaign.py --generations 500 --rows 2000
 
 A file must be refused by one of the project's own errors, or be read. Exit status 1: a traceback, a reader that takes
 more than ten seconds, a file read or written that is none of the campaign's, or values that the undamaged file has not.
@@ -11,7 +12,9 @@ more than ten seconds, a file read or written that is none of the campaign's, or
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import logging
 import re
 import resource
 import shutil
@@ -19,40 +22,57 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+from unittest import mock
 
+import numpy as np
 import torch
+from d9d_core.components.instantiate import instantiate
+from d9d_core.config.base import PluginConfig
+from d9d_core.config.open_union import Named
 from d9d_core.config.pretrained import read_config_json
 from d9d_core.config.schema import job_schema
-from d9d_core.errors import DataError
+from d9d_core.errors import DataError, JobError
+from d9d_core.plugin.capabilities import Chosen
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.registry import Registry
-from d9d_core.untrusted import visible
+from d9d_core.protocols.data import DataContext, DataStream, TextInputs
+from d9d_core.untrusted import parse_json, visible
 from d9d_data.sources.records import read_records
 from d9d_data.tokenizer.file import find_tokenizer_file, load_tokenizer
 from d9d_engine.api import Job
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.checkpoint.tensors import CheckpointTensors
 from d9d_engine.cli.tensors import Conversion, convert_state
+from d9d_engine.generation.language_model import Decoding, LanguageModel, row_of
+from d9d_engine.generation.prompts import Prompt
+from d9d_engine.inference.config import JsonlWriterConfig, ParquetWriterConfig
+from d9d_engine.inference.part_store import PartStore
+from d9d_engine.inference.writers.jsonl import JsonlWriter
+from d9d_engine.inference.writers.parquet import ParquetWriter
 from d9d_engine.report import facts
 from d9d_engine.runs.record import find_runs
 from d9d_testing.hostile.files import Draw, damage, damage_checkpoint
 from d9d_testing.hostile.judge import Judge, Verdict, WrongLoad
-from d9d_testing.hostile.values import edited, edited_job
+from d9d_testing.hostile.values import edited, edited_job, hostile_values
 from d9d_weights import TemplateError, TemplateLimits, TemplateProcess
 from d9d_weights.hugging_face.adapter_bounds import bounded_fields
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.index import read_object
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it sleeps. " * 8
-KINDS = ("jobs", "models", "checkpoints", "tokenizers", "runs", "adapters", "tables", "templates")
+KINDS = (
+    "jobs", "models", "checkpoints", "tokenizers", "runs", "adapters", "tables", "templates", "generations", "rows",
+)  # fmt: skip
 #: Text that would control a terminal.
 ESCAPE = "\x1b]0;x\x07"
 #: Damages a copy of the sound files with what it draws: what was done, and the reader to judge.
@@ -159,6 +179,11 @@ class Sound:
         for step, tensors in self.saved.items():
             store.save(step, tensors, {"data": {"consumed": step}}, {"job": {"model": {}}, "plugins": {}})
         self.schema = job_schema(registry)
+        self.chat_tokenizer = root / "chat_tokenizer"
+        self.chat_tokenizer.mkdir()
+        for file in self.model.glob("tokenizer*"):
+            shutil.copy(file, self.chat_tokenizer)
+        (self.chat_tokenizer / "chat_template.jinja").write_text(_TEMPLATE)
 
     def load(self, values: Mapping[str, Any], file: Path) -> Job:
         """Write a job file and load it."""
@@ -347,11 +372,90 @@ class Sound:
 
         return text, read
 
+    def generation_case(self, draw: Draw, copy: Path) -> tuple[str, Callable[[], object]]:
+        """Settings of a model as ``d9d generate`` reads them, before it writes a few tokens."""
+        shutil.copytree(self.model, copy)
+        changes: dict[str, Any] = {}
+        also = draw(st.sampled_from([True, False, False]))
+        for name, fields, most in (
+            ("generation_config.json", _GENERATION_FIELDS, 2),
+            ("config.json", None, 1 if also else 0),
+        ):
+            values = json.loads((copy / name).read_text()) if (copy / name).exists() else {}
+            for field in draw(st.lists(st.sampled_from(fields or sorted(values)), max_size=most, unique=True)):
+                changes[field] = values[field] = draw(_SETTINGS)
+            if draw(st.sampled_from([True, *[False] * 9])):
+                changes[name] = values = draw(edited(values))
+            (copy / name).write_text(json.dumps(values), "utf-8")
+        if draw(st.sampled_from([True, *[False] * 9])):
+            changes["damaged"] = damage(draw, copy, self.outside)
+
+        def read() -> None:
+            with _heard() as said:
+                generated(copy, number, further)
+            if visible(text := said.getvalue()) != text:
+                at = next(at for at, letter in enumerate(text) if visible(letter) != letter)
+                raise WrongLoad(f"would reach the terminal: {text[max(0, at - 60) : at + 20]!r}")
+
+        number = draw(st.integers(0, 9))
+        further: dict[str, Any] = {}
+        if draw(st.sampled_from([True, *[False] * 9])):
+            changes["further"] = further = {draw(st.sampled_from(_GENERATION_FIELDS)): draw(_SETTINGS)}
+        return json.dumps(changes)[:300], read
+
+    def row_case(self, draw: Draw, copy: Path) -> tuple[str, Callable[[], object]]:
+        """Records of a corpus as datasets read them, for training or for one pass, whose rows are written."""
+        copy.mkdir()
+        name = draw(st.sampled_from(sorted(_RECORDS)))
+        fields, record = _RECORDS[name]
+        lines = [draw(_line(record)) for _ in range(draw(st.integers(1, 5)))]
+        file = copy / "a.jsonl"
+        file.write_bytes(b"\n".join(lines))
+        if draw(st.sampled_from([True, *[False] * 5])):
+            file = copy / "a.json"
+            file.write_bytes(b"[" + b",".join(lines) + b"]")
+        common = {
+            "sources": [str(file)], "sequence_length": 32, "malformed": draw(st.sampled_from(["error", "skip"])),
+        }  # fmt: skip
+        if name in ("chat", "preference"):
+            common["tokenizer"] = str(self.chat_tokenizer)
+        elif name == "labelled words":
+            common["tokenizer"] = "bytes"
+        if name == "dataset":
+            data: dict[str, Any] = {**fields, "arguments": {"path": str(file)}}
+        else:
+            data = {**common, **fields}
+        if draw(st.sampled_from([True, *[False] * 5])):
+            data = {"name": "mixture", "parts": [{"data": data}, {"data": {**data, "shuffle": False}}]}
+        one_pass = draw(st.booleans())
+        inputs: TextInputs = "own"
+        if one_pass:
+            inputs = draw(st.sampled_from(["own", "with_end", "as_encoded", "without_end"]))
+        texts = draw(st.lists(st.text(), min_size=20, max_size=20))
+
+        def read() -> None:
+            notes: list[str] = []
+            context = DataContext(
+                0, 2, 1, self.root / "cache", note=notes.append, one_pass=one_pass, inputs=inputs
+            )  # fmt: skip
+            stream = open_dataset(self.registry, data, context)
+            if one_pass:
+                write_rows(rows_of(stream), texts, copy / "written")
+            else:
+                for _ in range(3):
+                    stream.next_pack()
+                stream.load_state(json.loads(json.dumps(stream.state())))
+                stream.next_pack()
+            (copy / "assets").mkdir()
+            stream.save_assets(copy / "assets")
+
+        return f"{name}, {json.dumps(data)[-60:]}: {b' '.join(lines)[:200]!r}", read
+
     def case(self, kind: str) -> Case:
         """Case of a kind of files."""
         cases = (
             self.job_case, self.model_case, self.checkpoint_case, self.tokenizer_case, self.run_case, self.adapter_case,
-            self.table_case, self.template_case,
+            self.table_case, self.template_case, self.generation_case, self.row_case,
         )  # fmt: skip
         return dict(zip(KINDS, cases, strict=True))[kind]
 
@@ -387,6 +491,209 @@ _USES = (
 )  # fmt: skip
 
 
+#: Fields of a generation config; none but the library knows all.
+_GENERATION_FIELDS = (
+    "num_beams", "num_return_sequences", "num_beam_groups", "max_length", "max_new_tokens", "min_length",
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
+    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "force_words_ids",
+    "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+    "exponential_decay_length_penalty", "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id",
+    "do_sample", "use_cache", "early_stopping", "cache_implementation", "cache_config", "guidance_scale",
+    "watermarking_config", "constraints", "stop_strings", "penalty_alpha", "dola_layers", "diversity_penalty",
+    "max_time", "renormalize_logits", "remove_invalid_values", "return_dict_in_generate", "output_scores",
+    "output_attentions", "assistant_early_exit", "prompt_lookup_num_tokens", "num_assistant_tokens",
+    "prefill_chunk_size", "compile_config", "disable_compile", "low_memory", "token_healing", "transformers_version",
+    "trust_remote_code", "custom_generate", "_from_model_config", "x" + ESCAPE,
+)  # fmt: skip
+_SETTINGS = st.one_of(
+    hostile_values(),
+    st.integers(-3, 20),
+    st.floats(0, 2),
+    st.booleans(),
+    st.lists(st.integers(-2, 400), max_size=3),
+    st.lists(st.lists(st.integers(-2, 400), max_size=3), max_size=3),
+    st.sampled_from(
+        [ESCAPE, [ESCAPE], {ESCAPE: ESCAPE}, "static", "dynamic", "quantized", "sliding_window", "offloaded"]
+    ),
+)
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_MESSAGES = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "because"}]
+#: Dataset, and in which way -> its config, and a sound record.
+_RECORDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "text": ({"name": "text", "field": "text"}, {"text": TEXT, "id": 3}),
+    "text, best fit": (
+        {"name": "text", "field": "meta.text", "packing": "best_fit"},
+        {"meta": {"text": TEXT}, "id": 3},
+    ),
+    "documents": ({"name": "documents"}, {"text": TEXT[:30], "id": "a"}),
+    "documents, drop": ({"name": "documents", "too_long": "drop", "field": "a.b"}, {"a": {"b": "the fox"}}),
+    "labelled": ({"name": "labelled"}, {"text": "the fox", "label": "good"}),
+    "labelled pairs": ({"name": "labelled", "pair": "other"}, {"text": "the fox", "other": "a dog", "label": 1}),
+    "labelled names": ({"name": "labelled", "labels": ["a", ESCAPE]}, {"text": "the fox", "label": ESCAPE}),
+    "labelled words": ({"name": "labelled", "per": "word"}, {"tokens": ["the", "fox"], "labels": ["a", -100]}),
+    "pairs": ({"name": "pairs", "negatives": 1}, {"query": "the fox", "positive": "runs", "negatives": ["sits"]}),
+    "chat": ({"name": "chat"}, {"messages": _MESSAGES, "tools": None}),
+    "chat, packed": ({"name": "chat", "packing": "best_fit"}, {"prompt": "why", "completion": "because"}),
+    "preference": ({"name": "preference"}, {"prompt": "why", "chosen": "because", "rejected": "no"}),
+    "preference of messages": ({"name": "preference"}, {"chosen": _MESSAGES, "rejected": [*_MESSAGES[:1], *_MESSAGES]}),
+    "dataset": (
+        {"name": "dataset", "build": f"{__name__}:lines_of", "padding": {"tokens": 0}},
+        {"tokens": [1, 2], "score": 0.5},
+    ),
+}
+#: Lines that no value stands for.
+_LINES = (
+    b"", b" ", b"\xff", b"\xef\xbb\xbf{}", b'{"text": "a", "text": "b"}', b'{"text": NaN}',
+    b'{"text": 1e999, "label": Infinity}',
+    b"[" * 10**4, b'{"text":' * 300 + b"1" + b"}" * 300, b'{"text": "\\ud800"}', b'{"\\udfff": "a", "text": "a"}',
+    b'{"text": 1' + b"0" * 5000 + b"}", b"null", b"3", b'"text"', b"{}", b'{"text": "a"}\r', b'{"text": "\0"}',
+    b'{"text": "',
+    b'{"text": "\\u0000", "label": "\\u001b[2J"}',
+)  # fmt: skip
+
+
+@st.composite
+def _line(draw: st.DrawFn, record: Mapping[str, Any]) -> bytes:
+    """Line of a corpus: a sound record, one with an edit, an odd value in a field, or what no value stands for."""
+    way = draw(st.sampled_from([*["sound"] * 8, "edited", "edited", "odd", "line"]))
+    if way == "line":
+        return draw(st.sampled_from(_LINES))
+    values: Any = draw(edited(record)) if way == "edited" else dict(record)
+    if way == "odd":
+        values[draw(st.sampled_from([*record, ESCAPE, "rows", "lengths"]))] = draw(hostile_values() | _ODD)
+    return json.dumps(values, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
+
+
+def lines_of(path: str) -> list[Any]:
+    """Dataset of the values of a file's lines, as a user's function would make it."""
+    return [json.loads(line) for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
+
+
+def open_dataset(registry: Registry, values: Mapping[str, Any], context: DataContext) -> DataStream:
+    """Open a dataset as a job does.
+
+    Raises:
+        D9dError: it cannot be opened.
+    """
+    try:
+        config = _DATASET.validate_python(values, context={"registry": registry})
+    except ValidationError as error:
+        raise JobError(str(error)) from error
+    parts = [part.data for part in getattr(config, "parts", ())]
+    inner = [(Chosen("data.parts", registry.find("dataset", part.selector)), part) for part in parts]
+    stream: DataStream = instantiate(Chosen("data", registry.find("dataset", config.selector), inner), config, context)
+    return stream
+
+
+def rows_of(stream: DataStream) -> list[int]:
+    """Numbers of the rows of one pass.
+
+    Raises:
+        DataError: it makes none.
+        WrongLoad: a row is missing, or comes twice.
+    """
+    count, samples = stream.facts.get("rows"), stream.facts.get("samples")
+    if not isinstance(count, int) or not isinstance(samples, int):
+        raise DataError("no pass can be made over it")
+    packed, found = stream.facts.get("packed") is True, list[int]()
+    for _ in range(samples // 2 + 2):
+        for microbatch in stream.next_pack():
+            for place, first in enumerate(microbatch["rows"].tolist()):
+                rows = int(microbatch["documents"][place].max()) + 1 if packed else 1
+                found += range(first, first + rows) if first >= 0 else ()
+    if sorted(found) != list(range(count)):
+        raise WrongLoad(f"rows {sorted(found)[:20]} of {count}")
+    return found
+
+
+def write_rows(numbers: Sequence[int], texts: Sequence[str], directory: Path) -> None:
+    """Write rows in both formats, as an inference run does, and read them back.
+
+    Raises:
+        WrongLoad: a row is missing, comes twice or has other values.
+    """
+    half = len(numbers) // 2
+    for writer in (JsonlWriter(JsonlWriterConfig()), ParquetWriter(ParquetWriterConfig())):
+        store = PartStore(directory / writer.suffix, writer)
+        with store.opened():
+            store.begin({})
+            for begin, end in ((0, half), (half, len(numbers))) if half else ((0, len(numbers)),):
+                rows = list(range(begin, end))
+                store.write(begin, end - begin, _columns(rows, texts), {})
+            store.finish(len(numbers), {})
+        if writer.suffix == ".jsonl":
+            found = [parse_json(line, strict=True) for line in store.output.read_bytes().split(b"\n") if line]
+        else:
+            import pyarrow.parquet as pq
+
+            found = pq.read_table(store.output).to_pylist()
+        expected = [text_of(number, texts) for number in range(len(numbers))]
+        if [one["row"] for one in found] != list(range(len(numbers))) or [one["text"] for one in found] != expected:
+            raise WrongLoad(f"{writer.suffix}: {found[:2]!r}")
+
+
+def text_of(number: int, texts: Sequence[str]) -> str:
+    """Text of a row."""
+    return texts[number % len(texts)]
+
+
+def _columns(rows: Sequence[int], texts: Sequence[str]) -> dict[str, list[Any]]:
+    odd = (float("nan"), float("inf"), 1e-320, -0.0, 3.5)
+    return {
+        "row": list(rows),
+        "text": [text_of(row, texts) for row in rows],
+        "score": [odd[row % len(odd)] for row in rows],
+        "vector": [np.asarray(odd[: row % len(odd)], dtype=np.float32) for row in rows],
+        "tokens": [np.arange(row % 3) for row in rows],
+    }
+
+
+def generated(directory: Path, number: int, further: Mapping[str, Any]) -> None:
+    """Write a few tokens with a model, as ``d9d generate --file`` and ``--prompt`` do.
+
+    Args:
+        directory: of the model.
+        number: seed.
+        further: settings of ``--generation``.
+
+    Raises:
+        WrongLoad: what is written is no JSON of the completions.
+    """
+    model = LanguageModel(directory, directory, None, torch.device("cpu"), None)
+    decoding = Decoding(max_new_tokens=3, seed=number, further=further)
+    prompt = Prompt("here", {"id": 1}, text="the quick")
+    ids = model.encode(prompt, None, None, raw=False)
+    model.check_length(ids, 3, "here")
+    found = model.complete([ids, ids[:2]], decoding, number)
+    if len(found) != 2 or any(len(one) > 3 for one in found):
+        raise WrongLoad(f"completions of {[len(one) for one in found]} tokens")
+    for one in found:
+        json.dumps(row_of(prompt, one, model), ensure_ascii=False).encode()
+    model.stream(ids, decoding)
+
+
+@contextmanager
+def _heard() -> Iterator[io.StringIO]:
+    """Text that libraries would print on a terminal within the block."""
+    said, out = io.StringIO(), io.StringIO()
+    handlers = [one for one in logging.getLogger("transformers").handlers if isinstance(one, logging.StreamHandler)]
+    before = [handler.setStream(said) for handler in handlers]
+    with redirect_stderr(said), redirect_stdout(out), warnings.catch_warnings():
+        warnings.simplefilter("default")
+        try:
+            yield said
+        finally:
+            for handler, stream in zip(handlers, before, strict=True):
+                if stream is not None:
+                    handler.setStream(stream)
+
+
+_DATASET: TypeAdapter[PluginConfig] = TypeAdapter(Annotated[PluginConfig, Named("dataset")])
+
+
 def _tensors(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {
@@ -419,12 +726,17 @@ def _changes(before: Any, after: Any) -> Any:
 def run(examples: Mapping[str, int], number: int) -> dict[str, Report]:
     """Run campaigns: kind -> examples. Main thread only."""
     # What libraries warn of is no concern here.
-    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(), ExitStack() as contexts:
         warnings.simplefilter("ignore")
         root = Path(directory).resolve() / "inside"
         root.mkdir()
+        contexts.enter_context(mock.patch.object(tempfile, "tempdir", str(root)))
         sound = Sound(root, discover(PluginPolicy()))
         import_module("torch._inductor.compile_fx")  # long, and not to be interrupted in the middle
+        if "generations" in examples:
+            import_module("transformers").utils.logging.disable_progress_bar()
+            with _heard():
+                generated(sound.model, 0, {})  # imports take long
         reports = {}
         for kind, count in examples.items():
             # Whoever writes a job file may name any file in it.
