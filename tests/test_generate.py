@@ -366,3 +366,12 @@ def test_the_log_of_the_library_controls_no_terminal(d9d: Run, model: Path, tmp_
         handler.setStream(before)
     assert r"\x1b]0;x\x07\x9b31m" in said.getvalue()
     assert said.getvalue().replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("setting", ["cache_implementation=-21", "num_beams=x"])
+def test_a_setting_that_the_library_refuses_is_one_line(d9d: Run, model: Path, setting: str) -> None:
+    given = ("--prompt", "a", "--max-new-tokens", "2", "--device", "cpu")
+    status, _, err = d9d("generate", str(model), *given, "--generation", setting)
+    assert status == 2
+    assert f"{model} cannot generate: " in err
+    assert "Traceback" not in err

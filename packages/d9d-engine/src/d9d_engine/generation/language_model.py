@@ -284,10 +284,10 @@ class LanguageModel:
         # A limit on all tokens would be another one than that on the new ones.
         settings.max_length = None
         self._check_inherited(settings, decoding)
-        settings.update(**decoding.arguments(), pad_token_id=padding, eos_token_id=self._ends or None)
-        settings.return_dict_in_generate = False  # else it returns no tensor of ids
         torch.manual_seed(seed)
         try:
+            settings.update(**decoding.arguments(), pad_token_id=padding, eos_token_id=self._ends or None)
+            settings.return_dict_in_generate = False  # else it returns no tensor of ids
             with torch.inference_mode():
                 output = self._model.generate(
                     input_ids=torch.tensor(rows, device=self.device),
