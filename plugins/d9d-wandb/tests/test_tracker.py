@@ -95,6 +95,23 @@ def test_rows_go_on_in_a_resumed_run_and_no_step_comes_twice(tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
+def test_processes_that_begin_in_one_second_of_the_clock_log_no_step_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.time", lambda: 1.7e9)  # as a clock that is set back may have it
+    state = None
+    for step in (1, 2, 3):
+        run = offline().open(info(tmp_path, step - 1), state)
+        run.write(step, {"loss": float(step)})
+        run.write(step + 1, {"loss": float(step + 1)})
+        run.flush()
+        state = run.state()
+        run.close("failed")
+    found = sorted((step, value) for step, name, value in points(tmp_path) if name == "loss")
+    assert found == [(1, 1), (2, 2), (3, 3), (4, 4)]
+
+
+@pytest.mark.thorough
 def test_what_was_flushed_survives_a_kill(tmp_path: Path) -> None:
     code = f"""
 import os, pathlib, sys

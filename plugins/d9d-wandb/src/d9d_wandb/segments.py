@@ -77,8 +77,11 @@ def _read_from(path: Path, offset: int) -> bytes:
 
 
 def find_segments(directory: Path, run_id: str) -> list[Path]:
-    """Find the files of a run below ``<directory>/wandb``, oldest first."""
-    return sorted((directory / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb"))
+    """Find the files of a run below ``<directory>/wandb``, by the time of the clock at which each began.
+
+    A directory whose name is taken, as a clock that was set back may have it, gets a number at its end.
+    """
+    return sorted((directory / "wandb").glob(f"*run-*-{run_id}*/run-{run_id}.wandb"))
 
 
 def wait_until_settled(paths: list[Path], seconds: float = 1.1, most: float = 10.0) -> None:
