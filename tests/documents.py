@@ -13,7 +13,8 @@ from typing import Any
 
 from d9d_core.plugin import Registry
 from d9d_core.testing import Document
-from d9d_engine.api import InferenceJob, Job
+from d9d_engine.api import Job
+from d9d_inference.job import InferenceJob
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_engine.api import Job, Layout
+from d9d_engine.api import Job
 from d9d_testing.layouts import Harness, assert_passed
 from d9d_testing.logs import read_log
+from d9d_verify.layouts import Layout
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "chat" / "lora.yaml"

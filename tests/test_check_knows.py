@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from d9d_core.errors import D9dError, JobError
-from d9d_engine.api import InferenceJob, Job
+from d9d_engine.api import Job
+from d9d_inference.job import InferenceJob
 
 MODEL = {
     "name": "qwen3", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 16, "num_layers": 2,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import D9dError
-from d9d_engine.api import Layout
 from d9d_engine.distributed.positions import ZigzagPositions
 from d9d_testing.layouts import Harness, assert_passed, job_of, topology_here
 from d9d_testing.world import RankFailedError, World
+from d9d_verify.layouts import Layout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import distributed as dist

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.extend import JobError
-from d9d_engine.api import Job, Layout
+from d9d_engine.api import Job
 from d9d_testing.layouts import Harness, assert_passed
+from d9d_verify.layouts import Layout
 
 PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_pipeline.plugin",

@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed
+from d9d_verify.layouts import Layout
 
 PLUGIN = "d9d_peft.plugin"
 LORA = {"name": "lora", "r": 4, "alpha": 8}

@@ -16,7 +16,8 @@ MakeJob = Callable[..., Path]
 SCRIPT = '''
 import gc, json, os, sys, threading, time, weakref
 from pathlib import Path
-from d9d_engine.api import InferenceJob, Job
+from d9d_engine.api import Job
+from d9d_inference.job import InferenceJob
 
 def children():
     """Processes that this one started, but for the one by which multiprocessing cleans up, which ends with this one."""
@@ -41,7 +42,7 @@ def step_by_hand(job):
     return trainer
 
 def take_by_hand(job):
-    inference = job.inference(task="perplexity", limit=2, too_long="cut").build(lambda _: None)
+    inference = InferenceJob.over(job, task="perplexity", limit=2, too_long="cut").build(lambda _: None)
     inference.prefetcher.next()
     return inference
 

@@ -132,7 +132,7 @@ def test_a_file_is_completed_in_its_order_in_padded_batches(d9d: Run, model: Pat
 def test_a_killed_command_goes_on_where_it_was(
     d9d: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from d9d_engine.generation import language_model
+    from d9d_inference.generation import language_model
 
     prompts = written(tmp_path / "prompts.jsonl", *({"prompt": f"number {n}"} for n in range(5)))
 
@@ -231,7 +231,7 @@ def test_a_missing_library_is_told_with_its_install_line(
     def lacking(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
-    monkeypatch.setattr("d9d_engine.generation.library.import_module", lacking)
+    monkeypatch.setattr("d9d_inference.generation.library.import_module", lacking)
     status, _, err = d9d("generate", str(model), "--prompt", "a")
     assert (status, err) == (2, "error: d9d generate needs transformers; install it with: pip install transformers\n")
 

@@ -15,9 +15,11 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError, DataError, JobError, NonFiniteError
 from d9d_core.events import PackEnds, RowsWritten
-from d9d_engine.api import InferenceJob, InferenceOutcome, Job
-from d9d_engine.inference.captures import groups_of
+from d9d_engine.api import Job
 from d9d_engine.run.interrupt import Interrupts
+from d9d_inference.captures import groups_of
+from d9d_inference.job import InferenceJob
+from d9d_inference.runner import InferenceOutcome
 
 Published = Callable[..., Path]
 Rows = list[dict[str, Any]]
@@ -246,7 +248,7 @@ def test_a_training_job_makes_the_inference_job_over_its_run(folder: Folder, sma
         )
     )  # fmt: skip
     job.build(note=lambda _text: None).train()
-    outcome = job.build_inference(lambda _text: None, task="perplexity").run()
+    outcome = InferenceJob.over(job, task="perplexity").build(lambda _text: None).run()
     assert outcome.rows > 0
     assert (job.run.dir / f"{job.run.name}-perplexity" / "output.jsonl").exists()
 

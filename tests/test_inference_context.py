@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from d9d_engine.api import InferenceJob
+from d9d_inference.job import InferenceJob
 from d9d_testing.layouts import topology_here
 from d9d_testing.world import RankFailedError, World
 

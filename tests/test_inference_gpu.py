@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.events import PackEnds, PackStarts
-from d9d_engine.api import InferenceJob
+from d9d_inference.job import InferenceJob
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,12 +21,13 @@ import pytest
 import yaml
 from d9d_core.extend import InferenceTask
 from d9d_core.plugin import ConfiguredSpec, PluginPolicy, Registry, discover
-from d9d_engine.api import InferenceJob, Job
+from d9d_engine.api import Job
+from d9d_inference.job import InferenceJob
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "journeys"
 NAMES = sorted(page.stem for page in FOLDER.glob("*.md"))
-ENGINE = ROOT / "packages" / "d9d-engine" / "README.md"
+INFERENCE = ROOT / "packages" / "d9d-inference" / "README.md"
 FENCE = re.compile(r"^```(\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 #: Lines of a page that fit on a screen.
 SCREEN = 48
@@ -38,7 +39,7 @@ JOURNEYS = {
 
 def own_task() -> str:
     """Section about tasks and writers in the README of the engine, which is written as a journey."""
-    _, _, rest = ENGINE.read_text("utf-8").partition("### Tasks and writers of your own\n")
+    _, _, rest = INFERENCE.read_text("utf-8").partition("### Tasks and writers of your own\n")
     return re.split(r"^## ", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
 
@@ -104,7 +105,7 @@ def test_the_first_page_leads_to_every_journey() -> None:
 def test_the_readmes_name_every_inference_task_with_its_columns() -> None:
     registry = discover(PluginPolicy(allow=frozenset({"d9d-nn"})))
     names = {entry.spec.key for entry in registry.entries("inference task")}
-    lines = ENGINE.read_text("utf-8").splitlines()
+    lines = INFERENCE.read_text("utf-8").splitlines()
     begin = lines.index("| task | columns |") + 2
     rows = [line.split(" | ") for line in lines[begin : lines.index("", begin)]]
     tables = {tuple(re.findall(r"`([^`]+)`", task)): re.findall(r"`([^`]+)`", columns) for task, columns in rows}

@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed
+from d9d_verify.layouts import Layout
 
 SLOW = pytest.mark.slow
 

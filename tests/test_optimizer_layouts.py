@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed
+from d9d_verify.layouts import Layout
 
 FSDP2 = Layout("fsdp 2", {"dp_shard": 2}, ["fsdp"])
 FSDP4 = Layout("fsdp 4", {"dp_shard": 4}, ["fsdp"])

@@ -11,7 +11,8 @@ import pytest
 import torch
 from d9d_core import events as ev
 from d9d_core.extend import AveragesWeights
-from d9d_engine.api import Job, Trainer, evaluate
+from d9d_engine.api import Job, Trainer
+from d9d_inference.evaluation.library import evaluate
 from safetensors.torch import load_file
 from torch import Tensor
 

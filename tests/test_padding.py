@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed, job_of
 from d9d_testing.logs import read_log
+from d9d_verify.layouts import Layout
 
 _PIPELINE = ("pipeline=1f1b",)
 BALANCING = [

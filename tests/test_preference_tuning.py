@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from d9d_core.extend import JobError
-from d9d_engine.api import Job, Layout
+from d9d_engine.api import Job
 from d9d_testing.layouts import Harness, assert_passed
 from d9d_testing.logs import read_log
+from d9d_verify.layouts import Layout
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "preference" / "dpo.yaml"
 PLUGINS = (

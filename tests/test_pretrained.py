@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.plugin import Registry
-from d9d_engine.api import Job, Layout
+from d9d_engine.api import Job
 from d9d_nn import plugin as nn_plugin
 from d9d_qwen3 import plugin as qwen3_plugin
 from d9d_testing.layouts import Harness, assert_passed
 from d9d_testing.toy import plugin as toy_plugin
+from d9d_verify.layouts import Layout
 
 PLUGINS = ("d9d_nn.plugin", "d9d_parallel.plugin", "d9d_qwen3.plugin", "d9d_testing.toy.plugin")
 WORDS = 96

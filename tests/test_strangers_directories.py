@@ -317,7 +317,7 @@ IMPORTERS = {
     "packages/d9d-core/src/d9d_core/plugin/single_file.py",
     "packages/d9d-engine/src/d9d_engine/api.py",
     "packages/d9d-engine/src/d9d_engine/extend.py",
-    "packages/d9d-engine/src/d9d_engine/generation/library.py",
+    "packages/d9d-inference/src/d9d_inference/generation/library.py",
     "packages/d9d-engine/src/d9d_engine/testing.py",
     "packages/d9d-weights/src/d9d_weights/__init__.py",
     "plugins/d9d-data/src/d9d_data/dataset/items.py",

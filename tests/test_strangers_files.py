@@ -276,12 +276,12 @@ def test_no_text_of_a_stranger_controls_the_terminal(tmp_path: Path, d9d: Run, s
 
 
 def test_a_generated_text_controls_no_terminal(model: Path, d9d: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from d9d_engine.generation.language_model import LanguageModel
+    from d9d_inference.generation.language_model import LanguageModel
 
     seen = []
 
     def stream(self: Any, ids: Any, decoding: Any) -> list[int]:
-        from d9d_engine.generation import language_model
+        from d9d_inference.generation import language_model
 
         monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
         streamer = language_model._streamer(self._library, self.tokenizer)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import D9dError
-from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed, job_of, topology_here
 from d9d_testing.world import RankFailedError, World
+from d9d_verify.layouts import Layout
 from safetensors.torch import load_file
 
 TP2 = Layout("tp 2", {"tp": 2}, ["tensor_parallel"])

@@ -49,14 +49,14 @@ from d9d_engine.api import Job
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.checkpoint.tensors import CheckpointTensors
 from d9d_engine.cli.tensors import Conversion, convert_state
-from d9d_engine.generation.language_model import Decoding, LanguageModel, row_of
-from d9d_engine.generation.prompts import Prompt
-from d9d_engine.inference.config import JsonlWriterConfig, ParquetWriterConfig
-from d9d_engine.inference.part_store import PartStore
-from d9d_engine.inference.writers.jsonl import JsonlWriter
-from d9d_engine.inference.writers.parquet import ParquetWriter
-from d9d_engine.report import facts
-from d9d_engine.runs.record import find_runs
+from d9d_inference.config import JsonlWriterConfig, ParquetWriterConfig
+from d9d_inference.generation.language_model import Decoding, LanguageModel, row_of
+from d9d_inference.generation.prompts import Prompt
+from d9d_inference.part_store import PartStore
+from d9d_inference.writers.jsonl import JsonlWriter
+from d9d_inference.writers.parquet import ParquetWriter
+from d9d_reports.report import facts
+from d9d_reports.runs.record import find_runs
 from d9d_testing.hostile.files import Draw, damage, damage_checkpoint
 from d9d_testing.hostile.judge import Judge, Verdict, WrongLoad
 from d9d_testing.hostile.values import edited, edited_job, hostile_values

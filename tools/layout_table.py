@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from d9d_engine.api import Layout, Verdict
-from d9d_engine.testing import Limits, compare
 from d9d_testing.layouts import Harness
+from d9d_verify.compare import Verdict, compare
+from d9d_verify.deviations import Limits
+from d9d_verify.layouts import Layout
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "layouts.md"

@@ -3,7 +3,7 @@
     uv run python tools/option_table.py           write packages/d9d-core/README.md
     uv run python tools/option_table.py --check   exit with 1 if it is out of date
 
-The table is read from the commands of d9d-core and d9d-engine themselves: their help texts are its meanings.
+The table is read from the commands of d9d themselves: their help texts are its meanings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEFT_OUT = ("--install-completion", "--show-completion")
 
 
 def commands() -> dict[str, Any]:
-    """Name -> command, of d9d-core and d9d-engine; those of sub-commands as two words."""
+    """Name -> command, of d9d itself; those of sub-commands as two words."""
     found = dict(_commands_of(typer.main.get_command(app)))
     for entry in foundation_commands(discover(PluginPolicy(allow=frozenset()))):
         assert isinstance(entry.spec, CommandSpec)

@@ -20,10 +20,13 @@ from typing import Any
 import layout_table
 import pytest
 import torch
-from d9d_engine.api import Job, Layout, Verdict, verify
-from d9d_engine.verify.worker import measure_plan
+from d9d_engine.api import Job
 from d9d_testing.layouts import topology_here
 from d9d_testing.world import World
+from d9d_verify.compare import Verdict
+from d9d_verify.layouts import Layout
+from d9d_verify.run import verify
+from d9d_verify.worker import measure_plan
 from layout_table import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 from d9d_core import events as ev
-from d9d_engine.api import InferenceJob
-from d9d_engine.inference.row_thread import RowThread
+from d9d_inference.job import InferenceJob
+from d9d_inference.row_thread import RowThread
 from timing import synchronise
 from torch.nn import functional
 

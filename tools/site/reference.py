@@ -45,7 +45,7 @@ SEAMS = {
     "d9d_engine.job": "Job",
     "d9d_engine.run": "Job",
     "d9d_engine.build": "Job",
-    "d9d_engine.verify": "Comparing layouts",
+    "d9d_verify": "Comparing layouts",
 }
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed
 from d9d_testing.suites.strategy import StrategySuite
+from d9d_verify.layouts import Layout
 
 PLUGIN = str(Path(__file__).parent / "faults" / "implementations" / "broken_strategies.py")
 

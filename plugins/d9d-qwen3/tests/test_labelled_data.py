@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from d9d_core.testing import Document
-from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed
+from d9d_verify.layouts import Layout
 
 README = Path(__file__).parents[1] / "README.md"
 PLUGINS = ("d9d_nn.plugin", "d9d_testing.toy.plugin", "d9d_qwen3.plugin")

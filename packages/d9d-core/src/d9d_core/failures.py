@@ -16,7 +16,7 @@ from d9d_core.plugin.policy import FOUNDATION
 
 #: Characters of one part of a traceback.
 _LONGEST = 2000
-_FOUNDATION = ("d9d_core", "d9d_engine", "d9d_weights")
+_FOUNDATION = ("d9d_weights", *sorted(name.replace("-", "_") for name in FOUNDATION))
 #: Packages whose frames stand between the command line and a plugin.
 _OWN = (*_FOUNDATION, "pluggy", "importlib")
 

@@ -164,6 +164,17 @@ class LoadedJob(BaseJob):
             views[name] = spec
         return views
 
+    def check(self, world_size: int | None = None) -> object:
+        """Check all that needs no tensors.
+
+        Args:
+            world_size: number of processes; by default, what the mesh needs.
+
+        Raises:
+            D9dError: the job cannot run.
+        """
+        raise NotImplementedError
+
     def check_layout(self, world_size: int) -> None:
         """Check mesh, strategies, schedule and batch together, for a number of processes.
 

@@ -71,8 +71,6 @@ from d9d_core.events import (
 from d9d_core.plugin import PluginPolicy, Registry, discover
 from d9d_core.protocols.subscriber import OwnEvent, subscribe
 
-from d9d_engine.generation.config import SamplesConfig
-from d9d_engine.inference.job import InferenceJob
 from d9d_engine.job import Job
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.trackers.config import ConsoleConfig, JsonlConfig
@@ -83,32 +81,17 @@ if TYPE_CHECKING:
     from d9d_engine.build.plan import MemoryEstimate, Plan
     from d9d_engine.checkpoint.store import CheckpointStore
     from d9d_engine.distributed.mesh import Topology
-    from d9d_engine.evaluation.library import evaluate
-    from d9d_engine.evaluation.result import Report
-    from d9d_engine.inference.runner import Inference, InferenceOutcome
     from d9d_engine.run.life_cycle import Outcome
     from d9d_engine.run.trainer import Trainer
-    from d9d_engine.verify.compare import Verdict
-    from d9d_engine.verify.layouts import Layout, own_layout, parse_layout
-    from d9d_engine.verify.run import verify
 
 #: Module of the names that need torch or numpy; they are imported when they are used.
 _LAZY = {
     "CheckpointStore": "d9d_engine.checkpoint.store",
     "MemoryEstimate": "d9d_engine.build.plan",
-    "Inference": "d9d_engine.inference.runner",
-    "InferenceOutcome": "d9d_engine.inference.runner",
-    "Report": "d9d_engine.evaluation.result",
-    "evaluate": "d9d_engine.evaluation.library",
     "Plan": "d9d_engine.build.plan",
     "Topology": "d9d_engine.distributed.mesh",
     "Outcome": "d9d_engine.run.life_cycle",
     "Trainer": "d9d_engine.run.trainer",
-    "Verdict": "d9d_engine.verify.compare",
-    "Layout": "d9d_engine.verify.layouts",
-    "own_layout": "d9d_engine.verify.layouts",
-    "parse_layout": "d9d_engine.verify.layouts",
-    "verify": "d9d_engine.verify.run",
     "ModelDirectory": "d9d_weights",
     "StateGraph": "d9d_weights",
     "export_model": "d9d_weights",
@@ -135,14 +118,10 @@ __all__ = [
     "GarbageCollection",
     "GradientClipping",
     "Gradients",
-    "Inference",
-    "InferenceJob",
-    "InferenceOutcome",
     "Job",
     "JobConfigured",
     "JobError",
     "JsonlConfig",
-    "Layout",
     "Loading",
     "Logging",
     "MemoryEstimate",
@@ -165,9 +144,7 @@ __all__ = [
     "ProcessEnv",
     "Profiling",
     "Registry",
-    "Report",
     "Run",
-    "SamplesConfig",
     "SaveReport",
     "Section",
     "SleepEnds",
@@ -185,18 +162,13 @@ __all__ = [
     "TrainingStarts",
     "TrainingStopped",
     "ValuesLogged",
-    "Verdict",
     "WakeEnds",
     "WakeStarts",
     "discover",
-    "evaluate",
     "export_model",
     "job_schema",
     "load_tensors",
-    "own_layout",
-    "parse_layout",
     "subscribe",
-    "verify",
 ]
 
 

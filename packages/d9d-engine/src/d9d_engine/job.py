@@ -8,7 +8,7 @@ Job.load("job.yaml").build().train()
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.open_union import Named
@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
     from d9d_engine.build.plan import Plan
     from d9d_engine.distributed.mesh import Topology
-    from d9d_engine.inference.job import InferenceJob
-    from d9d_engine.inference.runner import Inference
     from d9d_engine.run.trainer import Trainer
-
-#: Sections that mean something else in an inference job, or only have a use while a model is trained.
-_OF_TRAINING = ("task", "batch", "nonfinite", "subscribers", "peft")
 
 
 class Job(JoinsProcesses, JobFile):
@@ -114,33 +109,3 @@ class Job(JoinsProcesses, JobFile):
         with exits_are_errors():
             lines = note if topology.is_main else silent
             return build(self, self.registry, topology, lines, observers, interrupts, owning)
-
-    def inference(self, **values: Any) -> InferenceJob:
-        """Make the inference job over this job's model, which starts from this run's newest checkpoint.
-
-        Args:
-            values: sections of an inference job, such as ``task``; ``model``, ``data``, ``precision`` and the layout
-                are this job's where they are not given, and the run's name is this one's with that of the task.
-
-        Raises:
-            JobError: a value is wrong; one line per problem.
-        """
-        from d9d_engine.inference.job import InferenceJob
-
-        own = self.resolved()
-        given = {name: own[name] for name in InferenceJob.model_fields if name in own and name not in _OF_TRAINING}
-        # A run's weights have what its fine-tuning method added; where training started from says nothing about them.
-        given["loading"] = {**own["loading"], "weights": True}
-        model = {**own["model"], "pretrained": str(self.run.directory)}
-        task = values.get("task")
-        name = task if isinstance(task, str) else dict(task or {}).get("name", "inference")
-        run = {**own["run"], "name": f"{self.run.name}-{name}"}
-        return InferenceJob.from_values({**given, "model": model, "run": run, **values}, registry=self.registry)
-
-    def build_inference(self, note: Callable[[str], None] = print_note, **values: Any) -> Inference:
-        """Build the inference job over this job's model for this process, which is alone; see :meth:`inference`.
-
-        Raises:
-            D9dError: the job cannot run.
-        """
-        return self.inference(**values).build(note)

@@ -13,7 +13,6 @@ from d9d_core.plugin.records import (
     TrackerSpec,
     ViewDim,
     ViewSpec,
-    WriterSpec,
 )
 from d9d_core.plugin.ref import Ref
 
@@ -41,37 +40,12 @@ def d9d_trackers() -> Iterator[TrackerSpec]:
 
 @hookimpl
 def d9d_subscribers() -> Iterator[SubscriberSpec]:
-    """Subscribers ``early_stopping`` and ``samples``."""
+    """Subscriber ``early_stopping``."""
     yield SubscriberSpec(
         name="early_stopping",
         summary="Ends the run when a logged series gets no better.",
         config=Ref("d9d_engine.subscribers.config:EarlyStoppingConfig"),
         build=Ref("d9d_engine.subscribers.early_stopping:EarlyStopping"),
-    )
-    yield SubscriberSpec(
-        name="samples",
-        summary="Continuations of fixed prompts during training.",
-        config=Ref("d9d_engine.generation.config:SamplesConfig"),
-        build=Ref("d9d_engine.generation.samples:Samples"),
-        requires=TORCH,
-    )
-
-
-@hookimpl
-def d9d_writers() -> Iterator[WriterSpec]:
-    """Writers ``jsonl`` and ``parquet``."""
-    yield WriterSpec(
-        name="jsonl",
-        summary="One JSON object per row.",
-        config=Ref("d9d_engine.inference.config:JsonlWriterConfig"),
-        build=Ref("d9d_engine.inference.writers.jsonl:JsonlWriter"),
-    )
-    yield WriterSpec(
-        name="parquet",
-        summary="Parquet; needs pyarrow.",
-        requires=frozenset({"import:pyarrow"}),
-        config=Ref("d9d_engine.inference.config:ParquetWriterConfig"),
-        build=Ref("d9d_engine.inference.writers.parquet:ParquetWriter"),
     )
 
 
@@ -150,18 +124,6 @@ def d9d_commands() -> Iterator[CommandSpec]:
         app=Ref("d9d_engine.cli.train:app"),
     )
     yield CommandSpec(
-        name="infer",
-        summary="Run a model over data, and write a row of output for each row.",
-        requires=TORCH,
-        app=Ref("d9d_engine.cli.infer:app"),
-    )
-    yield CommandSpec(
-        name="evaluate",
-        summary="Measure losses and metrics of a trained model, and compare two models.",
-        requires=TORCH,
-        app=Ref("d9d_engine.cli.evaluate:app"),
-    )
-    yield CommandSpec(
         name="explain",
         summary="Show what a job does, part by part, and why.",
         requires=TORCH,
@@ -173,38 +135,8 @@ def d9d_commands() -> Iterator[CommandSpec]:
         app=Ref("d9d_engine.planner.command:app"),
     )
     yield CommandSpec(
-        name="verify",
-        summary="Compare layouts of a job with one process.",
-        requires=TORCH,
-        app=Ref("d9d_engine.cli.verify:app"),
-    )
-    yield CommandSpec(
         name="state",
         summary="Look at checkpoints, convert them, compare them.",
         requires=TORCH,
         app=Ref("d9d_engine.cli.state:app"),
-    )
-    yield CommandSpec(
-        name="generate",
-        summary="Write text with a trained model.",
-        requires=TORCH,
-        app=Ref("d9d_engine.cli.generate:app"),
-    )
-    yield CommandSpec(
-        name="sweep",
-        summary="Train a job with every combination of some values.",
-        requires=TORCH,
-        app=Ref("d9d_engine.cli.sweep:app"),
-    )
-    yield CommandSpec(
-        name="runs",
-        summary="List runs and compare them.",
-        requires=TORCH,
-        app=Ref("d9d_engine.cli.runs:app"),
-    )
-    yield CommandSpec(
-        name="report",
-        summary="Write a page about one run or several: curves, tables, layout, start-up, plugins.",
-        requires=TORCH,
-        app=Ref("d9d_engine.report.command:app"),
     )

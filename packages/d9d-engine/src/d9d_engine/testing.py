@@ -13,13 +13,6 @@ if TYPE_CHECKING:
     from d9d_engine.distributed.simulate import simulated_world
     from d9d_engine.step.metrics import Statistics
     from d9d_engine.trackers.hub import TrackerHub
-    from d9d_engine.verify.compare import Verdict, compare
-    from d9d_engine.verify.deviations import Limits
-    from d9d_engine.verify.layouts import Layout
-    from d9d_engine.verify.measure import Witness, measure
-    from d9d_engine.verify.measurement import Measurement, Record
-    from d9d_engine.verify.run import narrowest_dtype
-    from d9d_engine.verify.tolerances import TOLERANCES, Tolerance, compare_directions
 
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
@@ -31,39 +24,15 @@ _LAZY = {
     "load_kernels_eagerly": "d9d_engine.distributed.devices",
     "share_hardware_queues": "d9d_engine.distributed.devices",
     "simulated_world": "d9d_engine.distributed.simulate",
-    "Verdict": "d9d_engine.verify.compare",
-    "compare": "d9d_engine.verify.compare",
-    "Layout": "d9d_engine.verify.layouts",
-    "Limits": "d9d_engine.verify.deviations",
-    "Measurement": "d9d_engine.verify.measurement",
-    "Record": "d9d_engine.verify.measurement",
-    "Witness": "d9d_engine.verify.measure",
-    "measure": "d9d_engine.verify.measure",
-    "narrowest_dtype": "d9d_engine.verify.run",
-    "TOLERANCES": "d9d_engine.verify.tolerances",
-    "Tolerance": "d9d_engine.verify.tolerances",
-    "compare_directions": "d9d_engine.verify.tolerances",
 }
 
 __all__ = [
-    "TOLERANCES",
     "CheckpointStore",
-    "Layout",
-    "Limits",
-    "Measurement",
     "PackedReduction",
-    "Record",
     "Statistics",
-    "Tolerance",
     "TrackerHub",
-    "Verdict",
-    "Witness",
-    "compare",
-    "compare_directions",
     "initialise",
     "load_kernels_eagerly",
-    "measure",
-    "narrowest_dtype",
     "share_hardware_queues",
     "simulated_world",
 ]

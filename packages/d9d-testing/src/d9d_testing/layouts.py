@@ -16,17 +16,14 @@ from typing import Any
 import torch
 from d9d_core.plugin import Registry
 from d9d_core.testing import Document, file_plugin
-from d9d_engine.api import Job, Layout, Topology, Verdict
-from d9d_engine.testing import (
-    Limits,
-    Measurement,
-    Record,
-    Witness,
-    compare,
-    load_kernels_eagerly,
-    measure,
-    narrowest_dtype,
-)
+from d9d_engine.api import Job, Topology
+from d9d_engine.testing import load_kernels_eagerly
+from d9d_verify.compare import Verdict, compare
+from d9d_verify.deviations import Limits
+from d9d_verify.layouts import Layout
+from d9d_verify.measure import Witness, measure
+from d9d_verify.measurement import Measurement, Record
+from d9d_verify.run import narrowest_dtype
 from torch import distributed as dist
 
 from d9d_testing.world import World

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from d9d_engine.testing import TOLERANCES, Tolerance, compare_directions
+from d9d_verify.tolerances import TOLERANCES, Tolerance, compare_directions
 from torch import Tensor
 
 __all__ = [

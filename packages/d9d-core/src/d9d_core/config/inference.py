@@ -21,7 +21,7 @@ class InferenceBatch(Batch):
 
 
 class InferenceConfig(BaseJob):
-    """Job file of inference. See :class:`d9d_engine.inference.job.InferenceJob` for what can be done with it."""
+    """Job file of inference. See :class:`d9d_inference.job.InferenceJob` for what can be done with it."""
 
     task: Annotated[PluginConfig, Named("inference task")]
     """Inference task: what is written of each row."""

@@ -12,9 +12,7 @@ import typer
 from d9d_core.cli.interrupts import interrupts_deferred
 from d9d_core.errors import JobError
 
-from d9d_engine.inference.job import InferenceJob
-from d9d_engine.job import Job
-from d9d_engine.joining import print_note
+from d9d_engine.joining import JoinsProcesses, print_note
 from d9d_engine.launch.process import Process
 from d9d_engine.launch.startup import StartUp
 from d9d_engine.process_env import ProcessEnv, forget_launchers, refuse_one_of_several_machines
@@ -23,7 +21,7 @@ from d9d_engine.run.interrupt import Interrupts, Terminated
 if TYPE_CHECKING:
     from d9d_engine.distributed.mesh import Topology
 
-Runs = TypeVar("Runs", Job, InferenceJob)
+Runs = TypeVar("Runs", bound=JoinsProcesses)
 
 
 Nproc = Annotated[
@@ -168,7 +166,7 @@ def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None) -
     return job
 
 
-def launch(job: Job | InferenceJob, arguments: list[str], restarts: int, interrupts: Interrupts) -> int:
+def launch(job: JoinsProcesses, arguments: list[str], restarts: int, interrupts: Interrupts) -> int:
     """Start the processes of a job here, and wait for them; returns the exit status."""
     from d9d_engine.launch.agent import Launch
 

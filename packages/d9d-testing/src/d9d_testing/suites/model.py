@@ -28,7 +28,7 @@ from d9d_core.extend import (
     modules_with,
 )
 from d9d_core.plugin import ModelSpec, Ref
-from d9d_engine.api import Layout
+from d9d_verify.layouts import Layout
 from d9d_weights import StateGraph, map_tensors, specs_of
 from torch import Tensor, nn
 

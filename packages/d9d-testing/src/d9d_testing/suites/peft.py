@@ -11,8 +11,8 @@ import pytest
 import torch
 from d9d_core.extend import BuildError, HasBlocks, Stage, StartsFromWeights, SwitchesOff
 from d9d_core.plugin import ModelSpec
-from d9d_engine.api import Layout
 from d9d_engine.testing import initialise
+from d9d_verify.layouts import Layout
 from torch import Tensor, nn
 
 from d9d_testing.layouts import Harness, assert_passed, job_of

@@ -12,8 +12,9 @@ import torch
 from d9d_core.extend import Applied, Stage
 from d9d_core.plugin import ModelSpec, StrategySpec
 from d9d_core.testing import Mesh
-from d9d_engine.api import Layout, Topology
+from d9d_engine.api import Topology
 from d9d_engine.testing import simulated_world
+from d9d_verify.layouts import Layout
 
 from d9d_testing.collectives import differences, listed_step, recorded_step
 from d9d_testing.layouts import Harness, assert_passed, job_of

@@ -1,0 +1,134 @@
+"""Captures of what modules inside of a model return, brought to the rank that has the model's last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from d9d_core.errors import BuildError
+from d9d_core.program.placement import Pipeline
+from d9d_core.types import Microbatch, Pack
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.step.executor import Executor, Outputs
+from d9d_weights.sharding.collectives import all_gather_objects
+from torch import Tensor, nn
+from torch import distributed as dist
+
+#: Microbatches for each pipeline rank that run together: enough to fill the pipeline.
+TOGETHER = 4
+
+
+class Captures:
+    """Captures of the outputs of named modules, as outputs ``module/<name>`` of the model.
+
+    Args:
+        names: of modules, in the full model.
+        stages: this rank's stages, by index.
+        pipeline: all stages, and who runs them.
+        topology: this process among others.
+    """
+
+    def __init__(
+        self, names: Sequence[str], stages: Mapping[int, nn.Module], pipeline: Pipeline, topology: Topology
+    ) -> None:
+        self._names = tuple(names)
+        self._pipeline = pipeline
+        self._topology = topology
+        self._seen: dict[str, list[Tensor]] = {}
+        here: dict[str, nn.Module] = {}
+        for stage in stages.values():
+            here |= {name: module for name, module in stage.named_modules() if name in self._names}
+        self._here = frozenset(here)
+        for name, module in here.items():
+            module.register_forward_hook(self._keeper(name))
+
+    def groups(self, pack: Pack) -> Iterator[Pack]:
+        """Microbatches to run at a time: all of them, unless captures have to be held until the last stage has run."""
+        held = self._names and len(self._pipeline.hosts) > 1
+        yield from groups_of(pack, TOGETHER * self._pipeline.ranks if held else len(pack))
+
+    def run(self, executor: Executor, pack: Pack, outputs: Outputs) -> None:
+        """Run the model over microbatches; ``outputs`` gets the captures too. Collective over ``pp``.
+
+        Raises:
+            BuildError: a module does not run once for each microbatch.
+        """
+        if self._pipeline.ranks == 1:
+            executor.evaluate(pack, lambda found, microbatch: outputs({**found, **self._taken()}, microbatch))
+            if more := [name for name, tensors in self._seen.items() if tensors]:
+                raise _not_once(more[0])
+            return
+        if not self._names:
+            executor.evaluate(pack, outputs)
+            return
+        held: list[tuple[Mapping[str, Tensor], Microbatch]] = []
+        executor.evaluate(pack, lambda found, microbatch: held.append((found, microbatch)))
+        arrived = self._sent(len(pack))
+        for index, (found, microbatch) in enumerate(held):
+            outputs({**found, **{_key(name): tensors[index] for name, tensors in arrived.items()}}, microbatch)
+
+    def _keeper(self, name: str) -> Any:
+        def keep(module: nn.Module, _inputs: object, output: object) -> None:
+            if not isinstance(output, Tensor):
+                raise BuildError(f"module '{name}' ({type(module).__name__}) returns no tensor, so it cannot be read")
+            self._seen.setdefault(name, []).append(output)
+
+        return keep
+
+    def _taken(self) -> dict[str, Tensor]:
+        """Captures of the microbatch whose last stage was just run; earlier stages may be ahead."""
+        if missing := [name for name in self._names if not self._seen.get(name)]:
+            raise _not_once(missing[0])
+        return {_key(name): tensors.pop(0) for name, tensors in self._seen.items()}
+
+    def _sent(self, count: int) -> dict[str, list[Tensor]]:
+        """Captures of all microbatches, on the rank that has the last stage. Collective over ``pp``."""
+        group = self._topology.axes_group("pp")
+        assert group is not None
+        here = {name: [(list(one.shape), str(one.dtype)) for one in found] for name, found in self._seen.items()}
+        told: list[dict[str, Any]] = all_gather_objects(here, group)
+        position, last = self._topology.coordinate["pp"], self._pipeline.hosts[-1]
+        arrived: dict[str, list[Tensor]] = {}
+        for name in self._names:
+            owner = next((rank for rank, captures in enumerate(told) if len(captures.get(name, ())) == count), None)
+            if owner is None:
+                raise _not_once(name)
+            for index in range(count):
+                if owner == last == position:
+                    tensor = self._seen[name][index]
+                elif position == owner:
+                    dist.send(self._seen[name][index].contiguous(), group=group, group_dst=last)
+                    continue
+                elif position == last:
+                    shape, dtype = told[owner][name][index]
+                    tensor = torch.empty(
+                        shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self._topology.device
+                    )
+                    dist.recv(tensor, group=group, group_src=owner)
+                else:
+                    continue
+                arrived.setdefault(name, []).append(tensor)
+        self._seen.clear()
+        return arrived
+
+
+def module_names(stages: Sequence[nn.Module]) -> list[str]:
+    """Names of all modules of a model, in order; those of several stages together."""
+    return list(dict.fromkeys(name for stage in stages for name, _ in stage.named_modules() if name))
+
+
+def groups_of(pack: Pack, size: int) -> Iterator[Pack]:
+    """Groups of at least ``size`` microbatches, all in one if they are fewer: few are too few for some schedules."""
+    count = max(1, len(pack) // size)
+    edges = [len(pack) * index // count for index in range(count + 1)]
+    return (pack[begin:end] for begin, end in pairwise(edges))
+
+
+def _not_once(name: str) -> BuildError:
+    return BuildError(f"module '{name}' does not run once for each microbatch, so it cannot be read")
+
+
+def _key(name: str) -> str:
+    return f"module/{name}"

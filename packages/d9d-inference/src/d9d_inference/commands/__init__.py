@@ -1,0 +1,1 @@
+"""Commands of d9d-inference."""

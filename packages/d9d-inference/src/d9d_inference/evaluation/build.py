@@ -1,0 +1,209 @@
+"""Evaluation of a trained model: composed without an optimizer, and run once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from d9d_core.components.instantiate import instantiate
+from d9d_core.config.job import JobConfig
+from d9d_core.config.resolve import Part, Selection
+from d9d_core.errors import CheckpointError
+from d9d_core.protocols.first_pass import TwoPassTask
+from d9d_core.protocols.metric import StageMetric, Table
+from d9d_core.tensors import local
+from d9d_engine.build.first_pass.build import build_first_pass
+from d9d_engine.build.forward import ForwardModel, assemble_forward, build_forward
+from d9d_engine.build.parts.evaluator import Surroundings, build_set
+from d9d_engine.build.parts.task import build_task
+from d9d_engine.build.plan import circumstances
+from d9d_engine.checkpoint.saved import Checkpoint
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.run.checkpointer import open_store
+from d9d_engine.run.evaluation import Evaluator, likelihood_of
+from d9d_engine.run.progress import SampleBar
+from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
+from d9d_engine.step.checked_task import CheckedTask
+from d9d_engine.step.gradients import Gradients
+from d9d_engine.step.metrics import Statistics
+from d9d_engine.step.ownership import DATA_AXES
+from d9d_engine.step.tied import find_ties
+from d9d_weights.sharding.model_tensors import model_tensors
+from torch import Tensor
+from torch import distributed as dist
+
+from d9d_inference.evaluation.choice import Which, choose_checkpoint
+from d9d_inference.evaluation.result import Evaluated, Report
+from d9d_inference.evaluation.samples import SampleLosses, SampleRecorder
+from d9d_inference.evaluation.subject import Subject
+
+Note = Callable[[str], None]
+V = TypeVar("V")
+_MODEL = "model/"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of an evaluation.
+
+    Attributes:
+        limit: only samples whose first row is below this count; ``None`` for all.
+        compared: keep the losses of single samples.
+    """
+
+    limit: int | None = None
+    compared: bool = False
+
+
+def evaluate(
+    subject: Subject, topology: Topology, note: Note, limit: int | None = None, other: Subject | None = None
+) -> Report:
+    """Evaluate a model, and perhaps compare it with another on the same samples. Collective over all ranks.
+
+    Args:
+        subject: the model and the data.
+        topology: this process among others.
+        note: prints a line.
+        limit: only samples whose first row is below this count; ``None`` for all.
+        other: another model, with the same data.
+
+    Raises:
+        D9dError: the job, the data or the weights cannot be used; the text says why.
+    """
+    options = Options(limit, other is not None)
+    first, losses = _evaluated(subject, topology, note, options)
+    if other is None:
+        return Report(first)
+    second, others = _evaluated(other, topology, note, options)
+    return Report(first, second, {name: of.difference(others[name], name) for name, of in losses.items()})
+
+
+def _evaluated(
+    subject: Subject, topology: Topology, note: Note, options: Options
+) -> tuple[Evaluated, Mapping[str, SampleLosses]]:
+    """Values of a model, and the losses of its samples if they are to be compared. Collective over all ranks."""
+    job, registry = subject.job, subject.job.registry
+    topology.watchdog.phase("startup")
+    around = circumstances(job, topology.device)
+    selection = job.resolve(topology.world_size, around).selection
+    own_task = build_task(job, selection, topology)
+    task = CheckedTask(selection.task, own_task)
+    assembly = assemble_forward(job, selection, registry, topology)
+    checkpoint = _checkpoint(subject, topology, note)
+    # What a checkpoint has need not be read twice; a frozen copy of the start does.
+    complete = checkpoint is not None and not checkpoint.manifest.get("left_out")
+    drawn = complete and not isinstance(own_task, TwoPassTask)
+    start = job.model_copy(update={"loading": job.loading.model_copy(update={"weights": False})}) if drawn else job
+    forward = build_forward(start, selection, registry, assembly, topology, task.inputs, note, task)
+    several = topology.world_size > 1
+    group = topology.axes_group("pp", *DATA_AXES) if several else None
+    running = (
+        AuxiliaryLosses(assembly.stages, assembly.full_model, task),
+        Tallies(assembly.stages),
+        Gradients({}, assembly.ownership, topology, reducers=assembly.reducers),
+        Statistics({}, gated=False, group=group, device=topology.device),
+    )
+    first = build_first_pass(job, registry, selection, assembly, topology, task, own_task, running, note)
+    surroundings = Surroundings(job, assembly, topology, task, group, note)
+    metrics = _over_outputs(selection)
+    sets = [
+        build_set(surroundings, name, part, None, metrics, first, options.limit)
+        for name, part in zip(_section(job), selection.evaluation, strict=True)
+    ]
+    # Not before: a reference is the model as training starts, and what it says of the data may be stored by now.
+    if checkpoint is not None:
+        _load(checkpoint, forward, topology)
+    note(f"model: {_origin(subject, checkpoint)} on {topology.device}")
+    recorder = SampleRecorder(task) if options.compared else None
+    topology.watchdog.phase("step", 0)
+    tables: dict[str, Table] = {}
+    packs = sum(one.packs for one in sets)
+    with SampleBar("evaluation", packs * job.batch.size, shown=topology.is_main) as bar:
+
+        def beat() -> None:
+            topology.watchdog.beat()
+            bar.add(job.batch.size)
+
+        evaluator = Evaluator(
+            task, forward.executor, forward.model, sets, group, beat, likelihood_of(own_task), recorder
+        )
+        values = evaluator.run(tables.update)
+    for one in sets:
+        one.prefetcher.close()
+    found = Evaluated(
+        subject.name,
+        None if checkpoint is None else checkpoint.step,
+        {one.name: _under(one.prefix, values) for one in sets},
+        {one.name: evaluator.counted[one.name] for one in sets},
+        {one.name: {name: table.values.tolist() for name, table in _under(one.prefix, tables).items()} for one in sets},
+    )
+    return found, _losses(recorder, _section(job), group)
+
+
+def _section(job: JobConfig) -> list[str]:
+    assert job.evaluation is not None
+    return list(job.evaluation.datasets)
+
+
+def _losses(
+    recorder: SampleRecorder | None, names: list[str], group: dist.ProcessGroup | None
+) -> dict[str, SampleLosses]:
+    return {} if recorder is None else {name: recorder.gather(name, group) for name in names}
+
+
+def _under(prefix: str, values: Mapping[str, V]) -> dict[str, V]:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+
+def _over_outputs(selection: Selection) -> list[Part]:
+    """Metrics over what the task observes; others are of training alone."""
+    return [
+        (chosen, config)
+        for chosen, config in selection.evaluation_metrics
+        if not isinstance(instantiate(chosen, config), StageMetric)
+    ]
+
+
+def _checkpoint(subject: Subject, topology: Topology, note: Note) -> Checkpoint | None:
+    """Checkpoint that the weights are from, if they are from one. Collective over all ranks."""
+    if not subject.run:
+        return None
+    which: Which = int(subject.checkpoint) if subject.checkpoint.isdecimal() else subject.checkpoint  # type: ignore[assignment]
+    found = choose_checkpoint(open_store(subject.job, topology, note, write=False), which, note)
+    if found is None:
+        raise CheckpointError(f"{subject.name}: the run has no checkpoint; train first (d9d train)")
+    return found
+
+
+def _load(checkpoint: Checkpoint, forward: ForwardModel, topology: Topology) -> None:
+    """Fill the model from a checkpoint. Collective over all ranks."""
+    assembly = forward.assembly
+    tensors = {_MODEL + name: tensor for name, tensor in model_tensors(forward.model).items()}
+    left_out = set(checkpoint.manifest.get("left_out", ()))
+    checkpoint.load_into(tensors, _MODEL, left_out & tensors.keys())
+    if (average := checkpoint.manifest.get("average")) is not None:
+        _average(checkpoint, tensors, average["slot"], average["weight"])
+    find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology).copy_values()
+
+
+@torch.no_grad()
+def _average(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], slot: str, weight: float) -> None:
+    """Make the weights to evaluate of those that were trained. Collective over all ranks."""
+    table = checkpoint.manifest["tensors"]
+    slots = {name: f"optimizer/{name.removeprefix(_MODEL)}/{slot}" for name in tensors}
+    others = {
+        saved: torch.empty_like(tensors[name], dtype=getattr(torch, table[saved]["dtype"]))
+        for name, saved in slots.items()
+        if saved in table
+    }
+    checkpoint.load_into(others, "optimizer/", only=True)
+    for name, saved in slots.items():
+        if saved in others:
+            own, other = local(tensors[name]), local(others[saved])
+            own.copy_(torch.lerp(own.to(other.dtype), other, weight))
+
+
+def _origin(subject: Subject, checkpoint: Checkpoint | None) -> str:
+    return subject.name if checkpoint is None else f"{subject.name}, step {checkpoint.step}"

@@ -1,0 +1,81 @@
+"""Evaluation from Python: what ``d9d evaluate`` does, in this process. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from d9d_core.failures import exits_are_errors
+from d9d_core.plugin.loader import discover
+from d9d_core.plugin.policy import PluginPolicy
+from d9d_engine.job import Job
+from d9d_engine.joining import print_note, silent
+
+from d9d_inference.evaluation.result import Report
+from d9d_inference.evaluation.subject import Request, find_subject, same_data
+
+if TYPE_CHECKING:
+    from d9d_engine.distributed.mesh import Topology
+
+
+def evaluate(
+    target: str | Path | Job,
+    data: Sequence[str | Path] = (),
+    *,
+    like: str | Path | Job | None = None,
+    checkpoint: str | int | None = None,
+    limit: int | None = None,
+    compare: str | Path | Job | None = None,
+    overrides: Sequence[str] = (),
+    note: Callable[[str], None] = print_note,
+    topology: Topology | None = None,
+) -> Report:
+    """Measure losses and metrics of a trained model on whole datasets. Collective over all ranks.
+
+    The values of dataset ``name`` are in ``report.first.sets[name]``.
+
+    Args:
+        target: job, its file, directory of a run or of one of its checkpoints, or a published model.
+        data: files of documents or conversations; by default the datasets of the job's evaluation, or its data.
+        like: job that says task, data and layout for a published model.
+        checkpoint: ``newest`` (the default), ``best`` or a step.
+        limit: only the first rows of each dataset.
+        compare: another model, to be compared with on the same samples.
+        overrides: ``section.field=value``, for files.
+        note: gets one line about each piece of long work, and warnings.
+        topology: this process among others, from :meth:`Job.joined`; by default it is alone.
+
+    Raises:
+        D9dError: the model cannot be evaluated; the text says why.
+    """
+    world_size = 1 if topology is None else topology.world_size
+    policy = PluginPolicy.from_environment(os.environ)
+    chosen = None if checkpoint is None else str(checkpoint)
+    request = Request(tuple(map(Path, data)), _job_or_path(like), chosen, overrides, policy, world_size)
+    registry = target.registry if isinstance(target, Job) else discover(policy)
+    first = find_subject(_job_or_text(target), request, registry)
+    first.job.check(world_size)
+    other = None
+    if compare is not None:
+        of_other = Request(like=first.job, policy=policy, world_size=world_size)
+        other = same_data(find_subject(_job_or_text(compare), of_other, registry), first)
+    from d9d_engine.distributed.devices import choose_device
+    from d9d_engine.distributed.mesh import Topology
+
+    from d9d_inference.evaluation.build import evaluate as measure
+
+    if topology is None:
+        job = first.job
+        topology = Topology(sizes=job.mesh.sizes(), device=choose_device(job.device), views=job.views())
+    with exits_are_errors():
+        return measure(first, topology, note if topology.is_main else silent, limit, other)
+
+
+def _job_or_path(given: str | Path | Job | None) -> Path | Job | None:
+    return Path(given) if isinstance(given, str) else given
+
+
+def _job_or_text(given: str | Path | Job) -> str | Job:
+    return str(given) if isinstance(given, Path) else given

@@ -1,0 +1,106 @@
+"""Losses of single samples, for the comparison of two models."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from d9d_core.errors import DataError
+from d9d_core.types import Microbatch
+from d9d_engine.run.real_samples import ROWS, only
+from d9d_engine.step.checked_task import CheckedTask
+from d9d_weights.sharding.collectives import all_gather_objects
+from torch import Tensor
+from torch import distributed as dist
+
+from d9d_inference.evaluation.paired import Difference, compare
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SampleLosses:
+    """Losses of the samples of a set.
+
+    Attributes:
+        rows: int64 [n], first row of each sample, ascending.
+        sums: [n, T], of the loss terms.
+        weights: [n, T], of these.
+        coefficients: of the terms in the loss.
+    """
+
+    rows: npt.NDArray[np.int64]
+    sums: Values
+    weights: Values
+    coefficients: Mapping[str, float]
+
+    def difference(self, other: SampleLosses, where: str, confidence: float = 0.95) -> Difference:
+        """Difference of the mean losses, this one's less the other's.
+
+        Args:
+            other: of another model, on the same data.
+            where: name of the set, for messages.
+            confidence: of the interval.
+
+        Raises:
+            DataError: the losses are not of the same samples, or one is no number.
+        """
+        alike = self.rows.shape == other.rows.shape and bool((self.rows == other.rows).all())
+        if not alike or list(self.coefficients) != list(other.coefficients):
+            raise DataError(
+                f"{where}: the two models do not see the same samples; compare models of one task and length"
+            )
+        if not np.allclose(self.weights, other.weights):
+            raise DataError(
+                f"{where}: the two models count different tokens in the same samples, so their losses cannot be "
+                "compared; they need the same tokenizer and chat template"
+            )
+        if not (np.isfinite(self.sums).all() and np.isfinite(other.sums).all()):
+            raise DataError(f"{where}: the loss of a sample is not finite, so the losses cannot be compared")
+        coefficients = np.asarray([*self.coefficients.values()], dtype=np.float64)
+        return compare(self.sums, other.sums, self.weights, coefficients, confidence)
+
+
+class SampleRecorder:
+    """Recorder of the losses of single samples: those of outputs and microbatches cut to one sample.
+
+    Args:
+        task: turns microbatches into losses.
+    """
+
+    def __init__(self, task: CheckedTask) -> None:
+        self._task = task
+        self._rows: dict[str, list[Tensor]] = defaultdict(list)
+        self._values: dict[str, list[Tensor]] = defaultdict(list)
+
+    def __call__(self, name: str, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> None:
+        """Take in a microbatch of a set, without fillers. Does not wait for the device."""
+        firsts = microbatch[ROWS]
+        texts = len(firsts) // len(microbatch["samples"]) if "samples" in microbatch else 1
+        terms = list(self._task.coefficients)
+        for place in range(0, len(firsts), texts):
+            places = range(place, place + texts)
+            one, sample = (only(of, microbatch, places) for of in (outputs, microbatch))
+            values = [self._task.losses(one, sample), self._task.weigh(one, sample)]
+            self._values[name].append(torch.stack([torch.stack([of[t].float() for t in terms]) for of in values]))
+        self._rows[name].append(firsts[::texts])
+
+    def gather(self, name: str, group: dist.ProcessGroup | None) -> SampleLosses:
+        """Losses of the samples of a set on all ranks, which may have parts of a sample. Collective over the group."""
+        terms = len(self._task.coefficients)
+        own: dict[str, Any] = {"rows": [], "values": []}  # lists, which travel as JSON
+        if self._rows[name]:
+            own["rows"] = torch.cat(self._rows[name]).tolist()
+            own["values"] = torch.stack(self._values[name]).double().tolist()
+        parts: list[Any] = [own] if group is None else all_gather_objects(own, group)
+        rows = np.asarray([row for part in parts for row in part["rows"]], dtype=np.int64)
+        values = np.asarray([value for part in parts for value in part["values"]], dtype=np.float64)
+        numbers, places = np.unique(rows, return_inverse=True)
+        summed = np.zeros((len(numbers), 2, terms))
+        np.add.at(summed, places, values.reshape(-1, 2, terms))
+        return SampleLosses(numbers, summed[:, 0], summed[:, 1], dict(self._task.coefficients))

@@ -1,0 +1,252 @@
+"""Decoder over a forward pass: continuations of token sequences, in any layout, without a cache of keys and values.
+
+Each new token costs a forward over the padded sequences, which needs nothing of the model but its logits. The shape of
+a forward depends on the microbatch alone: so does, bit for bit, what the model says of it, in every layout that
+computes a microbatch in the same way.
+
+Shapes: B samples of a microbatch, S positions, N most new tokens, V words of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from d9d_core.errors import BuildError, NonFiniteError
+from d9d_core.grid import AXES
+from d9d_core.protocols.inference import Continuation
+from d9d_core.protocols.topology import Topology
+from d9d_core.types import Microbatch, Pack
+from d9d_engine.step.randomness import derive_seed
+from torch import Tensor
+from torch import distributed as dist
+
+#: Runs the model over microbatches, and calls a function with what the last stage returns for each.
+Forward = Callable[[Pack, Callable[[Mapping[str, Tensor], Microbatch], None]], None]
+#: Axes along which ranks have sequences of their own; the others compute the same ones together.
+_DATA = ("dp_replicate", "dp_shard")
+#: Contributions of a rank that does not decide, and of one that should and cannot; ids of tokens are larger.
+_OTHERS, _NOT_FINITE, _NO_LOGITS = -3, -2, -1
+#: Behind the last new token.
+_NOTHING = -1
+#: Positions by which the forward of a microbatch grows.
+_GROWTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Sequences of one microbatch, which grow.
+
+    Attributes:
+        tokens: int64 [B, S + N] on the device, and maybe padding behind.
+        lengths: int64 [B] on the device, tokens of each so far.
+        longest: most tokens of one at the start.
+        growth: positions by which a forward grows.
+        numbers: rows whose draws each makes; -1 for fillers, which are not continued.
+        new: int64 [B, N] on the host, the new tokens, -1 behind the last.
+        ended: bool [B] on the host, whether the last token is one that ends a sequence.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    longest: int
+    growth: int
+    numbers: list[int]
+    new: Tensor
+    ended: Tensor
+
+    @classmethod
+    def of(cls, microbatch: Microbatch, new: int, multiple: int = 1) -> Sequences:
+        """Sequences of a microbatch with ``tokens``, ``rows``, and maybe ``lengths``. Waits for the device.
+
+        Args:
+            microbatch: on the device.
+            new: N.
+            multiple: number that divides the positions of each forward.
+        """
+        given = microbatch["tokens"]
+        rows, positions = given.shape
+        lengths = microbatch.get("lengths", torch.full((rows,), positions, device=given.device)).clone()
+        return cls(
+            tokens=torch.nn.functional.pad(given, (0, new + -(positions + new) % multiple)),
+            lengths=lengths,
+            longest=int(lengths.max()),
+            growth=math.lcm(_GROWTH, multiple),
+            numbers=microbatch["rows"].tolist(),
+            new=torch.full((rows, new), _NOTHING),
+            ended=torch.zeros(rows, dtype=torch.bool),
+        )
+
+    @property
+    def active(self) -> list[int]:
+        """Places whose sequences go on."""
+        ended = self.ended.tolist()
+        return [place for place, number in enumerate(self.numbers) if number >= 0 and not ended[place]]
+
+    def microbatch(self, index: int) -> Microbatch:
+        """Microbatch for the forward that gives the new token number ``index``."""
+        needed = self.longest + index
+        width = min(-(-needed // self.growth) * self.growth, self.tokens.shape[1])
+        return {"tokens": self.tokens[:, :width], "lengths": self.lengths}
+
+    def append(self, index: int, chosen: Tensor, stop: frozenset[int]) -> None:
+        """Append the new token number ``index`` of each place, int64 [B] on the host, to the sequences that go on."""
+        places = torch.tensor(self.active, dtype=torch.int64)
+        if not len(places):
+            return
+        self.new[places, index] = chosen[places]
+        self.ended[places] = torch.tensor([token in stop for token in chosen[places].tolist()])
+        at = places.to(self.tokens.device)
+        self.tokens[at, self.lengths[at]] = chosen[places].to(self.tokens.device)
+        self.lengths[at] += 1
+
+
+class Decoder:
+    """Decoder of continuations.
+
+    Args:
+        forward: runs the model; all ranks call it equally often, with as many microbatches.
+        topology: this process among others.
+        continuation: length, and choice of tokens.
+        stop: tokens that end a sequence.
+        logits: finds the logits [B, S, V] among the outputs of the last stage.
+        nonfinite: what follows logits with NaN or infinity: an error, or a token that means nothing.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        topology: Topology,
+        continuation: Continuation,
+        stop: frozenset[int],
+        logits: Callable[[Mapping[str, Tensor]], Tensor | None],
+        nonfinite: Literal["error", "keep"] = "keep",
+    ) -> None:
+        self._forward = forward
+        self._topology = topology
+        self._continuation = continuation
+        self._stop = stop
+        self._logits = logits
+        self._nonfinite = nonfinite
+        together = [axis for axis in AXES if axis not in _DATA]
+        # Of those that compute the same sequences, the rank with the last stage and the first part of it decides.
+        self._may_decide = all(topology.coordinate[axis] == 0 for axis in together if axis != "pp")
+        alone = math.prod(topology.sizes[axis] for axis in together) == 1
+        self._group = None if alone else topology.axes_group(*together)
+
+    def continue_all(self, pack: Pack) -> list[Sequences]:
+        """Continue the sequences of some microbatches until all, on all ranks, have ended or are long enough.
+
+        Collective over all ranks, which give as many microbatches. Ranks along the data-parallel axes have sequences of
+        their own. Tokens are agreed among the others by an all-reduce, and all ranks stop together.
+
+        Args:
+            pack: microbatches on the device: ``tokens`` int64 [B, S], ``rows`` int64 [B], -1 for fillers, and maybe
+                ``lengths`` int64 [B] of right-padded sequences, at least one each.
+
+        Returns:
+            The sequences of each microbatch.
+
+        Raises:
+            BuildError: the model gives no logits.
+            NonFiniteError: logits have NaN or infinity, and that is an error.
+        """
+        multiple = self._topology.sizes["tp"]  # its ranks split positions
+        all_sequences = [Sequences.of(microbatch, self._continuation.max_new_tokens, multiple) for microbatch in pack]
+        sizes = [len(one.numbers) for one in all_sequences]
+        for index in range(self._continuation.max_new_tokens):
+            tokens = torch.split(self._next_tokens(all_sequences, index), sizes)
+            for one, chosen in zip(all_sequences, tokens, strict=True):
+                one.append(index, chosen, self._stop)
+            if not self._any_active(all_sequences):
+                break
+        return all_sequences
+
+    def _next_tokens(self, all_sequences: Sequence[Sequences], index: int) -> Tensor:
+        """Next token of each place of all microbatches, int64 on the host; alike on ranks with the same sequences."""
+        pack = [one.microbatch(index) for one in all_sequences]
+        found: dict[int, Tensor | None] = {}
+
+        def take(outputs: Mapping[str, Tensor], microbatch: Microbatch) -> None:
+            number = next(number for number, one in enumerate(pack) if one is microbatch)
+            logits, last = self._logits(outputs), microbatch["lengths"] - 1
+            found[number] = None if logits is None else logits[torch.arange(len(last), device=last.device), last]
+
+        self._forward(pack, take)
+        parts = []
+        for number, one in enumerate(all_sequences):
+            part = torch.full((len(one.numbers),), _OTHERS)
+            if self._may_decide and number in found:
+                logits = found[number]
+                part = part.fill_(_NO_LOGITS) if logits is None else self._choose(logits, one, index)
+            parts.append(part)
+        tokens = torch.cat(parts)
+        if self._group is not None:
+            dist.all_reduce(tokens, dist.ReduceOp.MAX, group=self._group)
+        if (tokens == _NOT_FINITE).any():
+            numbers = [number for one in all_sequences for number in one.numbers]
+            row = min(number for number, token in zip(numbers, tokens.tolist(), strict=True) if token == _NOT_FINITE)
+            raise NonFiniteError(
+                f"row {row}: the logits of its new token number {index} have NaN or infinity; the model or its number "
+                "format is at fault. 'nonfinite: keep' writes what follows, which means nothing"
+            )
+        if (tokens < 0).any():
+            raise BuildError(
+                "the model gives no logits, so it cannot continue a text; it needs one head of kind causal_lm and no "
+                "other, or a task that names one"
+            )
+        return tokens
+
+    def _choose(self, logits: Tensor, sequences: Sequences, index: int) -> Tensor:
+        """Choose a token of each row of logits [B, V]: int64 [B] on the host."""
+        if self._continuation.temperature == 0:
+            chosen = logits.argmax(-1).cpu()
+        else:
+            chosen = self._drawn(logits, sequences.numbers, index)
+        if self._nonfinite == "error":
+            # The largest one: words that cannot be have a logit of minus infinity.
+            wrong = ~logits.amax(-1).isfinite().cpu()
+            wrong &= torch.isin(torch.arange(len(wrong)), torch.tensor(sequences.active, dtype=torch.int64))
+            chosen[wrong] = _NOT_FINITE
+        return chosen
+
+    def _drawn(self, logits: Tensor, numbers: Sequence[int], index: int) -> Tensor:
+        """Draw a token of each row of logits [B, V] by one uniform number each: int64 [B] on the host."""
+        # On the host: a cumulative sum on a GPU is not the same twice.
+        sums = (logits.double().cpu() / self._continuation.temperature).softmax(-1).cumsum(-1)
+        seeds = [derive_seed(self._continuation.seed, "row", number, "token", index) for number in numbers]
+        draws = torch.tensor([seed / 2**63 for seed in seeds], dtype=torch.float64)[:, None] * sums[:, -1:]
+        return torch.searchsorted(sums, draws, right=True).clamp(max=sums.shape[1] - 1)[:, 0]
+
+    def _any_active(self, all_sequences: Sequence[Sequences]) -> bool:
+        """Whether any rank has a sequence that goes on. Collective over all ranks, on their CPUs."""
+        active = torch.tensor([float(any(one.active for one in all_sequences))])
+        if (world := self._topology.axes_group(*AXES)) is not None:
+            dist.all_reduce(active, dist.ReduceOp.MAX, group=world)
+        return bool(active)
+
+
+def padded_prompts(prompts: Sequence[Sequence[int]], microbatches: int, device: torch.device) -> Pack:
+    """Microbatches of prompts of equal size, padded on the right, for a :class:`Decoder`; rows are their numbers.
+
+    Args:
+        prompts: token ids, at least one for each prompt.
+        microbatches: how many; fillers repeat the first prompt.
+        device: where they go.
+    """
+    size = -(-len(prompts) // microbatches)
+    fillers = size * microbatches - len(prompts)
+    given = [*prompts, *[prompts[0]] * fillers]
+    tokens = torch.zeros(len(given), max(map(len, given)), dtype=torch.int64)
+    for row, ids in enumerate(given):
+        tokens[row, : len(ids)] = torch.tensor(ids)
+    whole = {
+        "tokens": tokens,
+        "lengths": torch.tensor([len(ids) for ids in given]),
+        "rows": torch.tensor([*range(len(prompts)), *[-1] * fillers]),
+    }
+    parts = {name: tensor.to(device).chunk(microbatches) for name, tensor in whole.items()}
+    return [{name: chunks[index] for name, chunks in parts.items()} for index in range(microbatches)]

@@ -1,0 +1,137 @@
+"""Completions of a file of prompts, in its order, that go on after a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from d9d_core.errors import DataError
+from d9d_core.untrusted import parse_json, read_regular
+from d9d_weights.files.atomic import move, sync, write_json
+from d9d_weights.files.lock import exclusive
+
+from d9d_inference.generation.language_model import Decoding, LanguageModel, row_of
+from d9d_inference.generation.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class FileJob:
+    """Generation of a whole file.
+
+    The output appears when it is complete. Until then ``OUTPUT.partial`` has the lines of whole batches, and
+    ``OUTPUT.partial.json`` says what they were made from: the same command goes on there. Draws are seeded for each
+    batch, so the lines are those of a command that was not interrupted.
+
+    Attributes:
+        prompts: of the file.
+        output: file of JSON lines to write.
+        batch: prompts that are completed together.
+        overwrite: whether an output, or what is left of another command, is replaced.
+        settings: everything that the completions depend on besides the prompts, by name.
+    """
+
+    prompts: Sequence[Prompt]
+    output: Path
+    batch: int
+    overwrite: bool
+    settings: Mapping[str, Any]
+
+    @property
+    def _partial(self) -> Path:
+        return self.output.with_name(f"{self.output.name}.partial")
+
+    @property
+    def _facts(self) -> Path:
+        return self.output.with_name(f"{self.output.name}.partial.json")
+
+    def check(self) -> None:
+        """Refuse an output that exists or cannot be, before a model is loaded.
+
+        Raises:
+            DataError: it is there, its directory is not, or what is left there is of another command.
+        """
+        if self.output.is_dir() or not self.output.parent.is_dir():
+            raise DataError(f"--output: {self.output} cannot be a file there; name one in a directory that exists")
+        if self.overwrite:
+            return
+        if self.output.exists():
+            raise DataError(f"--output: {self.output} exists; name another file, or replace it with --overwrite")
+        self._begun()
+
+    def run(
+        self, model: LanguageModel, ids: Sequence[Sequence[int]], decoding: Decoding, note: Callable[[str], None]
+    ) -> None:
+        """Complete all prompts.
+
+        Args:
+            model: that completes.
+            ids: token ids of each prompt.
+            decoding: how.
+            note: prints a line.
+
+        Raises:
+            DataError: another command writes this output.
+            BuildError: the model cannot generate.
+        """
+        lock = self.output.with_name(f".{self.output.name}.lock")
+        with exclusive(lock, f"--output: another command writes {self.output}"):
+            done = 0 if self.overwrite else self._begun()
+            self._cut(done)
+            if done:
+                note(f"{done} of {len(self.prompts)} completions are there; going on")
+            write_json(self._facts, self._described())
+            with self._partial.open("ab") as file:
+                for start in range(done, len(self.prompts), self.batch):
+                    end = min(start + self.batch, len(self.prompts))
+                    found = model.complete(ids[start:end], decoding, _seed(decoding.seed, start))
+                    rows = [
+                        row_of(prompt, one, model) for prompt, one in zip(self.prompts[start:end], found, strict=True)
+                    ]
+                    file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+                    file.flush()
+            sync(self._partial)
+            move(self._partial, self.output)
+            self._facts.unlink()
+            lock.unlink()
+        note(f"{len(self.prompts)} completions in {self.output}")
+
+    def _described(self) -> dict[str, Any]:
+        text = json.dumps([prompt.fields for prompt in self.prompts], sort_keys=True)
+        return {"prompts": hashlib.sha256(text.encode()).hexdigest(), "batch": self.batch, **self.settings}
+
+    def _begun(self) -> int:
+        """Number of completions that an earlier start of this command has left: those of whole batches."""
+        if not self._partial.exists() or not self._facts.exists():
+            return 0
+        try:
+            facts = parse_json(read_regular(self._facts))
+            lines = self._partial.read_bytes().count(b"\n")
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self._partial} cannot be continued ({error}); begin anew with --overwrite") from error
+        described = json.loads(json.dumps(self._described()))
+        if facts != described:
+            known = facts if isinstance(facts, dict) else {}
+            other = ", ".join(name for name in described if known.get(name) != described[name])
+            raise DataError(
+                f"{self._partial} was begun with other {other or 'settings'}: repeat that command to continue it, name "
+                "another --output, or begin anew with --overwrite"
+            )
+        return min(lines, len(self.prompts)) // self.batch * self.batch
+
+    def _cut(self, rows: int) -> None:
+        """Keep the first lines only; what a kill tore is written again."""
+        if not self._partial.exists():
+            return
+        with self._partial.open("r+b") as file:
+            for _ in range(rows):
+                file.readline()
+            file.truncate(file.tell())
+
+
+def _seed(seed: int, start: int) -> int:
+    """Seed of the batch that begins with a prompt."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{start}".encode()).digest()[:7], "big")

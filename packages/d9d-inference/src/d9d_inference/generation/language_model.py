@@ -1,0 +1,438 @@
+"""Language model of transformers: prompts to token ids, and its own ``generate``."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from d9d_core.config.base import closest
+from d9d_core.config.pretrained import read_config_json
+from d9d_core.config.reading import read_yaml
+from d9d_core.errors import BuildError, CheckpointError, DataError, JobError, PluginError
+from d9d_core.untrusted import read_regular, visible
+from d9d_weights.hugging_face.adapter import ADAPTER_FILES
+from d9d_weights.hugging_face.adapter_bounds import bounded_fields
+from d9d_weights.hugging_face.directory import ModelDirectory
+from d9d_weights.hugging_face.index import read_object
+from d9d_weights.hugging_face.layout import some
+from d9d_weights.templates.process import TemplateError, TemplateProcess
+
+from d9d_inference.generation.library import load_library
+from d9d_inference.generation.prompts import Prompt
+
+_COMMAND = "d9d generate"
+#: Files of which a tokenizer has one.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+#: Parts of the names of model classes that can write text.
+_HEAD = "lm_head.weight"
+_WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+#: Parts of the names of sizes in a ``config.json`` -> the largest that is loaded; and the sections inside each other.
+_MOST_SIZES = {"num_": 1 << 14, "layers": 1 << 14, "_size": 1 << 24, "_dim": 1 << 24, "position": 1 << 27}
+_MAX_DEPTH = 8
+#: Settings of ``generation_config.json`` that multiply the memory of a generation -> the most that is inherited.
+_MOST_INHERITED = {"num_beams": 16, "num_return_sequences": 1, "num_beam_groups": 16}
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Settings of a generation; ``None`` leaves the model's own (``generation_config.json``).
+
+    Attributes:
+        max_new_tokens: most tokens of a completion.
+        temperature: divides the logits before a token is drawn; 0 takes the most probable one.
+        top_p: tokens are drawn from the most probable ones that together have this probability.
+        seed: of the draws.
+        further: fields of transformers' ``GenerationConfig`` by name.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int = 0
+    further: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other.
+
+        Raises:
+            JobError: ``top_p`` has no effect.
+        """
+        if self.temperature == 0 and self.top_p is not None:
+            raise JobError("--top-p: at temperature 0 the most probable token is taken, so it changes nothing")
+
+    def arguments(self) -> dict[str, Any]:
+        """Fields of transformers' ``GenerationConfig``."""
+        given: dict[str, Any] = {**self.further, "max_new_tokens": self.max_new_tokens}
+        if self.temperature is not None:
+            given["do_sample"] = self.temperature > 0
+        if self.temperature:
+            given["temperature"] = self.temperature
+        if self.top_p is not None:
+            given |= {"do_sample": True, "top_p": self.top_p}
+        return given
+
+
+def generation_settings(assignments: Sequence[str], library: Any) -> dict[str, Any]:
+    """Settings that the command line gives besides those with options of their own.
+
+    Args:
+        assignments: ``field=value``; values are YAML.
+        library: transformers, which knows the fields.
+
+    Raises:
+        JobError: one has no such form, or names no field.
+    """
+    known = {name for name in vars(library.GenerationConfig()) if not name.startswith("_")}
+    found = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or name not in known:
+            near = closest(name, known)
+            hint = f"did you mean '{near}'?" if near else "write FIELD=VALUE, such as num_beams=1"
+            raise JobError(f"--generation {assignment}: no field of a generation config; {hint}")
+        found[name] = read_yaml(text, f"--generation {name}")[0]
+    return found
+
+
+class LanguageModel:
+    """Model and tokenizer of a directory in Hugging Face layout, loaded by transformers.
+
+    No code of the directory runs and no pickle is read.
+
+    Args:
+        directory: of the model.
+        tokenizer: directory of its tokenizer.
+        adapter: directory of an adapter for it in the format of the ``peft`` library.
+        device: where it computes.
+        dtype: number format of its weights; ``None`` keeps theirs.
+
+    Raises:
+        PluginError: transformers, or peft for an adapter, is not installed.
+        CheckpointError: it is no language model, has no tokenizer, or cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tokenizer: Path,
+        adapter: Path | None,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._library = load_library("transformers", _COMMAND)
+        peft = load_library("peft", f"{_COMMAND} of an adapter") if adapter is not None else None
+        if not any((tokenizer / name).is_file() for name in _TOKENIZERS):
+            raise CheckpointError(
+                f"{tokenizer} has no tokenizer; name a directory that has the model's: --tokenizer DIR"
+            )
+        own = {"local_files_only": True, "trust_remote_code": False}
+        for place in {directory, tokenizer, adapter or directory}:
+            _check_files(place)
+        with _loading(tokenizer):
+            self.tokenizer = self._library.AutoTokenizer.from_pretrained(tokenizer, **own)
+        _check_sizes(f"{directory}/config.json", read_config_json(str(directory)))
+        with _loading(directory):
+            config = self._library.AutoConfig.from_pretrained(directory, **own)
+            _check_writes(directory, config)
+            load = self._library.AutoModelForCausalLM.from_pretrained
+            model, report = load(
+                directory, use_safetensors=True, dtype=dtype or "auto", output_loading_info=True, **own
+            )
+        _check_complete(directory, model, report)
+        if peft is not None:
+            assert adapter is not None
+            with _loading(adapter):
+                settings = _adapter_config(peft, adapter)
+                model = peft.PeftModel.from_pretrained(model, adapter, config=settings, local_files_only=True)
+                if (adapter / "generation_config.json").is_file():  # it was taught to end its replies otherwise
+                    stated = self._library.GenerationConfig.from_pretrained(adapter, local_files_only=True)
+                    model.generation_config.eos_token_id = stated.eos_token_id
+        self._model = model.to(device).eval()
+        self.device = device
+        positions = getattr(config, "max_position_embeddings", None)
+        self.positions = positions if type(positions) is int else None
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+    def encode(self, prompt: Prompt, tools: Sequence[Any] | None, system: str | None, raw: bool) -> list[int]:
+        """Token ids of a prompt; a text is a user's message if there is a chat template.
+
+        Args:
+            prompt: text or messages.
+            tools: schemas of tools, for prompts that name none.
+            system: message that comes first, for prompts that have none.
+            raw: take a text as it is, to be continued.
+
+        Raises:
+            DataError: the prompt needs a chat template that there is not, or that does not take it.
+        """
+        tools = tools if prompt.tools is None else prompt.tools
+        if prompt.text is not None and (raw or not self.has_template):
+            if system or tools:
+                raise DataError(
+                    f"{prompt.where}: a system message and tools need a chat template, and "
+                    + ("--raw leaves it out" if raw else f"{self._name()} has none")
+                )
+            return self._checked(self.tokenizer(prompt.text)["input_ids"], prompt.where)
+        if not self.has_template:
+            raise DataError(
+                f"{prompt.where}: {self._name()} has no chat template, so it cannot answer messages; "
+                "give it a text to continue: --prompt TEXT, or 'prompt' in a file"
+            )
+        messages = [{"role": "user", "content": prompt.text}] if prompt.text is not None else [*prompt.messages]
+        if system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        key = "tool_use" if tools and "tool_use" in self._templates.marked else "default"
+        if key not in self._templates.marked:
+            names = ", ".join(self._templates.marked)
+            raise DataError(f"{self._name()} has no chat template named 'default' (it has {names}); rename one")
+        variables = {
+            **self.tokenizer.special_tokens_map,
+            "messages": messages,
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        try:
+            text = self._templates.render(key, variables).text
+        except TemplateError as error:
+            raise DataError(f"{prompt.where}: the chat template of {self._name()} refuses it: {error}") from error
+        return self._checked(self.tokenizer(text, add_special_tokens=False)["input_ids"], prompt.where)
+
+    @cached_property
+    def _templates(self) -> TemplateProcess:
+        """Chat templates, which are rendered in a process of their own: the publisher of the model wrote them."""
+        given = self.tokenizer.chat_template
+        texts = given if isinstance(given, dict) else {"default": given}
+        try:
+            return TemplateProcess(texts)
+        except TemplateError as error:
+            raise CheckpointError(f"{self._name()}: its chat template is malformed: {error}; repair it") from error
+
+    def check_length(self, ids: Sequence[int], new: int, where: str) -> None:
+        """Refuse a prompt that leaves the model no positions for its completion.
+
+        Raises:
+            DataError: there are too few.
+        """
+        if self.positions is not None and len(ids) + new > self.positions:
+            raise DataError(
+                f"{where}: {len(ids)} tokens and {new} new ones are more than the model's {self.positions} positions; "
+                "shorten it, or lower --max-new-tokens"
+            )
+
+    def stream(self, ids: Sequence[int], decoding: Decoding) -> list[int]:
+        """Write a completion to standard output, token by token, and return its ids.
+
+        Raises:
+            BuildError: the model cannot generate with these settings.
+        """
+        streamer = _streamer(self._library, self.tokenizer)
+        return self._generate([ids], decoding, decoding.seed, streamer)[0]
+
+    def complete(self, prompts: Sequence[Sequence[int]], decoding: Decoding, seed: int) -> list[list[int]]:
+        """Complete prompts together, padded on the left.
+
+        Args:
+            prompts: token ids.
+            decoding: settings; their seed does not count.
+            seed: of the draws.
+
+        Returns:
+            The ids of each completion, its end of text included.
+
+        Raises:
+            BuildError: the model cannot generate with these settings.
+        """
+        return self._generate(prompts, decoding, seed, None)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Text of token ids without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def ends(self, ids: Sequence[int]) -> bool:
+        """Whether a completion ends with an end of text, and was not cut off."""
+        return bool(ids) and ids[-1] in self._ends
+
+    @property
+    def _ends(self) -> list[int]:
+        """Ids that end a text: the model's own, or the tokenizer's."""
+        own = self._model.generation_config.eos_token_id
+        own = self.tokenizer.eos_token_id if own is None else own
+        return [one for one in (own if isinstance(own, list | tuple) else [own]) if type(one) is int]
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], decoding: Decoding, seed: int, streamer: Any
+    ) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        padding = self.tokenizer.pad_token_id
+        if padding is None:
+            padding = (self._ends or [0])[0]
+        rows = [[padding] * (longest - len(ids)) + list(ids) for ids in prompts]
+        mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
+        settings = copy.deepcopy(self._model.generation_config)
+        # A limit on all tokens would be another one than that on the new ones.
+        settings.max_length = None
+        self._check_inherited(settings, decoding)
+        torch.manual_seed(seed)
+        try:
+            settings.update(**decoding.arguments(), pad_token_id=padding, eos_token_id=self._ends or None)
+            settings.return_dict_in_generate = False  # else it returns no tensor of ids
+            with torch.inference_mode():
+                output = self._model.generate(
+                    input_ids=torch.tensor(rows, device=self.device),
+                    attention_mask=torch.tensor(mask, device=self.device),
+                    generation_config=settings,
+                    streamer=streamer,
+                )
+        except Exception as error:  # settings of strangers make it raise whatever there is
+            raise BuildError(f"{self._name()} cannot generate: {_line_of(error)}") from error
+        if len(output) != len(prompts):
+            raise BuildError(
+                f"{self._name()}: {len(prompts)} prompts have {len(output)} completions, and one of each is written; "
+                "leave out --generation num_return_sequences"
+            )
+        return [self._cut(row) for row in output[:, longest:].tolist()]
+
+    def _check_inherited(self, settings: Any, decoding: Decoding) -> None:
+        for name, most in _MOST_INHERITED.items():
+            value = getattr(settings, name, None)
+            if name not in decoding.further and value is not None and (type(value) is not int or value > most):
+                raise BuildError(
+                    f"{self._name()}: generation_config.json sets {name} to {str(value)[:40]}; set it yourself, such "
+                    f"as --generation {name}=1"
+                )
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        """Completion without the padding behind its end of text."""
+        ends = set(self._ends)
+        end = next((position for position, token in enumerate(ids) if token in ends), len(ids))
+        return ids[: end + 1]
+
+    def _checked(self, ids: Any, where: str) -> list[int]:
+        if not ids:
+            raise DataError(f"{where}: it has no token; a prompt needs one")
+        return list(ids)
+
+    def _name(self) -> str:
+        return str(self.tokenizer.name_or_path)
+
+
+def _streamer(library: Any, tokenizer: Any) -> Any:
+    """Printer of tokens as they are generated, of which none controls a terminal."""
+
+    class Streamer(library.TextStreamer):  # type: ignore[misc]
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            super().on_finalized_text(visible(text) if sys.stdout.isatty() else text, stream_end)
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def _check_sizes(file: str, values: Any, depth: int = 0) -> None:
+    """Refuse numbers of layers, heads and the like that no model has: a library makes that many modules first.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    for name, value in values.items() if isinstance(values, dict) and depth < _MAX_DEPTH else ():
+        _check_sizes(file, value, depth + 1)
+        most = next((most for part, most in _MOST_SIZES.items() if part in str(name)), None)
+        if most is not None and type(value) is int and value > most:
+            raise CheckpointError(f"{file}: {name[:80]} is {value}, more than the {most:,} of any model; repair it")
+
+
+def _check_complete(directory: Path, model: Any, report: Mapping[str, Any]) -> None:
+    """Refuse weights that the library drew by itself, and a stored head that it left out.
+
+    Raises:
+        CheckpointError: a tensor is not in the files, or one in the files is not in the model.
+    """
+    if lacking := sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])}):
+        raise CheckpointError(
+            f"{directory}: the files hold no {some(lacking)} as config.json describes, and transformers would draw "
+            "random numbers; download the missing weight file, or correct config.json (a head that is the embedding "
+            "has tie_word_embeddings: true)"
+        )
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not table.weight:
+        return
+    with ModelDirectory.open(directory) as files:
+        if _HEAD in files.specs:
+            stored = torch.empty(files.specs[_HEAD].shape, dtype=head.weight.dtype)
+            files.read(_HEAD, [0] * stored.ndim, stored)
+            if not torch.equal(stored, head.weight.detach()):
+                raise CheckpointError(
+                    f"{directory}: '{_HEAD}' in the files differs from the embedding, and config.json says "
+                    "tie_word_embeddings: true; write false to keep it, or remove it from the files"
+                )
+
+
+def _check_writes(directory: Path, config: Any) -> None:
+    names: list[str] = getattr(config, "architectures", None) or []
+    if names and not any(part in name for name in names for part in _WRITERS):
+        raise CheckpointError(
+            f"{directory} is a {', '.join(names)}, which writes no text; name a causal language model"
+        )
+
+
+@contextmanager
+def _loading(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, PluginError):
+        raise
+    except Exception as error:  # files of strangers make libraries raise whatever there is
+        raise CheckpointError(f"{directory} cannot be loaded by transformers: {_line_of(error)}") from error
+
+
+def _line_of(error: Exception) -> str:
+    """One line about an error of a library, some of whose messages have pages."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}"
+
+
+def _check_files(directory: Path) -> None:
+    """Refuse devices and pipes among the files of a directory, which a library would read without end.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    for file in sorted(directory.iterdir()):
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise CheckpointError(f"{file} is a device or a named pipe, and must be a regular file; remove it")
+
+
+def _adapter_config(peft: Any, adapter: Path) -> Any:
+    """Settings of an adapter, of fields that were looked at; its weights are no pickle.
+
+    Raises:
+        CheckpointError: a field is out of bounds, or there are no weights in safetensors format.
+    """
+    if not (adapter / ADAPTER_FILES.weights).is_file():
+        raise CheckpointError(
+            f"{adapter} has no {ADAPTER_FILES.weights}; other formats, such as adapter_model.bin, are pickles, which "
+            "can run code, and are not read: have it saved as safetensors"
+        )
+    file = adapter / ADAPTER_FILES.config
+    fields = bounded_fields(read_object(str(file), read_regular(file, links="near")), str(file))
+    kind = fields.pop("peft_type")
+    fields.pop("peft_version", None)
+    settings = (peft.LoraConfig if kind == "LORA" else peft.IA3Config)(**fields)
+    settings.inference_mode = True
+    return settings
+
+
+def row_of(prompt: Prompt, completion: Sequence[int], model: LanguageModel) -> Mapping[str, Any]:
+    """Line of the output: the fields of the prompt, and ``completion``, ``tokens`` and ``finish``."""
+    finish = "stop" if model.ends(completion) else "length"
+    return {**prompt.fields, "completion": model.text(completion), "tokens": len(completion), "finish": finish}

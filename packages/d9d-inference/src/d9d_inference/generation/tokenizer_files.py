@@ -1,0 +1,75 @@
+"""Tokenizer of a run: that of its data, or of the weights that it starts from."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from d9d_core.config.base import ModelConfig
+from d9d_core.config.job import BaseJob
+from d9d_core.errors import DataError
+from d9d_core.protocols.data import DataStream
+from d9d_core.untrusted import Place, parse_json, read_regular
+
+from d9d_inference.generation.library import load_library
+
+_FILE = "tokenizer.json"
+
+
+def tokenizer_of(job: BaseJob, stream: DataStream, user: str) -> Any | None:
+    """Tokenizer of the library ``tokenizers``; ``None`` if the run has none.
+
+    Args:
+        job: names the weights that the run starts from.
+        stream: writes the tokenizer of the data.
+        user: who needs it, for messages.
+
+    Raises:
+        PluginError: the library is not installed.
+        DataError: the file holds no tokenizer.
+    """
+    with tempfile.TemporaryDirectory(prefix="d9d-tokenizer-") as temporary:
+        stream.save_assets(Path(temporary))
+        for directory in (Path(temporary), *_directories(job)):
+            if (directory / _FILE).is_file():
+                content = read_regular(directory / _FILE, links="near")
+                try:
+                    return load_library("tokenizers", user).Tokenizer.from_str(content.decode())
+                except ValueError as error:
+                    raise DataError(f"{user}: {directory / _FILE} holds no tokenizer: {error}") from error
+    return None
+
+
+def ends_of_text(job: BaseJob, facts: Mapping[str, Any]) -> frozenset[int]:
+    """Tokens that end a text, as an export's ``generate`` would take them.
+
+    Args:
+        job: names the weights that the run starts from.
+        facts: of the data.
+    """
+    candidates = [facts.get("eos_token_id")]
+    for directory in _directories(job):
+        candidates = [*_stated(directory), *candidates]
+    found: Any = next((one for one in candidates if one is not None), [])
+    learned: Any = facts.get("stop_token_ids") or []
+    ids = [*(found if isinstance(found, list) else [found]), *learned]
+    return frozenset(one for one in ids if isinstance(one, int))
+
+
+def _stated(directory: Path) -> Iterator[Any]:
+    for name in ("generation_config.json", "config.json"):
+        if (directory / name).is_file():
+            try:
+                values = parse_json(read_regular(directory / name, links="near"))
+            except (OSError, ValueError) as error:
+                raise DataError(f"{directory / name} cannot be read: {error}") from error
+            yield values.get("eos_token_id") if isinstance(values, dict) else None
+
+
+def _directories(job: BaseJob) -> list[Path]:
+    """Directories of this machine that hold what belongs to the weights: theirs, or the export of their run."""
+    location = job.model.pretrained if isinstance(job.model, ModelConfig) else None
+    found = () if location is None else Place.of(location).of_the_model()
+    return [directory for directory in found if directory.is_dir()]

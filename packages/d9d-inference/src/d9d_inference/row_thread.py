@@ -1,0 +1,154 @@
+"""Thread that turns what was computed into rows and writes them, beside the computation."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from d9d_core.errors import BuildError, NonFiniteError
+from d9d_core.protocols.inference import ROW, Columns, InferenceTask
+from torch import Tensor
+
+from d9d_inference.part_store import PartStore
+
+#: Name of the first row of each sample among the kept tensors.
+ROWS = "rows"
+#: Packs that may wait to be written; then the computation waits.
+_AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPack:
+    """Kept tensors of this rank's share of a pack.
+
+    Attributes:
+        first: number of its first sample.
+        samples: samples of the share that are no fillers.
+        microbatches: kept tensors of each, in the host's memory when ``copied`` has happened.
+        copied: happens on the device when they are there; ``None`` on a CPU.
+    """
+
+    first: int
+    samples: int
+    microbatches: Sequence[Mapping[str, Tensor]]
+    copied: torch.Event | None
+
+
+class RowThread:
+    """Thread that writes the rows of packs, one pack after the other. A context manager; leaving it ends the thread.
+
+    Args:
+        task: makes rows.
+        store: gets them.
+        nonfinite: what follows a NaN or infinity in a row.
+    """
+
+    def __init__(self, task: InferenceTask, store: PartStore, nonfinite: Literal["error", "keep"]) -> None:
+        self._task = task
+        self._store = store
+        self._nonfinite = nonfinite
+        self._waiting: queue.Queue[KeptPack | None] = queue.Queue(_AHEAD)
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="d9d-rows", daemon=True)
+
+    def put(self, pack: KeptPack) -> None:
+        """Hand over a pack; waits while two others wait.
+
+        Raises:
+            Exception: what an earlier pack met.
+        """
+        self.check()
+        self._waiting.put(pack)
+
+    def check(self) -> None:
+        """Raise what a pack met, if one did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def drain(self) -> None:
+        """Wait until all rows are written.
+
+        Raises:
+            Exception: what a pack met.
+        """
+        self._waiting.join()
+        self.check()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (pack := self._waiting.get()) is not None:
+            try:
+                if self._failure is None:
+                    self._write(pack)
+            except BaseException as error:  # raised again where the next pack is handed over
+                self._failure = error
+            finally:
+                self._waiting.task_done()
+
+    def _write(self, pack: KeptPack) -> None:
+        if pack.copied is not None:
+            pack.copied.synchronize()
+        rows = joined_rows(self._task, pack.microbatches)
+        if self._nonfinite == "error":
+            check_finite(rows)
+        self._store.write(pack.first, pack.samples, rows, self._task.tally(rows))
+
+
+def joined_rows(task: InferenceTask, microbatches: Sequence[Mapping[str, Tensor]]) -> Columns:
+    """Rows of several microbatches, without fillers, in order.
+
+    Raises:
+        BuildError: the task's columns are not those it declares, or not equally long.
+    """
+    names = list(task.columns)
+    columns: dict[str, list[object]] = {name: [] for name in names}
+    for kept in microbatches:
+        real = kept[ROWS] >= 0
+        if not real.any():
+            continue
+        rows = task.rows({name: tensor[real] for name, tensor in kept.items()})
+        sizes = {name: len(values) for name, values in rows.items()}
+        if list(rows) != names or len(set(sizes.values())) != 1:
+            raise BuildError(
+                f"task: {type(task).__name__}.rows() returned the columns {sizes}; it declares {', '.join(names)}, of "
+                "which each has one value for each row"
+            )
+        for name, values in rows.items():
+            columns[name] += list(values)
+    order = np.argsort(np.asarray(columns[ROW], dtype=np.int64), kind="stable").tolist()
+    return {name: [values[index] for index in order] for name, values in columns.items()}
+
+
+def check_finite(rows: Columns) -> None:
+    """Check that no row has NaN or infinity.
+
+    Raises:
+        NonFiniteError: one has; the text names it.
+    """
+    for name, values in rows.items():
+        for row, value in zip(rows[ROW], values, strict=True):
+            if isinstance(value, float | np.ndarray | np.floating | list) and not _is_finite(value):
+                raise NonFiniteError(
+                    f"row {row}: '{name}' has NaN or infinity; the model or its number format is at fault. "
+                    "'nonfinite: keep' writes such rows as they are"
+                )
+
+
+def _is_finite(value: object) -> bool:
+    array = np.asarray(value)
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())

@@ -1,0 +1,316 @@
+"""Inference: one pass over the data, forward only, whose rows are written while the next ones are computed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from d9d_core import events as ev
+from d9d_core.config.base import speakable
+from d9d_core.config.inference import InferenceConfig
+from d9d_core.errors import TrainingError
+from d9d_core.failures import exits_are_errors
+from d9d_core.protocols.inference import InferenceTask
+from d9d_core.types import Microbatch, Pack, State
+from d9d_engine.distributed.determinism import deterministic_algorithms
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.run.prefetch import DevicePrefetcher
+from d9d_engine.run.progress import SampleBar
+from d9d_engine.subscribers.event_bus import Events
+from d9d_weights.sharding.agreement import on_main
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from d9d_inference.forwards import Forwards
+from d9d_inference.part_store import PartStore, Standing
+from d9d_inference.position_parts import PositionParts
+from d9d_inference.row_thread import ROWS, KeptPack, RowThread
+
+#: Seconds until what another rank has written must be seen here.
+_PATIENCE = 60.0
+#: Values of a start, beside those of the task.
+_SPEED = ("seconds", "rows_per_second")
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceOutcome:
+    """Outcome of an inference run.
+
+    Attributes:
+        status: all rows are written, or interrupted with progress saved.
+        samples: samples that are done.
+        rows: rows that are written; 0 before the end.
+        values: the task's values over all rows, and ``seconds`` and ``rows_per_second`` of this start, if it had
+            something to do.
+    """
+
+    status: Literal["finished", "stopped"]
+    samples: int
+    rows: int
+    values: Mapping[str, float]
+
+
+class Inference:
+    """Inference of a built job. Its collaborators are public, so that they can be used alone.
+
+    Made by :func:`d9d_inference.build.build_inference`.
+
+    Args:
+        job: the job.
+        topology: this process among others.
+        task: makes rows of outputs.
+        forwards: run the model.
+        model: this rank's part of it, in evaluation mode.
+        least: least microbatches that the pipeline's schedule takes.
+        prefetcher: packs on the device, at the start of the data.
+        samples: number of samples that are asked for.
+        facts: of the data.
+        store: of rows.
+        record: what decides which rows the output has.
+        interrupts: requests to stop.
+        events: observers.
+        note: prints a line.
+        parts: of samples, where ranks of ``cp`` share them; ``None`` where each rank has whole ones.
+    """
+
+    def __init__(
+        self,
+        job: InferenceConfig,
+        topology: Topology,
+        task: InferenceTask,
+        forwards: Forwards,
+        model: nn.Module,
+        least: int,
+        prefetcher: DevicePrefetcher,
+        samples: int,
+        facts: State,
+        store: PartStore,
+        record: Mapping[str, object],
+        interrupts: Interrupts,
+        events: Events,
+        note: Callable[[str], None],
+        parts: PositionParts | None = None,
+    ) -> None:
+        self.job = job
+        self.topology = topology
+        self.task = task
+        self.forwards = forwards
+        self.model = model
+        self._least = least
+        self.prefetcher = prefetcher
+        self.samples = samples
+        self._facts = facts
+        self.store = store
+        self._record = record
+        self.interrupts = interrupts
+        self.events = events
+        self.note = note
+        self._parts = parts
+        self._done = 0
+
+    def run(self) -> InferenceOutcome:
+        """Run over the rest of the data, write all rows, and join them to one file. Collective over all ranks.
+
+        Ctrl-C and SIGTERM, on any rank, let all ranks finish the same pack, write its rows, and return; started again,
+        the run goes on behind them, on as many ranks as the job then has.
+
+        Raises:
+            JobError: the directory has results of another job.
+            CheckpointError: rows could not be written or read.
+            NonFiniteError: a row has NaN or infinity, and the policy is ``error``.
+        """
+        try:
+            with exits_are_errors(), self.prefetcher, ExitStack() as held:
+                on_main(lambda: held.enter_context(self.store.opened()), self.topology.world)
+                held.enter_context(deterministic_algorithms(self.job.deterministic))
+                return self._run()
+        except BaseException as error:
+            try:
+                self.events.emit(ev.InferenceFailed(self._done, error))
+            except Exception as second:
+                error.add_note(f"besides, a subscriber to InferenceFailed raised {second!r}")
+            raise
+
+    def _run(self) -> InferenceOutcome:
+        standing = Standing(**on_main(lambda: _fields(self.store.begin(self._record)), self.topology.world))
+        self._done = standing.samples
+        if standing.summary is not None:
+            self.note(f"nothing left to do: {self.store.output} is complete")
+            values = {name: float(value) for name, value in standing.summary["values"].items() if name not in _SPEED}
+            return InferenceOutcome("finished", standing.samples, standing.summary["rows"], values)
+        if standing.stream is not None:
+            self.prefetcher.load_state(standing.stream)
+            self.note(f"goes on behind sample {standing.samples:,} of {self.samples:,}")
+        started = time.perf_counter()
+        self.events.emit(ev.InferenceStarts(standing.samples, self.samples))
+        with (
+            self.interrupts,
+            SampleBar("inference", self.samples, shown=self.topology.is_main) as bar,
+            RowThread(self.task, self.store, self.job.nonfinite) as rows,
+        ):
+            bar.add(standing.samples)
+            stopped = self._all_packs(rows, bar, standing)
+            asked = self.interrupts.requested or "another rank"
+        if stopped:
+            self.note(f"{asked}: stops after sample {self._done:,} of {self.samples:,}; start again to continue")
+        outcome = self._finish(stopped, standing.samples, time.perf_counter() - started)
+        done = ev.InferenceFinished if outcome.status == "finished" else ev.InferenceStopped
+        self.events.emit(done(outcome.samples))
+        return outcome
+
+    def _all_packs(self, rows: RowThread, bar: SampleBar, standing: Standing) -> bool:
+        """Compute all packs; returns whether somebody asked to stop before the last one."""
+        size = self.job.batch.size
+        states: dict[int, object] = {}
+        shown, stop = standing.samples, False
+        with torch.inference_mode():
+            for first in range(standing.samples, self.samples, size):
+                if stop := self._asked_to_stop():
+                    break
+                self.topology.watchdog.phase("step", first // size)
+                pack = self.prefetcher.next()
+                states[first] = self.prefetcher.state()
+                self.events.emit(ev.PackStarts(first, pack))
+                kept = self._pack(first, pack)
+                if kept is not None:
+                    rows.put(kept)
+                self.events.emit(ev.PackEnds(first))
+                shown = self._advance(states, shown, bar)
+        rows.drain()
+        self.topology.watchdog.phase("checkpoint")
+        self._wait_for_others(states, shown, bar)
+        return stop
+
+    def _pack(self, first: int, pack: Pack) -> KeptPack | None:
+        """Run the model over this rank's share of a pack; what the task keeps, on one rank that has the last stage."""
+        share = self._share
+        mine = first + self.topology.data_parallel_rank * share
+        real = max(0, min(share, self.samples - mine))
+        # The first rank has at least as many samples as any other, and all ranks run as many microbatches.
+        longest = min(share, int(self._facts["samples"]) - first)  # type: ignore[arg-type] # checked
+        size = self.job.microbatch_size
+        # All packs have at least as many microbatches as the schedule takes; the last ones may be fillers alone.
+        count = max(math.ceil(longest / size), self._least)
+        chosen = [
+            {**microbatch, ROWS: self._wanted(microbatch[ROWS], mine + index * size)}
+            for index, microbatch in enumerate(pack[:count])
+        ]
+        kept: list[Mapping[str, Tensor]] = []
+        writes = real and self.topology.coordinate["tp"] == 0  # ranks that differ along tp have the same outputs
+
+        def keep(outputs: Mapping[str, Tensor], microbatch: Microbatch) -> None:
+            if not writes:
+                return
+            found = self.task.process(outputs, microbatch)
+            whole = found if self._parts is None else self._parts.join(found)
+            if whole is not None:
+                kept.append(_to_host({**whole, ROWS: microbatch[ROWS]}))
+
+        self.forwards.run(chosen, keep)
+        if not kept:
+            return None
+        device = self.topology.device
+        copied = torch.accelerator.current_stream(device).record_event() if device.type == "cuda" else None
+        return KeptPack(mine, real, kept, copied)
+
+    def _wanted(self, rows: Tensor, place: int) -> Tensor:
+        """First rows of samples, with -1 for those behind the last one that is asked for."""
+        in_all, samples = int(self._facts[ROWS]), int(self._facts["samples"])  # type: ignore[arg-type] # checked
+        if self.samples == samples:
+            return rows
+        if self._facts.get("packed"):  # then nothing is arranged
+            numbers = torch.arange(place, place + len(rows), device=rows.device)
+        else:
+            numbers = rows // (in_all // samples)
+        return torch.where(numbers < self.samples, rows, -1)
+
+    @property
+    def _share(self) -> int:
+        return self.job.batch.size // self.topology.data_parallel_size
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank was asked to stop. Collective over all ranks, between packs and on their CPUs."""
+        asked = self.interrupts.requested is not None
+        if self.topology.world is None:
+            return asked
+        flag = torch.tensor([float(asked)])
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.topology.world)
+        return bool(flag)
+
+    def _advance(self, states: dict[int, object], shown: int, bar: SampleBar) -> int:
+        """Note packs whose rows are there, on the main rank; returns how many samples are done."""
+        if not self.topology.is_main:
+            states.clear()
+            return shown
+        for first in list(states):
+            end = min(first + self.job.batch.size, self.samples)
+            starts = range(first, end, self._share)
+            if not all(self.store.has(part, min(self._share, end - part)) for part in starts):
+                break
+            self.store.advance(end, self.samples, states.pop(first))  # type: ignore[arg-type] # states of a stream
+            bar.add(end - shown)
+            self._done = shown = end
+            self.events.emit(ev.RowsWritten(end))
+        return shown
+
+    def _wait_for_others(self, states: dict[int, object], shown: int, bar: SampleBar) -> None:
+        """Wait on the main rank until the rows of all packs are seen, which other machines have written."""
+        if self.topology.world is not None:
+            dist.barrier(self.topology.world)
+        deadline = time.monotonic() + _PATIENCE
+        while states and self.topology.is_main:
+            shown = self._advance(states, shown, bar)
+            if states and time.monotonic() > deadline:
+                raise TrainingError(
+                    f"{self.store.directory}: rows that other processes have written do not appear here within "
+                    f"{_PATIENCE:g} s; all machines need to share run.dir"
+                )
+            if states:
+                time.sleep(0.1)
+
+    def _finish(self, stopped: bool, before: int, seconds: float) -> InferenceOutcome:
+        reached = self.samples
+
+        def finish() -> list[object]:
+            nonlocal reached
+            if stopped:
+                return [self._done, 0, {}]
+            facts = [part for _, part in self.store.facts(reached)]
+            names = facts[0].sums
+            sums = {name: total(part.sums[name] for part in facts) for name in names}
+            rows = sum(part.rows for part in facts)
+            speed = (reached - before) / seconds * rows / reached
+            values = {**self.task.finalize(sums), **dict(zip(_SPEED, (seconds, speed), strict=True))}
+            self.store.finish(reached, {"rows": rows, "samples": reached, "values": speakable(values)})
+            return [reached, rows, values]
+
+        done, rows, values = on_main(finish, self.topology.world)
+        return InferenceOutcome("stopped" if stopped else "finished", done, rows, values)
+
+
+def _to_host(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the host's memory, which are there when the device has come so far; nothing waits here."""
+    copies = {}
+    for name, tensor in kept.items():
+        if tensor.device.type != "cuda":
+            copies[name] = tensor.cpu()
+            continue
+        copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copies[name].copy_(tensor, non_blocking=True)
+    return copies
+
+
+def _fields(standing: Standing) -> dict[str, object]:
+    return {"samples": standing.samples, "stream": standing.stream, "summary": standing.summary}
+
+
+def total(values: Iterable[float]) -> float:
+    """Sum without rounding in between; where there are NaN or infinity, what these make of it."""
+    numbers = list(values)
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)

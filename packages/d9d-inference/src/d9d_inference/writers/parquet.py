@@ -1,0 +1,65 @@
+"""Writer of Parquet files, with the library pyarrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from d9d_core.protocols.inference import Columns
+
+from d9d_inference.config import ParquetWriterConfig
+
+
+class ParquetWriter:
+    """Writer of Parquet. Arrays of a row become lists, matrices lists of lists.
+
+    Args:
+        config: compression and size of row groups.
+    """
+
+    def __init__(self, config: ParquetWriterConfig) -> None:
+        self.config = config
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of its files."""
+        return ".parquet"
+
+    def write(self, path: Path, rows: Columns) -> None:
+        """Write a part, as one row group."""
+        import pyarrow as pa  # type: ignore[import-untyped]
+        from pyarrow import parquet
+
+        table = pa.table({name: pa.array([_plain(value) for value in values]) for name, values in rows.items()})
+        parquet.write_table(table, path, compression=self.config.compression)
+
+    def join(self, parts: Sequence[Path], path: Path) -> None:
+        """Copy the rows of all parts into row groups of equal size, so that the parts leave no trace."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        schema = pa.unify_schemas([parquet.read_schema(part) for part in parts], promote_options="permissive")
+        with parquet.ParquetWriter(path, schema, compression=self.config.compression) as writer:
+            for table in self._groups(parts, schema):
+                writer.write_table(table, row_group_size=self.config.row_group)
+
+    def _groups(self, parts: Sequence[Path], schema: Any) -> Iterator[Any]:
+        """Tables of ``row_group`` rows each, the last one of what is left."""
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        waiting = schema.empty_table()
+        for part in parts:
+            waiting = pa.concat_tables([waiting, parquet.read_table(part).cast(schema)])
+            while waiting.num_rows >= self.config.row_group:
+                # Combined, so that what was written is freed and chunks of parts make no difference.
+                yield waiting.slice(0, self.config.row_group).combine_chunks()
+                waiting = waiting.slice(self.config.row_group).combine_chunks()
+        if waiting.num_rows:
+            yield waiting.combine_chunks()
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, np.ndarray) and value.ndim > 1 else value

@@ -1,0 +1,1 @@
+"""Lists, comparisons and sweeps of runs, and pages about them."""

@@ -1,0 +1,156 @@
+"""Charts of logged series: which are drawn together, and how many of their points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from d9d_reports.runs.record import RunRecord
+
+Points = Sequence[tuple[int, float]]
+
+#: Points of all charts of a page, which keeps it at about a megabyte without plotly; and the most of one curve.
+_ALL_POINTS, _MOST = 60_000, 1500
+#: Curves of one chart, and of a page: with more, nobody tells them apart.
+_CURVES, _ALL_CURVES = 16, 400
+#: Charts that come first, with the unit of each; others follow by name.
+_FIRST: Mapping[str, str] = {
+    "loss": "loss",
+    "lr": "learning rate",
+    "grad_norm": "norm of the gradients",
+    "tokens_per_second": "throughput, tokens/s",
+    "mfu": "model FLOPs utilisation (MFU)",
+    "memory": "memory, GiB",
+}
+_COLOURS = ("#3f7fd0", "#e07b39", "#3a9a5b", "#c2478f", "#8a63d2", "#b08a1e", "#2a9d9d", "#d2504d")
+#: Kind of line -> what a note calls it.
+_DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dashed and dotted"}
+#: Series that are no curve of interest: it is the axis of all others in another unit.
+_LEFT_OUT = frozenset({"step", "tokens"})
+
+
+@dataclass
+class Chart:
+    """Chart of a page.
+
+    Attributes:
+        title: plain text above it.
+        traces: curves or a heat map, as plotly has them; their texts are escaped, as plotly reads tags in them.
+        layout: what differs from the layout of all charts.
+        note: plain text below it.
+        height: in pixels.
+    """
+
+    title: str
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    height: int = 300
+
+
+def plain(text: str) -> str:
+    """Text that plotly shows as it is: it knows some tags and entities."""
+    return escape(text, quote=False)
+
+
+def thinned(points: Points, most: int) -> Points:
+    """Thin a curve, keeping the first and the last point, and the least and the greatest of every stretch between.
+
+    Args:
+        points: steps and values.
+        most: points that may stay; 4 at least.
+    """
+    if len(points) <= most:
+        return points
+    inner = points[1:-1]
+    stretches = (most - 2) // 2
+    kept = [points[0]]
+    for number in range(stretches):
+        stretch = inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches]
+        extremes = {stretch.index(of(stretch, key=lambda point: point[1])) for of in (min, max)} if stretch else set()
+        kept += [stretch[index] for index in sorted(extremes)]
+    return [*kept, points[-1]]
+
+
+def series_charts(runs: Mapping[str, RunRecord]) -> list[Chart]:
+    """Make the charts of all series of some runs; curves of the same series lie over one another.
+
+    Args:
+        runs: by the name that a page shows.
+    """
+    curves = [
+        (_group(name, record.job), run, name, points)
+        for run, record in runs.items()
+        for name in dict.fromkeys(name for line in record.lines for name in line if name not in _LEFT_OUT)
+        if (points := [(step, value) for step, value in record.points(name) if math.isfinite(value)])
+    ]
+    groups = {group for group, *_ in curves}
+    order = [*(name for name in _FIRST if name in groups), *sorted(groups - _FIRST.keys())]
+    most = max(min(_ALL_POINTS // max(min(len(curves), _ALL_CURVES), 1), _MOST), 40)
+    charts, room = [], _ALL_CURVES
+    for group in order:
+        mine = [(run, name, points) for other, run, name, points in curves if other == group]
+        drawn = mine[: max(min(_CURVES * len(runs), room), 0)]
+        room -= len(drawn)
+        charts.append(_chart(group, list(runs), drawn, most, len(mine) - len(drawn)))
+    return [chart for chart in charts if chart.traces]
+
+
+def _group(name: str, job: Mapping[str, Any]) -> str:
+    """Chart of a series: ``loss`` also has ``eval/loss`` and ``loss/...``."""
+    parts = name.split("/")
+    if parts[0] == "eval" and len(parts) > 1:
+        section = job.get("evaluation")
+        sets = section.get("sets") if isinstance(section, Mapping) else None
+        parts = parts[2 if len(parts) > 2 and isinstance(sets, Mapping) and parts[1] in sets else 1 :]
+    if parts[0] == "loss" and len(parts) > 1:
+        return "parts of the loss"
+    return parts[0]
+
+
+def _chart(group: str, runs: list[str], curves: Sequence[tuple[str, str, Points]], most: int, left_out: int) -> Chart:
+    names = list(dict.fromkeys(name for _, name, _ in curves))
+    several = len(runs) > 1
+    kinds, words = list(_DASHES), list(_DASHES.values())
+    traces: list[dict[str, Any]] = []
+    told: set[str] = set()  # runs that the legend has
+    for run, name, points in curves:
+        colour, dash = (runs.index(run), names.index(name)) if several else (names.index(name), 0)
+        shown = thinned(points, most)
+        label = name if not several else run if len(names) == 1 else f"{run}: {name}"
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers" if len(shown) <= 60 else "lines",
+                "name": plain(run if several else name),
+                "legendgroup": plain(run if several else name),
+                "showlegend": not several or run not in told,
+                "x": [step for step, _ in shown],
+                "y": [float(f"{value:.6g}") for _, value in shown],
+                "line": {"color": _COLOURS[colour % len(_COLOURS)], "dash": kinds[dash % len(kinds)], "width": 1.6},
+                "marker": {"size": 4},
+                "hovertemplate": f"%{{y:.5g}} at step %{{x}}<extra>{plain(label)}</extra>",
+            }
+        )
+        told.add(run)
+    notes = [f"{left_out} more of these series are in metrics.jsonl"] if left_out else []
+    if several and len(names) > 1:
+        notes.insert(0, ", ".join(f"{name} {words[at % len(words)]}" for at, name in enumerate(names)))
+    note = "; ".join(notes)
+    layout = {
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": ({"tickformat": ".1%"} if group == "mfu" else {}) | _around_one_value(traces),
+        "showlegend": len(traces) > 1,
+    }
+    return Chart(_FIRST.get(group, group), traces, layout, note, height=380 if group == "loss" else 280)
+
+
+def _around_one_value(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Range of the y axis where all values are one, such as a constant learning rate: plotly would go from -1 to 1."""
+    values = {value for trace in traces for value in trace["y"]}
+    if len(values) != 1 or not (value := values.pop()):
+        return {}
+    return {"range": sorted((0.0, 2 * value))}

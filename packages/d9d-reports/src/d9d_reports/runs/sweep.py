@@ -1,0 +1,189 @@
+"""Sweep: the runs of a grid as processes of ``d9d train``, some at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Literal
+
+from d9d_engine.launch.agent import signals_received
+from d9d_weights.files.atomic import write_json
+
+from d9d_reports.runs.grid import SweepRun
+from d9d_reports.runs.record import FAILURES, read_failures
+
+_PAUSE = 0.1
+_LINUX_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+Ending = Literal["finished", "skipped", "failed", "interrupted", "not started"]
+
+
+@dataclass
+class Sweep:
+    """Sweep over runs; those that were finished before are not started.
+
+    A run's output goes to ``<directory>/<name>.log``, after that of earlier starts. Each run is a process group of its
+    own, of which nothing is left when it ends.
+
+    Attributes:
+        runs: combinations of the grid.
+        command: arguments of ``d9d`` for each run, before its overrides.
+        options: arguments after its overrides.
+        jobs: runs at a time.
+        say: prints a line.
+        endings: what became of each run so far, by name.
+        errors: first line of the error of each run that failed.
+    """
+
+    runs: Sequence[SweepRun]
+    command: Sequence[str]
+    options: Sequence[str]
+    jobs: int
+    say: Callable[[str], None]
+    endings: dict[str, Ending] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> bool:
+        """Run all; returns whether it was interrupted.
+
+        The first SIGINT or SIGTERM lets the runs that train save and end, a second one ends them at once; further runs
+        are not started.
+
+        Raises:
+            JobError: a run's directory is of another job; nothing was started.
+        """
+        finished = [run.is_finished() for run in self.runs]
+        self.endings = {
+            run.name: "skipped" if done else "not started" for run, done in zip(self.runs, finished, strict=True)
+        }
+        waiting = deque(run for run, done in zip(self.runs, finished, strict=True) if not done)
+        active: list[_Active] = []
+        told = 0
+        with signals_received() as signals:
+            try:
+                while waiting or active:
+                    if len(signals) > told:
+                        waiting.clear()
+                        for one in active:
+                            one.stop(at_once=told > 0)
+                        told = len(signals)
+                    while waiting and len(active) < self.jobs:
+                        active.append(self._start(waiting.popleft()))
+                    for one in [one for one in active if one.process.poll() is not None]:
+                        active.remove(one)
+                        self._ended(one, interrupted=told > 0)
+                    time.sleep(_PAUSE)
+            finally:
+                for one in active:
+                    one.end()
+        return told > 0
+
+    def _start(self, run: SweepRun) -> _Active:
+        log = run.directory.parent / f"{run.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        overrides = [word for override in run.overrides for word in ("--set", override)]
+        arguments = [sys.executable, "-m", "d9d_core", *self.command, *overrides, *self.options]
+        environ = dict(os.environ)
+        if self.jobs > 1 and "--nproc" not in self.options:
+            environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.jobs)))
+        output = log.open("ab")
+        process = subprocess.Popen(  # noqa: S603 - the arguments are ours and the user's
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has no other threads
+        )
+        self.say(f"{run.name}: started, output in {log}")
+        return _Active(run, process, output, output.tell(), log)
+
+    def _ended(self, one: _Active, interrupted: bool) -> None:
+        one.end()
+        name, code = one.run.name, one.process.returncode
+        text = one.text()
+        if code == 0 and any(line.startswith("finished ") for line in text.splitlines()[-3:]):
+            self.endings[name] = "finished"
+        elif interrupted or code == 0:
+            self.endings[name] = "interrupted"
+        else:
+            self.endings[name] = "failed"
+            self.errors[name] = error_of(text, code)
+        directory = one.run.directory.parent
+        failures = {other: error for other, error in read_failures(directory).items() if other != name}
+        write_json(directory / FAILURES, failures | ({name: self.errors[name]} if name in self.errors else {}))
+        self.say(f"{name}: {self.endings[name]}" + (f": {self.errors[name]}" if name in self.errors else ""))
+
+
+@dataclass
+class _Active:
+    """Run that trains.
+
+    Attributes:
+        run: which.
+        process: ``d9d train``, the first of its process group.
+        output: its log, open.
+        offset: length of the log before this start.
+        log: path of the log.
+    """
+
+    run: SweepRun
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+    offset: int
+    log: Path
+
+    def stop(self, at_once: bool) -> None:
+        """Ask the run to save and end, or end it."""
+        with suppress(ProcessLookupError):
+            if at_once:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            else:
+                self.process.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """End what is left of the process group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.output.close()
+
+    def text(self) -> str:
+        """Output of this start."""
+        with self.log.open("rb") as file:
+            file.seek(self.offset)
+            return file.read().decode(errors="replace")
+
+
+def error_of(text: str, code: int) -> str:
+    """Error of a run that failed, in one line: the signal that killed it, what ``d9d`` says, or the end of a traceback.
+
+    Args:
+        text: output of the run.
+        code: exit status; minus the signal's number if one killed it.
+    """
+    if code < 0:
+        names = {int(one): one.name for one in signal.Signals}
+        hint = "; the system does that when memory runs out" if -code == signal.SIGKILL else ""
+        return f"killed by {names.get(-code, f'signal {-code}')}{hint}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if said or any(line.startswith("Traceback ") for line in lines):
+        return said[0] if said else lines[-1]
+    return f"ended with exit status {code}"
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process with the one that started it, however that ends; it saves first."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_LINUX_DEATH_SIGNAL, int(signal.SIGTERM))

@@ -1,0 +1,174 @@
+"""Comparison of what a layout computes with the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from d9d_verify.deviations import Deviation, Kind, Limits, deviations
+from d9d_verify.measurement import Measurement, when
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict of comparing a layout with the reference: how far it is.
+
+    Attributes:
+        layout: how the layout is called.
+        loss: largest relative deviation of the loss in any step.
+        grad_norm: largest relative deviation of the gradient norm in any step.
+        angle: largest ``1 - cos`` between gradients in any step, and of which parameter.
+        norm: largest relative deviation of a gradient's length in any step, and of which parameter.
+        update: largest relative deviation of an update in any step, beyond its rounding, and of which parameter.
+        diverged: the first step (0-based) and what exceeded its limit there; ``None`` if nothing did.
+    """
+
+    layout: str
+    loss: float
+    grad_norm: float
+    angle: tuple[float, str]
+    norm: tuple[float, str]
+    update: tuple[float, str]
+    diverged: tuple[int, str] | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether all deviations are within their limits."""
+        return self.diverged is None
+
+    @classmethod
+    def failure(cls, layout: str, why: str) -> Verdict:
+        """Verdict on a layout that computed nothing."""
+        nothing = (math.nan, "nothing")
+        return cls(layout, math.nan, math.nan, nothing, nothing, nothing, (0, why))
+
+    def to_json(self) -> dict[str, Any]:
+        """Verdict as a JSON object; what is not finite becomes text."""
+        values = asdict(self) | {"passed": self.passed}
+        return {key: _speakable(value) for key, value in values.items()}
+
+
+def compare(layout: str, measured: Measurement, reference: Measurement, limits: Limits) -> Verdict:
+    """Compare all that two runs computed, step by step.
+
+    Initial weights and what ranks share have to be equal bit for bit, the rest within limits.
+
+    Args:
+        layout: how messages call what was measured.
+        measured: what it computed.
+        reference: what one process computed.
+        limits: how far sound runs are from the reference.
+    """
+    if problem := _other_names(measured, reference):
+        return Verdict.failure(layout, problem)
+    found = list(deviations(measured, reference))
+    return Verdict(
+        layout=layout,
+        loss=_largest(found, "loss")[0],
+        grad_norm=_largest(found, "grad_norm")[0],
+        angle=_largest(found, "angle"),
+        norm=_largest(found, "length"),
+        update=_largest(found, "update"),
+        diverged=_first_divergence(measured, reference, found, limits),
+    )
+
+
+def compared(reference: Measurement) -> str:
+    """Describe in words what a measurement holds."""
+    steps = range(reference.steps)
+    tensors = {kind: set().union(*(reference.under(f"{s}/{kind}") for s in steps)) for kind in ("gradients", "model")}
+    state = set().union(*(reference.under(f"{s}/optimizer") for s in steps))
+    buffers = tensors["model"] - tensors["gradients"]
+    series = sorted(name.removeprefix("end/") for name in reference.numbers if name.startswith("end/"))
+    named = sorted({name.partition("[")[0] for name in series})
+    parts = [
+        f"{reference.steps} steps: loss, gradient norm, learning rate, {len(tensors['gradients'])} gradients as the "
+        "optimizer gets them and the updates it makes of equal ones",
+        f"{len(state)} tensors of its state" if state else "no optimizer state",
+        f"{len(buffers)} buffers and frozen parameters" if buffers else "",
+        f"the series {', '.join(named)}" if named else "no metrics, no evaluation",
+        "and that ranks agree bit for bit about what they share",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _first_divergence(
+    measured: Measurement, reference: Measurement, found: Iterable[Deviation], limits: Limits
+) -> tuple[int, str] | None:
+    for name, tensor in reference.under("start/model").items():
+        if not torch.equal(measured.tensors[f"start/model/{name}"], tensor):
+            return 0, f"the initial values of {name} differ"
+    beyond = [deviation for deviation in found if not deviation.size <= limits.allowed(deviation)]
+    problems = [(when(_path(deviation)), _described(deviation, limits, beyond)) for deviation in beyond[:1]]
+    problems += [
+        (when(name), f"ranks that should hold the same have different values of {_said(name)}")
+        for name in measured.disagreements[:1]
+    ]
+    if not problems:
+        return None
+    (step, _), text = min(problems)
+    return int(min(max(step, 0), reference.steps - 1)), text  # values of the end have the step after the last one
+
+
+def _path(deviation: Deviation) -> str:
+    kinds: dict[Kind, str] = {"angle": "gradients", "length": "gradients", "update": "model", "weight": "model"}
+    kinds |= {"buffer": "model", "state": "optimizer"}
+    return f"{deviation.step}/{kinds.get(deviation.kind, deviation.kind)}/{deviation.name}"
+
+
+def _described(deviation: Deviation, limits: Limits, beyond: Sequence[Deviation]) -> str:
+    name, size, allowed = deviation.name, f"{deviation.size:.1e}", f"{limits.allowed(deviation):.0e}"
+    texts: dict[Kind, str] = {
+        "loss": f"{name or 'the loss'} is off by {size} (allowed {allowed})",
+        "grad_norm": f"the gradient norm is off by {size} (allowed {allowed})",
+        "angle": f"the gradient of {name}: 1-cos {size} (allowed {allowed})",
+        "length": f"the gradient of {name}: length off by {size} (allowed {allowed})",
+        "lr": f"the learning rate is off by {size}",
+        "update": f"the update of {name} from equal gradients is off by {size} (allowed {allowed})",
+        "weight": f"the length of {name} after an update from equal gradients is off by {size} (allowed {allowed})",
+        "buffer": f"the buffer {name} is off by {size} (allowed {allowed})",
+        "state": f"the optimizer's {name} after a step with equal gradients is off by {size} (allowed {allowed})",
+        "series": f"the series {name} is off by {size} (allowed {allowed})",
+    }
+    text = texts[deviation.kind]
+    if deviation.kind in ("loss", "grad_norm"):
+        gradients = [d for d in beyond if d.step == deviation.step and d.kind == "length"]
+        if gradients:
+            worst, of = _largest(gradients, "length")
+            text += f"; the gradient of {of} most, by {worst:.1e}"
+    return text
+
+
+def _said(name: str) -> str:
+    step, _, rest = name.partition("/")
+    kind, _, what = rest.partition("/")
+    texts = {"model": what, "gradients": f"the gradient of {what}", "optimizer": f"the optimizer's {what}"}
+    return texts.get(kind, rest) if step != "end" else f"the series {rest}"
+
+
+def _other_names(measured: Measurement, reference: Measurement) -> str | None:
+    for here, there in ((measured.tensors, reference.tensors), (measured.numbers, reference.numbers)):
+        if here.keys() != there.keys():
+            missing, extra = sorted(there.keys() - here.keys()), sorted(here.keys() - there.keys())
+            return f"other parameters, state or series: missing {missing[:3]}, extra {extra[:3]}"
+    shapes = [name for name, tensor in reference.tensors.items() if measured.tensors[name].shape != tensor.shape]
+    return f"the shape of {_said(shapes[0])} is another" if shapes else None
+
+
+def _largest(found: Iterable[Deviation], kind: Kind) -> tuple[float, str]:
+    """Largest deviation of a kind and its name; NaN is the largest of all."""
+    of_kind = [deviation for deviation in found if deviation.kind == kind]
+    if not of_kind:
+        return math.nan, "no parameter"
+    worst = max(of_kind, key=lambda deviation: math.inf if math.isnan(deviation.size) else deviation.size)
+    return worst.size, worst.name
+
+
+def _speakable(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return [_speakable(item) for item in value] if isinstance(value, tuple) else value

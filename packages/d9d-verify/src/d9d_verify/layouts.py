@@ -1,0 +1,253 @@
+"""Layouts to compare, and the job scaled down to what one process can hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from d9d_core.components.instantiate import instantiate
+from d9d_core.config.base import ModelConfig, PluginConfig
+from d9d_core.config.resolve import Selection, select
+from d9d_core.errors import BuildError, D9dError, JobError
+from d9d_core.grid import AXES
+from d9d_core.plugin.kernels import REFERENCE
+from d9d_core.plugin.policy import FOUNDATION
+from d9d_core.plugin.records import ModelSpec
+from d9d_core.program.actions import Schedule, count_stages
+from d9d_core.program.placement import checked_programs
+from d9d_core.protocols.data import DataContext, DataStream
+from d9d_core.protocols.model import Stage
+from d9d_core.protocols.task import Task
+from d9d_core.traits import HasOps, LayoutDependent, modules_with
+from d9d_core.types import State
+from d9d_engine.build.assemble import check_divisibility
+from d9d_engine.build.joined_stages import joined_stages
+from d9d_engine.job import Job
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout that is verified: a mesh, strategies and overrides of a job.
+
+    Attributes:
+        name: how people call it.
+        mesh: axis -> size; absent axes have one rank.
+        parallel: the strategies, as a job file lists them.
+        overrides: further fields of the job, as ``--set`` takes them.
+    """
+
+    name: str
+    mesh: Mapping[str, int]
+    parallel: Sequence[Any]
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return math.prod(size for axis, size in self.mesh.items() if axis in AXES)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of processes that see different samples."""
+        return self.mesh.get("dp_replicate", 1) * self.mesh.get("dp_shard", 1)
+
+
+#: One process, no strategy, reference ops.
+REFERENCE_LAYOUT = Layout("reference", {}, ())
+
+
+def own_layout(job: Job, max_ranks: int) -> Layout:
+    """Own layout of the job, every axis cut down to two ranks, and the outermost to one where these are too many.
+
+    Raises:
+        JobError: even one axis of two ranks is too much.
+    """
+    mesh = {axis: min(size, 2) for axis, size in job.mesh.sizes().items() if size > 1}
+    layout = Layout("job", mesh, [entry.model_dump(mode="json") for entry in job.parallel])
+    if layout.ranks > max_ranks:
+        raise JobError(
+            f"verify: {job.mesh} needs at least {layout.ranks} processes to be itself, more than the {max_ranks} that "
+            "are allowed; raise --max-ranks or name layouts with --layout"
+        )
+    shown = " x ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one process"
+    names = ", ".join(entry["name"] for entry in layout.parallel)
+    return Layout(f"{shown} {names}".strip(), mesh, layout.parallel)
+
+
+def parse_layout(text: str, job: Job) -> Layout:
+    """Parse ``dp_shard=2:hsdp,compile``: axes, a colon, strategies with the settings that the job gives them.
+
+    Raises:
+        JobError: the text is malformed.
+    """
+    axes, _, strategies = text.partition(":")
+    mesh = {}
+    for part in filter(None, (part.strip() for part in axes.split(","))):
+        axis, equals, size = part.partition("=")
+        if axis not in job.mesh.sizes() or not equals or not size.isdecimal() or int(size) < 1:
+            raise JobError(f"--layout {text}: write axis=size,...:strategy,..., for example dp_shard=2:fsdp")
+        mesh[axis] = int(size)
+    settings = {entry.selector: entry.model_dump(mode="json") for entry in job.parallel}
+    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    return Layout(text, mesh, [settings.get(name, name) for name in names])
+
+
+def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, Any]:
+    """Job values scaled down for verified layouts: tiny sizes, a short batch, a short evaluation, no trackers.
+
+    Every layout gets the same batch and the same microbatches, enough for its pipeline. Layers are divided evenly over
+    stages: what the job says of them is for its own sizes.
+
+    Args:
+        job: the user's.
+        layouts: what will run; sizes of the model stay as large as their meshes need.
+        steps: optimizer steps.
+    """
+    values = job.resolved()
+    selection = select(job, job.registry)
+    microbatch = min(job.microbatch_size, 2)
+    ranks = math.lcm(*(layout.data_parallel_size for layout in layouts))
+    count, stages = _stages(job, selection, layouts)
+    if ranks * microbatch * count > job.batch.size:  # there may not be more data
+        microbatch = 1
+    batch = ranks * microbatch * count
+    values |= {
+        "model": _tiny(job, selection, layouts, stages).model_dump(mode="json"),
+        **_length(job, steps, batch),  # a learning-rate schedule may need all steps
+        "batch": {"size": batch, "microbatch": microbatch},
+        "checkpoint": {"trainable_only": job.checkpoint.trainable_only},
+        "trackers": [],
+        "subscribers": [],
+        "export": False,
+        "loading": {"weights": False},  # they would not fit; the tokenizer beside them does
+        "plugins": _plugins(job),
+    }
+    if values["pipeline"] is not None:
+        values["pipeline"].pop("layers", None)
+    if values["evaluation"] is not None:
+        packs = values["evaluation"]["packs"]
+        values["evaluation"]["packs"] = 2 if packs == "all" else min(packs, 2)
+    return values
+
+
+def _length(job: Job, steps: int, batch: int) -> dict[str, Any]:
+    if job.steps is not None:
+        return {"steps": max(steps, job.steps)}
+    assert job.epochs is not None
+    return {"epochs": job.epochs * batch / job.batch.size}  # as many steps, of another batch
+
+
+def _stages(job: Job, selection: Selection, layouts: Sequence[Layout]) -> tuple[int, list[int]]:
+    """Number of microbatches that lets every layout's pipeline run, and of stages in each layout."""
+    count = min(max(job.microbatches, 2), 3)
+    piped = {layout.mesh.get("pp", 1) for layout in layouts} - {1}
+    if not piped or selection.schedule is None or job.pipeline is None:
+        return count, [1] * len(layouts)
+    schedule: Schedule = instantiate(selection.schedule, job.pipeline)
+    # Schedules that can do a number of microbatches can do more; the fewest are those of the widest layout.
+    for more in range(count, 4 * max(piped) + count):
+        try:
+            stages = {ranks: count_stages(checked_programs(schedule, ranks, more)) for ranks in piped}
+        except BuildError as error:
+            problem = error
+        else:
+            return more, [stages.get(layout.mesh.get("pp", 1), 1) for layout in layouts]
+    raise problem
+
+
+def _plugins(job: Job) -> dict[str, Any]:
+    """Section ``plugins`` of what this process loaded: flags of the command line count too."""
+    loaded = job.registry.plugins
+    files = sorted({str(Path(origin.distribution).absolute()) for origin in loaded if origin.digest})
+    return {"allow": sorted({o.distribution for o in loaded if not o.digest} - FOUNDATION), "files": files}
+
+
+def layout_values(values: Mapping[str, Any], layout: Layout, ops: Iterable[str]) -> dict[str, Any]:
+    """Values of the scaled job in one layout.
+
+    Args:
+        values: of :func:`scaled_values`.
+        layout: which one.
+        ops: all ops that model and optimizer call; the reference layout runs their references.
+    """
+    mine = dict(values) | {"mesh": dict(layout.mesh), "parallel": list(layout.parallel)}
+    if layout.mesh.get("pp", 1) == 1:
+        mine["pipeline"] = None
+    if layout is REFERENCE_LAYOUT:
+        mine["kernels"] = dict.fromkeys(ops, REFERENCE)
+    return mine
+
+
+def scaled_model(job: Job, values: Mapping[str, Any]) -> nn.Module:
+    """Build the scaled model, on the meta device."""
+    selection = select(job, job.registry)
+    with torch.device("meta"):
+        stage: nn.Module = instantiate(selection.model, type(job.model).model_validate(values["model"]), Stage())
+    return stage
+
+
+def ops_of(job: Job, stage: nn.Module) -> list[str]:
+    """Names of the ops that a model and the job's optimizer call."""
+    optimizer = instantiate(select(job, job.registry).optimizer, job.optimizer, dict(stage.named_parameters()))
+    holders: list[object] = [*modules_with(stage, HasOps).values(), optimizer]
+    return sorted({slot.op for one in holders if isinstance(one, HasOps) for slot in one.op_slots().values()})
+
+
+def layout_dependence(stage: nn.Module) -> list[str]:
+    """Layout dependence of a model: what differs by its nature, each thing once."""
+    modules = modules_with(stage, LayoutDependent).values()
+    return list(dict.fromkeys(reason for module in modules for reason in module.layout_dependence()))
+
+
+def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Sequence[int]) -> PluginConfig:
+    """Config of the user's model with the sizes of its family's tiny one, as data, meshes and stages allow."""
+    spec = selection.model.spec
+    assert isinstance(spec, ModelSpec)
+    mine, tiny = job.model.model_dump(), spec.tiny.load()().model_dump()
+    facts = _facts(job, selection)
+    # A size that the data states too, such as the vocabulary's, is theirs, whether or not the task compares it.
+    own = [name for name in mine if name not in facts]
+    smaller = [name for name in own if _is_size(mine[name]) and _is_size(tiny.get(name)) and tiny[name] < mine[name]]
+    task: Task = instantiate(selection.task, job.task)
+
+    def resized(names: Sequence[str]) -> PluginConfig:
+        return type(job.model).model_validate(mine | {name: tiny[name] for name in names})
+
+    def problems(names: Sequence[str]) -> int:
+        found = 0
+        for layout, count in zip(layouts, stages, strict=True):
+            try:
+                config = resized(names)
+                task.check(config, facts)
+                with torch.device("meta"):
+                    parts = [instantiate(selection.model, config, Stage(index, count)) for index in range(count)]
+                check_divisibility(joined_stages(parts), dict.fromkeys(job.mesh.sizes(), 1) | dict(layout.mesh))
+            except (D9dError, ValueError) as error:
+                found += len(str(error).splitlines())
+        return found
+
+    # What data or mesh forbid goes back to the user's own size, one field at a time.
+    while smaller and problems(smaller):
+        smaller.remove(min(smaller, key=lambda field: problems([other for other in smaller if other != field])))
+    return resized(smaller)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _facts(job: Job, selection: Selection) -> State:
+    context = DataContext(
+        seed=job.seed,
+        batch_size=job.batch.size,
+        microbatch_size=job.microbatch_size,
+        cache_dir=job.run.cache,
+        pretrained=job.model.pretrained if isinstance(job.model, ModelConfig) else None,
+    )
+    stream: DataStream = instantiate(selection.dataset, job.data, context)
+    return stream.facts

@@ -1,0 +1,201 @@
+"""Runs of layouts, each in processes of its own, and comparison of what they computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from d9d_core.errors import D9dError, JobError, TrainingError
+from d9d_engine.checkpoint.store import CheckpointStore
+from d9d_engine.job import Job
+from d9d_engine.launch.agent import run_module
+
+from d9d_verify.compare import Verdict, compare, compared
+from d9d_verify.deviations import Limits
+from d9d_verify.layouts import (
+    REFERENCE_LAYOUT,
+    Layout,
+    layout_dependence,
+    layout_values,
+    ops_of,
+    scaled_model,
+    scaled_values,
+)
+from d9d_verify.measurement import Measurement, read_all
+
+#: Starts so many processes of :mod:`d9d_verify.worker` in a directory; says why they failed, or ``None``.
+Launch = Callable[[Path, int], str | None]
+
+
+def launch_processes(directory: Path, ranks: int) -> str | None:
+    """Launch the processes of a layout; returns why they failed, or ``None``."""
+    alone = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    environ = {name: value for name, value in os.environ.items() if name not in alone}
+    with (directory / "output.txt").open("w+", encoding="utf-8", errors="replace") as output:
+        cause = run_module("d9d_verify.worker", [str(directory)], ranks, {"OMP_NUM_THREADS": "1", **environ}, output)
+        if cause is None:
+            return None
+        if "was killed by" in cause.text:  # other ranks only tell that it is gone
+            return cause.text
+        output.seek(0)
+        failure = directory / "failure.txt"
+        lines = failure.read_text() if failure.exists() else output.read()
+    return lines.strip().splitlines()[-1] if lines.strip() else cause.text
+
+
+def verify(
+    job: Job, layouts: Sequence[Layout], steps: int, note: Callable[[str], None], launch: Launch = launch_processes
+) -> list[Verdict]:
+    """Compare layouts with one process that runs reference ops, from the same weights and data.
+
+    Args:
+        job: the user's; it is scaled down, see :func:`d9d_verify.layouts.scaled_values`.
+        layouts: what to compare.
+        steps: optimizer steps; half-way, each layout saves and goes on from what the reference has saved.
+        note: gets one line per layout, and what was compared.
+        launch: starts the processes of the reference, in the directory ``reference``, and of each layout, in the
+            directory of its number.
+
+    Raises:
+        JobError: a layout is none that the job could run in.
+        TrainingError: the reference could not be computed.
+    """
+    values = scaled_values(job, layouts, steps)
+    stage = scaled_model(job, values)
+    ops = ops_of(job, stage)
+    for layout in layouts:
+        _check(job, layout_values(values, layout, ops), layout)
+    for reason in layout_dependence(stage):
+        note(f"this model differs between layouts by its nature: {reason}")
+    with tempfile.TemporaryDirectory(prefix="d9d-verify-") as temporary:
+        directory = Path(temporary)
+        note(f"reference: one process, {steps} steps, batch {values['batch']['size']}")
+        reference, sound = _reference(values, ops, layouts, steps, directory / "reference", launch)
+        verdicts = []
+        for index, layout in enumerate(layouts):
+            note(f"{layout.name}: {layout.ranks} process{'es' if layout.ranks > 1 else ''}")
+            mine, here = layout_values(values, layout, ops), directory / str(index)
+            measured = _run(mine, layout.ranks, steps, here, launch, directory / "reference")
+            if isinstance(measured, str):
+                verdicts.append(Verdict.failure(layout.name, f"failed: {measured}"))
+                continue
+            limits = Limits.of(narrowest_dtype(mine), reference, sound)
+            verdict = compare(layout.name, measured, reference, limits)
+            if verdict.passed and steps > 1 and (problem := unlike_saved(here / "checkpoints", measured, reference)):
+                verdict = replace(verdict, diverged=(steps // 2 - 1, problem))
+            verdicts.append(verdict)
+        note(f"compared: {compared(reference)}; {_settings(directory / 'reference', steps)}")
+    return verdicts
+
+
+def unlike_saved(directory: Path, measured: Measurement, reference: Measurement) -> str | None:
+    """Problem with the checkpoint that a layout saved half-way, read by one process; ``None`` if there is none."""
+    checkpoint = CheckpointStore(directory).newest(lambda _text: None)
+    if checkpoint is None:
+        return "no checkpoint was saved"
+    step = checkpoint.step - 1
+    table = {n: e for n, e in checkpoint.manifest["tensors"].items() if n.startswith(("model/", "optimizer/"))}
+    saved = {name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"])) for name, entry in table.items()}
+    for scope in ("model/", "optimizer/"):
+        checkpoint.load_into({name: tensor for name, tensor in saved.items() if name.startswith(scope)}, scope)
+    trained = reference.under(f"{step}/gradients")
+    for name, tensor in saved.items():
+        parameter = name.removeprefix("model/")
+        # Buffers went on from the reference's.
+        source = reference if name.startswith("model/") and parameter not in trained else measured
+        if not torch.equal(source.tensors[f"{step}/{name}"], tensor):
+            return f"{name} in the checkpoint of {checkpoint.step} steps is not what was trained"
+    return None
+
+
+def _settings(directory: Path, steps: int) -> str:
+    settings = json.loads((directory / "settings.json").read_text())
+    rate, max_norm = settings["rate"], settings["max_norm"]
+    clipped = "the job does not clip" if max_norm is None else f"gradients clipped to a norm of {max_norm:.3g}"
+    resumed = ", one save and one resume across layouts" if steps > 1 else ""
+    return (
+        f"{clipped}; learning rate x {rate['factor']:.3g} from step {rate['first'] + 1} of the schedule, so that "
+        f"updates show{resumed}"
+    )
+
+
+def narrowest_dtype(values: Mapping[str, Any]) -> torch.dtype:
+    """Narrowest number format that a resolved job computes in."""
+    return torch.bfloat16 if "bfloat16" in json.dumps([values["precision"], values["parallel"]]) else torch.float32
+
+
+def _check(job: Job, values: Mapping[str, Any], layout: Layout) -> None:
+    """Check a layout's job without tensors: a mistake in what was asked for is no deviation.
+
+    Raises:
+        JobError: it cannot run.
+    """
+    try:
+        Job.from_values(values, registry=job.registry).check(layout.ranks)
+    except D9dError as error:
+        raise JobError(f"verify: layout {layout.name}: {error}") from error
+
+
+def _reference(
+    values: Mapping[str, Any],
+    ops: Sequence[str],
+    layouts: Sequence[Layout],
+    steps: int,
+    directory: Path,
+    launch: Launch,
+) -> tuple[Measurement, list[Measurement]]:
+    """Measure the reference, and sound variants that round elsewhere: also with other kernels and narrow formats.
+
+    Raises:
+        TrainingError: the reference could not be computed.
+    """
+    own = layout_values(values, REFERENCE_LAYOUT, ops)
+    variants = [own, own | {"kernels": values["kernels"]}]
+    narrow = any(narrowest_dtype(layout_values(values, layout, ops)) == torch.bfloat16 for layout in layouts)
+    if narrow and narrowest_dtype(own) != torch.bfloat16:  # it is a strategy that computes in it
+        variants.append(own | {"precision": {**own["precision"], "autocast": "bfloat16"}})
+    directory.mkdir()
+    for index, variant in enumerate(variants):
+        apart = directory / f"runs-{index}"
+        apart.mkdir()
+        (directory / f"sound-{index}.json").write_text(json.dumps(_job(variant, apart)))
+    found = _run(own, 1, steps, directory, launch, sound=len(variants))
+    if isinstance(found, str):
+        raise TrainingError(f"verify: the reference could not be computed: {found}")
+    return found, [read_all(directory / f"sound-{index}", 1) for index in range(len(variants))]
+
+
+def _run(
+    values: Mapping[str, Any],
+    ranks: int,
+    steps: int,
+    directory: Path,
+    launch: Launch,
+    reference: Path | None = None,
+    sound: int = 0,
+) -> Measurement | str:
+    """Run a layout, or the reference with its variants; returns what it computed, or why it could not."""
+    directory.mkdir(exist_ok=True)
+    plan = {"steps": steps, "reference": str(reference) if reference else None, "sound": sound}
+    (directory / "plan.json").write_text(json.dumps(plan))
+    (directory / "job.json").write_text(json.dumps(_job(values, directory)))
+    failure = launch(directory, ranks)
+    return read_all(directory, ranks) if failure is None else failure
+
+
+def _job(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Values of a job that writes into this directory only."""
+    # Prepared data is taken from the user's cache.
+    cache = Path(values["run"]["dir"]) / ".cache"
+    if cache.is_dir():
+        (directory / "runs").mkdir()
+        (directory / "runs" / ".cache").symlink_to(cache.absolute(), target_is_directory=True)
+    run = dict(values["run"]) | {"dir": str(directory / "runs")}
+    checkpoint = dict(values["checkpoint"]) | {"dir": str(directory / "checkpoints")}
+    return dict(values) | {"run": run, "checkpoint": checkpoint}

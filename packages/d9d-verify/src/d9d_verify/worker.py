@@ -1,0 +1,73 @@
+"""Processes of the reference and of a layout; started by :mod:`d9d_verify.run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from d9d_core.errors import D9dError
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.job import Job
+from d9d_engine.process_env import ProcessEnv
+
+from d9d_verify.measure import Rate, Resume, measure, probe
+from d9d_verify.measurement import Measurement, read_all
+
+
+def main(directory: Path) -> None:
+    """Measure what ``plan.json`` in ``directory`` asks for, as one of the processes of its job."""
+    try:
+        with Job.load(directory / "job.json").joined(ProcessEnv.from_environment(os.environ)) as topology:
+            measure_plan(directory, topology)
+    except BaseException as error:
+        text = str(error) if isinstance(error, D9dError) else f"{type(error).__name__}: {error}"
+        with suppress(FileExistsError), (directory / "failure.txt").open("x") as file:
+            file.write(text)  # the first failure; others are its echo
+        raise
+
+
+def measure_plan(directory: Path, topology: Topology) -> None:
+    """Measure what ``plan.json`` asks for and leave the records in the directory. Collective over all ranks."""
+    plan = json.loads((directory / "plan.json").read_text())
+    if plan["reference"] is None:
+        _reference(directory, topology, plan["steps"], plan["sound"])
+    else:
+        _layout(directory, topology, plan["steps"], Path(plan["reference"]))
+
+
+def _reference(directory: Path, topology: Topology, steps: int, sound: int) -> None:
+    """Measure the reference and its sound variants, at a learning rate and a clipping that show."""
+    job = Job.load(directory / "job.json")
+    rate, norm = probe(_clipped(job, None), topology, steps)
+    max_norm = None if job.gradient_clipping.max_norm is None or not norm else norm / 2
+    (directory / "settings.json").write_text(json.dumps({"rate": asdict(rate), "max_norm": max_norm}))
+    resume = Resume(steps // 2) if steps > 1 else None
+    record = measure(_clipped(job, max_norm), topology, steps, rate=rate, resume=resume)
+    record.write(directory, 0)
+    reference = Measurement.of([record])
+    for index in range(sound):
+        variant = _clipped(Job.load(directory / f"sound-{index}.json"), max_norm)
+        (directory / f"sound-{index}").mkdir()
+        measure(variant, topology, steps, reference, rate, elsewhere=True).write(directory / f"sound-{index}", 0)
+
+
+def _layout(directory: Path, topology: Topology, steps: int, reference: Path) -> None:
+    """Measure a layout, guided by the reference; half-way, it goes on from the reference's checkpoint."""
+    settings = json.loads((reference / "settings.json").read_text())
+    job = _clipped(Job.load(directory / "job.json"), settings["max_norm"])
+    resume = Resume(steps // 2, reference / "checkpoints") if steps > 1 else None
+    record = measure(job, topology, steps, read_all(reference, 1), Rate(**settings["rate"]), resume)
+    record.write(directory, topology.rank)
+
+
+def _clipped(job: Job, max_norm: float | None) -> Job:
+    clipping = job.gradient_clipping.model_copy(update={"max_norm": max_norm})
+    return job.model_copy(update={"gradient_clipping": clipping})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
