@@ -6,8 +6,8 @@ from typing import Any
 
 from d9d_core.errors import D9dError
 from d9d_core.job import JobFile
-from d9d_engine.planner.device import Device
-from d9d_engine.planner.prediction import Prediction, predict
+from d9d_planner.device import Device
+from d9d_planner.prediction import Prediction, predict
 from typer.testing import CliRunner
 
 GIB = 2**30

@@ -101,9 +101,10 @@ def test_what_is_missing_is_named_with_its_install_line(alone: dict[str, str]) -
     assert status == 2
     for name, package in (("qwen3", "d9d-qwen3"), ("text", "d9d-data"), ("adamw", "d9d-optim")):
         assert re.search(rf"'{name}' comes from {package}; install it with: pip install {package}$", err, re.MULTILINE)
-    for command in ("train", "explain", "verify", "state"):
+    homes = {"train": "engine", "explain": "engine", "state": "engine", "plan": "planner", "infer": "inference"}
+    for command, home in (homes | {"runs": "reports", "verify": "verify"}).items():
         assert run(alone, command, "job.yaml")[2] == (
-            f"error: command '{command}' comes from d9d-engine; install it with: pip install d9d-engine\n"
+            f"error: command '{command}' comes from d9d-{home}; install it with: pip install d9d-{home}\n"
         )
 
 
@@ -112,7 +113,7 @@ def test_jobs_are_checked_as_far_as_they_need_no_tensors(without_torch: dict[str
     status, out, err = run(without_torch, "check", str(QUICKSTART / job))
     assert (status, err) == (0, "")
     assert "ok: names, values, capabilities, mesh and schedule" in out
-    assert "not checked (to check it: pip install torch): Model, strategies, kernels and memory, without a GPU." in out
+    assert "not checked (to check it: pip install torch): Model, strategies and kernels, without a GPU." in out
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 import torch
 from d9d_core.errors import D9dError
 from d9d_engine.api import Job
-from d9d_engine.planner.device import Device
-from d9d_engine.planner.prediction import predict
+from d9d_planner.device import Device
+from d9d_planner.prediction import predict
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.sound_jobs import SoundJobs

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from d9d_core.errors import JobError
 from d9d_core.job import JobFile
-from d9d_engine.planner.check import predicted
-from d9d_engine.planner.device import Device
-from d9d_engine.planner.prediction import predict
+from d9d_planner.check import predicted
+from d9d_planner.device import Device
+from d9d_planner.prediction import predict
 
 from tests.planned_jobs import DENSE, FEW_EXPERTS, GIB, SMALL, prediction, values
 
@@ -115,9 +115,9 @@ def test_a_method_without_a_cost_description_is_not_predicted_and_said_so() -> N
 
     plugins = [d9d_nn.plugin, d9d_data.plugin, d9d_optim.plugin, d9d_parallel.plugin, d9d_qwen3.plugin, Undescribed()]
     job = JobFile.from_values(values(SMALL, peft=LORA), registry=Registry.of(*plugins))
-    outlook = predicted(job, None)
-    assert outlook.lines[0].startswith("not predicted: peft: ")
-    assert "has no cost description (PeftSpec.cost)" in outlook.lines[0]
+    (line,) = predicted(job, None)
+    assert line.startswith("not predicted: peft: ")
+    assert "has no cost description (PeftSpec.cost)" in line
     with pytest.raises(JobError, match="PeftSpec"):
         predicted(job, 80 * GIB)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from d9d_core.job import JobFile
-from d9d_engine.planner.device import Device
-from d9d_engine.planner.prediction import Prediction, predict
+from d9d_planner.device import Device
+from d9d_planner.prediction import Prediction, predict
 
 from tests.planned_jobs import DENSE, EXPERTS, FEW_EXPERTS, GIB, SMALL, prediction, values
 
@@ -131,7 +131,7 @@ def test_more_microbatches_make_the_bubble_smaller() -> None:
 def test_skipping_the_steady_part_of_a_schedule_changes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     sections = {"mesh": {"pp": 2}, "pipeline": "1f1b", "batch": {"size": 24, "microbatch": 1}}
     shortened = prediction(DENSE, **sections).time.total
-    monkeypatch.setattr("d9d_engine.planner.step_time.steady", lambda ranks: 24 * ranks)
+    monkeypatch.setattr("d9d_planner.step_time.steady", lambda ranks: 24 * ranks)
     assert prediction(DENSE, **sections).time.total == pytest.approx(shortened)
 
 

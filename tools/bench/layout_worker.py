@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from d9d_engine.api import Job
-from d9d_engine.planner.device import Device
+from d9d_planner.device import Device
 from here import topology_of
 from memory_predictions import predicted
 from rank_steps import WINDOW, answer_all, begin, measured_steps

@@ -15,7 +15,7 @@ from d9d_core.plugin import JobCheckSpec, Ref, Registry, hookimpl
 from d9d_core.plugin.policy import FOUNDATION
 
 JOB = {"steps": 3, "model": "toy_model", "data": "toy_data", "task": "toy_task", "optimizer": "toy_optimizer"}
-SUMMARY = "Model, strategies, kernels and memory, without a GPU."
+MODEL, MEMORY = "Model, strategies and kernels, without a GPU.", "Predicted memory of the busiest device."
 
 
 def registry(**options: Any) -> Registry:
@@ -32,7 +32,8 @@ def registry(**options: Any) -> Registry:
 def test_what_the_checks_of_plugins_leave_out_is_said_beside_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     check_job(JobFile.from_values(JOB, registry=registry()), None)
     out = capsys.readouterr().out
-    assert f"not checked (to check it: pip install d9d-engine): {SUMMARY}" in out
+    assert f"not checked (to check it: pip install d9d-engine): {MODEL}" in out
+    assert f"not checked (to check it: pip install d9d-planner): {MEMORY}" in out
     assert "Mine." not in out  # it ran
     rows = [line.split() for line in out.splitlines()]
     assert ["mesh", *str(JobFile.from_values(JOB, registry=registry()).mesh).split()] in rows

@@ -104,13 +104,12 @@ def d9d_health_checks() -> Iterator[HealthCheckSpec]:
 
 @hookimpl
 def d9d_job_checks() -> Iterator[JobCheckSpec]:
-    """The plan of a job: its model on the meta device, strategies, kernels, memory."""
+    """The plan of a job: its model on the meta device, strategies, kernels."""
     yield JobCheckSpec(
         name="plan",
-        summary="Model, strategies, kernels and memory, without a GPU.",
+        summary="Model, strategies and kernels, without a GPU.",
         requires=TORCH,
         run=Ref("d9d_engine.cli.plan:check_plan"),
-        memory=True,
     )
 
 
@@ -128,11 +127,6 @@ def d9d_commands() -> Iterator[CommandSpec]:
         summary="Show what a job does, part by part, and why.",
         requires=TORCH,
         app=Ref("d9d_engine.cli.plan:explain_app"),
-    )
-    yield CommandSpec(
-        name="plan",
-        summary="Find the layout of a job that fits and is fastest, without a GPU.",
-        app=Ref("d9d_engine.planner.command:app"),
     )
     yield CommandSpec(
         name="state",

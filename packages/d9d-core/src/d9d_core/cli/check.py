@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from d9d_core.cli.output import length_of, mesh_line
+from d9d_core.config.resolve import Resolution, Selection
 from d9d_core.errors import JobError
 from d9d_core.job import JobFile
 from d9d_core.plugin.capabilities import missing_modules
 from d9d_core.plugin.entries import plugin_error, shown
-from d9d_core.plugin.policy import FOUNDATION
 from d9d_core.plugin.records import JobCheckSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.terminal.console import console_for
+
+#: Job checks of d9d itself -> summary, and the distribution that makes it.
+_OURS = {
+    "plan": ("Model, strategies and kernels, without a GPU.", "d9d-engine"),
+    "prediction": ("Predicted memory of the busiest device.", "d9d-planner"),
+}
 
 
 def check_job(job: JobFile, world_size: int | None, memory: int | None = None) -> None:
@@ -29,13 +36,12 @@ def check_job(job: JobFile, world_size: int | None, memory: int | None = None) -
     """
     console = console_for()
     resolution = job.check(world_size)
-    left_out: dict[str, str] = {}
     checks = job.registry.entries("job check")
-    if not any(entry.origin.distribution in FOUNDATION for entry in checks):
-        left_out["Model, strategies, kernels and memory, without a GPU."] = "d9d-engine"
+    left_out = {text: home for name, (text, home) in _OURS.items() if name not in {entry.spec.key for entry in checks}}
     specs = [entry.spec for entry in checks]
     if memory is not None and not any(isinstance(spec, JobCheckSpec) and spec.memory for spec in specs):
-        raise JobError("--memory: nothing installed predicts the memory of a job; pip install d9d-engine")
+        raise JobError("--memory: nothing installed predicts the memory of a job; pip install d9d-planner")
+    planned = False
     for entry in checks:
         assert isinstance(entry.spec, JobCheckSpec)
         if missing := missing_modules(entry.spec):
@@ -46,8 +52,17 @@ def check_job(job: JobFile, world_size: int | None, memory: int | None = None) -
         except FOREIGN_FAILURES as error:
             raise plugin_error(f"job check {entry}: {entry.spec.run} failed to load: {shown(error)}", error) from error
         run(job, world_size, *([memory] if entry.spec.memory else []))
-    if not left_out:
-        return
+        planned |= entry.spec.key == "plan"
+    if planned:
+        console.print(Text.assemble(("ok", "green"), ": this job can run; its data was not read"))
+    else:
+        _print_parts(console, job, resolution)
+    for summary, packages in left_out.items():
+        console.print(Text.assemble(("not checked", "yellow"), f" (to check it: pip install {packages}): {summary}"))
+
+
+def _print_parts(console: Console, job: JobFile, resolution: Resolution[Selection]) -> None:
+    """Print what is known of a job without a plan of its model."""
     table = Table(box=None, show_header=False)
     table.add_row("mesh", mesh_line(job))
     for chosen in resolution.selection.all():
@@ -59,5 +74,3 @@ def check_job(job: JobFile, world_size: int | None, memory: int | None = None) -
             table.add_row("undecided", f"{verdict.chosen.where} needs {verdict.token}: {verdict.reason}")
     console.print(table)
     console.print(Text.assemble(("ok", "green"), ": names, values, capabilities, mesh and schedule"))
-    for summary, packages in left_out.items():
-        console.print(Text.assemble(("not checked", "yellow"), f" (to check it: pip install {packages}): {summary}"))

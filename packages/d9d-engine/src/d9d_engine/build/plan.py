@@ -33,8 +33,8 @@ from d9d_engine.build.first_pass.frozen import assemble_frozen, settle_first_pas
 from d9d_engine.build.kernels import KernelChoice, bind_kernels, refuse_unused
 from d9d_engine.build.parts.series import check_series
 from d9d_engine.build.pretrained import pretrained_weights
+from d9d_engine.costs.flops import tuning_flops
 from d9d_engine.distributed.mesh import Topology
-from d9d_engine.planner.costs.flops import tuning_flops
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.totals import GradientNorm
 
@@ -245,7 +245,7 @@ def flops_per_token(job: JobConfig, selection: Selection, registry: Registry) ->
     if job.peft is None:
         return whole
     try:
-        return whole + tuning_flops(job, registry)
+        return whole + tuning_flops(job, job.peft, length, registry)
     except D9dError:
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -14,31 +13,20 @@ from d9d_engine.job import Job
 explain_app = command_app("explain", "Show what a job does, part by part, and why.")
 
 
-def check_plan(file: JobFile, world_size: int | None, memory: int | None) -> None:
+def check_plan(file: JobFile, world_size: int | None) -> None:
     """Plan a job and print the numbers of the plan.
 
     Args:
         file: the job.
         world_size: number of processes; by default, what the mesh needs.
-        memory: bytes of a device's memory that the job must fit into; any if absent.
 
     Raises:
-        D9dError: the job cannot run, or does not fit.
+        D9dError: the job cannot run.
     """
-    from d9d_engine.build.communication.nodes import node_warning, processes_of_node
     from d9d_engine.cli.report import print_plan  # imports torch, which a wrong job never needs
-    from d9d_engine.planner.check import predicted
 
     job = Job.of(file)
-    plan = job.plan(world_size)
-    node = processes_of_node(job.device)
-    outlook = predicted(job, memory, node)
-    if outlook.price is not None:  # one warning, with the price in the place of a guess
-        tp, unpriced = job.mesh.tp, node_warning(job.mesh.tp, node, plan.collectives)
-        priced = node_warning(tp, outlook.node, plan.collectives, outlook.price)
-        others = [warning for warning in plan.warnings if warning != unpriced]
-        plan = replace(plan, warnings=[*others, *([] if priced is None else [priced])])
-    print_plan(job, plan, outlook.lines)
+    print_plan(job, job.plan(world_size))
 
 
 @explain_app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from d9d_core.cli.output import length_of, mesh_line
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-def print_plan(job: Job, plan: Plan, predicted: Sequence[str] = ()) -> None:
-    """Report the numbers of a plan, and lines about the memory that was predicted for its busiest device."""
+def print_plan(job: Job, plan: Plan) -> None:
+    """Report the numbers of a plan, and its warnings."""
     from d9d_engine.cli.stages import pipeline_line  # imports torch, which a wrong job never needs
 
     console = console_for()
@@ -39,8 +38,6 @@ def print_plan(job: Job, plan: Plan, predicted: Sequence[str] = ()) -> None:
         "(parameters {:.3f}, gradients {:.3f}, optimizer {:.3f}".format(*(part / GIB for part in parts))
         + (f", frozen model {memory.frozen / GIB:.3f})" if memory.frozen else ")"),
     )
-    for number, line in enumerate(predicted):
-        table.add_row("" if number else "predicted", line)
     table.add_row("step", f"{job.batch.size} samples, {job.microbatches} microbatch(es) of {job.microbatch_size}")
     table.add_row("run", length_of(job))
     if job.pipeline:
@@ -55,7 +52,6 @@ def print_plan(job: Job, plan: Plan, predicted: Sequence[str] = ()) -> None:
     console.print(table)
     for warning in plan.warnings:
         console.print(Text.assemble(("warning", "yellow"), f": {warning}"))
-    console.print(Text.assemble(("ok", "green"), ": this job can run; its data was not read"))
 
 
 def print_explanation(job: Job, plan: Plan) -> None:

@@ -25,7 +25,7 @@ def processes_of_node(device: str, environ: Mapping[str, str] = os.environ) -> i
     return devices if devices > 1 else None
 
 
-def node_warning(tp: int, per_node: int | None, collectives: StepCollectives, price: str | None = None) -> str | None:
+def node_warning(tp: int, per_node: int | None, collectives: StepCollectives) -> str | None:
     """Warning that ranks of ``tp`` are on several machines, with the bytes of a step; ``None`` if they are not.
 
     Ranks are numbered along ``tp`` first, so that it lies within a machine if it divides the processes there.
@@ -33,8 +33,7 @@ def node_warning(tp: int, per_node: int | None, collectives: StepCollectives, pr
     Args:
         tp: size of the axis.
         per_node: processes of a machine; ``None`` if it is not known.
-        collectives: those of a step.
-        price: what they are predicted to take, in words, if that is known.
+        collectives: what a step communicates.
     """
     if per_node is None or tp == 1 or per_node % tp == 0:
         return None
@@ -45,12 +44,8 @@ def node_warning(tp: int, per_node: int | None, collectives: StepCollectives, pr
     size = sum((one.bytes or 0) * one.count for one in own)
     bytes_ = "bytes that only the data tells" if unknown else f"{size / MIB:,.1f} MiB ({size:,} bytes)"
     wider = "wider than" if tp > per_node else "no divisor of"
-    unpriced = (
-        "between nodes a link carries about a tenth of what it does within one, so expect these calls to take several "
-        "times as long"
-    )
     return (
         f"mesh.tp is {tp}, {wider} the {per_node} processes of a node: {calls} calls with {bytes_} a step and rank "
-        f"cross the network between nodes, and every layer waits for them; {price or unpriced}; use a tp that divides "
-        f"{per_node}, and dp_shard, cp or pp for the rest"
+        f"cross the network between nodes, where a link carries about a tenth of what it does within one, and every "
+        f"layer waits for them; use a tp that divides {per_node}, and dp_shard, cp or pp for the rest"
     )

@@ -5,13 +5,39 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
+from d9d_core.config.base import PluginConfig
 from d9d_core.errors import JobError
+from d9d_core.plugin.records import PeftSpec
+from d9d_core.plugin.registry import Registry
 from d9d_core.program.costs import AdapterCost, AdapterCosts, BlockCost, OpCost, Share, StageCost
 
 _PRODUCTS = ("product", "grouped_product")
 #: For each op of a block, the costs of its weights.
 _Effects = tuple[tuple[AdapterCost, ...], ...]
+
+
+def adapter_costs(config: PluginConfig, registry: Registry) -> AdapterCosts:
+    """Costs of a fine-tuning method, and of the methods inside of it.
+
+    Args:
+        config: config of the method.
+        registry: meaning of the names in it.
+
+    Raises:
+        JobError: nothing describes them.
+    """
+    entry = registry.find("peft method", config.selector)
+    if not isinstance(entry.spec, PeftSpec) or entry.spec.cost is None:
+        raise JobError(f"peft: {entry} has no cost description (PeftSpec.cost), so nothing can be predicted")
+    cost: Any = entry.spec.cost.load()
+
+    def inner(config: PluginConfig, *arguments: Any) -> AdapterCost:
+        return adapter_costs(config, registry)(*arguments)
+
+    further = (inner,) if entry.spec.composite else ()
+    return lambda *arguments: cost(config, *arguments, *further)
 
 
 def tuned(stages: Sequence[StageCost], cost: AdapterCosts, share: Share) -> list[StageCost]:

@@ -1,4 +1,4 @@
-"""Process of one device that measures collectives with others; see :mod:`d9d_engine.planner.links.measure`."""
+"""Process of one device that measures collectives with others; see :mod:`d9d_planner.links.measure`."""
 
 from __future__ import annotations
 

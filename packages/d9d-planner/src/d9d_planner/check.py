@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from d9d_core.errors import D9dError, JobError
 from d9d_core.job import JobFile
 from d9d_core.layout.mend import edit
+from d9d_core.terminal.console import console_for
+from rich.table import Table
 
-from d9d_engine.planner.device import Device
-from d9d_engine.planner.layout import Layout
-from d9d_engine.planner.options import divisors
-from d9d_engine.planner.prediction import Prediction
-from d9d_engine.planner.report import largest, memory_line
-from d9d_engine.planner.search import search
-from d9d_engine.planner.workload import Workload
+from d9d_planner.device import Device
+from d9d_planner.layout import Layout
+from d9d_planner.options import divisors
+from d9d_planner.prediction import Prediction
+from d9d_planner.report import largest, memory_line
+from d9d_planner.search import search
+from d9d_planner.workload import Workload
 
 _GIB = 2**30
 _SHOWN = 3
@@ -25,32 +27,36 @@ _MORE_DEVICES = (2, 4, 8)
 _DEVICE = "h200"
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """Outlook on a job, for ``d9d check``.
-
-    Attributes:
-        lines: about its predicted memory; where nothing can be predicted, why.
-        node: devices of a machine that were assumed.
-        price: predicted time of tensor parallelism that crosses machines; ``None`` if it does not, or if nothing is
-            predicted.
-    """
-
-    lines: list[str]
-    node: int
-    price: str | None = None
-
-
-def predicted(job: JobFile, memory: int | None, node: int | None = None) -> Outlook:
-    """Predict the memory of a job.
+def check_predictions(job: JobFile, _world_size: int | None, memory: int | None) -> None:
+    """Predict the memory of a job and print it.
 
     Args:
         job: the job.
-        memory: bytes of a device's memory that it must fit into; any if absent.
-        node: devices of a machine; if absent, those of the device whose rates count.
+        memory: bytes of a device's memory that the job must fit into; any if absent.
 
     Raises:
         JobError: it does not fit, with the cheapest ways out; or memory was named and nothing can be predicted.
+    """
+    from d9d_engine.build.communication.nodes import processes_of_node  # imports torch, which no prediction needs
+
+    table = Table(box=None, show_header=False)
+    for number, line in enumerate(predicted(job, memory, processes_of_node(job.device))):
+        table.add_row("" if number else "predicted", line)
+    console_for().print(table)
+
+
+def predicted(job: JobFile, memory: int | None, node: int | None = None) -> list[str]:
+    """Lines about the predicted memory of a job, and about the time that tensor parallelism between nodes takes.
+
+    Where nothing can be predicted, the line says why.
+
+    Args:
+        job: the job.
+        memory: bytes of a device's memory that the job must fit into; any if absent.
+        node: devices of a node; if absent, as many as the device whose rates count has.
+
+    Raises:
+        JobError: the job does not fit, with the cheapest ways out; or memory was named and nothing can be predicted.
     """
     device = Device.named(_DEVICE)
     if memory is not None:
@@ -64,19 +70,19 @@ def predicted(job: JobFile, memory: int | None, node: int | None = None) -> Outl
     except D9dError as error:
         if memory is not None:
             raise
-        return Outlook([f"not predicted: {error}"], device.node)
+        return [f"not predicted: {error}"]
     if memory is not None:
         check_memory(prediction)
-    return Outlook([*lines, *workload.notes], device.node, _price(prediction))
+    return [*lines, *workload.notes, *_between_nodes(prediction)]
 
 
-def _price(prediction: Prediction) -> str | None:
-    """Price of tensor parallelism that crosses machines."""
-    if prediction.layout.mesh.tp <= prediction.device.node:
-        return None
-    time = prediction.time
-    part = time.parts["tensor parallelism"] / time.total
-    return f"they are predicted to take {part:.0%} of a step of {time.total:.3g} s"
+def _between_nodes(prediction: Prediction) -> Iterator[str]:
+    """Time of tensor parallelism that crosses nodes."""
+    tp, node = prediction.layout.mesh.tp, prediction.device.node
+    if tp > node:
+        time = prediction.time
+        part = time.parts["tensor parallelism"] / time.total
+        yield f"tp {tp} over nodes of {node} devices takes {part:.0%} of a step of {time.total:.3g} s"
 
 
 def check_memory(prediction: Prediction) -> None:

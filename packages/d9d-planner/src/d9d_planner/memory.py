@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from d9d_core.program.costs import BlockCost, StageCost, StrategyCost
 
-from d9d_engine.planner.costs.update import Update, uneven_shards
-from d9d_engine.planner.layout import Layout
-from d9d_engine.planner.live import Moment
-from d9d_engine.planner.workload import Workload
+from d9d_planner.costs.update import Update, uneven_shards
+from d9d_planner.layout import Layout
+from d9d_planner.live import Moment
+from d9d_planner.workload import Workload
 
 #: Bytes outside of the allocator: the driver's context and kernels of libraries; and buffers of each communicator.
 _CONTEXT = 0.7 * 2**30

@@ -14,11 +14,10 @@ from d9d_core.config.base import PluginConfig, ScheduleConfig
 from d9d_core.config.inner import choose
 from d9d_core.config.job import JobConfig, Mesh
 from d9d_core.errors import BuildError, JobError
-from d9d_core.plugin.records import ModelSpec, OptimizerSpec, PeftSpec, ScheduleSpec, StrategySpec, ViewSpec
+from d9d_core.plugin.records import ModelSpec, OptimizerSpec, ScheduleSpec, StrategySpec, ViewSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.program.actions import Program
 from d9d_core.program.costs import (
-    AdapterCost,
     AdapterCosts,
     OptimizerCost,
     Share,
@@ -29,13 +28,13 @@ from d9d_core.program.costs import (
 from d9d_core.program.validation import placement
 from d9d_core.protocols.data import sample_lengths
 from d9d_core.protocols.model import Stage
+from d9d_engine.costs.tuning import adapter_costs, tuned
 
-from d9d_engine.planner.costs.context import shared
-from d9d_engine.planner.costs.tuning import tuned
-from d9d_engine.planner.costs.update import Updates
-from d9d_engine.planner.layout import DataGroups, Layout
-from d9d_engine.planner.live import Moment, moments
-from d9d_engine.planner.options import Options
+from d9d_planner.costs.context import shared
+from d9d_planner.costs.update import Updates
+from d9d_planner.layout import DataGroups, Layout
+from d9d_planner.live import Moment, moments
+from d9d_planner.options import Options
 
 _WIDTHS = {"float32": 4, "bfloat16": 2}
 
@@ -65,7 +64,7 @@ class Workload:
             raise JobError(
                 f"model: {model.entry} has no cost description (ModelSpec.cost), so nothing can be predicted"
             )
-        self._adapters: AdapterCosts | None = None if job.peft is None else self._adapter(job.peft)
+        self._adapters: AdapterCosts | None = None if job.peft is None else adapter_costs(job.peft, registry)
         self._cost: Any = spec.cost.load()
         self._stages: dict[Any, list[StageCost]] = {}
         self._programs: dict[Any, Sequence[Program]] = {}
@@ -166,23 +165,6 @@ class Workload:
             return StrategyCost()
         effect: StrategyCost = spec.cost.load()(config)
         return effect
-
-    def _adapter(self, config: PluginConfig) -> AdapterCosts:
-        """Costs of a fine-tuning method, and of those inside of it.
-
-        Raises:
-            JobError: nothing describes them.
-        """
-        entry = self.registry.find("peft method", config.selector)
-        if not isinstance(entry.spec, PeftSpec) or entry.spec.cost is None:
-            raise JobError(f"peft: {entry} has no cost description (PeftSpec.cost), so nothing can be predicted")
-        cost: Any = entry.spec.cost.load()
-
-        def inner(config: PluginConfig, *arguments: Any) -> AdapterCost:
-            return self._adapter(config)(*arguments)
-
-        further = (inner,) if entry.spec.composite else ()
-        return lambda *arguments: cost(config, *arguments, *further)
 
     def updates(self, layout: Layout) -> Updates:
         """Costs of the optimizer's updates on a layout."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from d9d_core.program.costs import Operation
 
-from d9d_engine.planner.device import Device
+from d9d_planner.device import Device
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ import pytest
 from d9d_core.errors import JobError
 from d9d_core.program.actions import single_stage
 from d9d_core.program.text import parse_programs
-from d9d_engine.planner.device import Device
-from d9d_engine.planner.live import Moment, moments
-from d9d_engine.planner.network import Group, seconds
-from d9d_engine.planner.options import divisors
+from d9d_planner.device import Device
+from d9d_planner.live import Moment, moments
+from d9d_planner.network import Group, seconds
+from d9d_planner.options import divisors
 
 DEVICE = Device.named("h200").model_copy(update={"link_latency": 0.0, "network_latency": 0.0})
 GIB = float(2**30)

@@ -12,7 +12,7 @@ from d9d_core.config.job import BaseJob, Mesh
 from d9d_core.grid import AXES, Grid
 from d9d_core.plugin.records import ViewSpec
 
-from d9d_engine.planner.network import Group
+from d9d_planner.network import Group
 
 AnyJob = TypeVar("AnyJob", bound=BaseJob)
 

@@ -11,11 +11,11 @@ from itertools import product
 from d9d_core.config.job import MAX_MICROBATCHES, Mesh
 from d9d_core.errors import D9dError
 
-from d9d_engine.planner.device import Device
-from d9d_engine.planner.layout import Layout
-from d9d_engine.planner.options import Options, divisors
-from d9d_engine.planner.prediction import Prediction
-from d9d_engine.planner.workload import Workload
+from d9d_planner.device import Device
+from d9d_planner.layout import Layout
+from d9d_planner.options import Options, divisors
+from d9d_planner.prediction import Prediction
+from d9d_planner.workload import Workload
 
 #: Largest sizes that are tried.
 _MOST_STAGES, _MOST_CONTEXT, _MOST_MICROBATCH = 32, 64, 16

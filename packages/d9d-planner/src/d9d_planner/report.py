@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from d9d_engine.planner.prediction import Prediction
-from d9d_engine.planner.search import Found
+from d9d_planner.prediction import Prediction
+from d9d_planner.search import Found
 
 _GIB = 2**30
 #: Parts that follow from the others, or that no layout changes much.

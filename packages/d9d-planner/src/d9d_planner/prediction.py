@@ -10,11 +10,11 @@ from d9d_core.plugin.records import ViewSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.program.costs import StageCost
 
-from d9d_engine.planner.device import Device
-from d9d_engine.planner.layout import Layout
-from d9d_engine.planner.memory import Memory, MemoryModel
-from d9d_engine.planner.step_time import StepTime, TimeModel
-from d9d_engine.planner.workload import Workload
+from d9d_planner.device import Device
+from d9d_planner.layout import Layout
+from d9d_planner.memory import Memory, MemoryModel
+from d9d_planner.step_time import StepTime, TimeModel
+from d9d_planner.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from d9d_engine.planner.device import Device
-from d9d_engine.planner.links.measure import measured_link
+from d9d_planner.device import Device
+from d9d_planner.links.measure import measured_link
 
 _REPEATS = 7
 

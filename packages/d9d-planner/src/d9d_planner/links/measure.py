@@ -33,7 +33,7 @@ def measured_link(device: str, ranks: int) -> dict[str, float]:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, output in enumerate(outputs):
-                module = [sys.executable, "-m", "d9d_engine.planner.links.worker"]
+                module = [sys.executable, "-m", "d9d_planner.links.worker"]
                 arguments = [temporary, device, str(rank), str(ranks)]
                 processes.append(
                     subprocess.Popen(  # noqa: S603 - our own interpreter

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from d9d_core.errors import JobError
 from d9d_core.program.costs import BlockCost, Exchange, StageCost, StageTimes, StrategyCost
 
-from d9d_engine.planner.device import Device
-from d9d_engine.planner.layout import Layout, axis_group
-from d9d_engine.planner.network import Group, seconds
-from d9d_engine.planner.workload import Workload, steady
+from d9d_planner.device import Device
+from d9d_planner.layout import Layout, axis_group
+from d9d_planner.network import Group, seconds
+from d9d_planner.workload import Workload, steady
 
 #: Bytes of a number below which products run at the rate of bfloat16.
 _FLOAT32 = 4

@@ -27,11 +27,11 @@ from d9d_core.layout.mend import written
 from d9d_core.terminal.console import console_for
 from rich.text import Text
 
-from d9d_engine.planner.device import Device
-from d9d_engine.planner.prediction import Prediction
-from d9d_engine.planner.report import largest, memory_line, plan_table, time_line
-from d9d_engine.planner.search import Found, search
-from d9d_engine.planner.workload import Workload
+from d9d_planner.device import Device
+from d9d_planner.prediction import Prediction
+from d9d_planner.report import largest, memory_line, plan_table, time_line
+from d9d_planner.search import Found, search
+from d9d_planner.workload import Workload
 
 app = command_app("plan", "Find the layout of a job that fits and is fastest, without a GPU.")
 _GIB = 2**30
@@ -89,7 +89,8 @@ def plan(
 def _calibrated(name: str, rates: Device, file: Path) -> Device:
     """Device of this machine, measured and written into a file."""
     from d9d_engine.distributed.devices import choose_device, count_devices  # imports torch, which no plan needs
-    from d9d_engine.planner.calibrate import calibrated
+
+    from d9d_planner.calibrate import calibrated
 
     device, measured = calibrated(choose_device(name), rates, count_devices(name))
     file.write_text(yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False), "utf-8")

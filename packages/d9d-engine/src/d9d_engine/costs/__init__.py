@@ -1,0 +1,1 @@
+"""Costs of fine-tuning, from what models and methods declare."""
