@@ -153,7 +153,7 @@ def test_logits_that_are_no_numbers_are_an_error_unless_they_are_kept(
 def test_a_run_without_a_tokenizer_writes_no_text(
     values: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("d9d_inference.build.tokenizer_of", lambda *_: None)
+    monkeypatch.setattr("d9d_inference.compose.tokenizer_of", lambda *_: None)
     rows = rows_of(values("plain", limit=3))
     assert [row["text"] for row in rows] == [None] * 3
     assert all(row["tokens"] for row in rows)

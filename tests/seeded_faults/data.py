@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from d9d_engine.api import Job
-from d9d_engine.build.parts import data as build
+from d9d_engine.compose.parts import data as build
 from torch import Tensor
 
 from seeded_faults.seeding import Patch, built, packs

@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--reduce", default="float32", help="number format in which both sum gradients over ranks")
     options = parser.parse_args()
     from d9d_engine.api import Topology
-    from d9d_engine.build.plan import circumstances
+    from d9d_engine.compose.plan import circumstances
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -129,7 +129,7 @@ def main() -> None:
 
     plain_job = job.model_copy(update={"parallel": [], "mesh": type(job.mesh)()})
     from d9d_core.config.resolve import select
-    from d9d_engine.build.assemble import assemble
+    from d9d_engine.compose.assemble import assemble
     from d9d_engine.testing import initialise
 
     alone = Topology(sizes=plain_job.mesh.sizes(), device=device)

@@ -32,7 +32,7 @@ import torch
 from d9d_core.extend import Stage
 from d9d_core.plugin import Registry
 from d9d_engine.api import Job, Topology
-from d9d_engine.build.kernels import bind_kernels
+from d9d_engine.compose.kernels import bind_kernels
 from d9d_engine.testing import initialise
 from d9d_moe.expert_parallel.config import ExpertParallelConfig
 from d9d_moe.expert_parallel.strategy import ExpertParallel

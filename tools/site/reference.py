@@ -44,7 +44,7 @@ SEAMS = {
     "d9d_weights.sharding": "Tensors over ranks",
     "d9d_engine.job": "Job",
     "d9d_engine.run": "Job",
-    "d9d_engine.build": "Job",
+    "d9d_engine.compose": "Job",
     "d9d_verify": "Comparing layouts",
 }
 

@@ -14,7 +14,7 @@ from d9d_core.config.job import Mesh
 from d9d_core.errors import BuildError, CheckpointError, DataError, JobError
 from d9d_core.layout.check import covers
 from d9d_core.plugin import Registry, hookimpl
-from d9d_engine.build.plan import MemoryEstimate
+from d9d_engine.compose.plan import MemoryEstimate
 from d9d_engine.job import Job
 from d9d_testing.toy.data import ToyStream
 from d9d_testing.toy.observers import ToyTracker

@@ -11,7 +11,7 @@ import torch
 from d9d_core.extend import Applied, BuildError, GradientOwner
 from d9d_core.plugin import Ref, StrategySpec
 from d9d_core.program.placement import Pipeline
-from d9d_engine.build.parts.cuda_graphs import check_cuda_graphs, records_graphs, step_mark
+from d9d_engine.compose.parts.cuda_graphs import check_cuda_graphs, records_graphs, step_mark
 
 pytestmark = pytest.mark.smoke
 

@@ -16,7 +16,7 @@ from d9d_core.errors import BuildError, JobError
 from d9d_core.extend import OpSlot, Subscribes, subscribe
 from d9d_core.plugin import KernelSpec, Ref, Registry, hookimpl
 from d9d_engine.api import Trainer
-from d9d_engine.build.kernels import bind_kernels
+from d9d_engine.compose.kernels import bind_kernels
 from d9d_engine.distributed.determinism import deterministic_algorithms, prepare_determinism
 from d9d_engine.job import Job
 from d9d_engine.step.randomness import generators_kept, seed_generators

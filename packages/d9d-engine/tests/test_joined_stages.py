@@ -12,8 +12,8 @@ from d9d_core.ops import Decision, OpSignature, OpSlot
 from d9d_core.plugin import KernelSpec, Ref, Registry, hookimpl
 from d9d_core.plugin.capabilities import Circumstances, Judge
 from d9d_core.protocols.model import Stage
-from d9d_engine.build.joined_stages import JoinedStages, joined_stages
-from d9d_engine.build.kernels import bind_kernels
+from d9d_engine.compose.joined_stages import JoinedStages, joined_stages
+from d9d_engine.compose.kernels import bind_kernels
 from d9d_testing.toy.config import ToyModelConfig
 from d9d_testing.toy.model import ToyModel
 from d9d_weights.sharding.model_tensors import model_tensors

@@ -13,10 +13,10 @@ from d9d_core.plugin import KernelSpec, Ref, Registry, StrategySpec, hookimpl
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
 from d9d_core.plugin.entries import Entry, Origin
 from d9d_core.protocols.strategy import Applied
-from d9d_engine.build.assemble import changed_modules
-from d9d_engine.build.kernels import KernelChoice, bind_kernels, refuse_unused
-from d9d_engine.build.parts.slots import holders_alike, ops_elsewhere, slot_facts
 from d9d_engine.cli.report import print_kernel
+from d9d_engine.compose.assemble import changed_modules
+from d9d_engine.compose.kernels import KernelChoice, bind_kernels, refuse_unused
+from d9d_engine.compose.parts.slots import holders_alike, ops_elsewhere, slot_facts
 from rich.console import Console
 from torch import nn
 

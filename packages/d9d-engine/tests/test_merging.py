@@ -10,7 +10,7 @@ import pytest
 import torch
 from d9d_core import events as ev
 from d9d_core.errors import CheckpointError
-from d9d_engine.build.merging import merged
+from d9d_engine.compose.merging import merged
 from d9d_engine.job import Job
 from d9d_testing.toy.modifiers import ToyPeft
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, quiet

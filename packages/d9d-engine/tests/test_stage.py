@@ -9,8 +9,8 @@ import pytest
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.protocols.model import Stage
-from d9d_engine.build.initialise import initialise
-from d9d_engine.build.weights import materialise
+from d9d_engine.compose.initialise import initialise
+from d9d_engine.compose.weights import materialise
 from d9d_engine.job import Job
 from d9d_engine.step.metrics import Statistics
 from d9d_testing.toy.model import ToyModel

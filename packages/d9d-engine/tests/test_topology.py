@@ -15,7 +15,7 @@ from d9d_core.errors import BuildError, JobError
 from d9d_core.grid import AXES, Grid
 from d9d_core.layout.check import covers
 from d9d_core.plugin import Registry, ViewDim, ViewSpec, hookimpl
-from d9d_engine.build.assemble import check_divisibility
+from d9d_engine.compose.assemble import check_divisibility
 from d9d_engine.distributed.devices import load_kernels_eagerly, share_hardware_queues
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.distributed.simulate import simulated_world

@@ -14,7 +14,7 @@ import pytest
 import torch
 from d9d_core.errors import BuildError, CheckpointError, JobError, NonFiniteError
 from d9d_core.protocols.inference import Columns
-from d9d_inference.build import weights_identity
+from d9d_inference.compose import weights_identity
 from d9d_inference.config import JsonlWriterConfig, ParquetWriterConfig
 from d9d_inference.part_store import PartStore
 from d9d_inference.row_thread import KeptPack, RowThread, check_finite, joined_rows

@@ -14,7 +14,7 @@ import pytest
 import torch
 from d9d_core.extend import BuildError, OpSignature
 from d9d_core.plugin.capabilities import Circumstances, Judge
-from d9d_engine.build.kernels import bind_kernels
+from d9d_engine.compose.kernels import bind_kernels
 from d9d_flash_attention import backend, cute, rules
 from d9d_flash_attention.starts import document_starts, most_documents
 from d9d_testing.suites.kernel import KernelSuite

@@ -12,7 +12,7 @@ import pytest
 import torch
 from d9d_core.extend import BuildError, Deferral, OpSignature, OpSlot
 from d9d_core.plugin.capabilities import Circumstances, Judge
-from d9d_engine.build.kernels import bind_kernels
+from d9d_engine.compose.kernels import bind_kernels
 from d9d_grouped_gemm.linear import build, supports
 from d9d_nn.ops.grouped_linear import grouped_linear
 from d9d_testing.suites.kernel import KernelSuite

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.extend import BuildError, Deferral, HasExperts, OpSignature
-from d9d_engine.build.kernels import bind_kernels
+from d9d_engine.compose.kernels import bind_kernels
 from d9d_moe.dispatch.local import LocalDispatcher
 from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
 from d9d_moe.experts.layer import MoELayer

@@ -10,7 +10,7 @@ import pytest
 import torch
 from d9d_core.extend import BuildError, OpSignature, OpSlot
 from d9d_core.plugin.capabilities import Circumstances, Judge
-from d9d_engine.build.kernels import bind_kernels
+from d9d_engine.compose.kernels import bind_kernels
 from d9d_quack import rules
 from d9d_testing.suites.kernel import KernelSuite
 from torch import Tensor, nn

@@ -78,8 +78,8 @@ from d9d_engine.trackers.config import ConsoleConfig, JsonlConfig
 if TYPE_CHECKING:
     from d9d_weights import ModelDirectory, StateGraph, export_model, load_tensors
 
-    from d9d_engine.build.plan import MemoryEstimate, Plan
     from d9d_engine.checkpoint.store import CheckpointStore
+    from d9d_engine.compose.plan import MemoryEstimate, Plan
     from d9d_engine.distributed.mesh import Topology
     from d9d_engine.run.life_cycle import Outcome
     from d9d_engine.run.trainer import Trainer
@@ -87,8 +87,8 @@ if TYPE_CHECKING:
 #: Module of the names that need torch or numpy; they are imported when they are used.
 _LAZY = {
     "CheckpointStore": "d9d_engine.checkpoint.store",
-    "MemoryEstimate": "d9d_engine.build.plan",
-    "Plan": "d9d_engine.build.plan",
+    "MemoryEstimate": "d9d_engine.compose.plan",
+    "Plan": "d9d_engine.compose.plan",
     "Topology": "d9d_engine.distributed.mesh",
     "Outcome": "d9d_engine.run.life_cycle",
     "Trainer": "d9d_engine.run.trainer",

@@ -23,7 +23,7 @@ from d9d_engine.trackers.config import ConsoleConfig, JsonlConfig
 if TYPE_CHECKING:
     from d9d_core.protocols.subscriber import Subscriber
 
-    from d9d_engine.build.plan import Plan
+    from d9d_engine.compose.plan import Plan
     from d9d_engine.distributed.mesh import Topology
     from d9d_engine.run.trainer import Trainer
 
@@ -59,7 +59,7 @@ class Job(JoinsProcesses, JobFile):
         self.check(size)
         if not 0 <= rank < size:
             raise JobError(f"rank {rank}: the job has the ranks 0 to {size - 1}")
-        from d9d_engine.build.plan import circumstances, plan
+        from d9d_engine.compose.plan import circumstances, plan
         from d9d_engine.distributed.devices import intended_device, is_available
         from d9d_engine.distributed.mesh import Topology
         from d9d_engine.distributed.simulate import simulated_world
@@ -97,7 +97,7 @@ class Job(JoinsProcesses, JobFile):
             D9dError: the job cannot run.
         """
         self.resolve(1 if topology is None else topology.world_size)
-        from d9d_engine.build.compose import build
+        from d9d_engine.compose.training import build
         from d9d_engine.distributed.determinism import prepare_determinism
         from d9d_engine.distributed.devices import choose_device
         from d9d_engine.distributed.mesh import Topology

@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from d9d_engine.build.initialise import initialise
     from d9d_engine.checkpoint.store import CheckpointStore
+    from d9d_engine.compose.initialise import initialise
     from d9d_engine.distributed.devices import load_kernels_eagerly, share_hardware_queues
     from d9d_engine.distributed.packed_reduction import PackedReduction
     from d9d_engine.distributed.simulate import simulated_world
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
-    "initialise": "d9d_engine.build.initialise",
+    "initialise": "d9d_engine.compose.initialise",
     "CheckpointStore": "d9d_engine.checkpoint.store",
     "PackedReduction": "d9d_engine.distributed.packed_reduction",
     "Statistics": "d9d_engine.step.metrics",

@@ -111,7 +111,7 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
         from d9d_engine.distributed.devices import choose_device
         from d9d_engine.distributed.mesh import Topology
 
-        from d9d_inference.build import build_inference
+        from d9d_inference.compose import build_inference
 
         if self.deterministic:
             prepare_determinism(self.device)

@@ -59,7 +59,7 @@ class InferenceOutcome:
 class Inference:
     """Inference of a built job. Its collaborators are public, so that they can be used alone.
 
-    Made by :func:`d9d_inference.build.build_inference`.
+    Made by :func:`d9d_inference.compose.build_inference`.
 
     Args:
         job: the job.

@@ -37,7 +37,7 @@ def check_predictions(job: JobFile, _world_size: int | None, memory: int | None)
     Raises:
         JobError: it does not fit, with the cheapest ways out; or memory was named and nothing can be predicted.
     """
-    from d9d_engine.build.communication.nodes import processes_of_node  # imports torch, which no prediction needs
+    from d9d_engine.compose.communication.nodes import processes_of_node  # imports torch, which no prediction needs
 
     table = Table(box=None, show_header=False)
     for number, line in enumerate(predicted(job, memory, processes_of_node(job.device))):

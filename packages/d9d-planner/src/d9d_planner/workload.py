@@ -110,7 +110,7 @@ class Workload:
         """Compare the lengths of training and evaluation with the ranks that split positions.
 
         Raises:
-            JobError: they do not divide every length; see :mod:`d9d_engine.build.parts.sample_lengths`.
+            JobError: they do not divide every length; see :mod:`d9d_engine.compose.parts.sample_lengths`.
         """
         ranks = math.lcm(2 * mesh.cp if mesh.cp > 1 else 1, mesh.tp * mesh.cp)
         for where, multiple in self._multiples.items():

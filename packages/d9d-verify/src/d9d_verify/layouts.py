@@ -24,8 +24,8 @@ from d9d_core.protocols.model import Stage
 from d9d_core.protocols.task import Task
 from d9d_core.traits import HasOps, LayoutDependent, modules_with
 from d9d_core.types import State
-from d9d_engine.build.assemble import check_divisibility
-from d9d_engine.build.joined_stages import joined_stages
+from d9d_engine.compose.assemble import check_divisibility
+from d9d_engine.compose.joined_stages import joined_stages
 from d9d_engine.job import Job
 from torch import nn
 

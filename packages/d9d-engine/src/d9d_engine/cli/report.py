@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from d9d_engine.build.kernels import KernelChoice
-    from d9d_engine.build.plan import Plan
+    from d9d_engine.compose.kernels import KernelChoice
+    from d9d_engine.compose.plan import Plan
     from d9d_engine.job import Job
 
 GIB = 2**30
@@ -103,7 +103,7 @@ def print_communication(console: Console, job: Job, plan: Plan) -> None:
     """Placements of parameters, and the collectives of a step and of a log entry."""
     if job.mesh.world_size == 1:
         return
-    from d9d_engine.build.communication.rows import grouped
+    from d9d_engine.compose.communication.rows import grouped
 
     found = plan.collectives
     _heading(console, f"parameters on rank {found.rank}, and where their other parts are")

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from d9d_engine.build.communication.step import Unread
-from d9d_engine.build.plan import Plan
+from d9d_engine.compose.communication.step import Unread
+from d9d_engine.compose.plan import Plan
 from d9d_engine.job import Job
 
 

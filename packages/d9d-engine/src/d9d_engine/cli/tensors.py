@@ -32,11 +32,11 @@ from d9d_weights.hugging_face.format import HuggingFaceFormat, KeepsFields
 from pydantic import ValidationError
 from rich.table import Table
 
-from d9d_engine.build.model_card.card import MODEL_CARD
-from d9d_engine.build.model_card.stored import card_of
-from d9d_engine.build.pretrained import job_state_graph
 from d9d_engine.checkpoint.stored_model import job_of, merger_of, model_of
 from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
+from d9d_engine.compose.model_card.card import MODEL_CARD
+from d9d_engine.compose.model_card.stored import card_of
+from d9d_engine.compose.pretrained import job_state_graph
 from d9d_engine.job import Job
 from d9d_engine.run.progress import ByteBar
 

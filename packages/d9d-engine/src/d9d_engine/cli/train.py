@@ -75,7 +75,7 @@ def train(
 
 def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) -> None:
     def import_modules() -> None:
-        import d9d_engine.build.compose  # noqa: F401
+        import d9d_engine.compose.training  # noqa: F401
 
     with joined_process(process, interrupts, load, import_modules) as (loaded, topology, start, alone):
         with start_up(interrupts, alone), collected_seldom():

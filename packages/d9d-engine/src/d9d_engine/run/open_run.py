@@ -33,7 +33,7 @@ from d9d_engine.supervision.compilation import CompilationLog
 from d9d_engine.trackers.hub import TrackerHub
 from d9d_engine.trackers.run_log import HubLog
 
-#: Writes the model, see :class:`d9d_engine.build.export.Exporter`.
+#: Writes the model, see :class:`d9d_engine.compose.export.Exporter`.
 Export = Callable[[Progress, Literal["model", "adapter"] | None, Path | None], list[Path]]
 
 
@@ -211,7 +211,7 @@ class OpenRun:
         self._announce()
 
     def export(self, kind: Literal["model", "adapter"] | None = None, directory: Path | None = None) -> list[Path]:
-        """Write the model as it is to be used; see :class:`d9d_engine.build.export.Exporter`."""
+        """Write the model as it is to be used; see :class:`d9d_engine.compose.export.Exporter`."""
         self.parts.checkpointer.make_replicas_equal()
         with self.parts.step.evaluation_weights():
             return self.parts.export(self.progress, kind, directory)

@@ -38,7 +38,7 @@ class Trainer:
             trainer.export("draft")
 
     The block's end saves and closes the run; so does :meth:`finish`. Its collaborators are public, so that they can be
-    used alone. Made by :func:`d9d_engine.build.compose.build`.
+    used alone. Made by :func:`d9d_engine.compose.training.build`.
 
     Args:
         parts: its collaborators.

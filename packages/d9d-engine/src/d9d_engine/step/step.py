@@ -41,7 +41,7 @@ class TrainStep:
         events: observers.
         ranges: around the phases, for a profiler.
         mark: called when a step begins, for recorded modules; see
-            :func:`d9d_engine.build.parts.cuda_graphs.step_mark`.
+            :func:`d9d_engine.compose.parts.cuda_graphs.step_mark`.
     """
 
     def __init__(

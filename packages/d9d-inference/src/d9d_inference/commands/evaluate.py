@@ -125,11 +125,11 @@ def _evaluate(
     with start_up(), interrupts_deferred():
         from d9d_engine.distributed.mesh import describe_rank
 
-        import d9d_inference.evaluation.build  # noqa: F401 - torch and numpy, once and for all that follows
+        import d9d_inference.evaluation.compose  # noqa: F401 - torch and numpy, once and for all that follows
 
     reporter = None if alone else process.reporter(describe_rank(first.job.mesh.sizes(), env.rank))
     with first.job.joined(env, reporter) as topology:
-        from d9d_inference.evaluation.build import evaluate as measure
+        from d9d_inference.evaluation.compose import evaluate as measure
 
         with interrupts.raised():  # nothing is lost: there is nothing to save
             report = measure(first, topology, say if topology.is_main else silent, limit, other)

@@ -69,7 +69,7 @@ def infer(
 
 def _infer(process: Process, interrupts: Interrupts, load: Callable[[], InferenceJob]) -> None:
     def import_modules() -> None:
-        import d9d_inference.build  # noqa: F401
+        import d9d_inference.compose  # noqa: F401
 
     with joined_process(process, interrupts, load, import_modules, "computed") as (loaded, topology, start, alone):
         with start_up(interrupts, alone, "computed"), collected_seldom():

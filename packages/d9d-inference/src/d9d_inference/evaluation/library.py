@@ -64,7 +64,7 @@ def evaluate(
     from d9d_engine.distributed.devices import choose_device
     from d9d_engine.distributed.mesh import Topology
 
-    from d9d_inference.evaluation.build import evaluate as measure
+    from d9d_inference.evaluation.compose import evaluate as measure
 
     if topology is None:
         job = first.job

@@ -11,10 +11,10 @@ from d9d_core.errors import JobError
 from d9d_core.protocols.data import DataStream
 from torch import distributed as dist
 
-from d9d_engine.build.assemble import Assembly
-from d9d_engine.build.first_pass.build import BuiltFirstPass
-from d9d_engine.build.parts.data import open_data, split_of
-from d9d_engine.build.parts.statistics import build_statistics
+from d9d_engine.compose.assemble import Assembly
+from d9d_engine.compose.first_pass.build import BuiltFirstPass
+from d9d_engine.compose.parts.data import open_data, split_of
+from d9d_engine.compose.parts.statistics import build_statistics
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.evaluation import EvaluationSet, Evaluator, likelihood_of
 from d9d_engine.run.prefetch import DevicePrefetcher

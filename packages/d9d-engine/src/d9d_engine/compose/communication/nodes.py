@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from d9d_engine.build.communication.step import StepCollectives
+from d9d_engine.compose.communication.step import StepCollectives
 from d9d_engine.distributed.devices import count_devices
 
 MIB = 2**20

@@ -23,25 +23,25 @@ from d9d_core.protocols.tracker import LogsValues
 from d9d_core.tensors import local
 from torch import Tensor, nn
 
-from d9d_engine.build.assemble import Assembly, assemble
-from d9d_engine.build.executor import build_executor
-from d9d_engine.build.export import Exporter
-from d9d_engine.build.first_pass.build import build_first_pass
-from d9d_engine.build.parts.cuda_graphs import step_mark
-from d9d_engine.build.parts.data import documents_of, open_data, split_of
-from d9d_engine.build.parts.evaluator import build_evaluator
-from d9d_engine.build.parts.length import count_steps
-from d9d_engine.build.parts.series import check_series
-from d9d_engine.build.parts.statistics import build_statistics, unique_name
-from d9d_engine.build.parts.task import build_task
-from d9d_engine.build.plan import (
+from d9d_engine.compose.assemble import Assembly, assemble
+from d9d_engine.compose.executor import build_executor
+from d9d_engine.compose.export import Exporter
+from d9d_engine.compose.first_pass.build import build_first_pass
+from d9d_engine.compose.parts.cuda_graphs import step_mark
+from d9d_engine.compose.parts.data import documents_of, open_data, split_of
+from d9d_engine.compose.parts.evaluator import build_evaluator
+from d9d_engine.compose.parts.length import count_steps
+from d9d_engine.compose.parts.series import check_series
+from d9d_engine.compose.parts.statistics import build_statistics, unique_name
+from d9d_engine.compose.parts.task import build_task
+from d9d_engine.compose.plan import (
     build_lr_schedule,
     build_optimizer,
     choose_optimizer,
     circumstances,
     flops_per_token,
 )
-from d9d_engine.build.weights import start_weights
+from d9d_engine.compose.weights import start_weights
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.profiling.profiler import StepProfiler
 from d9d_engine.profiling.ranges import Ranges

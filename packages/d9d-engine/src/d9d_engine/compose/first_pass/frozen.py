@@ -11,7 +11,7 @@ from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.first_pass import FirstPass, PassModel
 from d9d_core.protocols.peft import SwitchesOff
 
-from d9d_engine.build.assemble import Assembly, assemble
+from d9d_engine.compose.assemble import Assembly, assemble
 from d9d_engine.distributed.mesh import Topology
 
 

@@ -29,11 +29,11 @@ from d9d_core.protocols.inference import (
     WritesText,
 )
 from d9d_core.protocols.subscriber import Subscriber
-from d9d_engine.build.assemble import Assembly
-from d9d_engine.build.forward import ForwardModel, assemble_forward, build_forward
-from d9d_engine.build.parts.data import open_data
-from d9d_engine.build.plan import circumstances
 from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
+from d9d_engine.compose.assemble import Assembly
+from d9d_engine.compose.forward import ForwardModel, assemble_forward, build_forward
+from d9d_engine.compose.parts.data import open_data
+from d9d_engine.compose.plan import circumstances
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher

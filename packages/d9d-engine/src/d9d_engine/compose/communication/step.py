@@ -39,7 +39,7 @@ from d9d_core.types import TensorSpec
 from torch import Tensor
 from torch import distributed as dist
 
-from d9d_engine.build.assemble import Assembly
+from d9d_engine.compose.assemble import Assembly
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.distributed.packed_reduction import PackedReduction
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies

@@ -21,13 +21,13 @@ from d9d_weights.hugging_face.export import ModelFiles, export_model
 from d9d_weights.hugging_face.writer import ModelWriter
 from d9d_weights.sharding.model_tensors import model_tensors
 
-from d9d_engine.build.adapter import save_adapter
-from d9d_engine.build.assemble import Assembly
-from d9d_engine.build.merging import merged
-from d9d_engine.build.model_card.card import MODEL_CARD, ModelCard
-from d9d_engine.build.model_card.public_job import changed_fields
-from d9d_engine.build.model_card.versions import versions_now
-from d9d_engine.build.weights import Published
+from d9d_engine.compose.adapter import save_adapter
+from d9d_engine.compose.assemble import Assembly
+from d9d_engine.compose.merging import merged
+from d9d_engine.compose.model_card.card import MODEL_CARD, ModelCard
+from d9d_engine.compose.model_card.public_job import changed_fields
+from d9d_engine.compose.model_card.versions import versions_now
+from d9d_engine.compose.weights import Published
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Progress
 

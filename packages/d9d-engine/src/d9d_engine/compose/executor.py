@@ -15,7 +15,7 @@ from d9d_core.protocols.task import StageInputs
 from d9d_core.types import Microbatch
 from torch import distributed as dist
 
-from d9d_engine.build.assemble import Assembly
+from d9d_engine.compose.assemble import Assembly
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.profiling.ranges import Ranges
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies

@@ -14,12 +14,12 @@ from d9d_core.errors import CheckpointError
 from d9d_core.protocols.first_pass import TwoPassTask
 from d9d_core.protocols.metric import StageMetric, Table
 from d9d_core.tensors import local
-from d9d_engine.build.first_pass.build import build_first_pass
-from d9d_engine.build.forward import ForwardModel, assemble_forward, build_forward
-from d9d_engine.build.parts.evaluator import Surroundings, build_set
-from d9d_engine.build.parts.task import build_task
-from d9d_engine.build.plan import circumstances
 from d9d_engine.checkpoint.saved import Checkpoint
+from d9d_engine.compose.first_pass.build import build_first_pass
+from d9d_engine.compose.forward import ForwardModel, assemble_forward, build_forward
+from d9d_engine.compose.parts.evaluator import Surroundings, build_set
+from d9d_engine.compose.parts.task import build_task
+from d9d_engine.compose.plan import circumstances
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import open_store
 from d9d_engine.run.evaluation import Evaluator, likelihood_of

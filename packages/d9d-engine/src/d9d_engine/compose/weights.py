@@ -13,10 +13,10 @@ from d9d_core.plugin.registry import Registry
 from d9d_core.traits import HasAdjacentWeights
 from torch import Tensor, nn
 
-from d9d_engine.build.adapter import start_method
-from d9d_engine.build.assemble import Assembly
-from d9d_engine.build.initialise import initialise
-from d9d_engine.build.pretrained import pretrained_weights
+from d9d_engine.compose.adapter import start_method
+from d9d_engine.compose.assemble import Assembly
+from d9d_engine.compose.initialise import initialise
+from d9d_engine.compose.pretrained import pretrained_weights
 from d9d_engine.distributed.mesh import Topology
 
 

@@ -14,12 +14,12 @@ from d9d_core.protocols.first_pass import TwoPassTask
 from d9d_core.protocols.peft import SwitchesOff
 from torch import nn
 
-from d9d_engine.build.assemble import Assembly
-from d9d_engine.build.executor import build_executor, build_frozen_executor
-from d9d_engine.build.first_pass.frozen import assemble_frozen, settle_first_pass
-from d9d_engine.build.first_pass.stored import stored_outputs
-from d9d_engine.build.plan import circumstances
-from d9d_engine.build.weights import start_weights
+from d9d_engine.compose.assemble import Assembly
+from d9d_engine.compose.executor import build_executor, build_frozen_executor
+from d9d_engine.compose.first_pass.frozen import assemble_frozen, settle_first_pass
+from d9d_engine.compose.first_pass.stored import stored_outputs
+from d9d_engine.compose.plan import circumstances
+from d9d_engine.compose.weights import start_weights
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.checked_task import CheckedTask

@@ -12,12 +12,12 @@ from d9d_core.protocols.task import StageInputs
 from d9d_core.types import Microbatch, State
 from torch import Tensor, nn
 
-from d9d_engine.build.assemble import Assembly, assemble
-from d9d_engine.build.executor import build_frozen_executor
-from d9d_engine.build.kernels import refuse_unused
-from d9d_engine.build.parts.cuda_graphs import step_mark
-from d9d_engine.build.plan import circumstances
-from d9d_engine.build.weights import Published, start_weights
+from d9d_engine.compose.assemble import Assembly, assemble
+from d9d_engine.compose.executor import build_frozen_executor
+from d9d_engine.compose.kernels import refuse_unused
+from d9d_engine.compose.parts.cuda_graphs import step_mark
+from d9d_engine.compose.plan import circumstances
+from d9d_engine.compose.weights import Published, start_weights
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.executor import Executor

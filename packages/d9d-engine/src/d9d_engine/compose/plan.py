@@ -24,15 +24,15 @@ from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
 from torch import Tensor
 
-from d9d_engine.build.adapter import save_adapter
-from d9d_engine.build.assemble import Assembly, assemble
-from d9d_engine.build.communication.nodes import node_warning, processes_of_node
-from d9d_engine.build.communication.placements import Placed, placed_parameters
-from d9d_engine.build.communication.step import StepCollectives, step_collectives
-from d9d_engine.build.first_pass.frozen import assemble_frozen, settle_first_pass
-from d9d_engine.build.kernels import KernelChoice, bind_kernels, refuse_unused
-from d9d_engine.build.parts.series import check_series
-from d9d_engine.build.pretrained import pretrained_weights
+from d9d_engine.compose.adapter import save_adapter
+from d9d_engine.compose.assemble import Assembly, assemble
+from d9d_engine.compose.communication.nodes import node_warning, processes_of_node
+from d9d_engine.compose.communication.placements import Placed, placed_parameters
+from d9d_engine.compose.communication.step import StepCollectives, step_collectives
+from d9d_engine.compose.first_pass.frozen import assemble_frozen, settle_first_pass
+from d9d_engine.compose.kernels import KernelChoice, bind_kernels, refuse_unused
+from d9d_engine.compose.parts.series import check_series
+from d9d_engine.compose.pretrained import pretrained_weights
 from d9d_engine.costs.flops import tuning_flops
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.checked_task import CheckedTask

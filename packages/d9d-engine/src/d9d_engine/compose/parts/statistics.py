@@ -13,7 +13,7 @@ from d9d_core.protocols.metric import Metric
 from d9d_core.traits import ObservesOnDemand, modules_with
 from torch import distributed as dist
 
-from d9d_engine.build.assemble import Assembly
+from d9d_engine.compose.assemble import Assembly
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.metrics import Statistics
 

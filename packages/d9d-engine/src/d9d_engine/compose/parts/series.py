@@ -7,7 +7,7 @@ from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection
 from d9d_core.errors import JobError
 
-from d9d_engine.build.assemble import Assembly
+from d9d_engine.compose.assemble import Assembly
 from d9d_engine.run.evaluation import likelihood_of, prefix_of, series_of_sets
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses
 from d9d_engine.step.checked_task import CheckedTask

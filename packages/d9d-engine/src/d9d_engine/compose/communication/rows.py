@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from d9d_engine.build.communication.placements import without_numbers
-from d9d_engine.build.communication.step import Entry
+from d9d_engine.compose.communication.placements import without_numbers
+from d9d_engine.compose.communication.step import Entry
 
 
 @dataclass

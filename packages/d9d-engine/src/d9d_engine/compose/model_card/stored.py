@@ -9,10 +9,10 @@ from typing import Any
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
 
-from d9d_engine.build.model_card.card import ModelCard
-from d9d_engine.build.model_card.versions import versions_of
 from d9d_engine.checkpoint.stored_model import job_of
 from d9d_engine.checkpoint.tensors import CheckpointTensors
+from d9d_engine.compose.model_card.card import ModelCard
+from d9d_engine.compose.model_card.versions import versions_of
 from d9d_engine.run.checkpointer import checked_values
 
 
