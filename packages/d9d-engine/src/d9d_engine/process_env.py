@@ -76,7 +76,7 @@ class ProcessEnv:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> ProcessEnv:
-        """Read torchrun's variables, else those of MPI or of a Slurm step, else assume one process.
+        """Read torchrun's variables, else variables of MPI or of a Slurm step, else assume one process.
 
         ``RANK`` and ``WORLD_SIZE`` without ``LOCAL_RANK`` are one process on each machine. A batch script of Slurm
         itself is not a step: what it starts without ``srun`` is one process, whatever was allocated.

@@ -126,7 +126,7 @@ class _Builder:
         if self._values > MAX_VALUES:
             raise self._error(node, f"more than {MAX_VALUES:,} values; aliases repeat what they refer to")
         if id(node) in self._open:
-            raise self._error(node, "an alias refers to what it is part of")
+            raise self._error(node, "an alias refers to a node that contains it")
         if len(location) > MAX_DEPTH:
             raise self._error(node, f"nested more than {MAX_DEPTH} levels deep")
         if node.tag not in _PLAIN[type(node)]:

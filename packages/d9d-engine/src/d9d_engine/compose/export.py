@@ -175,7 +175,7 @@ class Exporter:
 def end_of_text(config: Mapping[str, Any], facts: State) -> dict[str, Any]:
     """Field ``eos_token_id`` of a ``config.json`` or ``generation_config.json`` after training; empty if it stays.
 
-    Tokens that ended what was learned come after those that the model had; if it had none, after the data's own end.
+    Stop tokens of learned replies follow the model's own stop tokens, or the data's end of text if the model had none.
     """
     before = config.get("eos_token_id")
     known = facts.get("eos_token_id") if before is None else before

@@ -41,7 +41,7 @@ def process_of_launcher(environ: MutableMapping[str, str], alone: bool) -> Proce
     """This process among those that a launcher started; it is refused where it would be alone by mistake.
 
     Args:
-        environ: environment variables; those of launchers are removed if the user said so.
+        environ: environment variables; with ``alone``, the variables of launchers are removed.
         alone: the user said that there are no others.
 
     Raises:
