@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from d9d_testing.published import write_published
 
 if TYPE_CHECKING:
     from d9d_core.plugin import Registry
@@ -51,45 +52,11 @@ def small_job(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 @pytest.fixture(scope="session")
 def published() -> Callable[..., Path]:
     """Write a tiny Qwen3 with random weights, its tokenizer and its chat template, as transformers saves them."""
-
-    def write(directory: Path, padded_vocabulary: int | None = None, **sizes: int) -> Path:
-        transformers = pytest.importorskip("transformers")
-        import torch
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-        vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-        backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-        tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-        )
-        tokenizer.chat_template = CHAT_TEMPLATE
-        tokenizer.save_pretrained(directory)
-        torch.manual_seed(0)
-        values: dict[str, Any] = {
-            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.3, **sizes,
-        }  # fmt: skip
-        config = transformers.Qwen3Config(
-            vocab_size=padded_vocabulary or len(tokenizer),
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            **values,
-        )
-        transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
-        return directory
-
-    return write
+    pytest.importorskip("transformers")
+    return write_published
 
 
 @pytest.fixture(scope="session")

@@ -17,36 +17,12 @@ from d9d_core.config.lookup import load_config
 from d9d_core.config.saved_job import code_mark
 from d9d_core.plugin import records
 from d9d_core.plugin.registry import Registry
+from d9d_testing.hostile.strangers import CALL, CANARY, JOBS
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).resolve().parents[1]
-CANARY = "canary"
 # The library asks transformers for what it calls otherwise by now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
-#: Name of a hostile sort -> sections of the job.yaml that a stranger wrote; CANARY stands for the file to make.
-CALL = {"name": "dataset", "build": "subprocess:check_call", "arguments": {"args": ["touch", CANARY]}}
-CONFUSION = {
-    "name": "confusion", "problem": {"kind": "multiclass", "num_classes": 257}, "statistics": ["function"],
-    "function": "stranger:statistic", "predictions": "logits", "targets": "targets",
-}  # fmt: skip
-TEXTS = {"name": "text", "sources": ["python:topics"], "sequence_length": 32}
-HOSTILE: Mapping[str, Mapping[str, Any]] = {
-    "a plugin file": {"plugins": {"files": ["stranger.py"]}},
-    "a list of plugin files": {"plugins": ["stranger.py"]},
-    "a plugin file as a text": {"plugins": {"files": "stranger.py"}},
-    "data that calls a function": {"data": CALL},
-    "data that imports a module": {"data": {"name": "dataset", "build": "stranger:dataset"}},
-    "a mixture with data that calls a function": {"data": {"name": "mixture", "parts": [{"data": CALL}]}},
-    "an evaluation set that calls a function": {"evaluation": {"every": 1, "sets": {"a": CALL}}},
-    "evaluation data that calls a function": {"evaluation": {"every": 1, "data": CALL}},
-    "a metric that imports": {"metrics": [CONFUSION]},
-    "a metric of an evaluation that imports": {"evaluation": {"every": 1, "data": TEXTS, "metrics": [CONFUSION]}},
-    "an optimizer that imports": {"optimizer": {"name": "torch", "target": "stranger.Optimizer", "lr": 0.1}},
-    "sources at an address": {"data": {"name": "text", "sources": ["canary://a.txt"], "sequence_length": 32}},
-    "weights at an address": {"model": {"name": "qwen3", "pretrained": "canary://model"}},
-    "checkpoints at an address": {"checkpoint": {"dir": "canary://checkpoints"}},
-    "a tokenizer at an address": {"data": {"tokenizer": "canary://tokenizer.json"}},
-}  # fmt: skip
 #: Sections that no command reads from a directory: the run is used without them.
 HARMLESS: Mapping[str, Mapping[str, Any]] = {
     "a schedule that imports": {
@@ -141,11 +117,11 @@ LAYOUTS: Mapping[str, Callable[[Path], Path]] = {
 QUICK = ("a step's folder", "data that calls a function")
 
 
-@pytest.mark.parametrize("sort", HOSTILE)
+@pytest.mark.parametrize("sort", JOBS)
 def test_evaluate_refuses_what_a_run_would_run_and_names_the_command_that_trusts_it(
     sort: str, sound: Path, tmp_path: Path, d9d: Run
 ) -> None:
-    run = poisoned(sound, tmp_path / "run", HOSTILE[sort])
+    run = poisoned(sound, tmp_path / "run", JOBS[sort])
     status, _, err = d9d("evaluate", str(run))
     assert status == 2
     assert f"d9d evaluate {run}/job.yaml" in err
@@ -170,7 +146,7 @@ def test_evaluate_uses_a_run_without_the_sections_that_only_training_reads(
     ],
 )
 def test_no_command_runs_code_of_a_directory(layout: str, sort: str, sound: Path, tmp_path: Path, d9d: Run) -> None:
-    place = LAYOUTS[layout](poisoned(sound, tmp_path / "run", HOSTILE[sort]))
+    place = LAYOUTS[layout](poisoned(sound, tmp_path / "run", JOBS[sort]))
     text = tmp_path / "texts.jsonl"
     text.write_text('{"text": "the quick brown fox"}\n')
     other = {"name": "text", "sources": [str(text)], "field": "text", "sequence_length": 8, "tokenizer": "bytes"}
@@ -250,7 +226,7 @@ def test_the_users_own_run_with_a_plugin_file_is_evaluated_by_the_command_that_t
 
 
 def test_values_of_the_command_line_are_trusted(sound: Path, tmp_path: Path, d9d: Run) -> None:
-    run = poisoned(sound, tmp_path / "run", HOSTILE["sources at an address"])
+    run = poisoned(sound, tmp_path / "run", JOBS["sources at an address"])
     (tmp_path / "a.txt").write_text("the quick brown fox " * 20)
     status, _, err = d9d("evaluate", str(run), "--set", f"data.sources=[{tmp_path / 'a.txt'}]")
     assert status == 0, err

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from d9d_testing.hostile.strangers import ADAPTERS, CONFIGS, ESCAPE, weights
 
 Run = Callable[..., tuple[int, str, str]]
 WriteJob = Callable[..., Path]
 # The library asks transformers for what it calls otherwise by now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
-ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
 SECONDS = 30
 
 
@@ -44,27 +43,6 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("adapter")
     made.save_pretrained(directory)
     return directory
-
-
-#: Fields of an ``adapter_config.json``, each of which the library would compute on for long, or fill memory with.
-ADAPTERS: Mapping[str, Any] = {
-    "a regular expression that backtracks": {"target_modules": "(a*)*(b*)*(\\w+\\.?)*$"},
-    "one in exclude_modules": {"exclude_modules": "((\\w+)+)+$"},
-    "one in rank_pattern": {"rank_pattern": {"(([a-z_.])+)+x": 3}},
-    "one in alpha_pattern": {"alpha_pattern": {"(([a-z_.])+)+x": 3}},
-    "one in layers_pattern": {"layers_pattern": "(([a-z_.])+)+x", "layers_to_transform": [0]},
-    "one in modules_to_save": {"modules_to_save": ["(([a-z_.])+)+x"]},
-    "a million names": {"target_modules": [f"q{number}" for number in range(1_000_000)]},
-    "layers replicated": {"layer_replication": [[0, 1], [0, 100_000]]},
-    "a huge rank": {"r": 10**8},
-    "a rank that is no number": {"r": [2]},
-    "a huge scale": {"lora_alpha": 1e300},
-    "no kind": {"peft_type": None},
-    "another kind": {"peft_type": "VBLORA"},
-    "a decomposition of all weights": {"init_lora_weights": "pissa"},
-    "a module to import": {"megatron_core": "os", "megatron_config": {"a": 1}},
-    "a field of the future": {"run_this": "x"},
-}
 
 
 @pytest.mark.parametrize("sort", ADAPTERS)
@@ -100,38 +78,6 @@ def test_a_pickle_of_an_adapter_is_not_read(adapter: Path, model: Path, tmp_path
     assert not canary.exists()
 
 
-#: Name of a file of a model, and fields that a stranger changed in it, or its whole text.
-CONFIGS: Mapping[str, tuple[str, Any]] = {
-    "ends that are texts": ("generation_config.json", {"eos_token_id": "x"}),
-    "ends that are lists of lists": ("generation_config.json", {"eos_token_id": [[1], {"a": 2}]}),
-    "many beams": ("generation_config.json", {"num_beams": 20_000}),
-    "beams that are a text": ("generation_config.json", {"num_beams": "x"}),
-    "many sequences": ("generation_config.json", {"num_return_sequences": 1000}),
-    "a temperature that is a list": ("generation_config.json", {"do_sample": True, "temperature": [1]}),
-    "a negative temperature": ("generation_config.json", {"do_sample": True, "temperature": -1.0}),
-    "a cache that does not exist": ("generation_config.json", {"cache_implementation": "x"}),
-    "a list in place of an object": ("generation_config.json", []),
-    "forced tokens that are none": ("generation_config.json", {"forced_bos_token_id": "x", "bad_words_ids": [["x"]]}),
-    "a config without a kind": ("config.json", {"model_type": None, "architectures": None}),
-    "a config of an unknown kind": ("config.json", {"model_type": "x"}),
-    "a config that is a list": ("config.json", []),
-    "architectures that are a number": ("config.json", {"architectures": 3}),
-    "architectures that are numbers": ("config.json", {"architectures": [3]}),
-    "sizes that are texts": ("config.json", {"hidden_size": "x"}),
-    "a size of zero": ("config.json", {"num_attention_heads": 0}),
-    "a negative size": ("config.json", {"hidden_size": -64}),
-    "a billion layers": ("config.json", {"num_hidden_layers": 10**9}),
-    "a huge matrix": ("config.json", {"intermediate_size": 10**12}),
-    "positions that are a text": ("config.json", {"max_position_embeddings": "x"}),
-    "an activation that does not exist": ("config.json", {"hidden_act": "os.system"}),
-    "code of its own": ("config.json", {"model_type": "x", "auto_map": {"AutoConfig": "evil.Evil"}}),
-    "a number format that does not exist": ("config.json", {"dtype": "float3", "torch_dtype": "float3"}),
-    "quantization that does not exist": ("config.json", {"quantization_config": {"quant_method": "x"}}),
-    "rotary settings that are a number": ("config.json", {"rope_scaling": 3, "rope_parameters": 3}),
-    "text that is no JSON": ("config.json", "{"),
-    "a tokenizer of an unknown class": ("tokenizer_config.json", {"tokenizer_class": "os.system"}),
-    "special tokens that are numbers": ("tokenizer_config.json", {"eos_token": 3}),
-}
 #: Those that leave a model that generates; all that is asked of them is that it ends.
 HARMLESS = {
     "ends that are texts", "ends that are lists of lists", "forced tokens that are none", "positions that are a text",
@@ -186,14 +132,6 @@ def test_a_pipe_among_the_files_of_a_model_is_not_waited_for(name: str, model: P
         status, _, err = d9d("generate", str(copy), "--prompt", "x", "--device", "cpu")
     assert status == 2
     assert name in err
-
-
-def weights(file: Path, *names: str) -> Path:
-    """File of tensors of one number, with any names."""
-    header = {name: {"dtype": "U8", "shape": [1], "data_offsets": [at, at + 1]} for at, name in enumerate(names)}
-    text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(len(names)))
-    return file
 
 
 @pytest.mark.parametrize(
