@@ -1,0 +1,206 @@
+"""Runs commands on the files of strangers, and prints a table: files x commands, with seconds and memory.
+
+    uv run python tools/strangers_table.py --record strangers.jsonl
+    uv run python tools/strangers_table.py --record strangers.jsonl --family adapter --only expression
+
+Each command is a process of its own, whose working directory is that of the files. It must refuse the file with a
+line of error, or read it: no code of the file runs, no control character reaches the terminal, no traceback, no file
+of the user is read or written, and time and memory stay near those of the sound file. Exit status 1: a cell is not so.
+Cells that the record holds are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from d9d_core.untrusted import visible
+from d9d_testing.processes import descendants_of
+from strangers_files import FAMILIES, MARKS, SOUND, Sound, Work, is_read
+
+#: Seconds and MiB after which a command is ended.
+MOST_SECONDS, MOST_MEMORY = 120.0, 6 << 10
+#: Seconds and MiB beyond those of the sound file that are no fault.
+SLACK_SECONDS, SLACK_MEMORY = 40.0, 1 << 10
+_PAUSE = 0.02
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One command on one file.
+
+    Attributes:
+        family: of the file.
+        file: what is wrong with it.
+        command: name of the command.
+        status: exit status; None if the command was ended.
+        seconds: from start to end.
+        memory: MiB at the peak, of all processes together.
+        verdict: ``read``, ``refused``, or the fault.
+        said: last line of the error.
+    """
+
+    family: str
+    file: str
+    command: str
+    status: int | None
+    seconds: float
+    memory: int
+    verdict: str
+    said: str
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether that is how it should be."""
+        return self.verdict in ("read", "refused")
+
+
+def run(command: list[str], directory: Path, out: Path) -> tuple[int | None, float, int, str]:
+    """Run a command to its end: its status, seconds, MiB at the peak, and what it printed."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("D9D_", "PYTHON"))}
+    environ |= {"COLUMNS": "120", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(out)}
+    peak, status = 0, None
+    with (out / "said").open("wb") as said:
+        began = time.monotonic()
+        child = subprocess.Popen(
+            command, cwd=directory, env=environ, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            while time.monotonic() - began < MOST_SECONDS and peak < MOST_MEMORY:
+                if (status := child.poll()) is not None:
+                    break
+                # Not the peak of getrusage, which begins with the memory of this process.
+                peak = max(
+                    peak, _memory(child.pid, "VmHWM"), sum(map(_memory, [child.pid, *descendants_of(child.pid)]))
+                )
+                time.sleep(_PAUSE)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        seconds = time.monotonic() - began
+    return status, seconds, peak, (out / "said").read_bytes()[: 1 << 22].decode("utf-8", "replace")
+
+
+def _memory(pid: int, field: str = "VmRSS") -> int:
+    """MiB that a process holds now, or at its peak with ``VmHWM``."""
+    with suppress(OSError):
+        found = re.search(rf"{field}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+        return int(found[1]) >> 10 if found else 0
+    return 0
+
+
+def judge(cell: Cell, text: str, work: Work, sound: Cell | None) -> str:
+    """Verdict on a command that has ended, or was ended."""
+    found = {
+        "code ran": work.canary.exists(),
+        "wrote a file of the user": work.victim.read_text() != MARKS,
+        "read a file of the user": MARKS in text or any(MARKS.encode() in data for data in _written(work.out)),
+        "no end": cell.status is None and cell.seconds >= MOST_SECONDS,
+        "fills memory": cell.memory > SLACK_MEMORY + (sound.memory if sound else MOST_MEMORY - SLACK_MEMORY - 1),
+        "slow": cell.seconds > SLACK_SECONDS + (sound.seconds if sound else MOST_SECONDS),
+        "traceback": "Traceback (most recent" in text or "panicked at" in text,
+        "controls the terminal": visible(text.replace("\r\n", "\n")) != text,
+        "killed": (cell.status or 0) not in (0, 1, 2),
+        "long text": cell.file != SOUND and len(text) > 40_000,
+        "no line of error": bool(cell.status) and ": " not in text,
+    }  # fmt: skip
+    faults = [name for name, is_so in found.items() if is_so]
+    return ", ".join(faults) or ("refused" if cell.status else "read")
+
+
+def _written(out: Path) -> Iterator[bytes]:
+    for file in out.rglob("*"):
+        if file.is_file() and not file.is_symlink() and file.stat().st_size < 1 << 20:
+            yield file.read_bytes()
+
+
+def table(
+    root: Path, families: Iterable[str], only: str = "", commands: str = "", record: Path | None = None
+) -> list[Cell]:
+    """Run commands on files, those first that are sound, and return all cells."""
+    lines = record.read_text().splitlines() if record and record.exists() else []
+    cells = {(cell.family, cell.file, cell.command): cell for cell in (Cell(**json.loads(line)) for line in lines)}
+    sound = Sound(root / "sound")
+    for family in families:
+        makers, of_family = FAMILIES[family]
+        chosen = [name for name in of_family if re.search(commands, name)]
+        for name in [SOUND, *(name for name in makers if only in name)]:
+            for command in chosen:
+                if (key := (family, name, command)) in cells or not is_read(*key):
+                    continue
+                cells[key] = cell = _cell(Work(root / "work", sound), key, cells.get((family, SOUND, command)))
+                if record:
+                    with record.open("a") as file:
+                        file.write(json.dumps(asdict(cell)) + "\n")
+    return list(cells.values())
+
+
+def _cell(work: Work, key: tuple[str, str, str], sound: Cell | None) -> Cell:
+    family, name, command = key
+    makers, commands = FAMILIES[family]
+    work.make(family, makers.get(name))
+    arguments = [str(Path(sys.executable).with_name("d9d")), *commands[command](work)]
+    directory = work.place if work.place.is_dir() else work.place.parent
+    status, seconds, memory, text = run(arguments, directory, work.out)
+    errors = [line for line in text.splitlines() if line.startswith("error")] or text.splitlines()
+    said = visible(errors[-1])[:200].replace(str(work.root), "") if errors else ""
+    cell = Cell(family, name, command, status, round(seconds, 1), memory, "", said)
+    made = Cell(**{**asdict(cell), "verdict": judge(cell, text, work, sound)})
+    print(f"{family}: {name}: {command}: {status}, {seconds:.1f} s, {memory} MiB, {made.verdict}", file=sys.stderr)
+    shutil.rmtree(work.root)
+    return made
+
+
+def markdown(cells: list[Cell]) -> str:
+    """Table of cells, seconds and MiB beside those of the sound file."""
+    sound: Mapping[tuple[str, str], Cell] = {(c.family, c.command): c for c in cells if c.file == SOUND}
+    rows = ["| file | command | status | seconds (sound) | MiB (sound) | verdict |", "|---|---|---|---|---|---|"]
+    for cell in cells:
+        beside: Any = sound.get((cell.family, cell.command), cell)
+        status = "ended" if cell.status is None else cell.status
+        rows.append(
+            f"| {cell.family}: {cell.file} | {cell.command} | {status} | {cell.seconds} ({beside.seconds}) "
+            f"| {cell.memory} ({beside.memory}) | {cell.verdict} |"
+        )
+    wrong = sum(not cell.is_sound for cell in cells)
+    return "\n".join([*rows, "", f"{len(cells)} cells, {wrong} with a fault. {_CAPTION}"])
+
+
+_CAPTION = (
+    "Status 2 is a refusal. Seconds are of the whole process, of which importing torch takes 3 and transformers 3 more "
+    "(`generate`); `runs` imports neither. MiB are the peak of all its processes together, of which torch takes 700."
+)
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", choices=list(FAMILIES), action="append", help="all by default")
+    parser.add_argument("--only", default="", help="files whose names contain this text, beside the sound ones")
+    parser.add_argument("--commands", default="", help="commands whose names match this expression")
+    parser.add_argument("--record", type=Path, help="file of JSON lines to add cells to")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with tempfile.TemporaryDirectory(prefix="d9d-strangers-") as folder:
+        cells = table(Path(folder), options.family or FAMILIES, options.only, options.commands, options.record)
+    print(markdown(cells))
+    return int(not all(cell.is_sound for cell in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
