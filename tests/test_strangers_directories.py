@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -282,6 +284,45 @@ def test_every_field_whose_description_speaks_of_code_is_marked(installed: Regis
                     unmarked.append(f"{section.__name__}.{name}")
     assert unmarked == []
     assert len(set(marked)) >= 6
+
+
+MODULES = ("typing", "json", "torch", "jinja2", "socket", "selectors", "d9d_core", "d9d_data", "d9d_engine")
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (("data", "show"), {}),
+        *(
+            pytest.param(words, options, marks=pytest.mark.thorough)
+            for words, options in (
+                (("train", "--nproc", "1"), {}),
+                (("train",), {"data": {"workers": 1}}),
+                (("sweep", "--grid", "seed=1"), {}),
+                (("verify",), {}),
+            )
+        ),
+    ],
+)
+def test_modules_in_the_working_directory_are_not_imported(
+    words: tuple[str, ...], options: Mapping[str, Any], published: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    place = published(tmp_path / "model")
+    for name in MODULES:
+        (place / f"{name}.py").write_text(f"open({str(tmp_path / CANARY)!r}, 'w')")
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 4)
+    data = {"name": "chat", "sources": [str(tmp_path / "chats.jsonl")], "sequence_length": 64}
+    values = {
+        "run": {"name": "run", "dir": str(tmp_path)}, "device": "cpu", "steps": 1, "batch": {"size": 2},
+        "model": {"name": "qwen3", "pretrained": "."}, "task": "causal_lm", "optimizer": "adamw",
+        "data": data | options.get("data", {}), "checkpoint": {"every": None}, "export": False,
+    }  # fmt: skip
+    (tmp_path / "job.json").write_text(json.dumps(values))
+    command = [str(Path(sys.executable).with_name("d9d")), *words, str(tmp_path / "job.json")]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=120, check=False)
+    assert not (tmp_path / CANARY).exists(), "a module of the working directory was imported"
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 #: Modules that import by a name that is no constant; whatever a job file names there is a field that is marked.

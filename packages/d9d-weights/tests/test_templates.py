@@ -99,6 +99,14 @@ def test_texts_and_values_arrive_as_they_are() -> None:
     assert made.render("default", values).text == f"{values['x']}|[1.5, True, {{'a': None}}]|True|a"
 
 
+def test_modules_of_the_working_directory_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("typing", "json", "jinja2", "d9d_weights"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    assert TemplateProcess({"default": "{{ 1 }}"}).render("default", {}).text == "1"
+    assert not (tmp_path / "canary").exists()
+
+
 def test_a_malformed_template_names_its_line() -> None:
     with pytest.raises(TemplateError, match="Unexpected end of template") as caught:
         TemplateProcess({"default": "x", "tool_use": "\n{% if x %}"})

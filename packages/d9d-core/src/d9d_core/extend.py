@@ -9,6 +9,7 @@ Everything a component itself needs is here; importing this module imports no to
 | places in a config | ``PathText``, ``PathOrAddress`` |
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``Place``, ``read_regular``, ``parse_json``, ``visible``, ``console_for``; ``closest`` of names |
+| processes | ``children_import_as_here`` |
 | tensors | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``beside``, ``wide_dtype`` |
 | data | ``DataContext``, ``DataStream``, and what a config may say (``PacksDocuments``, ``ChoosesTensors``, ...) |
 | task | ``Task`` and what one may be besides (``StatefulTask``, ...), ``StageInputs``, ``TwoPassTask``, ``FirstPass`` |
@@ -96,6 +97,7 @@ from d9d_core.events import (
     WakeStarts,
 )
 from d9d_core.grid import AXES, Grid
+from d9d_core.interpreter import children_import_as_here
 from d9d_core.job import JobFile
 from d9d_core.ops import Decision, OpSignature, OpSlot
 from d9d_core.plugin.entries import plugin_error
@@ -518,6 +520,7 @@ __all__ = [
     "WritesText",
     "awaited",
     "beside",
+    "children_import_as_here",
     "closest",
     "compute_parts",
     "console_for",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from d9d_core.cli.ending import PATIENCE
+from d9d_core.interpreter import python_command
 from d9d_core.untrusted import visible
 
 from d9d_engine.launch.link import VARIABLE, Link
@@ -102,7 +103,7 @@ class Ranks:
         self.ranks: list[Rank] = []
         try:
             for number, environ in enumerate(environments):
-                self._start(number, [sys.executable, *arguments], environ, output)
+                self._start(number, [*python_command(), *arguments], environ, output)
         except BaseException:
             self.kill()
             raise

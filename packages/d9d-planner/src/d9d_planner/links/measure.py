@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 from d9d_core.errors import TrainingError
+from d9d_core.interpreter import python_command
 
 #: Seconds until the processes must have ended.
 _PATIENCE = 180.0
@@ -33,7 +33,7 @@ def measured_link(device: str, ranks: int) -> dict[str, float]:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, output in enumerate(outputs):
-                module = [sys.executable, "-m", "d9d_planner.links.worker"]
+                module = [*python_command(), "-m", "d9d_planner.links.worker"]
                 arguments = [temporary, device, str(rank), str(ranks)]
                 processes.append(
                     subprocess.Popen(  # noqa: S603 - our own interpreter

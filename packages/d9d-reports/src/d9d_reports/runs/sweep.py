@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
+from d9d_core.interpreter import python_command
 from d9d_engine.launch.agent import signals_received
 from d9d_weights.files.atomic import write_json
 
@@ -91,7 +92,7 @@ class Sweep:
         log = run.directory.parent / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         overrides = [word for override in run.overrides for word in ("--set", override)]
-        arguments = [sys.executable, "-m", "d9d_core", *self.command, *overrides, *self.options]
+        arguments = [*python_command(), "-m", "d9d_core", *self.command, *overrides, *self.options]
         environ = dict(os.environ)
         if self.jobs > 1 and "--nproc" not in self.options:
             environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.jobs)))

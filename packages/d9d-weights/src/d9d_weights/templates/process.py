@@ -133,8 +133,9 @@ class TemplateProcess:
 
     def _start(self) -> dict[str, Any]:
         """Start a process, and return the facts of the templates."""
-        # Not as a copy of this process, which has threads and torch; without site, which would cost most of the time.
-        command = [sys.executable, "-E", "-S", "-s", "-c", _START, *_paths()]
+        # Not as a copy of this process, which has threads and torch; without site, which would cost most of the time,
+        # and with -P, because the working directory may be the one of the template.
+        command = [sys.executable, "-E", "-P", "-S", "-s", "-c", _START, *_paths()]
         child = subprocess.Popen(  # noqa: S603 - our own module
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=-1
         )

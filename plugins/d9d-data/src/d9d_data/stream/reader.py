@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy.typing as npt
 import torch
-from d9d_core.extend import DataError, Pack, TrainingError
+from d9d_core.extend import DataError, Pack, TrainingError, children_import_as_here
 from torch.utils.data import DataLoader, Dataset
 
 # Packs that a worker holds ready.
@@ -113,7 +113,7 @@ class PackReader:
                 generator=torch.Generator(),
             )
         # In the main thread the loader would install a handler for ended children that raises between any two lines.
-        with ThreadPoolExecutor(1) as thread:
+        with children_import_as_here(), ThreadPoolExecutor(1) as thread:
             self._packs = thread.submit(_start_workers, self._loader).result()
 
 
