@@ -12,6 +12,7 @@ Cells that the record holds are not run again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,23 +132,31 @@ def _written(out: Path) -> Iterator[bytes]:
 
 
 def table(
-    root: Path, families: Iterable[str], only: str = "", commands: str = "", record: Path | None = None
+    root: Path, families: Iterable[str], only: str = "", commands: str = "", record: Path | None = None, jobs: int = 1
 ) -> list[Cell]:
-    """Run commands on files, those first that are sound, and return all cells."""
+    """Run commands on files, those first that are sound, and return all cells, those of the record among them."""
     lines = record.read_text().splitlines() if record and record.exists() else []
     cells = {(cell.family, cell.file, cell.command): cell for cell in (Cell(**json.loads(line)) for line in lines)}
     sound = Sound(root / "sound")
-    for family in families:
-        makers, of_family = FAMILIES[family]
-        chosen = [name for name in of_family if re.search(commands, name)]
-        for name in [SOUND, *(name for name in makers if only in name)]:
-            for command in chosen:
-                if (key := (family, name, command)) in cells or not is_read(*key):
-                    continue
-                cells[key] = cell = _cell(Work(root / "work", sound), key, cells.get((family, SOUND, command)))
-                if record:
-                    with record.open("a") as file:
-                        file.write(json.dumps(asdict(cell)) + "\n")
+    numbers = itertools.count()
+
+    def fill(key: tuple[str, str, str]) -> None:
+        beside = cells.get((key[0], SOUND, key[2]))
+        cells[key] = cell = _cell(Work(root / f"work-{next(numbers)}", sound), key, beside)
+        if record:
+            with record.open("a") as file:
+                file.write(json.dumps(asdict(cell)) + "\n")
+
+    for names in ([SOUND], None):
+        wanted = [
+            (family, name, command)
+            for family in families
+            for name in names or (name for name in FAMILIES[family][0] if only in name)
+            for command in FAMILIES[family][1]
+            if re.search(commands, command) and is_read(family, name, command)
+        ]
+        with ThreadPoolExecutor(jobs) as threads:
+            list(threads.map(fill, [key for key in wanted if key not in cells]))
     return list(cells.values())
 
 
@@ -194,10 +204,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="files whose names contain this text, beside the sound ones")
     parser.add_argument("--commands", default="", help="commands whose names match this expression")
     parser.add_argument("--record", type=Path, help="file of JSON lines to add cells to")
+    parser.add_argument("--jobs", type=int, default=1, help="commands at a time")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="d9d-strangers-") as folder:
-        cells = table(Path(folder), options.family or FAMILIES, options.only, options.commands, options.record)
+        families = options.family or FAMILIES
+        cells = table(Path(folder), families, options.only, options.commands, options.record, options.jobs)
     print(markdown(cells))
     return int(not all(cell.is_sound for cell in cells))
 

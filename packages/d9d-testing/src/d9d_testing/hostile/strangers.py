@@ -132,6 +132,7 @@ def replace_file(file: Path, kind: str, target: Path) -> None:
         kind: ``"pipe"``, ``"device"`` or ``"link"``.
         target: of a link.
     """
+    file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(file)
