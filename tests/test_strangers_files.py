@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from d9d_testing.hostile.strangers import ADAPTERS, CONFIGS, ESCAPE, weights
+from d9d_testing.hostile.strangers import ADAPTERS, CONFIGS, ESCAPE, TOKENIZERS, change_json, replace_file, weights
 
 Run = Callable[..., tuple[int, str, str]]
 WriteJob = Callable[..., Path]
@@ -172,6 +174,87 @@ def test_files_of_a_run_that_never_end_are_not_read(name: str, kind: str, tmp_pa
             status, _, err = d9d(*command)
         assert status in (0, 2), err
         assert "Traceback" not in err
+
+
+def logged(tmp_path: Path, text: str) -> Path:
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "job.yaml").write_text(yaml.safe_dump({"steps": 3, "run": {"name": "a"}}))
+    (run / "metrics.jsonl").write_text(text)
+    return run
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000 + "]" * 100_000,
+        '{"step": 1, "loss": 1' + "0" * 400 + "}",
+        json.dumps({"step": 1, **{f"series{number}": number for number in range(20_000)}}),
+    ],
+    ids=["nested", "digits", "many series"],
+)
+def test_an_odd_log_of_a_run_is_read_soon(text: str, tmp_path: Path, d9d: Run) -> None:
+    run = logged(tmp_path, text + "\n" + json.dumps({"step": 2, "loss": 1.0}) + "\n")
+    for command in (("runs", "list", str(run.parent)), ("runs", "compare", str(run.parent)), ("report", str(run))):
+        began = time.monotonic()
+        status, _, err = d9d(*command)
+        assert status == 0, err
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_data_to_evaluate_on_is_a_regular_file(kind: str, model: Path, tmp_path: Path, d9d: Run) -> None:
+    replace_file(tmp_path / "a.jsonl", kind, tmp_path)
+    with soon():
+        status, _, err = d9d("evaluate", str(model), "--data", str(tmp_path / "a.jsonl"))
+    assert status == 2
+    assert "a.jsonl" in err
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "vocab.txt"]
+)
+def test_a_huge_file_of_a_model_is_refused_before_a_library_reads_it(
+    name: str, model: Path, tmp_path: Path, d9d: Run
+) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    with (copy / name).open("ab") as file:
+        file.truncate(1 << 30)
+    with soon():
+        status, _, err = d9d("generate", str(copy), "--prompt", "x", "--device", "cpu")
+    assert status == 2
+    assert f"{name} cannot be read: it has more than" in err
+
+
+@pytest.mark.parametrize("sort", TOKENIZERS)
+def test_a_hostile_tokenizer_of_a_model_is_one_line(sort: str, model: Path, tmp_path: Path, d9d: Run) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    change_json(copy / "tokenizer.json", TOKENIZERS[sort])
+    prompt = "the quick brown fox jumps over the lazy dog"
+    with soon():
+        status, _, err = d9d("generate", str(copy), "--prompt", prompt, "--device", "cpu", "--max-new-tokens", "1")
+    assert status == 2
+    assert [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in err
+
+
+@pytest.mark.thorough
+def test_what_a_library_logs_of_a_model_controls_no_terminal(model: Path, tmp_path: Path, d9d: Run) -> None:
+    script = str(Path(sys.executable).with_name("d9d"))
+    for name, change in (("config", {"model_type": ESCAPE}), ("tensors", None)):
+        copy = tmp_path / name
+        shutil.copytree(model, copy)
+        if change is None:
+            weights(copy / "model.safetensors", f"a{ESCAPE}b")
+        else:
+            change_json(copy / "config.json", change)
+        command = [script, "generate", str(copy), "--prompt", "x", "--device", "cpu"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 2
+        assert "owned" in done.stderr
+        shown_safely(done.stdout, done.stderr)
 
 
 def test_a_time_zone_that_nobody_knows_is_an_error_that_names_the_file(

@@ -115,7 +115,7 @@ def judge(cell: Cell, text: str, work: Work, sound: Cell | None) -> str:
         "no end": cell.status is None and cell.seconds >= MOST_SECONDS,
         "fills memory": cell.memory > SLACK_MEMORY + (sound.memory if sound else MOST_MEMORY - SLACK_MEMORY - 1),
         "slow": cell.seconds > SLACK_SECONDS + (sound.seconds if sound else MOST_SECONDS),
-        "traceback": "Traceback (most recent" in text or "panicked at" in text,
+        "traceback": "Traceback (most recent" in text,
         "controls the terminal": visible(text.replace("\r\n", "\n")) != text,
         "killed": (cell.status or 0) not in (0, 1, 2),
         "long text": cell.file != SOUND and len(text) > 40_000,

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from d9d_core.extend import DataError
 from d9d_data.config import TextConfig
 from d9d_data.corpus import cache
 from d9d_data.sources import find
 from d9d_data.sources.records import read_records
+from d9d_data.tokenizer import base
+from d9d_data.tokenizer.base import TextTokenizer
 from d9d_data.tokenizer.file import load_tokenizer
+from d9d_testing.hostile.strangers import TOKENIZERS
 from pydantic import ValidationError
+
+#: Pre-tokenizer that makes a token of each character.
+CHARACTERS = {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}}
 
 
 def tokenizer(path: Path, **ids: int) -> Path:
@@ -33,6 +41,60 @@ def test_a_token_of_a_huge_id_is_refused_before_tables_are_made(tmp_path: Path, 
     file = tokenizer(tmp_path / "tokenizer.json", b=largest)
     with pytest.raises(DataError, match=f"token of id {largest:,}; a vocabulary has at most 16,777,216 ids"):
         load_tokenizer(file, None)
+
+
+def changed(file: Path, change: Mapping[str, Any]) -> Path:
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    return file
+
+
+@pytest.mark.parametrize("sort", ["a normalizer that multiplies", "a normalizer that prepends"])
+def test_a_tokenizer_that_makes_texts_long_is_refused(sort: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer \(its normalizer"):
+        load_tokenizer(changed(tokenizer(tmp_path / "tokenizer.json"), TOKENIZERS[sort]), None)
+
+
+def test_an_expression_that_backtracks_is_an_error_of_the_tokenizer(tmp_path: Path) -> None:
+    file = changed(tokenizer(tmp_path / "tokenizer.json"), TOKENIZERS["an expression that backtracks"])
+    with pytest.raises(DataError, match="the tokenizer cannot encode a text"):
+        load_tokenizer(file, None).encode(["the quick brown fox jumps over the lazy dog " * 4])
+
+
+def words(path: Path) -> TextTokenizer:
+    split = {
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": " ?[a-z]+"}, "behavior": "Isolated", "invert": False}
+    }
+    return load_tokenizer(changed(tokenizer(path / "tokenizer.json", **{"ab": 2, " ab": 3, " ": 4}), split), None)
+
+
+@pytest.mark.parametrize("recognises", [False, True])
+def test_a_long_text_is_encoded_in_pieces_as_it_is_as_a_whole(
+    recognises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = words(tmp_path)
+    if recognises:
+        made.recognise_special_tokens()
+    texts = ["ab" + " ab" * 5000, "ab", "x"]
+    whole = made.encode(texts)
+    monkeypatch.setattr(base, "_LONG", 1000)
+    monkeypatch.setattr(base, "_PIECE", 100)
+    monkeypatch.setattr(base, "_WINDOW", 10)
+    for ids, expected in zip(made.encode(texts), whole, strict=True):
+        np.testing.assert_array_equal(ids, expected)
+    assert "".join(base._pieces("a" * 1234)) == "a" * 1234
+
+
+@pytest.mark.thorough
+def test_a_long_text_without_spaces_takes_little_memory(tmp_path: Path) -> None:
+    made = load_tokenizer(changed(tokenizer(tmp_path / "tokenizer.json"), CHARACTERS), None)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert len(made.encode(["a" * 20_000_000])[0]) == 20_000_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "1 GiB, in KiB; as a whole, 3.4 GiB"
+
+
+def test_a_record_whose_text_would_be_encoded_as_a_whole_has_a_limit() -> None:
+    with pytest.raises(DataError, match="a text of 4,194,305 characters"), base.panics_refused("a" * 4_194_305):
+        pass
 
 
 def test_a_vocabulary_to_train_has_a_limit() -> None:

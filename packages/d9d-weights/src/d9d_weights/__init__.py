@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from d9d_weights.hugging_face.export import ModelFiles, export_model
     from d9d_weights.hugging_face.format import HuggingFaceFormat
     from d9d_weights.hugging_face.load import check_duplicates, load_tensors
+    from d9d_weights.hugging_face.tokenizer_bounds import check_tokenizer
     from d9d_weights.hugging_face.writer import ModelWriter
     from d9d_weights.sharding.model_tensors import model_tensors
     from d9d_weights.sharding.stage_holders import StageHolders
@@ -81,6 +82,7 @@ _LAZY = {
     "check_adapter_config": "d9d_weights.hugging_face.adapter_config",
     "check_duplicates": "d9d_weights.hugging_face.load",
     "load_tensors": "d9d_weights.hugging_face.load",
+    "check_tokenizer": "d9d_weights.hugging_face.tokenizer_bounds",
     "ModelWriter": "d9d_weights.hugging_face.writer",
     "model_tensors": "d9d_weights.sharding.model_tensors",
     "StageHolders": "d9d_weights.sharding.stage_holders",
@@ -131,6 +133,7 @@ __all__ = [
     "Unstack",
     "check_adapter_config",
     "check_duplicates",
+    "check_tokenizer",
     "convert",
     "export_model",
     "load_tensors",

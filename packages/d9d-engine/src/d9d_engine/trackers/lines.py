@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from d9d_core.untrusted import open_regular, visible
+from d9d_core.untrusted import open_regular, parse_json, visible
 from d9d_weights.files.atomic import replacing
 
 #: Bytes that may wait for a disk that is full; more of them are an error.
@@ -116,7 +116,7 @@ def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         while text := file.readline(_LONGEST):
             begin, position = position, position + len(text)
             try:
-                line = json.loads(text.decode("utf-8", "replace"))
+                line = parse_json(text)
             except ValueError:
                 continue
             if isinstance(line, dict) and isinstance(line.get("step"), int):

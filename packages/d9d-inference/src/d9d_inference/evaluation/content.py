@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from d9d_core.errors import JobError
-from d9d_core.untrusted import parse_json
+from d9d_core.untrusted import open_regular, parse_json
 
 #: Fields of a job's data that suit other files of the same kind.
 _KEPT = (
@@ -33,7 +34,7 @@ def dataset_of(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     """
     structured = path.suffix in (".jsonl", ".ndjson")
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             line = next((line for line in iter(lambda: file.readline(_MOST), b"") if line.strip()), b"")
     except OSError as error:
         raise JobError(f"--data: {path} cannot be read: {error.strerror or error}") from error

@@ -16,12 +16,13 @@ from d9d_core.config.base import closest
 from d9d_core.config.pretrained import read_config_json
 from d9d_core.config.reading import read_yaml
 from d9d_core.errors import BuildError, CheckpointError, DataError, JobError, PluginError
-from d9d_core.untrusted import read_regular, visible
+from d9d_core.untrusted import MAX_JSON_BYTES, parse_json, read_regular, visible
 from d9d_weights.hugging_face.adapter import ADAPTER_FILES
 from d9d_weights.hugging_face.adapter_bounds import bounded_fields
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.index import read_object
 from d9d_weights.hugging_face.layout import some
+from d9d_weights.hugging_face.tokenizer_bounds import check_tokenizer
 from d9d_weights.templates.process import TemplateError, TemplateProcess
 
 from d9d_inference.generation.library import load_library
@@ -36,6 +37,10 @@ _WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 #: Parts of the names of sizes in a ``config.json`` -> the largest that is loaded; and the sections inside each other.
 _MOST_SIZES = {"num_": 1 << 14, "layers": 1 << 14, "_size": 1 << 24, "_dim": 1 << 24, "position": 1 << 27}
 _MAX_DEPTH = 8
+#: Endings of files that a library reads as a whole -> most bytes of such a file.
+_MOST_BYTES = {
+    ".json": MAX_JSON_BYTES, ".txt": MAX_JSON_BYTES, ".model": MAX_JSON_BYTES, ".jinja": 1 << 20, ".py": 1 << 20,
+}  # fmt: skip
 #: Settings of ``generation_config.json`` that multiply the memory of a generation -> the most that is inherited.
 _MOST_INHERITED = {"num_beams": 16, "num_return_sequences": 1, "num_beam_groups": 16}
 
@@ -183,7 +188,9 @@ class LanguageModel:
                     f"{prompt.where}: a system message and tools need a chat template, and "
                     + ("--raw leaves it out" if raw else f"{self._name()} has none")
                 )
-            return self._checked(self.tokenizer(prompt.text)["input_ids"], prompt.where)
+            with _loading(Path(self.tokenizer.name_or_path)):
+                ids = self.tokenizer(prompt.text)["input_ids"]
+            return self._checked(ids, prompt.where)
         if not self.has_template:
             raise DataError(
                 f"{prompt.where}: {self._name()} has no chat template, so it cannot answer messages; "
@@ -207,7 +214,9 @@ class LanguageModel:
             text = self._templates.render(key, variables).text
         except TemplateError as error:
             raise DataError(f"{prompt.where}: the chat template of {self._name()} refuses it: {error}") from error
-        return self._checked(self.tokenizer(text, add_special_tokens=False)["input_ids"], prompt.where)
+        with _loading(Path(self.tokenizer.name_or_path)):
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._checked(ids, prompt.where)
 
     @cached_property
     def _templates(self) -> TemplateProcess:
@@ -391,25 +400,38 @@ def _loading(directory: Path) -> Iterator[None]:
         yield
     except (CheckpointError, PluginError):
         raise
-    except Exception as error:  # files of strangers make libraries raise whatever there is
+    except BaseException as error:  # files of strangers make libraries raise whatever there is, panics of Rust too
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise
         raise CheckpointError(f"{directory} cannot be loaded by transformers: {_line_of(error)}") from error
 
 
-def _line_of(error: Exception) -> str:
+def _line_of(error: BaseException) -> str:
     """One line about an error of a library, some of whose messages have pages."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}"
 
 
 def _check_files(directory: Path) -> None:
-    """Refuse devices and pipes among the files of a directory, which a library would read without end.
+    """Refuse files of a directory that a library would read without end, or fill memory with.
 
     Raises:
-        CheckpointError: there is one.
+        CheckpointError: one is a device, a named pipe, large or nested deeply, or a tokenizer that makes texts long.
     """
-    for file in sorted(directory.iterdir()):
+    for file in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")]):
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise CheckpointError(f"{file} is a device or a named pipe, and must be a regular file; remove it")
+        most = _MOST_BYTES.get(file.suffix)
+        if most is None or not file.is_file():
+            continue
+        try:
+            content = read_regular(file, most)
+            value = parse_json(content) if file.suffix == ".json" else None
+            if file.name == "tokenizer.json":
+                check_tokenizer(value)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{file} cannot be read: {reason}; use the file of the original model") from error
 
 
 def _adapter_config(peft: Any, adapter: Path) -> Any:

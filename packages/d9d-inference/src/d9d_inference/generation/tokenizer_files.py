@@ -12,6 +12,7 @@ from d9d_core.config.job import BaseJob
 from d9d_core.errors import DataError
 from d9d_core.protocols.data import DataStream
 from d9d_core.untrusted import Place, parse_json, read_regular
+from d9d_weights.hugging_face.tokenizer_bounds import check_tokenizer
 
 from d9d_inference.generation.library import load_library
 
@@ -36,6 +37,7 @@ def tokenizer_of(job: BaseJob, stream: DataStream, user: str) -> Any | None:
             if (directory / _FILE).is_file():
                 content = read_regular(directory / _FILE, links="near")
                 try:
+                    check_tokenizer(parse_json(content))
                     return load_library("tokenizers", user).Tokenizer.from_str(content.decode())
                 except ValueError as error:
                     raise DataError(f"{user}: {directory / _FILE} holds no tokenizer: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -81,22 +81,30 @@ def series_charts(runs: Mapping[str, RunRecord]) -> list[Chart]:
     Args:
         runs: by the name that a page shows.
     """
-    curves = [
-        (_group(name, record.job), run, name, points)
-        for run, record in runs.items()
-        for name in dict.fromkeys(name for line in record.lines for name in line if name not in _LEFT_OUT)
-        if (points := [(step, value) for step, value in record.points(name) if math.isfinite(value)])
-    ]
-    groups = {group for group, *_ in curves}
-    order = [*(name for name in _FIRST if name in groups), *sorted(groups - _FIRST.keys())]
-    most = max(min(_ALL_POINTS // max(min(len(curves), _ALL_CURVES), 1), _MOST), 40)
+    groups: dict[str, list[tuple[str, str, Points]]] = {}
+    for run, record in runs.items():
+        for name, points in _curves(record).items():
+            groups.setdefault(_group(name, record.job), []).append((run, name, points))
+    count = sum(map(len, groups.values()))
+    order = [*(name for name in _FIRST if name in groups), *sorted(groups.keys() - _FIRST.keys())]
+    most = max(min(_ALL_POINTS // max(min(count, _ALL_CURVES), 1), _MOST), 40)
     charts, room = [], _ALL_CURVES
     for group in order:
-        mine = [(run, name, points) for other, run, name, points in curves if other == group]
+        mine = groups[group]
         drawn = mine[: max(min(_CURVES * len(runs), room), 0)]
         room -= len(drawn)
         charts.append(_chart(group, list(runs), drawn, most, len(mine) - len(drawn)))
     return [chart for chart in charts if chart.traces]
+
+
+def _curves(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
+    """Points of all series of a run, by name, in one pass over its lines."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in record.lines:
+        for name, value in line.items():
+            if name not in _LEFT_OUT and isinstance(value, int | float) and abs(value) <= sys.float_info.max:
+                found.setdefault(name, []).append((line["step"], value))
+    return found
 
 
 def _group(name: str, job: Mapping[str, Any]) -> str:

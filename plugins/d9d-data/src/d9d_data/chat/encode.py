@@ -17,7 +17,7 @@ from d9d_data.chat.conversation import Conversation
 from d9d_data.chat.mask import find_replies
 from d9d_data.chat.template import ChatTemplate, Span
 from d9d_data.corpus.fit import Limit
-from d9d_data.tokenizer.base import Ids, TextTokenizer
+from d9d_data.tokenizer.base import Ids, TextTokenizer, panics_refused
 
 Loss = Literal["assistant", "last_turn", "all"]
 Weights = npt.NDArray[np.bool_]
@@ -62,7 +62,8 @@ class ChatTokenizer:
             quoted: characters ``[begin, end)`` of special tokens that are to be encoded as ordinary text. What stands
                 between the next special tokens around them is encoded in one piece.
         """
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        with panics_refused(text):
+            encoding = self._backend.encode(text, add_special_tokens=False)
         tokens = list(zip(encoding.ids, encoding.offsets, strict=True))
         if quoted:
             tokens = list(self._requoted(text, tokens, quoted))
@@ -88,7 +89,8 @@ class ChatTokenizer:
                 run.append((number, (first, last)))
                 continue
             if _overlap((begin, first), quoted):
-                plain = self._plain.encode(text[begin:first], add_special_tokens=False)
+                with panics_refused():
+                    plain = self._plain.encode(text[begin:first], add_special_tokens=False)
                 offsets = [(begin + low, begin + high) for low, high in plain.offsets]
                 run = list(zip(plain.ids, offsets, strict=True))
             yield from run

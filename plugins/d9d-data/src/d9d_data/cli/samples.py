@@ -17,6 +17,7 @@ from rich.text import Text
 
 from d9d_data.stream.reader import Lost, TellsLosses
 from d9d_data.tokenizer.base import TOKENIZER_FILE
+from d9d_data.tokenizer.file import read_tokenizer
 
 Int64 = npt.NDArray[np.int64]
 _LEARNED, _MASKED, _BETWEEN = "bold green", "dim", "bold red"
@@ -101,7 +102,7 @@ def tokenizer_for(assets: Path, pretrained: str | None) -> tokenizers.Tokenizer 
     """Tokenizer that a stream saved, or else that of the model which training starts from."""
     beside = [] if pretrained is None else [Path(pretrained) / TOKENIZER_FILE, Path(pretrained).parent / TOKENIZER_FILE]
     file = next((file for file in (assets / TOKENIZER_FILE, *beside) if file.is_file()), None)
-    return None if file is None else tokenizers.Tokenizer.from_file(str(file))
+    return None if file is None else read_tokenizer(file)
 
 
 def cut_off(lost: Sequence[int]) -> str:

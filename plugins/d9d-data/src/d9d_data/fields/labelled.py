@@ -19,7 +19,7 @@ from d9d_data.fields.label_table import NO_LABEL, LabelTable
 from d9d_data.sources.document import Piece
 from d9d_data.sources.place import Record, Reject
 from d9d_data.sources.records import field_of, value_of
-from d9d_data.tokenizer.base import TextTokenizer
+from d9d_data.tokenizer.base import TextTokenizer, panics_refused
 
 #: Fields of the labels of words in published data sets, unless a config names one.
 _OF_WORDS = ("labels", "ner_tags")
@@ -143,14 +143,16 @@ class LabelledEncoder:
         Raises:
             TooLongError: it is too long, and that is an error.
         """
-        encoding = self._whole.encode(text, pair)
+        with panics_refused(text, pair):
+            encoding = self._whole.encode(text, pair)
         count = len(encoding.ids)
         if self._limit.kept(count, where) is None:
             return None, count
         if count <= self._limit.longest:
             return encoding, 0
         # Of a pair, the longer text is cut; special tokens stay.
-        cut = self._cut.encode(text, pair)
+        with panics_refused():
+            cut = self._cut.encode(text, pair)
         return cut, count - len(cut.ids)
 
     def _text(self, record: Record, field: str) -> str:

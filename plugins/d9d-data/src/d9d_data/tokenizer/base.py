@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
+from d9d_core.extend import D9dError, DataError
 
+#: Characters of a text that is encoded in pieces or refused, of a piece, and of the stretch that has a place to cut.
+_LONG, _PIECE, _WINDOW = 1 << 22, 1 << 18, 1 << 12
+#: Pieces that are encoded side by side.
+_PIECES = 8
 Ids = npt.NDArray[np.integer[Any]]
 #: Files of a Hugging Face tokenizer besides ``tokenizer.json``.
 CONFIG_FILE, TOKENIZER_FILE = "tokenizer_config.json", "tokenizer.json"
@@ -86,12 +93,29 @@ class TextTokenizer:
         Where special tokens are recognised, one that the text begins or ends with is not added once more.
         """
         recognises = self.recognises_special_tokens
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=not recognises)
+        if any(len(text) > _LONG for text in texts):
+            return [self._encode_long(text) if len(text) > _LONG else self.encode([text])[0] for text in texts]
+        with panics_refused():
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=not recognises)
         found: list[Ids] = [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
         if not recognises:
             return found
         first, last = self._added
         return [_once(first, _once(last, ids, at_end=True)) for ids in found]
+
+    def _encode_long(self, text: str) -> Ids:
+        """Token ids of a text that is encoded in pieces: the library takes 170 bytes for each token at a time."""
+        parts = _pieces(text)
+        with panics_refused():
+            pieces = [
+                np.asarray(encoding.ids, dtype=np.int32)
+                for some in iter(lambda: list(islice(parts, _PIECES)), [])
+                for encoding in self._backend.encode_batch_fast(some, add_special_tokens=False)
+            ]
+        first, last = self._added
+        if self.recognises_special_tokens:
+            return _once(first, _once(last, np.concatenate(pieces), at_end=True))
+        return np.concatenate([first.astype(np.int32), *pieces, last.astype(np.int32)])
 
     def ended(self, ids: Ids) -> Ids:
         """Token ids of a text with its end of text, which is not added to those that have it already."""
@@ -132,6 +156,42 @@ class TextTokenizer:
         (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
         for name, content in self._beside.items():
             (directory / name).write_bytes(content)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Pieces of a text, cut before a space between two words, where tokenizers start a token, if there is one."""
+    begin = 0
+    while len(text) - begin > _PIECE + 1:
+        end = begin + _PIECE
+        spaces = (at for at in range(end, end - _WINDOW, -1) if text[at] == " ")
+        found = next((at for at in spaces if text[at - 1].isalnum() and text[at + 1].isalnum()), end)
+        yield text[begin:found]
+        begin = found
+    yield text[begin:]
+
+
+@contextmanager
+def panics_refused(*texts: str | None) -> Iterator[None]:
+    """Make an error of ours of what the library raises when a tokenizer cannot encode a text, panics among it.
+
+    Args:
+        texts: those that the library encodes as a whole.
+
+    Raises:
+        DataError: it cannot, or a text is so long that it would fill the memory.
+    """
+    longest = max((len(text) for text in texts if text), default=0)
+    if longest > _LONG:
+        raise DataError(
+            f"a record has a text of {longest:,} characters, more than {_LONG:,}, and is tokenised as a whole; "
+            "split it, or leave it out"
+        )
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, D9dError):
+        raise
+    except BaseException as error:  # PanicException is no Exception
+        raise DataError(f"data.tokenizer: the tokenizer cannot encode a text: {error}; use another") from error
 
 
 def _once(added: Ids, ids: Ids, at_end: bool = False) -> Ids:

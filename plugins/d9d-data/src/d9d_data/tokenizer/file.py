@@ -7,6 +7,7 @@ from typing import Any
 
 import tokenizers
 from d9d_core.extend import DataError, parse_json, read_regular
+from d9d_weights import check_tokenizer
 
 from d9d_data.config import MAX_VOCABULARY
 from d9d_data.tokenizer.base import BESIDE, CONFIG_FILE, TOKENIZER_FILE, TextTokenizer
@@ -39,19 +40,7 @@ def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
     Raises:
         DataError: the file holds no tokenizer, or its end-of-text token is unknown.
     """
-    try:
-        content = read_regular(file, links="near")
-        parse_json(content)  # the library's parser has no bound on the depth of some values
-        backend = tokenizers.Tokenizer.from_buffer(content)
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    except BaseException as error:  # the library raises plain Exception, and PanicException, which is none
-        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
-            raise
-        raise DataError(
-            f"data.tokenizer: {file} is no tokenizer ({error}); give a tokenizer.json as Hugging Face tokenizers "
-            "writes it, 'bytes', or {bpe: 2048} to train one"
-        ) from error
+    backend = read_tokenizer(file)
     # Files may ask for truncation or padding; both would change the documents.
     backend.no_truncation()
     backend.no_padding()
@@ -66,6 +55,27 @@ def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
     return TextTokenizer(
         backend, end, f"{file.name} of {backend.get_vocab_size()} tokens", config | {"eos_token": end}, _beside(file)
     )
+
+
+def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
+    """Read a ``tokenizer.json`` whose steps are bounded.
+
+    Raises:
+        DataError: it cannot be read, or holds no such tokenizer.
+    """
+    try:
+        content = read_regular(file, links="near")
+        check_tokenizer(parse_json(content))  # the library's parser has no bound on the depth of some values
+        return tokenizers.Tokenizer.from_buffer(content)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    except BaseException as error:  # the library raises plain Exception, and PanicException, which is none
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise
+        raise DataError(
+            f"data.tokenizer: {file} is no tokenizer ({error}); give a tokenizer.json as Hugging Face tokenizers "
+            "writes it, 'bytes', or {bpe: 2048} to train one"
+        ) from error
 
 
 def _beside(file: Path) -> dict[str, bytes]:

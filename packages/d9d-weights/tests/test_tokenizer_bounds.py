@@ -1,0 +1,76 @@
+"""Steps of a ``tokenizer.json`` that would make gigabytes of a short text are refused, those of real ones are not."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+from d9d_testing.hostile.strangers import TOKENIZERS
+from d9d_weights import check_tokenizer
+
+
+def table(*replacements: bytes) -> dict[str, Any]:
+    """Normalizer of SentencePiece: the size of a trie, the trie, and texts that end with a zero."""
+    content = (8).to_bytes(4, "little") + bytes(8) + b"".join(text + b"\0" for text in replacements)
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
+
+
+def replacing(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def template(pieces: int, ids: int) -> dict[str, Any]:
+    special = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [special] * pieces + [{"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [0] * ids, "tokens": ["<s>"] * ids}},
+    }
+
+
+#: What is refused of it -> a ``tokenizer.json``.
+REFUSED = {
+    "characters of one": TOKENIZERS["a normalizer that multiplies"],
+    "'prepend' of 50,000,000 characters": TOKENIZERS["a normalizer that prepends"],
+    "normalizer makes": {"normalizer": replacing({"Regex": ""}, "e" * 100)},
+    "decoder makes": {"decoder": {"type": "Sequence", "decoders": [replacing({"String": ""}, "ee")] * 9}},
+    "1,001 steps": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 1000}},
+    "replaces a text by 1,000 bytes": {"normalizer": table(b"a", b"e" * 1000)},
+    "no base64": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "!"}},
+    "adds 1,000,001 tokens": {"post_processor": template(1_000_000, 1)},
+    "adds 100,001 tokens": {"post_processor": template(100, 1000)},
+    "'continuing_subword_prefix' of": {"model": {"type": "BPE", "continuing_subword_prefix": "e" * 10**6}},
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_steps_that_make_much_of_a_short_text_are_refused(says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_tokenizer(REFUSED[says])
+
+
+SOUND: dict[str, Any] = {
+    "Llama": {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": "▁"}, replacing({"String": " "}, "▁")],
+        },
+        "post_processor": template(1, 1),
+        "decoder": {"type": "Sequence", "decoders": [replacing({"String": "▁"}, " "), {"type": "ByteFallback"}]},
+    },
+    "T5": {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [table("صلى الله عليه وسلم".encode()), replacing({"Regex": " {2,}"}, "▁")],
+        }
+    },
+    "Qwen": {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(?i:'s|'t)|[^\\r\\n]?\\p{L}+" * 20}}},
+    "none": {"normalizer": None, "pre_tokenizer": None, "post_processor": None, "model": {"type": "BPE"}},
+    "odd": {"normalizer": [], "decoder": {"decoders": 3, "pattern": 3, "content": "x"}, "model": 3},
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_steps_of_real_tokenizers_are_not_refused(name: str) -> None:
+    check_tokenizer(SOUND[name])
