@@ -154,8 +154,8 @@ def test_long_curves_keep_their_ends_and_extremes() -> None:
 
 
 def test_a_constant_series_has_its_value_on_the_axis() -> None:
-    points = {"lr": [(1, 3e-3), (2, 3e-3)], "loss": [(1, 2.0), (2, 1.0)]}
-    record: Any = SimpleNamespace(job={}, lines=[{"lr": 3e-3, "loss": 2.0}], points=points.__getitem__)
+    lines = [{"step": 1, "lr": 3e-3, "loss": 2.0}, {"step": 2, "lr": 3e-3, "loss": 1.0}]
+    record: Any = SimpleNamespace(job={}, lines=lines)
     axes = {chart.traces[0]["name"]: chart.layout["yaxis"] for chart in series_charts({"run": record})}
     assert axes == {"loss": {}, "lr": {"range": [0.0, 6e-3]}}
 
