@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import lzma
 import struct
 import subprocess
 import sys
@@ -54,6 +56,23 @@ def test_a_small_file_takes_little_memory(name: str, tmp_path: Path) -> None:
     taken, said = done.stdout.splitlines()[:2]
     assert int(taken) < MOST, f"{taken} MiB: {said[:300]}"
     assert (says in said and name in said) if says else said == "read 2"
+
+
+@pytest.mark.parametrize("name", ["dictionary.arrow", "delta.parquet", "lines.jsonl.gz", "lines.jsonl.xz"])
+def test_a_small_file_does_not_stand_for_a_corpus(name: str, tmp_path: Path) -> None:
+    """However small its rows are: prepared data would fill the disk."""
+    if name in bombs.BOMBS:
+        bombs.BOMBS[name][0](tmp_path / name)
+    else:
+        module = {"gz": gzip, "xz": lzma}[name.rpartition(".")[2]]
+        bombs.compressed(module, *[b'{"text": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}\n' * 50_000] * 70)(
+            tmp_path / name
+        )
+    records, read = read_records(tmp_path / name), 0
+    with pytest.raises(DataError, match=rf"{name} has [\d,]+ bytes and stands for more than 134,217,728; "):  # noqa: PT012
+        while True:
+            read += len(next(records).values["text"])
+    assert read < 1 << 28
 
 
 def test_rows_are_those_that_were_written(tmp_path: Path) -> None:

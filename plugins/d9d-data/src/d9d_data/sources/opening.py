@@ -33,6 +33,9 @@ FORMATS = {
     ".feather": "arrow",
 }
 _BUFFER = 1 << 18  # bytes
+#: Bytes that the content of any file may have in all, and for each byte that a larger file has: repeated texts compress
+#: well, and a small file that stands for more fills the disk.
+CONTENT, CONTENT_RATIO = 1 << 27, 200
 # Part of Python since 3.14.
 _ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 
@@ -135,6 +138,50 @@ def read_blocks(address: str, begins: Sequence[int], size: int) -> Iterator[byte
             yield stored.read(size)
 
 
+def check_content(name: str, content: int, stored: int) -> None:
+    """Refuse a file whose content is much larger than the file.
+
+    Args:
+        name: name of the file.
+        content: bytes of the content that were read so far.
+        stored: bytes of the file.
+
+    Raises:
+        DataError: it is.
+    """
+    limit = max(CONTENT, CONTENT_RATIO * stored)
+    if content > limit:
+        raise DataError(
+            f"data.sources: {name} has {stored:,} bytes and stands for more than {limit:,}; write it without "
+            "compression, or take it out of the sources"
+        )
+
+
+class _Bounded(io.RawIOBase):
+    """Decompressed content of a file, as far as :func:`check_content` allows."""
+
+    def __init__(self, content: BinaryIO, address: str) -> None:
+        self._content, self._address, self._stored = content, address, stat_file(address).size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._content.read(len(buffer))
+        buffer[: len(data)] = data
+        check_content(self._address, self._content.tell(), self._stored)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._content.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._content.tell()
+
+
 @contextmanager
 def open_stored(address: str) -> Iterator[BinaryIO]:
     """Open a file for reading its bytes as they are stored.
@@ -167,16 +214,19 @@ def _opened(address: str) -> BinaryIO:
 
 
 def _decompressed(file: SourceFile, stored: BinaryIO) -> BinaryIO:
+    content: Any
     match file.compression:
         case "gz":
-            return cast("BinaryIO", gzip.GzipFile(fileobj=stored))
+            content = gzip.GzipFile(fileobj=stored)
         case "bz2":
-            return cast("BinaryIO", bz2.BZ2File(stored))
+            content = bz2.BZ2File(stored)
         case "xz":
-            return cast("BinaryIO", lzma.LZMAFile(stored))
+            content = lzma.LZMAFile(stored)  # noqa: SIM115 - it is closed with what it reads
         case "zst":
-            return cast("BinaryIO", _zstd(file.name).ZstdFile(stored))
-    return stored
+            content = _zstd(file.name).ZstdFile(stored)
+        case _:
+            return stored
+    return io.BufferedReader(_Bounded(content, file.address), _BUFFER)
 
 
 def _zstd(name: str) -> ModuleType:

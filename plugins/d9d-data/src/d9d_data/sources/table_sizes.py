@@ -370,8 +370,8 @@ class _Table:
         return [struct.unpack_from("<qq", self._data, at + 4 + 16 * number) for number in range(count)]
 
 
-def bounded_slices(file: SourceFile, batch: Any, first: int) -> Iterator[Any]:
-    """Slices of a batch whose rows, made values of Python, stay within the budget.
+def bounded_slices(file: SourceFile, batch: Any, first: int) -> Iterator[tuple[Any, int]]:
+    """Slices of a batch whose rows, made values of Python, stay within the budget, and the bytes of these values.
 
     Args:
         file: the file.
@@ -383,13 +383,14 @@ def bounded_slices(file: SourceFile, batch: Any, first: int) -> Iterator[Any]:
     """
     for begin in range(0, len(batch), _ROWS):
         part = batch.slice(begin, _ROWS)
-        if _expanded(file, part) <= _ROW_BYTES:
-            yield part
+        if (size := _expanded(file, part)) <= _ROW_BYTES:
+            yield part, size
             continue
         for offset in range(len(part)):
             row = part.slice(offset, 1)
-            check_size(file, f"row {first + begin + offset}", _expanded(file, row), stat_file(file.address).size)
-            yield row
+            size = _expanded(file, row)
+            check_size(file, f"row {first + begin + offset}", size, stat_file(file.address).size)
+            yield row, size
 
 
 def _expanded(file: SourceFile, batch: Any) -> int:

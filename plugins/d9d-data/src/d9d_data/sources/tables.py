@@ -9,7 +9,7 @@ from typing import Any
 
 from d9d_core.extend import DataError, parse_json, read_regular
 
-from d9d_data.sources.opening import SourceFile, open_content
+from d9d_data.sources.opening import SourceFile, check_content, open_content, stat_file
 from d9d_data.sources.place import Place, Record
 from d9d_data.sources.table_sizes import bounded_slices, check_arrow, parquet_sizes
 
@@ -29,7 +29,8 @@ def read_table(file: SourceFile, begin: int = 0, end: int | None = None, column:
     Raises:
         DataError: the file cannot be read, is no such table, or pyarrow is not installed.
     """
-    number = 0
+    number = content_read = 0
+    stored = stat_file(file.address).size
     columns = None if column is None else [column]
     with open_content(file) as content, _explained(file):
         if file.format == "parquet":
@@ -42,7 +43,9 @@ def read_table(file: SourceFile, begin: int = 0, end: int | None = None, column:
         else:
             batches = _arrow_batches(file, content, columns)
         for batch in batches:
-            for rows in bounded_slices(file, batch, number + 1):
+            for rows, size in bounded_slices(file, batch, number + 1):
+                content_read += size
+                check_content(file.name, content_read, stored)
                 for row in rows.to_pylist():
                     number += 1
                     values = {field.name: _written(row[field.name], field.type) for field in rows.schema}
