@@ -24,6 +24,7 @@ OURS = (
     "d9d-optim",
     "d9d-qwen3",
     "d9d-testing",
+    "d9d-verify",
     "d9d-weights",
 )
 
