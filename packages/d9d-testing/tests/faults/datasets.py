@@ -250,7 +250,7 @@ FAULTS = {
     "state is of one rank": ({"made_of": StateOfTheRank}, "has state"),
     "takes the state of other data": ({"made_of": TakesOtherState}, "keep what identifies the data in state()"),
     "denies that it packs documents": ({"made_of": DeniesItsDocuments}, "a sample holds several documents"),
-    "lacks what its record gives": ({"made_of": LacksWhatItsRecordGives}, "of the tensors that the record says it gives"),
+    "lacks what its record gives": ({"made_of": LacksWhatItsRecordGives}, "tensors that the record says it gives"),
     "reuses memory of packs": ({"made_of": ReusesMemory}, "after two more packs"),
     "drops a microbatch": ({"made_of": DropsTheLastMicrobatch}, ""),
     "facts have tensors": ({"made_of": FactsWithTensors}, "must be what JSON can hold"),
