@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -164,6 +165,7 @@ class LoadedJob(BaseJob):
             views[name] = spec
         return views
 
+    @abstractmethod
     def check(self, world_size: int | None = None) -> object:
         """Check all that needs no tensors.
 
@@ -173,7 +175,6 @@ class LoadedJob(BaseJob):
         Raises:
             D9dError: the job cannot run.
         """
-        raise NotImplementedError
 
     def check_layout(self, world_size: int) -> None:
         """Check mesh, strategies, schedule and batch together, for a number of processes.

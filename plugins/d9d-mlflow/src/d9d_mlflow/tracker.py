@@ -220,9 +220,8 @@ def _make_store(path: Path) -> None:
     prefix = f".{path.name}.begun-"
     for rest in path.parent.glob(f"{prefix}*"):
         rest.unlink()
-    begun = path.with_name(
-        prefix + secrets.token_hex(4)
-    )  # MLflow keeps connections by name, also to a file that is gone
+    # A new name each time: MLflow keeps connections by name, also to a file that is gone.
+    begun = path.with_name(prefix + secrets.token_hex(4))
     store: Any = SqlAlchemyStore(f"sqlite:///{begun}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)  # type: ignore[no-untyped-call]
     store.engine.dispose()
     begun.replace(path)

@@ -62,7 +62,7 @@ def check_job(job: JobFile, world_size: int | None, memory: int | None = None) -
 
 
 def _print_parts(console: Console, job: JobFile, resolution: Resolution[Selection]) -> None:
-    """Print what is known of a job without a plan of its model."""
+    """Print the names, mesh and step of a job whose model was not planned."""
     table = Table(box=None, show_header=False)
     table.add_row("mesh", mesh_line(job))
     for chosen in resolution.selection.all():

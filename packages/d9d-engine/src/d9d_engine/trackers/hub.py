@@ -360,7 +360,7 @@ class _TrackerThread:
             )
 
     def _failure(self, run: TrackerRun, kind: str, step: int, values: Mapping[str, Any]) -> Exception | None:
-        """Write values, and return what the tracker raises."""
+        """Write values, and return the exception of the tracker; ``None`` if it took them."""
         try:
             getattr(run, kind)(step, dict(values))
         except Exception as error:
@@ -441,7 +441,6 @@ def _readable(name: str) -> str:
 
 def _plain_state(run: TrackerRun) -> State:
     text = json.dumps(run.state(), allow_nan=False, ensure_ascii=False)
-    state: State = json.loads(
-        text.encode()
-    )  # half of a surrogate pair would end the run when the checkpoint is written
+    # Half of a surrogate pair fails here, and not where the checkpoint is written, which would end the run.
+    state: State = json.loads(text.encode())
     return state

@@ -46,6 +46,6 @@ def node_warning(tp: int, per_node: int | None, collectives: StepCollectives) ->
     wider = "wider than" if tp > per_node else "no divisor of"
     return (
         f"mesh.tp is {tp}, {wider} the {per_node} processes of a node: {calls} calls with {bytes_} a step and rank "
-        f"cross the network between nodes, where a link carries about a tenth of what it does within one, and every "
+        "cross the network between nodes, where a link carries about a tenth of the bytes a second, and every "
         f"layer waits for them; use a tp that divides {per_node}, and dp_shard, cp or pp for the rest"
     )
