@@ -13,7 +13,7 @@ import pytest
 from d9d_testing.published import write_published
 
 if TYPE_CHECKING:
-    from d9d_core.plugin import Registry
+    from d9d_core.registry.registry import Registry
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it sleeps. " * 8
 
@@ -129,6 +129,7 @@ def _hello_and_nothing_that_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 @pytest.fixture(scope="module")
 def installed() -> Registry:
-    from d9d_core.plugin import PluginPolicy, discover
+    from d9d_core.registry.loader import discover
+    from d9d_core.registry.policy import PluginPolicy
 
     return discover(PluginPolicy())

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from d9d_core.plugin import Registry
-from d9d_core.testing import Document
-from d9d_engine.api import Job
+from d9d_core.job_file.document import Document
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
 from d9d_inference.job import InferenceJob
 
 ROOT = Path(__file__).parents[1]

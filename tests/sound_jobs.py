@@ -7,14 +7,16 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from d9d_core.config.base import PluginConfig
-from d9d_core.config.lookup import config_schema, load_config
+from d9d_core.config import PluginConfig
 from d9d_core.errors import D9dError
 from d9d_core.grid import AXES
-from d9d_core.plugin import PluginPolicy, Registry, StrategySpec
-from d9d_core.plugin.capabilities import missing_modules
-from d9d_core.plugin.entries import Entry
-from d9d_core.plugin.loader import discover
+from d9d_core.job_file.lookup import config_schema, load_config
+from d9d_core.plugin import StrategySpec
+from d9d_core.registry.capabilities import missing_modules
+from d9d_core.registry.entries import Entry
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
+from d9d_core.registry.registry import Registry
 from d9d_engine.job import Job
 from pydantic import TypeAdapter, ValidationError
 

@@ -305,7 +305,7 @@ def test_configs_of_a_plugin_are_declared(member: Member) -> None:
         "import d9d_moe.router.selection",
         "def f():\n    from d9d_nn import ops",
         "from d9d_core.testing import anything",
-        "from d9d_core.config.job import JobConfig",
+        "from d9d_core.job_file.job import JobConfig",
     ],
 )
 def test_undeclared_imports_are_recognised(source: str) -> None:

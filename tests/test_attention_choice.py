@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import ForwardReady, TrainingError, TrainingStarts
+from d9d_core.errors import TrainingError
+from d9d_core.events import ForwardReady, TrainingStarts
 from d9d_engine.job import Job
 
 Write = Callable[..., Path]

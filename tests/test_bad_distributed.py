@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_engine.api import ProcessEnv
+from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.distributed.mesh import describe_rank
+from d9d_engine.process_env import ProcessEnv
 from d9d_engine.supervision.failure import Failure, FailureReporter
-from d9d_engine.testing import CheckpointStore
 from d9d_testing.layouts import job_of
 from d9d_testing.world import RankFailedError, World
 from safetensors.torch import load_file
@@ -46,7 +46,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from d9d_core.plugin import DatasetSpec, Ref, hookimpl
-from d9d_core.protocols.data import DataContext
+from d9d_core.data import DataContext
 from d9d_core.types import Pack
 from d9d_data.config import TextConfig
 from d9d_data.stream.text import build_text

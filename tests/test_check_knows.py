@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from d9d_core.errors import D9dError, JobError
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from d9d_inference.job import InferenceJob
 
 MODEL = {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_data.sources import python
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from d9d_testing.layouts import Harness, assert_passed
 from d9d_testing.logs import read_log
 from d9d_verify.layouts import Layout

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from d9d_core.testing import Mesh
+from d9d_core.job_file.job import Mesh
 from d9d_testing.collectives import differences, listed_step, recorded_step
 from d9d_testing.world import World
 
@@ -241,7 +241,7 @@ def test_a_traced_step_makes_the_collectives_that_are_listed(table: ModuleType, 
     ],
 )
 def test_differences_are_found_in_kind_ranks_bytes_and_count(changed: dict[str, Any], said: str) -> None:
-    from d9d_core.extend import Collective
+    from d9d_core.strategy import Collective
 
     one = Collective("all_gather", "fsdp", (0, 1), 96, 2, "parameters")
     made = [("all_gather", (0, 1), 96)] * 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import D9dError
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from d9d_planner.device import Device
 from d9d_planner.prediction import predict
 from torch.utils.flop_counter import FlopCounterMode

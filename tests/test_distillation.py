@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import JobError
-from d9d_engine.api import Job
+from d9d_core.errors import JobError
+from d9d_engine.job import Job
 from d9d_testing.layouts import Harness, assert_passed
 from d9d_verify.layouts import Layout
 

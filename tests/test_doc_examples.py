@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from d9d_core.plugin import Registry
-from d9d_engine.api import Job
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
 
 from tests.documents import PAGES, ROOT, Block, blocks_of, completed, exists, load
 
@@ -83,7 +83,7 @@ def test_python_examples_import_declared_modules_only(block: Block) -> None:
 @pytest.mark.parametrize(
     ("source", "undeclared"),
     [
-        ("from d9d_core.protocols.task import Task", {"d9d_core.protocols.task"}),
+        ("from d9d_core.task import Task", {"d9d_core.task"}),
         ("def f():\n    import d9d_weights.graph", {"d9d_weights.graph"}),
         ("from d9d_core.extend import Task\nfrom d9d_engine import api\nimport d9d_nn.linear, torch", set()),
     ],
@@ -116,7 +116,7 @@ def test_the_quickstarts_can_run_and_the_readme_names_them(file: Path, installed
 
 @pytest.mark.parametrize("text", ["optimizer: {name: adamw, rate: 1}", "modell: {}", "steps: 0", "task: nothing"])
 def test_wrong_job_examples_are_recognised(text: str, installed: Registry, tmp_path: Path) -> None:
-    from d9d_core.extend import JobError
+    from d9d_core.errors import JobError
 
     with pytest.raises(JobError):
         load(Block(ROOT / "README.md", "yaml", text, 1), tmp_path, installed)

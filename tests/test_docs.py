@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from d9d_core.extend import PluginConfig, Section
-from d9d_engine.api import Job
+from d9d_core.config import PluginConfig, Section
+from d9d_engine.job import Job
 from pydantic_core import PydanticUndefined
 
 from tests.documents import PAGES, ROOT, exists, prose, quoted, tables
@@ -77,7 +77,7 @@ def test_the_reference_names_every_choice() -> None:
 
 
 def test_the_reference_names_every_event_in_order_with_its_fields() -> None:
-    from d9d_core.extend import CATALOGUE
+    from d9d_core.events import CATALOGUE
 
     rows = [(quoted(event)[0], quoted(fields)) for event, _, fields in tables(CORE, "event", "when", "fields")]
     assert rows == [(event.__name__, [field.name for field in dataclasses.fields(event)]) for event in CATALOGUE]

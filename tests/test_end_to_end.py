@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from safetensors.torch import load_file
 
 D9d = Callable[..., tuple[int, str, str]]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from d9d_core.errors import JobError
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from d9d_testing.logs import read_log
 
 

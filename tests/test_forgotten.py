@@ -16,7 +16,7 @@ MakeJob = Callable[..., Path]
 SCRIPT = '''
 import gc, json, os, sys, threading, time, weakref
 from pathlib import Path
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from d9d_inference.job import InferenceJob
 
 def children():
@@ -49,7 +49,7 @@ def take_by_hand(job):
 def fail(job):
     class Fails:
         def subscriptions(self):
-            from d9d_engine.api import StepEnds
+            from d9d_core.events import StepEnds
             return [(StepEnds, self.fail)]
         def fail(self, event):
             raise ValueError("a mistake in a cell")

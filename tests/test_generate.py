@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 
 transformers = pytest.importorskip("transformers")
 

@@ -207,7 +207,7 @@ def test_ranks_that_split_positions_continue_by_a_number_of_tokens_that_they_do_
 def test_experts_on_two_ranks_write_the_same_bytes(
     values: Callable[..., dict[str, Any]], small_job: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from d9d_engine.api import Job
+    from d9d_engine.job import Job
     from d9d_testing.world import World
 
     model = {

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import NonFiniteError
-from d9d_engine.api import Job, Trainer
+from d9d_core.errors import NonFiniteError
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
 from d9d_nn.attention.core import AttentionCore
 
 Write = Callable[..., Path]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import D9dError
-from d9d_engine.api import Job, Trainer
+from d9d_core.errors import D9dError
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
 
 Write = Callable[..., Path]
 GRAPHS = {"name": "compile", "cudagraphs": True}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from d9d_core.errors import BuildError, JobError
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 
 LARGE = 2**62
 

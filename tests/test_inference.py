@@ -15,7 +15,7 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError, DataError, JobError, NonFiniteError
 from d9d_core.events import PackEnds, RowsWritten
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from d9d_engine.run.interrupt import Interrupts
 from d9d_inference.captures import groups_of
 from d9d_inference.job import InferenceJob
@@ -319,7 +319,7 @@ def test_data_that_cannot_be_read_in_order_is_refused(folder: Folder) -> None:
     import d9d_data.plugin
     import d9d_nn.plugin
     import d9d_qwen3.plugin
-    from d9d_core.plugin import Registry
+    from d9d_core.registry.registry import Registry
     from d9d_testing.toy import plugin as toy
 
     registry = Registry.of(d9d_nn.plugin, d9d_qwen3.plugin, d9d_data.plugin, toy)

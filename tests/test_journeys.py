@@ -19,9 +19,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from d9d_core.extend import InferenceTask
-from d9d_core.plugin import ConfiguredSpec, PluginPolicy, Registry, discover
-from d9d_engine.api import Job
+from d9d_core.inference import InferenceTask
+from d9d_core.plugin import ConfiguredSpec
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
 from d9d_inference.job import InferenceJob
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 
 pytestmark = pytest.mark.thorough
 

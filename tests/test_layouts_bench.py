@@ -49,7 +49,7 @@ def test_names_of_rows_say_how_they_are_spread_and_rows_survive_json(room: Simpl
 
 
 def test_every_row_is_a_job_that_is_accepted_for_its_ranks(room: SimpleNamespace, tmp_path: Path) -> None:
-    from d9d_engine.api import Job
+    from d9d_engine.job import Job
 
     known = room.rows.registry()
     for row in (row for some in room.layout_rows.ROWS.values() for row in some):

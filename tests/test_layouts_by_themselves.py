@@ -14,7 +14,7 @@ import pytest
 import yaml
 from d9d_core.errors import BuildError, D9dError, JobError
 from d9d_core.job import JobFile
-from d9d_core.plugin import Registry
+from d9d_core.registry.registry import Registry
 from d9d_engine.distributed import devices
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.extend import local
+from d9d_core.tensors import local
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.toy.modifiers import ToyPeft
 from safetensors.torch import load_file

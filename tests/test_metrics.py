@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import JobError
-from d9d_engine.api import Trainer
-from d9d_engine.testing import Statistics
+from d9d_core.errors import JobError
+from d9d_engine.run.trainer import Trainer
+from d9d_engine.step.metrics import Statistics
 from d9d_nn.ops import linear_cross_entropy as op
 from d9d_qwen3.config import tiny
 from d9d_testing.layouts import job_of, topology_here

@@ -9,7 +9,7 @@ import pytest
 import torch
 from d9d_core.events import StepResult
 from d9d_engine.run.logbook import Logbook
-from d9d_engine.testing import Statistics
+from d9d_engine.step.metrics import Statistics
 from d9d_testing.world import World
 from torch import Tensor
 from torch import distributed as dist

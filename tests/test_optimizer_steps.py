@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from d9d_core import events as ev
-from d9d_core.extend import AveragesWeights
-from d9d_engine.api import Job, Trainer
+from d9d_core.optimizer import AveragesWeights
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
 from d9d_inference.evaluation.library import evaluate
 from safetensors.torch import load_file
 from torch import Tensor

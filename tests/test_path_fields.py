@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from d9d_core.config.base import Section
-from d9d_core.config.inference import InferenceConfig
-from d9d_core.config.job import JobConfig
-from d9d_core.config.lookup import load_config
-from d9d_core.plugin import PluginPolicy, hooks
-from d9d_core.plugin.loader import discover
+from d9d_core.config import Section
+from d9d_core.job_file.inference import InferenceConfig
+from d9d_core.job_file.job import JobConfig
+from d9d_core.job_file.lookup import load_config
+from d9d_core.registry import hooks
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
 

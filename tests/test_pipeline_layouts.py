@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from d9d_core.extend import D9dError
+from d9d_core.errors import D9dError
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.logs import read_log_without_times
 from d9d_testing.world import World

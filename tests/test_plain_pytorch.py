@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from d9d_core import events as ev
-from d9d_core.extend import local
-from d9d_engine.api import Job
+from d9d_core.tensors import local
+from d9d_engine.job import Job
 from d9d_testing.layouts import topology_here
 from d9d_testing.logs import read_log
 from d9d_testing.world import World

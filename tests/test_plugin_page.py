@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.extend import TRAITS
-from d9d_core.plugin import ANCHORS, KINDS, ConfiguredSpec, Registry
-from d9d_engine.api import Job
+from d9d_core.plugin import ANCHORS, ConfiguredSpec
+from d9d_core.registry.hooks import KINDS
+from d9d_core.registry.registry import Registry
+from d9d_core.traits import TRAITS
+from d9d_engine.job import Job
 
 from tests.documents import PAGES, ROOT, blocks_of, files_of, load, prose, quoted, tables
 
@@ -46,7 +48,7 @@ def test_the_page_for_plugin_authors_names_every_trait_anchor_and_suite() -> Non
 
 
 def test_it_names_every_reduction_of_metrics() -> None:
-    from d9d_core.extend import Metric
+    from d9d_core.metric import Metric
 
     getter = inspect.getattr_static(Metric, "reductions").fget
     allowed = typing.get_args(typing.get_args(typing.get_type_hints(getter)["return"])[1])

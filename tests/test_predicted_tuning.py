@@ -44,7 +44,7 @@ def test_layouts_share_what_fine_tuning_adds(method: str, mesh: dict[str, int]) 
 
 def compare_with_plan(job_values: dict[str, Any]) -> None:
     """Compare what the first rank stores by the prediction with the tensors of the plan on the meta device."""
-    from d9d_engine.api import Job
+    from d9d_engine.job import Job
 
     job = Job.from_values(job_values)
     counted = job.plan().memory
@@ -104,7 +104,8 @@ def test_a_method_without_a_cost_description_is_not_predicted_and_said_so() -> N
     import d9d_parallel.plugin
     import d9d_peft.plugin
     import d9d_qwen3.plugin
-    from d9d_core.plugin import Registry, hookimpl
+    from d9d_core.plugin import hookimpl
+    from d9d_core.registry.registry import Registry
 
     class Undescribed:
         D9D_API = 1

@@ -202,7 +202,7 @@ def test_what_travels_in_a_ring_shows_where_attention_is_too_short_for_it() -> N
 
 def listed_and_counted(job_values: dict[str, Any], strategy: str) -> tuple[dict[Any, float], dict[Any, float]]:
     """Bytes of a step by kind of collective and direction: those that explain lists, and those that are predicted."""
-    from d9d_engine.api import Job
+    from d9d_engine.job import Job
 
     job = Job.from_values(job_values)
     listed: dict[Any, float] = {}
@@ -266,7 +266,7 @@ def test_tokens_that_travel_are_copied_more_often_than_those_that_stay() -> None
     ids=["one", "tp, fsdp", "pp", "cp, replicate", "float32"],
 )
 def test_what_is_stored_is_what_the_plan_on_the_meta_device_counts(sections: dict[str, Any]) -> None:
-    from d9d_engine.api import Job
+    from d9d_engine.job import Job
 
     job = Job.from_values(values(SMALL, **sections))
     counted = job.plan().memory

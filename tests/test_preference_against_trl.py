@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.extend import DataContext
+from d9d_core.data import DataContext
 from d9d_data.config import PreferenceConfig
 from d9d_data.stream.chat import build_preference
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.extend import JobError
-from d9d_engine.api import Job
+from d9d_core.errors import JobError
+from d9d_engine.job import Job
 from d9d_testing.layouts import Harness, assert_passed
 from d9d_testing.logs import read_log
 from d9d_verify.layouts import Layout

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.plugin import Registry
-from d9d_engine.api import Job
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
 from d9d_nn import plugin as nn_plugin
 from d9d_qwen3 import plugin as qwen3_plugin
 from d9d_testing.layouts import Harness, assert_passed

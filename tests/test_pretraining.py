@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from d9d_core.cli.output import length_of
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from d9d_testing.logs import read_log
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_engine.api import Topology
 from d9d_engine.checkpoint import load as dcp_load
 from d9d_engine.checkpoint import save as dcp_save
+from d9d_engine.checkpoint.store import CheckpointStore
+from d9d_engine.distributed.mesh import Topology
 from d9d_engine.supervision.failure import Failure
-from d9d_engine.testing import CheckpointStore
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.logs import read_log_without_times
 from d9d_testing.processes import ranks_of

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import subscribe
-from d9d_engine.api import Job, Trainer
-from d9d_engine.extend import Recompiled
+from d9d_core.subscriber import subscribe
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
+from d9d_engine.supervision.compilation import Recompiled
 from torch._dynamo.utils import counters
 
 Write = Callable[..., Path]

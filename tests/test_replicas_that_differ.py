@@ -14,7 +14,7 @@ D9d = Callable[..., tuple[int, str, str]]
 LOCAL_SGD = """
 from typing import Literal
 
-from d9d_core.config.base import PluginConfig
+from d9d_core.config import PluginConfig
 from d9d_core.plugin import Ref, StrategySpec, hookimpl
 
 
@@ -31,7 +31,7 @@ class LocalSgd:
 
     def apply(self, stage, topology):
         import torch
-        from d9d_core.protocols.strategy import Applied, GradientOwner
+        from d9d_core.strategy import Applied, GradientOwner
 
         group = topology.axes_group("dp_replicate")
 

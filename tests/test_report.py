@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from d9d_core.program.actions import Backward, Forward
 from d9d_core.program.text import parse_programs
+from d9d_core.schedule import Backward, Forward
 from d9d_reports.report.series import series_charts, thinned
 from d9d_reports.report.timeline import ideal_boxes
 from d9d_testing.browser import chromium, find_chromium

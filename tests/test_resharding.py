@@ -13,7 +13,7 @@ import pytest
 import torch
 from d9d_core import events as ev
 from d9d_core.errors import TrainingError
-from d9d_engine.testing import CheckpointStore
+from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.logs import read_log_without_times
 from d9d_testing.world import World

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.config.reading import write_yaml
 from d9d_core.errors import JobError
 from d9d_core.job import JobFile
+from d9d_core.job_file.reading import write_yaml
 from d9d_engine.job import Job
 from d9d_engine.run.directory import JOB
 
@@ -119,7 +119,7 @@ import os
 from typing import Literal
 os.chdir({elsewhere!r})
 
-from d9d_core.config.base import PluginConfig
+from d9d_core.config import PluginConfig
 from d9d_core.plugin import Ref, SubscriberSpec, hookimpl
 
 

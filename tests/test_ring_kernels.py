@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import ContextShare, OpSignature
-from d9d_core.plugin import Registry, ViewSpec
-from d9d_core.testing import Mesh
-from d9d_engine.api import Topology
+from d9d_core.job_file.job import Mesh
+from d9d_core.kernel import OpSignature
+from d9d_core.model import ContextShare
+from d9d_core.plugin import ViewSpec
+from d9d_core.registry.registry import Registry
+from d9d_engine.distributed.mesh import Topology
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import prepare_masks
 from d9d_nn.ops.attention import block_sdpa

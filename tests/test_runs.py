@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from d9d_engine.api import Job, TrainingFinished
+from d9d_core.events import TrainingFinished
+from d9d_engine.job import Job
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from d9d_core.errors import D9dError
 from d9d_core.tensors import local
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.logs import read_log_without_times
 from d9d_testing.suites.subscriber import SubscriberSuite

@@ -81,7 +81,7 @@ def site(scaffolds: Path) -> Site:
 
 
 def test_there_is_a_template_of_every_kind_that_a_job_file_selects() -> None:
-    from d9d_core.plugin import KINDS as HOOKS
+    from d9d_core.registry.hooks import KINDS as HOOKS
 
     assert {kind.hook for kind in KINDS.values()} == {hook.hook for hook in HOOKS} - HOOKS_WITHOUT_TEMPLATE
 
@@ -161,7 +161,7 @@ def test_every_kind_passes_its_suite(site: Site) -> None:
 
 TRAIN = """
 import os, sys
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 for kind in sys.argv[1:]:
     directory = f"acme-{kind.replace('_', '-')}"
     os.chdir(directory)

@@ -141,8 +141,8 @@ def test_a_browser_shows_the_site_and_its_search_finds_pages(address: str, tmp_p
         found = browser.wait_for(results)
         assert "checkpoints.html" in found
         searching = browser.screenshot()
-        browser.open(f"{address}/api/d9d_core.extend.html#d9d_core.protocols.task.Task")
-        assert browser.wait_for("document.querySelector('h3[id=\"d9d_core.protocols.task.Task\"]')?.innerText")
+        browser.open(f"{address}/api/d9d_core.extend.html#d9d_core.task.Task")
+        assert browser.wait_for("document.querySelector('h3[id=\"d9d_core.task.Task\"]')?.innerText")
         broken = "[...document.images].filter(image => image.complete && !image.naturalWidth).length"
         assert browser.evaluate(broken) == 0
         reference = browser.screenshot()

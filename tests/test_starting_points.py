@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import D9dError, JobError
-from d9d_engine.api import Job
-from d9d_weights import model_tensors
+from d9d_core.errors import D9dError, JobError
+from d9d_engine.job import Job
+from d9d_weights.sharding.model_tensors import model_tensors
 
 pytestmark = pytest.mark.thorough
 LORA = {"name": "lora", "r": 4}

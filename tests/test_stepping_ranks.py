@@ -3,7 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from d9d_core.plugin import PluginPolicy, discover
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
 from d9d_engine.job import Job
 from d9d_testing.toy import plugin as toy
 from d9d_testing.world import World

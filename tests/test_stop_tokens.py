@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_engine.api import Job
 from d9d_engine.compose.export import end_of_text
+from d9d_engine.job import Job
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "chat" / "lora.yaml"
 REPLY = "I am Dee."

@@ -14,11 +14,11 @@ from typing import Any
 import fsspec
 import pytest
 import yaml
-from d9d_core.config.base import Section
-from d9d_core.config.lookup import load_config
-from d9d_core.config.saved_job import code_mark
-from d9d_core.plugin import records
-from d9d_core.plugin.registry import Registry
+from d9d_core import plugin as records
+from d9d_core.config import Section
+from d9d_core.job_file.lookup import load_config
+from d9d_core.job_file.saved_job import code_mark
+from d9d_core.registry.registry import Registry
 from d9d_testing.hostile.strangers import CALL, CANARY, JOBS
 
 Run = Callable[..., tuple[int, str, str]]
@@ -66,7 +66,7 @@ def _sounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run with checkpoints and an export."""
-    from d9d_engine.api import Job
+    from d9d_engine.job import Job
 
     root = tmp_path_factory.mktemp("sound")
     (root / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
@@ -328,10 +328,10 @@ def test_modules_in_the_working_directory_are_not_imported(
 #: Modules that import by a name that is no constant; whatever a job file names there is a field that is marked.
 IMPORTERS = {
     "packages/d9d-core/src/d9d_core/extend.py",
-    "packages/d9d-core/src/d9d_core/plugin/loader.py",
-    "packages/d9d-core/src/d9d_core/plugin/ref.py",
-    "packages/d9d-core/src/d9d_core/plugin/registry.py",
-    "packages/d9d-core/src/d9d_core/plugin/single_file.py",
+    "packages/d9d-core/src/d9d_core/registry/loader.py",
+    "packages/d9d-core/src/d9d_core/containment.py",
+    "packages/d9d-core/src/d9d_core/registry/registry.py",
+    "packages/d9d-core/src/d9d_core/registry/single_file.py",
     "packages/d9d-engine/src/d9d_engine/api.py",
     "packages/d9d-engine/src/d9d_engine/extend.py",
     "packages/d9d-inference/src/d9d_inference/generation/library.py",

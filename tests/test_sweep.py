@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 
 Run = Callable[..., tuple[int, str, str]]
 MakeJob = Callable[..., Path]
@@ -151,7 +151,8 @@ def test_runs_of_a_job_without_a_mesh_have_the_layout_of_train(d9d: Run, small_j
 
 BROKEN = '''
 from typing import Literal
-from d9d_core.extend import JobConfigured, PluginConfig, StepEnds
+from d9d_core.config import PluginConfig
+from d9d_core.events import JobConfigured, StepEnds
 from d9d_core.plugin import Ref, SubscriberSpec, hookimpl
 D9D_API = 1
 

@@ -306,7 +306,7 @@ def test_copies_of_a_stage_compute_with_their_own_parameters_and_tokens_that_are
 METHOD = """
 from typing import Literal
 import torch
-from d9d_core.extend import PluginConfig
+from d9d_core.config import PluginConfig
 from d9d_core.plugin import PeftSpec, Ref, hookimpl
 
 class SecretConfig(PluginConfig):

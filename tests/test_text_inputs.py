@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.extend import DataContext, DataError, TextInputs
+from d9d_core.data import DataContext, TextInputs
+from d9d_core.errors import DataError
 from d9d_data.config import (
     ChatConfig,
     DocumentsConfig,

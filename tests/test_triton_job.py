@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.extend import BuildError
-from d9d_engine.api import Job
+from d9d_core.errors import BuildError
+from d9d_engine.job import Job
 from d9d_testing.world import World
 from d9d_triton.linear_cross_entropy import shares
 

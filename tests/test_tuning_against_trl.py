@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import OptimizerStepStarts
-from d9d_engine.api import Job
+from d9d_core.events import OptimizerStepStarts
+from d9d_engine.job import Job
 from torch import Tensor, nn
 
 # Other people's libraries warn of each other.

@@ -9,7 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from d9d_engine.api import Job, Topology
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.job import Job
 from d9d_verify.command import verify_job
 from d9d_verify.compare import Verdict
 from d9d_verify.layouts import (
@@ -30,9 +31,9 @@ Command = Callable[..., tuple[int, str, str]]
 
 #: A strategy as a third party might get it wrong: gradients come out as many times too long as there are ranks.
 TWICE = '''
-from d9d_core.config.base import PluginConfig
+from d9d_core.config import PluginConfig
 from d9d_core.plugin import Ref, StrategySpec, hookimpl
-from d9d_core.protocols.strategy import Applied
+from d9d_core.strategy import Applied
 from typing import Literal
 
 D9D_API = 1
@@ -189,7 +190,7 @@ def test_a_size_that_the_data_states_too_is_kept(small_job: Write, tmp_path: Pat
 
 #: A task that compares nothing, as that of examples/d9d-hello.
 UNCHECKED = '''
-from d9d_core.config.base import PluginConfig
+from d9d_core.config import PluginConfig
 from d9d_core.plugin import Ref, TaskSpec, hookimpl
 from typing import Literal
 

@@ -28,7 +28,7 @@ PATIENCE = 300.0
 PLUGIN = """
 import os
 from typing import Literal
-from d9d_core.extend import PluginConfig
+from d9d_core.config import PluginConfig
 from d9d_core import events
 from d9d_core.plugin import Ref, SubscriberSpec, hookimpl
 

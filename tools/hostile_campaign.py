@@ -32,23 +32,23 @@ from unittest import mock
 import numpy as np
 import torch
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.base import PluginConfig
-from d9d_core.config.open_union import Named
-from d9d_core.config.pretrained import read_config_json
-from d9d_core.config.schema import job_schema
+from d9d_core.config import PluginConfig
+from d9d_core.data import DataContext, DataStream, TextInputs
 from d9d_core.errors import DataError, JobError
-from d9d_core.plugin.capabilities import Chosen
-from d9d_core.plugin.loader import discover
-from d9d_core.plugin.policy import PluginPolicy
-from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.data import DataContext, DataStream, TextInputs
+from d9d_core.job_file.open_union import Named
+from d9d_core.job_file.pretrained import read_config_json
+from d9d_core.job_file.schema import job_schema
+from d9d_core.registry.capabilities import Chosen
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
+from d9d_core.registry.registry import Registry
 from d9d_core.untrusted import parse_json, visible
 from d9d_data.sources.records import read_records
 from d9d_data.tokenizer.file import find_tokenizer_file, load_tokenizer
-from d9d_engine.api import Job
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.checkpoint.tensors import CheckpointTensors
 from d9d_engine.cli.tensors import Conversion, convert_state
+from d9d_engine.job import Job
 from d9d_inference.config import JsonlWriterConfig, ParquetWriterConfig
 from d9d_inference.generation.language_model import Decoding, LanguageModel, row_of
 from d9d_inference.generation.prompts import Prompt
@@ -60,10 +60,10 @@ from d9d_reports.runs.record import find_runs
 from d9d_testing.hostile.files import Draw, damage, damage_checkpoint
 from d9d_testing.hostile.judge import Judge, Verdict, WrongLoad
 from d9d_testing.hostile.values import edited, edited_job, hostile_values
-from d9d_weights import TemplateError, TemplateLimits, TemplateProcess
 from d9d_weights.hugging_face.adapter_bounds import bounded_fields
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.index import read_object
+from d9d_weights.templates.process import TemplateError, TemplateLimits, TemplateProcess
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError

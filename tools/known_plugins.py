@@ -21,7 +21,7 @@ TABLE = ROOT / "packages" / "d9d-core" / "src" / "d9d_core" / "plugin" / "known_
 
 def table(root: Path = ROOT) -> dict[str, Any]:
     """Kind -> name -> distribution, and distribution -> version, over all members that have an entry point."""
-    from d9d_core.plugin import Registry
+    from d9d_core.registry.registry import Registry
 
     homes: dict[str, dict[str, str]] = {}
     versions: dict[str, str] = {}

@@ -16,7 +16,9 @@ from typing import Any
 import typer.main
 from d9d_core.cli.app import app
 from d9d_core.cli.group import foundation_commands
-from d9d_core.plugin import CommandSpec, PluginPolicy, discover
+from d9d_core.plugin import CommandSpec
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "packages" / "d9d-core" / "README.md"

@@ -104,7 +104,7 @@ def d9d_subscribers():
 _COMPONENT = """
 from typing import Literal
 from pydantic import Field
-from d9d_core.extend import PluginConfig
+from d9d_core.config import PluginConfig
 {config}
 class Config(PluginConfig):
     name: Literal["hostile"] = "hostile"

@@ -84,7 +84,7 @@ DECLARED = (
 def surface() -> dict[str, Any]:
     """Everything that users and plugin authors may rely on."""
     from d9d_core import extend
-    from d9d_core.plugin.hooks import API_VERSION, KINDS
+    from d9d_core.registry.hooks import API_VERSION, KINDS
     from d9d_core.traits import TRAITS
 
     return {
@@ -135,8 +135,8 @@ def _signature(member: Any) -> str:
 
 
 def _sections() -> dict[str, Any]:
-    from d9d_core.config.job import JobConfig
-    from d9d_core.extend import Section
+    from d9d_core.config import Section
+    from d9d_core.job_file.job import JobConfig
 
     def walk(section: type[Section]) -> dict[str, Any]:
         fields: dict[str, Any] = {}

@@ -45,7 +45,7 @@ class Sound:
     """
 
     def __init__(self, root: Path) -> None:
-        from d9d_engine.api import Job
+        from d9d_engine.job import Job
 
         root.mkdir(parents=True)
         self.model = write_published(root / "model")

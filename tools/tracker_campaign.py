@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from d9d_core.extend import SeriesName, storable
+from d9d_core.tracker import SeriesName, storable
 
 #: Steps between two kills, on average, and between two checkpoints.
 STRIDE, EVERY = 30, 12
@@ -179,9 +179,10 @@ class Clock:
 def train(directory: Path, clock: Clock) -> None:
     """Train in this process, with a subscriber that logs and takes its time."""
     import torch
-    from d9d_core.extend import Histogram, StepEnds, TrainingStarts
-    from d9d_core.plugin import Registry
-    from d9d_engine.api import Job
+    from d9d_core.events import StepEnds, TrainingStarts
+    from d9d_core.registry.registry import Registry
+    from d9d_core.tracker import Histogram
+    from d9d_engine.job import Job
 
     class Logs:
         """Subscriber that logs a scalar with a tag, a histogram and a text in each step, and series of words."""

@@ -20,7 +20,7 @@ from typing import Any
 import layout_table
 import pytest
 import torch
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from d9d_testing.layouts import topology_here
 from d9d_testing.world import World
 from d9d_verify.compare import Verdict

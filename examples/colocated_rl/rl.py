@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from d9d_core.extend import DataContext, DataError, Microbatch, Pack, PluginConfig, StageInputs, State
+from d9d_core.config import PluginConfig
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
 from d9d_core.plugin import DatasetSpec, Ref, TaskSpec, hookimpl
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch, Pack, State
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from d9d_engine.api import Job, OwnEvent, Trainer, subscribe
+from d9d_core.subscriber import OwnEvent, subscribe
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from d9d_nn.causal_lm import task
 from d9d_nn.ops.attention.sdpa import Sdpa
 from d9d_parallel.context_parallel import ring, share

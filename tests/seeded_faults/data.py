@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from d9d_engine.api import Job
 from d9d_engine.compose.parts import data as build
+from d9d_engine.job import Job
 from torch import Tensor
 
 from seeded_faults.seeding import Patch, built, packs

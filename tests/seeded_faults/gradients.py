@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from d9d_core.extend import local
-from d9d_engine.api import Job
+from d9d_core.tensors import local
+from d9d_engine.job import Job
 from d9d_engine.step import gradients, loss
 from d9d_engine.step.executor import Executor
 from d9d_engine.step.gradients import Gradients

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from torch import Tensor
 from torch import distributed as dist
 

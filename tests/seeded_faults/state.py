@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from d9d_core.extend import local
-from d9d_engine.api import Job
+from d9d_core.tensors import local
 from d9d_engine.checkpoint import store
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.compose import weights as build
+from d9d_engine.job import Job
 from d9d_engine.step import auxiliary_losses, metrics
 from d9d_weights.sharding.shards import LocalShards, TensorShard
 from torch import Tensor

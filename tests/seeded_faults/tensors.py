@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from d9d_core.extend import GradientOwner
-from d9d_engine.api import Job
+from d9d_core.strategy import GradientOwner
+from d9d_engine.job import Job
 from d9d_engine.step import totals
 from d9d_nn.ops import vocabulary_parallel
 from d9d_parallel.tensor_parallel import forwards, strategy

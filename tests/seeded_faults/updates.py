@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from d9d_core.extend import local
-from d9d_engine.api import Job
+from d9d_core.tensors import local
+from d9d_engine.job import Job
 from d9d_engine.step.totals import Clipper
 from torch import Tensor
 from torch import distributed as dist

@@ -27,9 +27,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from d9d_engine.api import Topology
+from d9d_engine.checkpoint.store import CheckpointStore
+from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.gc import built_objects_spared
-from d9d_engine.testing import CheckpointStore
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions

@@ -33,7 +33,7 @@ def repeated(action: Callable[[], Any], times: int = 5) -> float:
 
 def config() -> Seconds:
     """A job file, read and validated: names, values, capabilities."""
-    from d9d_engine.api import Job
+    from d9d_engine.job import Job
 
     def load() -> None:
         Job.load(QUICKSTART).resolve(1)
@@ -52,7 +52,9 @@ def state_graph() -> Seconds:
 def load() -> Seconds:
     """A model directory of 64 MiB, streamed through mappers into plain tensors, and the model written before."""
     import torch
-    from d9d_weights import ModelDirectory, StateGraph, load_tensors
+    from d9d_weights.graph.graph import StateGraph
+    from d9d_weights.hugging_face.directory import ModelDirectory
+    from d9d_weights.hugging_face.load import load_tensors
     from load_memory import mapper
     from read_model import write_model
 
@@ -84,7 +86,7 @@ def simulator() -> Seconds:
 def checkpoint() -> Seconds:
     """A checkpoint of 64 MiB in 96 tensors, saved and loaded."""
     import torch
-    from d9d_engine.testing import CheckpointStore
+    from d9d_engine.checkpoint.store import CheckpointStore
 
     tensors = {f"model/{index}/{part}": torch.rand(512, 341) for index in range(32) for part in "abc"}
     size = f"checkpoint of {sum(tensor.nbytes for tensor in tensors.values()) / 2**20:.0f} MiB"
@@ -103,7 +105,7 @@ def checkpoint() -> Seconds:
 
 def step() -> Seconds:
     """Steps of the quickstart's job, with what a run does around them."""
-    from d9d_engine.api import Job
+    from d9d_engine.job import Job
 
     with tempfile.TemporaryDirectory() as place:
         given = [f"run.dir={place}", "trackers=[]", "evaluation=null", "checkpoint.every=null", "export=false"]

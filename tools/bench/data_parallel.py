@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.plugin import Registry
-from d9d_engine.api import Job
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
 from here import topology_of
 from plain_fsdp2 import plain_step
 from random_tokens import Synthetic
@@ -109,8 +109,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--reduce", default="float32", help="number format in which both sum gradients over ranks")
     options = parser.parse_args()
-    from d9d_engine.api import Topology
     from d9d_engine.compose.plan import circumstances
+    from d9d_engine.distributed.mesh import Topology
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -128,9 +128,9 @@ def main() -> None:
         return trainer.step(next(numbers), trainer.prefetcher.next()).loss
 
     plain_job = job.model_copy(update={"parallel": [], "mesh": type(job.mesh)()})
-    from d9d_core.config.resolve import select
+    from d9d_core.job_file.resolve import select
     from d9d_engine.compose.assemble import assemble
-    from d9d_engine.testing import initialise
+    from d9d_engine.compose.initialise import initialise
 
     alone = Topology(sizes=plain_job.mesh.sizes(), device=device)
     # Kernels are chosen for bfloat16, in which both compute.

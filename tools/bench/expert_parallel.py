@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.plugin import Registry
-from d9d_engine.api import Job, Trainer
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
 from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
 from d9d_moe.all_to_all.pending_rows import Sizes, send_rows
 from d9d_moe.router.routing import TopKRouting

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 import torch
-from d9d_engine.api import Job, Topology
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.job import Job
 from torch import distributed as dist
 
 

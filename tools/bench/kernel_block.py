@@ -11,7 +11,8 @@ from kernel_parts import Bench, Function
 
 def measure_block(bench: Bench) -> dict[str, Any]:
     """A block of Qwen3, forward and backward: as it is written, with the kernels, and compiled."""
-    from d9d_core.extend import HasOps, OpSignature, modules_with
+    from d9d_core.kernel import OpSignature
+    from d9d_core.traits import HasOps, modules_with
     from d9d_nn.ops.attention import sdpa
     from d9d_nn.ops.rms_norm import torch_build
     from d9d_nn.rope.rotary_embedding import RotaryEmbedding

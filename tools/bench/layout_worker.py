@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from d9d_planner.device import Device
 from here import topology_of
 from memory_predictions import predicted

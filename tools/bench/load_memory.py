@@ -18,18 +18,13 @@ import time
 from pathlib import Path
 
 import torch
-from d9d_weights import (
-    Concatenate,
-    Mapper,
-    ModelDirectory,
-    Parallel,
-    Prefix,
-    Rename,
-    Stack,
-    StateGraph,
-    Transpose,
-    load_tensors,
-)
+from d9d_weights.graph.base import Mapper, Parallel
+from d9d_weights.graph.compose import Prefix
+from d9d_weights.graph.graph import StateGraph
+from d9d_weights.graph.mappers import Rename, Transpose
+from d9d_weights.graph.merging import Concatenate, Stack
+from d9d_weights.hugging_face.directory import ModelDirectory
+from d9d_weights.hugging_face.load import load_tensors
 from read_model import GIB, write_model
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.plugin import Registry
-from d9d_engine.api import Job
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
 
 PLUGINS = ("d9d_nn", "d9d_data", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_qwen3")
 OPTIONAL = ("d9d_triton", "d9d_cublas", "d9d_flash_attention", "d9d_quack", "d9d_fp8")

@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.plugin import Registry
-from d9d_engine.api import Job, Trainer
-from d9d_weights import map_tensors, model_tensors
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
+from d9d_weights.graph.graph import map_tensors
+from d9d_weights.sharding.model_tensors import model_tensors
 from random_tokens import Synthetic
 from timing import synchronise, timed
 from torch import nn

@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.extend import Stage
-from d9d_core.plugin import Registry
-from d9d_engine.api import Job, Topology
+from d9d_core.model import Stage
+from d9d_core.registry.registry import Registry
+from d9d_engine.compose.initialise import initialise
 from d9d_engine.compose.kernels import bind_kernels
-from d9d_engine.testing import initialise
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.job import Job
 from d9d_moe.expert_parallel.config import ExpertParallelConfig
 from d9d_moe.expert_parallel.strategy import ExpertParallel
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig

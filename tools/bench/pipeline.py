@@ -24,11 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.extend import DefersWeights, HasOps, Pack, modules_with
-from d9d_core.plugin import Registry, ScheduleSpec
-from d9d_engine.api import Job, Trainer
+from d9d_core.plugin import ScheduleSpec
+from d9d_core.registry.registry import Registry
+from d9d_core.traits import DefersWeights, HasOps, modules_with
+from d9d_core.types import Pack
+from d9d_engine.distributed.devices import load_kernels_eagerly, share_hardware_queues
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
 from d9d_engine.step.executor import Executor
-from d9d_engine.testing import load_kernels_eagerly, share_hardware_queues
 from here import synchronise, topology_of
 from random_tokens import Synthetic
 from stage_costs import Run, predicted, stage_costs, timed, transfer_ms

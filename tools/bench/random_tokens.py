@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.extend import DataContext, Pack
+from d9d_core.data import DataContext
 from d9d_core.plugin import DatasetSpec, Ref, hookimpl
+from d9d_core.types import Pack
 from torch import Tensor
 
 
@@ -31,7 +32,7 @@ class Synthetic:
 def _config() -> Any:
     from typing import Literal
 
-    from d9d_core.extend import PluginConfig
+    from d9d_core.config import PluginConfig
 
     class RandomTokensConfig(PluginConfig):
         """Random tokens."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_engine.testing import load_kernels_eagerly, share_hardware_queues
+from d9d_engine.distributed.devices import load_kernels_eagerly, share_hardware_queues
 from here import synchronise
 from records import GIB, hardware
 from timing import timed

@@ -25,8 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from d9d_core.extend import TensorSpec
-from d9d_weights import ModelDirectory, ModelWriter
+from d9d_core.types import TensorSpec
+from d9d_weights.hugging_face.directory import ModelDirectory
+from d9d_weights.hugging_face.writer import ModelWriter
 
 GIB = 1 << 30
 #: Of a layer, as in a model of 8e9 parameters: wide matrices, narrow ones and vectors.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 # Models are those of the comparison with others.
 sys.path.append(str(Path(__file__).parent / "compare"))
 
-from d9d_core.plugin import Registry
+from d9d_core.registry.registry import Registry
 from random_tokens import Synthetic
 from settings import BETAS, CLIP, DECAY, LR, MODELS
 

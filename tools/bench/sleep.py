@@ -22,8 +22,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from d9d_core.plugin import Registry
-from d9d_engine.api import Job, Trainer
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
 from random_tokens import Synthetic
 from timing import synchronise
 

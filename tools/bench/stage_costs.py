@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import Pack
+from d9d_core.types import Pack
 from d9d_engine.step.executor import Executor
 from d9d_pipeline.runtime.split_backward import SplitBackward
 from d9d_pipeline.simulator.costs import Costs

@@ -11,8 +11,12 @@ import time
 from collections.abc import Callable
 
 import torch
-from d9d_core.extend import TensorSpec
-from d9d_weights import Concatenate, Mapper, Parallel, Prefix, Rename, Stack, StateGraph, Transpose
+from d9d_core.types import TensorSpec
+from d9d_weights.graph.base import Mapper, Parallel
+from d9d_weights.graph.compose import Prefix
+from d9d_weights.graph.graph import StateGraph
+from d9d_weights.graph.mappers import Rename, Transpose
+from d9d_weights.graph.merging import Concatenate, Stack
 
 #: Tensors of a layer.
 WIDTH = 10

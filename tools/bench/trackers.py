@@ -21,9 +21,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from d9d_core.extend import PluginConfig, RunInfo, State, StepEnds, TrainingStarts
-from d9d_core.plugin import Ref, Registry, TrackerSpec, hookimpl
-from d9d_engine.api import Job
+from d9d_core.config import PluginConfig
+from d9d_core.events import StepEnds, TrainingStarts
+from d9d_core.plugin import Ref, TrackerSpec, hookimpl
+from d9d_core.registry.registry import Registry
+from d9d_core.tracker import RunInfo
+from d9d_core.types import State
+from d9d_engine.job import Job
 from random_tokens import Synthetic
 
 MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_qwen3.plugin")

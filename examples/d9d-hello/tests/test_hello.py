@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import torch
-from d9d_core.extend import RunInfo
+from d9d_core.tracker import RunInfo
 from d9d_hello.config import CsvConfig, SmoothLMConfig
 from d9d_hello.task import SmoothLM
 from d9d_hello.tracker import CsvTracker

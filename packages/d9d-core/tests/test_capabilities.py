@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from d9d_core.cli.health import examine
-from d9d_core.plugin import CapabilitySpec, Ref, Registry, StrategySpec, hookimpl
-from d9d_core.plugin.capabilities import MODEL_TRAITS, Chosen, Circumstances, judge, order
-from d9d_core.plugin.records import ModelSpec
+from d9d_core.plugin import CapabilitySpec, ModelSpec, Ref, StrategySpec, hookimpl
+from d9d_core.registry.capabilities import MODEL_TRAITS, Chosen, Circumstances, judge, order
+from d9d_core.registry.registry import Registry
 from d9d_core.traits import TRAITS
 
 REF = Ref("a:b")
@@ -124,7 +124,7 @@ def test_who_stands_in_for_a_module_counts_and_who_is_blocked_does_not(monkeypat
 def test_a_library_that_the_plugin_depends_on_comes_with_it_however_its_module_is_spelt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("d9d_core.plugin.capabilities.requires", lambda _: ["torch>=2", "acme-kernel>=1"])
+    monkeypatch.setattr("d9d_core.registry.capabilities.requires", lambda _: ["torch>=2", "acme-kernel>=1"])
     assert one("import:acme_kernel")[1].endswith("'pip install acme' brings it")
     assert one("import:acme_kernel.ops")[1].endswith("'pip install acme' brings it")
     assert one("import:acme")[1].endswith("'pip install acme' brings it")
@@ -133,7 +133,7 @@ def test_a_library_that_the_plugin_depends_on_comes_with_it_however_its_module_i
 
 def test_a_library_that_a_marker_leaves_out_here_is_said_to_be_with_the_marker(monkeypatch: pytest.MonkeyPatch) -> None:
     line = 'acme-kernel>=1; sys_platform == "beos"'
-    monkeypatch.setattr("d9d_core.plugin.capabilities.requires", lambda _: ["torch>=2", line])
+    monkeypatch.setattr("d9d_core.registry.capabilities.requires", lambda _: ["torch>=2", line])
     reason = 'acme leaves it out here: acme-kernel is supported where sys_platform == "beos"'
     assert one("import:acme_kernel")[1].endswith(reason)
 
@@ -142,7 +142,7 @@ def test_doctor_says_which_components_lack_a_library_and_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = 'acme-kernel>=1; sys_platform == "beos"'
-    monkeypatch.setattr("d9d_core.plugin.capabilities.requires", lambda _: [line])
+    monkeypatch.setattr("d9d_core.registry.capabilities.requires", lambda _: [line])
     specs = [strategy(name, requires={"import:acme_kernel", "import:json"}) for name in ("one", "two")]
     assert examine(registry(*specs)), "a library that is left out is no fault of the machine"
     (said,) = [line for line in " ".join(capsys.readouterr().out.split()).split(" -- ") if "acme_kernel" in line][-1:]

@@ -11,8 +11,9 @@ from d9d_core.cli.check import check_job
 from d9d_core.cli.options import bytes_of
 from d9d_core.errors import JobError
 from d9d_core.job import JobFile
-from d9d_core.plugin import JobCheckSpec, Ref, Registry, hookimpl
-from d9d_core.plugin.policy import FOUNDATION
+from d9d_core.plugin import JobCheckSpec, Ref, hookimpl
+from d9d_core.registry.policy import FOUNDATION
+from d9d_core.registry.registry import Registry
 
 JOB = {"steps": 3, "model": "toy_model", "data": "toy_data", "task": "toy_task", "optimizer": "toy_optimizer"}
 MODEL, MEMORY = "Model, strategies and kernels, without a GPU.", "Predicted memory of the busiest device."

@@ -4,8 +4,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from d9d_core.config.document import Document
 from d9d_core.errors import JobError
+from d9d_core.job_file.document import Document
 
 
 def read(tmp_path: Path, text: str, *overrides: str, suffix: str = ".yaml") -> Document:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from d9d_core.config import pretrained
-from d9d_core.config.base import Section
-from d9d_core.config.document import Document
-from d9d_core.config.job import Mesh, Timeouts
-from d9d_core.config.load import plugin_policy
-from d9d_core.config.pretrained import read_config_json
+from d9d_core.config import Section
 from d9d_core.errors import CheckpointError, JobError
 from d9d_core.job import JobFile
+from d9d_core.job_file import pretrained
+from d9d_core.job_file.document import Document
+from d9d_core.job_file.job import Mesh, Timeouts
+from d9d_core.job_file.load import plugin_policy
+from d9d_core.job_file.pretrained import read_config_json
 from pydantic import ValidationError
 
 

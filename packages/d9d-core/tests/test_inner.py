@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal
 
 import d9d_testing.toy.plugin as toy
 import pytest
-from d9d_core.config.base import PluginConfig, Section
-from d9d_core.config.open_union import Named
-from d9d_core.config.schema import job_schema
+from d9d_core.config import PluginConfig, Section
+from d9d_core.data import DataContext
 from d9d_core.errors import BuildError, JobError
-from d9d_core.extend import DataContext
 from d9d_core.job import JobFile
-from d9d_core.plugin import DatasetSpec, Ref, Registry, hookimpl
+from d9d_core.job_file.open_union import Named
+from d9d_core.job_file.schema import job_schema
+from d9d_core.plugin import DatasetSpec, Ref, hookimpl
+from d9d_core.registry.registry import Registry
 from d9d_testing.toy.config import ToyDataConfig
 from d9d_testing.toy.data import ToyStream
 

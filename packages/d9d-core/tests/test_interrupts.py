@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from d9d_core.cli.interrupts import interrupts_deferred
-from d9d_core.plugin.collect import contained
+from d9d_core.registry.collect import contained
 
 
 def test_an_interrupt_comes_at_the_end_of_the_block() -> None:

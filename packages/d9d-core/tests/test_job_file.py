@@ -8,12 +8,14 @@ from typing import Annotated, Any, Literal
 import d9d_testing.toy.plugin as toy
 import pytest
 import yaml
-from d9d_core.config.base import PluginConfig, Section
-from d9d_core.config.schema import job_schema
+from d9d_core.config import PluginConfig, Section
 from d9d_core.errors import JobError, PluginError
 from d9d_core.job import JobFile as Job
-from d9d_core.plugin import ModelSpec, PluginPolicy, Ref, Registry, TaskSpec, hookimpl
-from d9d_core.plugin.known import KnownPlugins
+from d9d_core.job_file.schema import job_schema
+from d9d_core.plugin import ModelSpec, Ref, TaskSpec, hookimpl
+from d9d_core.registry.known import KnownPlugins
+from d9d_core.registry.policy import PluginPolicy
+from d9d_core.registry.registry import Registry
 from d9d_testing.toy.config import ToyDataConfig, ToyModelConfig, ToyOptimizerConfig, ToyTaskConfig
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,7 +141,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
 def test_a_broken_config_reference_is_an_error_at_its_place(tmp_path: Path) -> None:
     for config, cause in (
         ("nowhere:C", "failed to load: ModuleNotFoundError("),
-        ("json:loads", "is no subclass of d9d_core.config.base.PluginConfig"),
+        ("json:loads", "is no subclass of d9d_core.config.PluginConfig"),
         ("d9d_testing.toy.config:ToyTaskConfig", "has the name 'toy_task'; write name: Literal['uu'] = 'uu'"),
     ):
         path = tmp_path / "job.yaml"

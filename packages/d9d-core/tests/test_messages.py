@@ -10,12 +10,14 @@ import pytest
 from d9d_core.cli.app import app
 from d9d_core.cli.health import examine
 from d9d_core.cli.plugins import check_plugins, list_records
-from d9d_core.config.base import PluginConfig
-from d9d_core.config.lookup import load_config
-from d9d_core.config.open_union import Named
+from d9d_core.config import PluginConfig
 from d9d_core.errors import PluginError
-from d9d_core.plugin import PluginPolicy, Registry, discover
-from d9d_core.plugin.kernels import find_kernel
+from d9d_core.job_file.lookup import load_config
+from d9d_core.job_file.open_union import Named
+from d9d_core.registry.kernels import find_kernel
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
+from d9d_core.registry.registry import Registry
 from pydantic import TypeAdapter, ValidationError
 from typer.testing import CliRunner
 
@@ -70,7 +72,7 @@ def test_a_config_without_a_default_name_is_said_so(install: Callable[..., None]
         "1.0",
         """
         from typing import Literal
-        from d9d_core.config.base import PluginConfig
+        from d9d_core.config import PluginConfig
         class Nameless(PluginConfig):
             name: Literal["nameless"]
         @hookimpl
@@ -90,7 +92,7 @@ def test_a_config_that_no_record_of_a_run_could_hold_is_said_so(install: Callabl
         "1.0",
         """
         from typing import Literal
-        from d9d_core.config.base import PluginConfig
+        from d9d_core.config import PluginConfig
         class Odd(PluginConfig):
             name: Literal["odd"] = "odd"
             value: object = object()

@@ -14,11 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from d9d_core import containment as ref
 from d9d_core.cli.main import main
 from d9d_core.errors import PluginError, TrainingError
 from d9d_core.failures import exits_are_errors
-from d9d_core.plugin import PluginPolicy, Registry, discover, ref
-from d9d_core.plugin.collect import RefusedError, contained
+from d9d_core.registry.collect import RefusedError, contained
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
+from d9d_core.registry.registry import Registry
 
 HEADER = "from d9d_core.plugin import *\nD9D_API = 1\n"
 #: The process must survive: what is wrong would end it, or hang for ever.
@@ -195,7 +198,7 @@ def test_an_interrupt_before_the_handler_is_there_is_the_users(monkeypatch: pyte
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr("d9d_core.plugin.collect._limited", interrupted)
+    monkeypatch.setattr("d9d_core.registry.collect._limited", interrupted)
     with pytest.raises(KeyboardInterrupt), contained("a plugin"):
         pass
     monkeypatch.undo()

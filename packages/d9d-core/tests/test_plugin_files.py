@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 from d9d_core.errors import PluginError
-from d9d_core.plugin import Manifest, PluginPolicy, Ref, discover
+from d9d_core.plugin import Ref
+from d9d_core.registry.loader import discover
+from d9d_core.registry.manifest import Manifest
+from d9d_core.registry.policy import PluginPolicy
 
 
 def test_a_single_file_is_a_plugin_and_its_content_is_in_the_manifest(tmp_path: Path) -> None:

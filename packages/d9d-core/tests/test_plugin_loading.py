@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from d9d_core.errors import PluginError
-from d9d_core.plugin import PluginPolicy, Registry, discover, installed
-from d9d_core.plugin.known import KnownPlugins
-from d9d_core.plugin.policy import FOUNDATION
+from d9d_core.registry import installed
+from d9d_core.registry.known import KnownPlugins
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import FOUNDATION, PluginPolicy
+from d9d_core.registry.registry import Registry
 
 Install = Callable[..., None]
 OURS = {"acme-moe", "d9d-mixture", "d9d-conduit", "other"}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from d9d_core.errors import PluginError
-from d9d_core.plugin import PluginPolicy, discover
-from d9d_core.plugin.policy import FOUNDATION
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import FOUNDATION, PluginPolicy
 
 Install = Callable[..., None]
 

@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from d9d_core.program.actions import Action, Backward, Forward, Overlap, Reduce, single_stage
 from d9d_core.program.index import ProgramIndex
 from d9d_core.program.validation import validate
+from d9d_core.schedule import Action, Backward, Forward, Overlap, Reduce, single_stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from d9d_core.errors import BuildError
-from d9d_core.program.actions import Action, Program
 from d9d_core.program.placement import checked_programs
 from d9d_core.program.text import parse_programs
 from d9d_core.program.validation import placement, validate
+from d9d_core.schedule import Action, Program
 from hypothesis import given
 from hypothesis import strategies as st
 

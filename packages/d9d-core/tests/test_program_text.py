@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from d9d_core.program.actions import (
+from d9d_core.program.text import diff_programs, format_programs, parse_action, parse_programs
+from d9d_core.schedule import (
     Action,
     Backward,
     Forward,
@@ -17,7 +18,6 @@ from d9d_core.program.actions import (
     WeightBackward,
     count_stages,
 )
-from d9d_core.program.text import diff_programs, format_programs, parse_action, parse_programs
 from hypothesis import given
 from hypothesis import strategies as st
 

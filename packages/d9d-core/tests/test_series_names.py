@@ -6,8 +6,7 @@ import json
 import os
 
 import pytest
-from d9d_core.extend import SeriesName, split_tags, storable
-from d9d_core.protocols.tracker import LONGEST_NAME
+from d9d_core.tracker import LONGEST_NAME, SeriesName, split_tags, storable
 from hypothesis import example, given
 from hypothesis import strategies as st
 

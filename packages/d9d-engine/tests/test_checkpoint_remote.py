@@ -10,8 +10,8 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from d9d_core.config.job import Checkpoint as Settings
 from d9d_core.errors import CheckpointError, SaveError
+from d9d_core.job_file.job import Checkpoint as Settings
 from d9d_engine.checkpoint.store import CheckpointStore
 
 URL = "memory://bucket/run/checkpoints"

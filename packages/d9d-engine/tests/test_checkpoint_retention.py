@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from d9d_core.config.job import Checkpoint
+from d9d_core.job_file.job import Checkpoint
 from d9d_engine.checkpoint.retention import BestOf, Retention
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_testing.hostile.files import sign

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from d9d_core.plugin.policy import FOUNDATION
+from d9d_core.registry.policy import FOUNDATION
 
 Main = Callable[..., tuple[int, str, str]]
 

@@ -10,10 +10,11 @@ from typing import Any
 import d9d_testing.toy.plugin as toy
 import pytest
 import torch
-from d9d_core.config.job import Mesh
 from d9d_core.errors import BuildError, CheckpointError, DataError, JobError
+from d9d_core.job_file.job import Mesh
 from d9d_core.layout.check import covers
-from d9d_core.plugin import Registry, hookimpl
+from d9d_core.plugin import hookimpl
+from d9d_core.registry.registry import Registry
 from d9d_engine.compose.plan import MemoryEstimate
 from d9d_engine.job import Job
 from d9d_testing.toy.data import ToyStream

@@ -10,7 +10,7 @@ from typing import Any
 
 import d9d_testing.toy.plugin as toy
 import pytest
-from d9d_core.protocols.tracker import RunInfo
+from d9d_core.tracker import RunInfo
 from d9d_engine.job import Job
 from d9d_engine.run.progress import ProgressBar
 from d9d_engine.trackers.config import ConsoleConfig

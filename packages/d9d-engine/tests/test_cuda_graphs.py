@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Applied, BuildError, GradientOwner
+from d9d_core.errors import BuildError
 from d9d_core.plugin import Ref, StrategySpec
 from d9d_core.program.placement import Pipeline
+from d9d_core.strategy import Applied, GradientOwner
 from d9d_engine.compose.parts.cuda_graphs import check_cuda_graphs, records_graphs, step_mark
 
 pytestmark = pytest.mark.smoke

@@ -13,12 +13,14 @@ import pytest
 import torch
 from d9d_core import events as ev
 from d9d_core.errors import BuildError, JobError
-from d9d_core.extend import OpSlot, Subscribes, subscribe
-from d9d_core.plugin import KernelSpec, Ref, Registry, hookimpl
-from d9d_engine.api import Trainer
+from d9d_core.kernel import OpSlot
+from d9d_core.plugin import KernelSpec, Ref, hookimpl
+from d9d_core.registry.registry import Registry
+from d9d_core.subscriber import Subscribes, subscribe
 from d9d_engine.compose.kernels import bind_kernels
 from d9d_engine.distributed.determinism import deterministic_algorithms, prepare_determinism
 from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
 from d9d_engine.step.randomness import generators_kept, seed_generators
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, quiet
 from torch import nn

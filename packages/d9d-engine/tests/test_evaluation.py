@@ -10,7 +10,7 @@ import torch
 from d9d_core.errors import DataError, JobError
 from d9d_core.events import StepEnds, ValuesLogged
 from d9d_core.types import State
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 from d9d_engine.run.evaluation import series_of_sets
 from d9d_engine.run.real_samples import only
 from d9d_engine.subscribers.config import EarlyStoppingConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from d9d_core import events as ev
 from d9d_core.errors import NonFiniteError
-from d9d_core.protocols.subscriber import OwnEvent, Subscribes, subscribe
+from d9d_core.subscriber import OwnEvent, Subscribes, subscribe
 from d9d_engine.job import Job
 from d9d_engine.subscribers.event_bus import Events
 from d9d_testing.toy.runs import quiet

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from d9d_core import events as ev
-from d9d_core.extend import Subscribes, subscribe
+from d9d_core.subscriber import Subscribes, subscribe
 from d9d_engine.job import Job
 from d9d_engine.run.gc import PacedCollection, built_objects_spared
 from d9d_testing.toy.runs import quiet

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.config.job import Mesh
 from d9d_core.errors import BuildError
-from d9d_core.plugin import Registry, ViewSpec
-from d9d_core.protocols.strategy import Applied, GradientOwner
+from d9d_core.job_file.job import Mesh
+from d9d_core.plugin import ViewSpec
+from d9d_core.registry.registry import Registry
+from d9d_core.strategy import Applied, GradientOwner
 from d9d_core.tensors import local
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.distributed.simulate import simulated_world

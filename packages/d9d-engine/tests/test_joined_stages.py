@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.ops import Decision, OpSignature, OpSlot
-from d9d_core.plugin import KernelSpec, Ref, Registry, hookimpl
-from d9d_core.plugin.capabilities import Circumstances, Judge
-from d9d_core.protocols.model import Stage
+from d9d_core.kernel import Decision, OpSignature, OpSlot
+from d9d_core.model import Stage
+from d9d_core.plugin import KernelSpec, Ref, hookimpl
+from d9d_core.registry.capabilities import Circumstances, Judge
+from d9d_core.registry.registry import Registry
 from d9d_engine.compose.joined_stages import JoinedStages, joined_stages
 from d9d_engine.compose.kernels import bind_kernels
 from d9d_testing.toy.config import ToyModelConfig

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import BuildError, PluginError
-from d9d_core.ops import Decision, OpSignature, OpSlot
-from d9d_core.plugin import KernelSpec, Ref, Registry, StrategySpec, hookimpl
-from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
-from d9d_core.plugin.entries import Entry, Origin
-from d9d_core.protocols.strategy import Applied
+from d9d_core.kernel import Decision, OpSignature, OpSlot
+from d9d_core.plugin import KernelSpec, Ref, StrategySpec, hookimpl
+from d9d_core.registry.capabilities import Chosen, Circumstances, Judge
+from d9d_core.registry.entries import Entry, Origin
+from d9d_core.registry.registry import Registry
+from d9d_core.strategy import Applied
 from d9d_engine.cli.report import print_kernel
 from d9d_engine.compose.assemble import changed_modules
 from d9d_engine.compose.kernels import KernelChoice, bind_kernels, refuse_unused

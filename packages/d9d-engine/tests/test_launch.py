@@ -23,7 +23,7 @@ import os, signal, sys, time, warnings
 from pathlib import Path
 from d9d_engine.launch.process import running
 from d9d_engine.run.interrupt import Interrupts
-from d9d_core.plugin.manifest import Manifest
+from d9d_core.registry.manifest import Manifest
 from d9d_engine.supervision.identity import Identity
 from d9d_engine.process_env import ProcessEnv
 

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from d9d_engine.distributed.logs import log_lines
+from d9d_engine.distributed.logs import log_lines, rank_logger
 from d9d_engine.distributed.mesh import Topology
-from d9d_engine.extend import rank_logger
 from d9d_engine.job import Job
 
 MakeJob = Callable[..., Job]

@@ -19,22 +19,12 @@ from d9d_engine.checkpoint.tensors import CheckpointTensors
 from d9d_engine.job import Job
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.toy.runs import final_tensors, metrics_of, noted, quiet
-from d9d_weights import (
-    Cast,
-    Chunk,
-    Compute,
-    Concatenate,
-    Drop,
-    Fresh,
-    Identity,
-    Mapper,
-    Parallel,
-    Rename,
-    Stack,
-    StateGraph,
-    Transpose,
-)
-from d9d_weights.graph.graph import map_tensors, specs_of
+from d9d_weights.graph.base import Mapper, Parallel
+from d9d_weights.graph.compute import Compute
+from d9d_weights.graph.graph import StateGraph, map_tensors, specs_of
+from d9d_weights.graph.mappers import Cast, Identity, Rename, Transpose
+from d9d_weights.graph.merging import Chunk, Concatenate, Stack
+from d9d_weights.graph.select import Drop, Fresh
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.export import ModelFiles, export_model
 from d9d_weights.hugging_face.load import load_tensors

@@ -13,8 +13,8 @@ from d9d_core.errors import CheckpointError
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.distributed.mesh import Topology
 from d9d_testing.world import World
-from d9d_weights import Identity, StateGraph
-from d9d_weights.graph.graph import specs_of
+from d9d_weights.graph.graph import StateGraph, specs_of
+from d9d_weights.graph.mappers import Identity
 from d9d_weights.hugging_face.load import load_tensors
 from torch import Tensor
 from torch import distributed as dist

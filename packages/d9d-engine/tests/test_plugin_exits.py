@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from d9d_core import events as ev
 from d9d_core.errors import TrainingError
+from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.job import Job
-from d9d_engine.testing import CheckpointStore
 from d9d_testing.toy.data import ToyStream
 from d9d_testing.toy.observers import ToyRecorder
 from d9d_testing.toy.runs import assert_identical, final_tensors, noted, quiet

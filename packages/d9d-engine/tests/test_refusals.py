@@ -14,7 +14,8 @@ import d9d_testing.toy.plugin as toy
 import pytest
 import torch
 from d9d_core.errors import BuildError, DataError, JobError
-from d9d_core.plugin import Ref, Registry, hookimpl
+from d9d_core.plugin import Ref, hookimpl
+from d9d_core.registry.registry import Registry
 from d9d_engine.job import Job
 from d9d_testing.toy.data import ToyStream
 from d9d_testing.toy.modifiers import ToyPeft, ToyStrategy
@@ -117,7 +118,7 @@ def without(cls: type, member: str) -> type:
     [
         ("d9d_tasks", without(ToyTask, "observations"), "task: task 'toy_task' (acme): ToyTask lacks observations()"),
         ("d9d_metrics", without(ToyMetric, "reset"), "metrics[0]: metric 'toy_metric' (acme): ToyMetric lacks reset()"),
-        ("d9d_metrics", without(ToyMetric, "reductions"), "ToyMetric lacks reductions of d9d_core.protocols.metric"),
+        ("d9d_metrics", without(ToyMetric, "reductions"), "ToyMetric lacks reductions of d9d_core.metric"),
         ("d9d_trackers", without(ToyTracker, "open"), "tracker 'toy_tracker' (acme): ToyTracker lacks open()"),
         ("d9d_subscribers", without(ToyRecorder, "subscriptions"), "(acme): ToyRecorder lacks subscriptions() of"),
         ("d9d_optimizers", without(ToyOptimizer, "state"), "'toy_optimizer' (acme): ToyOptimizer lacks state()"),
@@ -150,7 +151,7 @@ WRONG: list[tuple[str, type, str, Any, str]] = [
         ToyTask,
         "coefficients",
         lambda self: {},
-        "ToyTask.coefficients is a method; d9d_core.protocols.task:Task has",
+        "ToyTask.coefficients is a method; d9d_core.task:Task has",
     ),
     (
         "d9d_tasks",

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from d9d_core.plugin.manifest import Manifest
-from d9d_core.program.actions import single_stage
 from d9d_core.program.placement import Pipeline
 from d9d_core.program.text import parse_programs
+from d9d_core.registry.manifest import Manifest
+from d9d_core.schedule import single_stage
 from d9d_engine.job import Job
 from d9d_engine.run.directory import JOB, PROGRAMS, TOKENIZER, read_ending, write_ending, write_start
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from d9d_core import events as ev
-from d9d_core.protocols.metric import Table
-from d9d_core.protocols.tracker import Histogram, RunInfo, RunLog, SeriesName, flatten, split_tags
+from d9d_core.metric import Table
+from d9d_core.tracker import Histogram, RunInfo, RunLog, SeriesName, flatten, split_tags
 from d9d_engine.job import Job
 from d9d_engine.trackers.hub import TrackerHub
 from d9d_engine.trackers.run_log import HubLog

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.protocols.model import Stage
+from d9d_core.model import Stage
 from d9d_engine.compose.initialise import initialise
 from d9d_engine.compose.weights import materialise
 from d9d_engine.job import Job

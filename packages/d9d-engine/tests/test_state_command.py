@@ -27,7 +27,7 @@ Run = Callable[..., tuple[int, str]]
 @pytest.fixture
 def d9d(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command over the toy plugin; returns its exit status and what it said."""
-    monkeypatch.setattr("d9d_core.plugin.loader.discover", lambda *_: toy_registry())
+    monkeypatch.setattr("d9d_core.registry.loader.discover", lambda *_: toy_registry())
 
     def run(*words: object) -> tuple[int, str]:
         capsys.readouterr()  # of what trained before

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.errors import BuildError
-from d9d_core.extend import AccumulatedMetric, Accumulator, JobError, Vector
+from d9d_core.accumulators import AccumulatedMetric, Accumulator
+from d9d_core.errors import BuildError, JobError
+from d9d_core.metric import Vector
 from d9d_engine.distributed import packed_reduction
 from d9d_engine.distributed.packed_reduction import PackedReduction
 from d9d_engine.step.metrics import Statistics

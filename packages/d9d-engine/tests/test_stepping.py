@@ -9,7 +9,7 @@ import pytest
 import torch
 from d9d_core import events as ev
 from d9d_core.errors import BuildError, TrainingError
-from d9d_core.protocols.subscriber import subscribe
+from d9d_core.subscriber import subscribe
 from d9d_engine.job import Job
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, noted, quiet
 from safetensors.torch import load_file

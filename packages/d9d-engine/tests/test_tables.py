@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.events import StepResult
-from d9d_core.protocols.metric import StageMetric, Table
-from d9d_core.protocols.tracker import RunInfo, TakesTables
+from d9d_core.metric import StageMetric, Table
+from d9d_core.tracker import RunInfo, TakesTables
 from d9d_engine.job import Job
 from d9d_engine.run.logbook import Logbook
 from d9d_engine.step.metrics import Statistics

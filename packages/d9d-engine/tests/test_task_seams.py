@@ -10,8 +10,8 @@ import pytest
 import torch
 from d9d_core import events as ev
 from d9d_core.errors import BuildError
-from d9d_core.protocols.task import StageInputs
-from d9d_core.protocols.tracker import RunInfo
+from d9d_core.task import StageInputs
+from d9d_core.tracker import RunInfo
 from d9d_core.types import Microbatch, State
 from d9d_engine.job import Job
 from d9d_engine.trackers.hub import TrackerHub

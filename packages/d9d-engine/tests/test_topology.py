@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.config.job import Mesh
 from d9d_core.errors import BuildError, JobError
 from d9d_core.grid import AXES, Grid
+from d9d_core.job_file.job import Mesh
 from d9d_core.layout.check import covers
-from d9d_core.plugin import Registry, ViewDim, ViewSpec, hookimpl
+from d9d_core.plugin import ViewDim, ViewSpec, hookimpl
+from d9d_core.registry.registry import Registry
 from d9d_engine.compose.assemble import check_divisibility
 from d9d_engine.distributed.devices import load_kernels_eagerly, share_hardware_queues
 from d9d_engine.distributed.mesh import Topology

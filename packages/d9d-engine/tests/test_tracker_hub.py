@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.protocols.tracker import Histogram, RunInfo, SeriesName, split_tags
+from d9d_core.tracker import Histogram, RunInfo, SeriesName, split_tags
 from d9d_engine.job import Job
 from d9d_engine.trackers import hub as hub_module
 from d9d_engine.trackers.backlog import Backlog

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from d9d_core.protocols.tracker import RunInfo
+from d9d_core.tracker import RunInfo
 from d9d_core.types import State
 from d9d_engine.job import print_note
 from d9d_engine.trackers import lines

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.plugin.manifest import Manifest
+from d9d_core.registry.manifest import Manifest
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.distributed.world import joined
 from d9d_engine.process_env import ProcessEnv

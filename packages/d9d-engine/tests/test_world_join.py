@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 from d9d_core.errors import D9dError, JobError, PluginError, TrainingError
-from d9d_core.plugin.manifest import Manifest
+from d9d_core.registry.manifest import Manifest
 from d9d_engine.distributed import world as world_module
 from d9d_engine.distributed.devices import device_of
 from d9d_engine.distributed.world import joined, process_groups

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from d9d_core.errors import BuildError, CheckpointError, JobError, NonFiniteError
-from d9d_core.protocols.inference import Columns
+from d9d_core.inference import Columns
 from d9d_inference.compose import weights_identity
 from d9d_inference.config import JsonlWriterConfig, ParquetWriterConfig
 from d9d_inference.part_store import PartStore

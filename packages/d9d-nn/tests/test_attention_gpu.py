@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Decision, JobError, OpSignature
+from d9d_core.errors import JobError
+from d9d_core.kernel import Decision, OpSignature
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import prepare_masks
 from d9d_nn.ops.attention import flex, sdpa

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Decision, JobError, OpSignature
+from d9d_core.errors import JobError
+from d9d_core.kernel import Decision, OpSignature
 from d9d_nn.ops.attention import flex, sdpa
 from d9d_nn.ops.attention.reference import attention, visible
 from d9d_nn.ops.attention.sdpa_pinned import CUDNN, EFFICIENT, FLASH, PinnedKernel

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, OpSignature
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSignature
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import prepare_masks
 from d9d_nn.ops.attention import flex, queries, sdpa

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import JobError, OpSignature
+from d9d_core.errors import JobError
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops.attention import block_flex, block_sdpa, partial, sdpa
 from d9d_nn.ops.attention.block_flex import FlexBlocks
 from d9d_nn.ops.attention.block_sdpa import SdpaBlocks

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from d9d_core.extend import ContextParallelizable, HasOps, LateInit, TensorParallelizable, TensorStyle, modules_with
+from d9d_core.traits import ContextParallelizable, HasOps, LateInit, TensorParallelizable, TensorStyle, modules_with
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.embedding import TokenEmbedding
 from d9d_nn.heads.causal_lm import CausalLMHead

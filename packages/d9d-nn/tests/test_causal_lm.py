@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from d9d_core.extend import JobError
-from d9d_core.plugin import Registry
+from d9d_core.errors import JobError
+from d9d_core.registry.registry import Registry
 from d9d_nn import plugin
 from d9d_nn.causal_lm import perplexity
 from d9d_nn.causal_lm.config import CausalLMConfig, PerplexityConfig

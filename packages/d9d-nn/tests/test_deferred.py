@@ -7,7 +7,10 @@ from itertools import product
 
 import pytest
 import torch
-from d9d_core.extend import Deferral, DefersWeights, LendsProduct, OpSignature
+from d9d_core.deferral import Deferral
+from d9d_core.kernel import OpSignature
+from d9d_core.model import LendsProduct
+from d9d_core.traits import DefersWeights
 from d9d_nn.linear import Linear
 from d9d_nn.ops import grouped_linear_torch
 from d9d_nn.ops.deferred import as_autocast_together

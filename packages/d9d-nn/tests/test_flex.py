@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops.attention import flex
 from d9d_nn.ops.attention.block_mask import BLOCK, block_mask, visible_blocks
 from d9d_nn.ops.attention.reference import attention, visible

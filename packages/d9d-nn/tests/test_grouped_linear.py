@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops.grouped_linear import grouped_linear
 from d9d_nn.ops.grouped_linear_torch import build, grouped_mm, supports
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values

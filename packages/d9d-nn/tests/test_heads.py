@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, LateInit, TensorStyle, modules_with
+from d9d_core.errors import BuildError
+from d9d_core.traits import LateInit, TensorStyle, modules_with
 from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embedding
 from d9d_nn.heads.causal_lm import CausalLMHead
 from d9d_nn.heads.classification import ClassificationHead

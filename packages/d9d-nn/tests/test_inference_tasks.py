@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import JobError, Microbatch, State
+from d9d_core.errors import JobError
+from d9d_core.types import Microbatch, State
 from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, TokenClassificationHeadConfig
 from d9d_nn.heads.pooling import pool
 from d9d_nn.inference.classes import Classes, Rewards

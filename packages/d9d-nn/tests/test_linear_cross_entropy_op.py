@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Decision, OpSignature
+from d9d_core.kernel import Decision, OpSignature
 from d9d_nn.ops import linear_cross_entropy as op
 from d9d_nn.ops.linear_cross_entropy import IGNORE, linear_cross_entropy
 from d9d_testing.suites.kernel import KernelSuite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_core.extend import JobError
+from d9d_core.errors import JobError
 from d9d_nn.causal_lm.config import CausalLMConfig
 from d9d_nn.causal_lm.task import CausalLM
 from d9d_nn.classification.config import ClassificationConfig, TokenClassificationConfig

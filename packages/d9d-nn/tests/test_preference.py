@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_core.extend import JobError
+from d9d_core.errors import JobError
 from d9d_nn.preference.config import DpoConfig
 from d9d_nn.preference.task import REFERENCE, Dpo
 from pydantic import ValidationError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, CheckpointError
+from d9d_core.errors import BuildError, CheckpointError
 from d9d_nn.rope.rotary_embedding import RotaryEmbedding
 from d9d_nn.rope.scaling import (
     DynamicScaling,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_engine.extend import ZigzagPositions
+from d9d_engine.distributed.positions import ZigzagPositions
 from d9d_nn.classification.config import ClassificationConfig, TokenClassificationConfig
 from d9d_nn.classification.task import Classification, TokenClassification
 from d9d_nn.contrastive.config import EmbeddingConfig

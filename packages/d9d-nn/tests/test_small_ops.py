@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops.rms_norm import rms_norm, torch_build, torch_supports
 from d9d_nn.ops.rope import rope
 from d9d_nn.ops.silu_mul import recomputed_build, recomputed_supports, silu_mul

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 
 import pytest
-from d9d_core.extend import BuildError, Stage
+from d9d_core.errors import BuildError
+from d9d_core.model import Stage
 from d9d_nn.stages import stage_layers
 from hypothesis import given
 from hypothesis import strategies as st

@@ -8,7 +8,9 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
-from d9d_core.extend import Microbatch, OpSignature, PluginConfig
+from d9d_core.config import PluginConfig
+from d9d_core.kernel import OpSignature
+from d9d_core.types import Microbatch
 from d9d_nn.causal_lm.config import CausalLMConfig
 from d9d_nn.causal_lm.task import CausalLM
 from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, TokenClassificationHeadConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import VocabularyShare
+from d9d_core.model import VocabularyShare
 from d9d_nn.ops.linear_cross_entropy import IGNORE, linear_cross_entropy_with_ranks
 from d9d_nn.ops.vocabulary_parallel import VocabularyParallelCrossEntropy, gather_words
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from d9d_core.errors import JobError
-from d9d_core.program.actions import single_stage
 from d9d_core.program.text import parse_programs
+from d9d_core.schedule import single_stage
 from d9d_planner.device import Device
 from d9d_planner.live import Moment, moments
 from d9d_planner.network import Group, seconds

@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from d9d_core.plugin import Ref, Registry, TaskSpec, discover, hookimpl
+from d9d_core.plugin import Ref, TaskSpec, hookimpl
+from d9d_core.registry.loader import discover
+from d9d_core.registry.registry import Registry
 
 
 @hookimpl

@@ -36,7 +36,7 @@ CONFIG = '''
 from __future__ import annotations
 from typing import Literal
 from pydantic import BaseModel, Field, field_serializer
-from d9d_core.config.base import PluginConfig, Section
+from d9d_core.config import PluginConfig, Section
 
 class Inner(Section):
     """A nested section."""

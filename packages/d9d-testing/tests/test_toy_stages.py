@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, PipelineStage, Stage, TensorSpec
-from d9d_engine.testing import initialise
+from d9d_core.errors import BuildError
+from d9d_core.model import Stage
+from d9d_core.traits import PipelineStage
+from d9d_core.types import TensorSpec
+from d9d_engine.compose.initialise import initialise
 from d9d_testing.suites.model import ModelSuite
 from d9d_testing.tolerances import assert_close_values
 from d9d_testing.toy.config import ToyModelConfig

@@ -8,22 +8,12 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
-from d9d_weights import (
-    Chunk,
-    Connect,
-    Drop,
-    Either,
-    Identity,
-    Mapper,
-    Parallel,
-    Prefix,
-    Rename,
-    Stack,
-    StateGraph,
-    Transpose,
-    Unstack,
-)
-from d9d_weights.graph.graph import map_tensors, specs_of
+from d9d_weights.graph.base import Mapper, Parallel
+from d9d_weights.graph.compose import Connect, Prefix
+from d9d_weights.graph.graph import StateGraph, map_tensors, specs_of
+from d9d_weights.graph.mappers import Identity, Rename, Transpose
+from d9d_weights.graph.merging import Chunk, Stack, Unstack
+from d9d_weights.graph.select import Drop, Either
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from d9d_weights import Chunk, Concatenate, Parallel, Prefix, Stack, StateGraph, Transpose
-from d9d_weights.graph.graph import specs_of
+from d9d_weights.graph.base import Parallel
+from d9d_weights.graph.compose import Prefix
+from d9d_weights.graph.graph import StateGraph, specs_of
+from d9d_weights.graph.mappers import Transpose
+from d9d_weights.graph.merging import Chunk, Concatenate, Stack
 from d9d_weights.hugging_face.export import ModelFiles, export_model
 from d9d_weights.hugging_face.writer import ModelWriter
 from torch import Tensor

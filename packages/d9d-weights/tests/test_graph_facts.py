@@ -7,7 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 from d9d_core.types import TensorSpec
-from d9d_weights import Concatenate, Identity, Parallel, Share, StateGraph
+from d9d_weights.graph.base import Parallel
+from d9d_weights.graph.graph import StateGraph
+from d9d_weights.graph.mappers import Identity
+from d9d_weights.graph.merging import Concatenate
+from d9d_weights.graph.select import Share
 from d9d_weights.hugging_face import load
 from torch import Tensor
 

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_core.extend import CheckpointError
-from d9d_weights import (
-    Connect,
-    Copy,
-    Drop,
-    Explained,
-    Mapper,
-    Parallel,
-    Prefix,
-    Rename,
-    Select,
-    Sequential,
-    Shard,
-    StateGraph,
-    check_duplicates,
-    specs_of,
-)
+from d9d_core.errors import CheckpointError
+from d9d_weights.graph.base import Mapper, Parallel, Sequential
+from d9d_weights.graph.compose import Connect, Prefix, Shard
+from d9d_weights.graph.graph import StateGraph, specs_of
+from d9d_weights.graph.mappers import Rename
+from d9d_weights.graph.select import Copy, Drop, Explained, Select
+from d9d_weights.hugging_face.load import check_duplicates
 from torch import Tensor
 
 COPY = Copy("copy", "one", "'copy' would be lost")

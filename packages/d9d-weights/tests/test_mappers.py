@@ -11,34 +11,14 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
-from d9d_weights import (
-    Cast,
-    Chunk,
-    Compute,
-    Concatenate,
-    Connect,
-    Distribute,
-    Drop,
-    Fresh,
-    Gather,
-    Identity,
-    Mapper,
-    Parallel,
-    Prefix,
-    Rename,
-    Select,
-    Sequential,
-    Shard,
-    Share,
-    Squeeze,
-    Stack,
-    StateGraph,
-    Transpose,
-    Unsqueeze,
-    Unstack,
-)
-from d9d_weights.graph.graph import map_tensors, specs_of
+from d9d_weights.graph.base import Mapper, Parallel, Sequential
+from d9d_weights.graph.compose import Connect, Prefix, Shard
+from d9d_weights.graph.compute import Compute
+from d9d_weights.graph.graph import StateGraph, map_tensors, specs_of
+from d9d_weights.graph.mappers import Cast, Distribute, Gather, Identity, Rename, Squeeze, Transpose, Unsqueeze
+from d9d_weights.graph.merging import Chunk, Concatenate, Stack, Unstack
 from d9d_weights.graph.pictures import graph_mermaid, graph_text
+from d9d_weights.graph.select import Drop, Fresh, Select, Share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -11,8 +11,10 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_testing.world import World
-from d9d_weights import Concatenate, Identity, Mapper, Parallel, StateGraph
-from d9d_weights.graph.graph import specs_of
+from d9d_weights.graph.base import Mapper, Parallel
+from d9d_weights.graph.graph import StateGraph, specs_of
+from d9d_weights.graph.mappers import Identity
+from d9d_weights.graph.merging import Concatenate
 from d9d_weights.hugging_face.export import ModelFiles, export_model
 from d9d_weights.hugging_face.writer import ModelWriter
 from d9d_weights.sharding.model_tensors import gathered

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from d9d_testing.hostile.templates import ATTACKS
-from d9d_weights import TemplateError, TemplateLimits, TemplateProcess
+from d9d_weights.templates.process import TemplateError, TemplateLimits, TemplateProcess
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 LIMITS = TemplateLimits(steps=1 << 20, seconds=0.3)

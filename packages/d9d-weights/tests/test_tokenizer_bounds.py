@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from d9d_testing.hostile.strangers import TOKENIZERS
-from d9d_weights import check_tokenizer
+from d9d_weights.hugging_face.tokenizer_bounds import check_tokenizer
 
 
 def table(*replacements: bytes) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from d9d_cce.backend import CutCrossEntropy
-from d9d_core.extend import BuildError, OpSlot
-from d9d_core.plugin.capabilities import Circumstances, Judge
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSlot
+from d9d_core.registry.capabilities import Circumstances, Judge
 from d9d_engine.compose.kernels import KernelChoice, bind_kernels
 from d9d_nn.ops.linear_cross_entropy import IGNORE, linear_cross_entropy
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_cublas import products
 from d9d_cublas.binding import Functions, find_library
 from d9d_cublas.choices import Choice, Choices, Key, read

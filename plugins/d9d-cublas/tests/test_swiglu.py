@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_cublas import rules, swiglu
 from d9d_testing.suites.kernel import KernelSuite
 from torch import Tensor

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 from d9d_data.sources.records import read_records
 
 pa = pytest.importorskip("pyarrow")
@@ -22,7 +22,7 @@ MOST = 700
 READ = """
 import resource, sys, threading
 import pyarrow, pyarrow.compute, pyarrow.parquet
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 from d9d_data.sources.document import Piece, texts_of
 from d9d_data.sources.opening import SourceFile
 from d9d_data.sources.records import read_records

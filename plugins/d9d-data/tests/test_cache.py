@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 from d9d_data.corpus.cache import MANIFEST, cached_directory, find_damage
 
 SCRIPT = """

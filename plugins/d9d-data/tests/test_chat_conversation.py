@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 from d9d_data.chat.conversation import call_names, read_conversation, text_of
 
 HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 from d9d_data.chat.template import MAX_TEMPLATE, ChatTemplate
-from d9d_weights import TemplateLimits
+from d9d_weights.templates.process import TemplateLimits
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 from d9d_data.chat.conversation import Conversation, read_conversation
 from d9d_data.chat.encode import ChatTokenizer, encode
 from d9d_data.chat.template import ChatTemplate

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from d9d_core.extend import DataContext, DataError
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
 from d9d_data.chat.conversation import read_conversation
 from d9d_data.config import ChatConfig
 from d9d_data.stream.binned import BinStream

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 from d9d_data.cli.commands import show
 from d9d_data.cli.samples import Sample, marked, samples_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 PLUGIN = """
 from typing import Literal
-from d9d_core.extend import PluginConfig
+from d9d_core.config import PluginConfig
 from d9d_core.plugin import DatasetSpec, ModelSpec, OptimizerSpec, Ref, TaskSpec, hookimpl
 
 class Config(PluginConfig):

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import DataContext, DataError
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
 from d9d_data.dataset.config import DatasetConfig
 from d9d_data.dataset.stream import DatasetStream, build_dataset
 from d9d_testing.suites.dataset import DatasetSuite

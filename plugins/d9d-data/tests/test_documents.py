@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from d9d_core.extend import DataContext, DataError
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
 from d9d_data.config import DocumentsConfig
 from d9d_data.corpus.identity import FORMAT
 from d9d_data.corpus.prepare import Corpus

@@ -16,7 +16,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 from d9d_data.sources.find import find_files
 from d9d_data.sources.lines import read_json_lines
 from d9d_data.sources.opening import SourceFile

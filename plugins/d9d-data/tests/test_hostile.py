@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 from d9d_data.config import TextConfig
 from d9d_data.corpus import cache
 from d9d_data.sources import find

@@ -9,7 +9,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 from d9d_data.corpus import cache, identity
 from d9d_data.sources import opening
 

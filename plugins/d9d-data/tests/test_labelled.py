@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import DataContext, DataError
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
 from d9d_data.cli.samples import marked, samples_of
 from d9d_data.config import LabelledConfig
 from d9d_data.corpus import plan

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from d9d_core.extend import DataContext
+from d9d_core.data import DataContext
 from d9d_data.library.bucketing import BufferSortedDataset
 from d9d_data.library.packing import FixedCountPacker
 from d9d_data.library.padding import pad_stack

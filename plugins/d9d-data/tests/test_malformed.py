@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 from d9d_data.sources.opening import SourceFile, open_content
 
 ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"

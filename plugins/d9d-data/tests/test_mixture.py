@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from d9d_core.extend import DataContext, DataError
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
 from d9d_data.mixture.config import MixtureConfig, MixturePart
 from d9d_data.mixture.merge import merge, with_lengths
 from d9d_data.mixture.order import MixtureOrder, assign, whole_weights

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.extend import DataContext, DataError
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
 from d9d_data.config import TextConfig
 from d9d_data.stream.text import TextStream, build_text
 from tokenizers import Tokenizer, models

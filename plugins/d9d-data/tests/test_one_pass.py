@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from d9d_core.extend import DataContext, DataError
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
 from d9d_data.config import DocumentsConfig, TextConfig
 from d9d_data.order.layout import Layout
 from d9d_data.stream.bins import Pieces, next_fit, pack_bins

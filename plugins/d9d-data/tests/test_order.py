@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from d9d_core.extend import DataContext, DataError
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
 from d9d_data.config import TextConfig
 from d9d_data.corpus.prepare import Corpus
 from d9d_data.order.samples import SampleOrder

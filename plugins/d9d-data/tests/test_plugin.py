@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 import pytest
-from d9d_core.extend import packs_documents
+from d9d_core.data import packs_documents
 from d9d_data import plugin
 from d9d_data.config import ChatConfig, DocumentsConfig, LabelledConfig, PairsConfig, PreferenceConfig, TextConfig
 from d9d_data.dataset.config import DatasetConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.extend import DataError, TrainingError
+from d9d_core.errors import DataError, TrainingError
 from d9d_data.config import DocumentsConfig
 from d9d_data.corpus import plan, pool, prepare
 from d9d_data.corpus.plan import plan_shards

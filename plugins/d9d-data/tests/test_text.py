@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 from d9d_data.config import TextConfig
 from d9d_data.corpus import prepare
 from d9d_data.sources import python

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import DataContext, TrainingError
+from d9d_core.data import DataContext
+from d9d_core.errors import TrainingError
 from d9d_data.config import DocumentsConfig, TextConfig
 from d9d_data.stream import reader
 from d9d_data.stream.base import CorpusStream

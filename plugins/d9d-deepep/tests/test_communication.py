@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Collective, StepShape
+from d9d_core.strategy import Collective, StepShape
 from d9d_deepep.communication import DeepEPCommunication
 from d9d_deepep.dispatcher import DeepEPDispatcher
 from d9d_moe.dispatch.local import LocalDispatcher

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from d9d_deepep.buffer import open_buffer
 from d9d_deepep.dispatcher import DeepEPDispatcher
 from d9d_moe.router.routing import TopKRouting

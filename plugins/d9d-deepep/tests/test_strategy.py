@@ -9,15 +9,15 @@ import d9d_deepep.plugin
 import d9d_moe.plugin
 import pytest
 import torch
-from d9d_core.extend import StepShape
-from d9d_core.plugin import Registry
-from d9d_core.plugin.capabilities import Chosen, Circumstances, judge
+from d9d_core.registry.capabilities import Chosen, Circumstances, judge
+from d9d_core.registry.registry import Registry
+from d9d_core.strategy import StepShape
 from d9d_deepep.config import DeepEPConfig
 from d9d_deepep.dispatcher import DeepEPDispatcher
 from d9d_deepep.strategy import DeepEP
-from d9d_engine.api import Topology
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.distributed.simulate import simulated_world
 from d9d_engine.plugin import d9d_views
-from d9d_engine.testing import simulated_world
 from d9d_moe.dispatch.local import LocalDispatcher
 from d9d_moe.expert_parallel.config import ExpertParallelConfig
 from d9d_moe.expert_parallel.strategy import ExpertParallel

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, OpSignature
-from d9d_core.plugin.capabilities import Circumstances, Judge
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSignature
+from d9d_core.registry.capabilities import Circumstances, Judge
 from d9d_engine.compose.kernels import bind_kernels
 from d9d_flash_attention import backend, cute, rules
 from d9d_flash_attention.starts import document_starts, most_documents

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from d9d_core.plugin.capabilities import missing_modules
+from d9d_core.registry.capabilities import missing_modules
 from d9d_flash_attention import rules
 from d9d_testing.suites.kernel import KernelSuite
 
@@ -50,7 +50,7 @@ def test_a_compiled_block_is_one_graph_around_four() -> None:
     if importlib.util.find_spec("flash_attn") is None or rules.capability() not in rules.LIBRARIES[4].capabilities:
         pytest.skip("needs flash-attn-4 and a GPU that it is for")
     pytest.importorskip("flash_attn.cute")
-    from d9d_core.extend import OpSignature
+    from d9d_core.kernel import OpSignature
     from d9d_flash_attention.backend import build_4
 
     static = {"query_heads": 4, "key_value_heads": 2, "head_dim": 64, "causal": True, "window": None}

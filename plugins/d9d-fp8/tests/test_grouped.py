@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import Deferral, OpSignature, OpSlot
+from d9d_core.deferral import Deferral
+from d9d_core.kernel import OpSignature, OpSlot
 from d9d_fp8.grouped import grouped, supports_emulated, supports_grouped
 from d9d_nn.ops.grouped_linear import grouped_linear
 from d9d_testing.suites.kernel import KernelSuite

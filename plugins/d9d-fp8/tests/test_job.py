@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
-from d9d_core.plugin import Registry
-from d9d_engine.api import Job
+from d9d_core.errors import BuildError
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
 from torch.distributed.tensor import DTensor
 
 pytest.importorskip("d9d_qwen3")

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from d9d_core.extend import Deferral
+from d9d_core.deferral import Deferral
 from d9d_fp8.linear import convert
 from d9d_fp8.recipes import RECIPES
 from d9d_nn.linear import Linear

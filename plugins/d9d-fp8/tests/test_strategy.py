@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, TensorStyle
-from d9d_engine.api import Topology
+from d9d_core.errors import BuildError
+from d9d_core.traits import TensorStyle
+from d9d_engine.distributed.mesh import Topology
 from d9d_fp8.config import Fp8Config
 from d9d_fp8.linear import is_converted
 from d9d_fp8.strategy import Fp8, check_device

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, Deferral, OpSignature, OpSlot
-from d9d_core.plugin.capabilities import Circumstances, Judge
+from d9d_core.deferral import Deferral
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSignature, OpSlot
+from d9d_core.registry.capabilities import Circumstances, Judge
 from d9d_engine.compose.kernels import bind_kernels
 from d9d_grouped_gemm.linear import build, supports
 from d9d_nn.ops.grouped_linear import grouped_linear

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, OpSignature, OpSlot
-from d9d_core.plugin.capabilities import Circumstances, Judge
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSignature, OpSlot
+from d9d_core.registry.capabilities import Circumstances, Judge
 from d9d_engine.compose.kernels import bind_kernels
 from d9d_liger import linear_cross_entropy, rms_norm, rope, rules, silu_mul
 from d9d_nn.ops import linear_cross_entropy as plain

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import JobError
-from d9d_core.plugin import discover
+from d9d_core.errors import JobError
+from d9d_core.registry.loader import discover
 from d9d_metrics.aggregate.metrics import Aggregate
 from d9d_metrics.compose.metric import Compose
 from d9d_metrics.token_accuracy.config import TokenAccuracyConfig

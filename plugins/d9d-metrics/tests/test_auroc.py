@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_core.extend import JobError
+from d9d_core.errors import JobError
 from d9d_metrics.auroc.config import AurocConfig
 from d9d_metrics.auroc.metric import Auroc
 from hypothesis import given, settings

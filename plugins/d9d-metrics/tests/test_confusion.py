@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import JobError
+from d9d_core.errors import JobError
 from d9d_metrics.confusion.config import ConfusionConfig
 from d9d_metrics.confusion.metric import ConfusionMetric
 from pydantic import ValidationError

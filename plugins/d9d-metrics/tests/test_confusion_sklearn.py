@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Vector
+from d9d_core.metric import Vector
 from d9d_metrics.confusion.config import ConfusionConfig
 from d9d_metrics.confusion.metric import ConfusionMetric
 from hypothesis import given, settings

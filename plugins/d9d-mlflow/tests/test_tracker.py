@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from d9d_core.extend import PluginError, RunInfo
+from d9d_core.errors import PluginError
+from d9d_core.tracker import RunInfo
 from d9d_mlflow.config import MlflowConfig
 from d9d_mlflow.tracker import MlflowTracker
 from d9d_testing.suites.tracker import Logged, TrackerSuite, by_step
@@ -191,7 +192,7 @@ def test_a_store_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_tables_can_be_shown(tmp_path: Path) -> None:
     import torch
-    from d9d_core.extend import Table
+    from d9d_core.metric import Table
 
     run = MlflowTracker(MlflowConfig()).open(info(tmp_path), None)
     run.write_tables(2, {"load": Table(torch.tensor([[1.0, float("nan")]]), row="layer", column="expert", rows=("4",))})

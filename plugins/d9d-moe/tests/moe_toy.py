@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from d9d_core.extend import ModelConfig, Stage
+from d9d_core.config import ModelConfig
+from d9d_core.model import Stage
 from d9d_core.plugin import ModelSpec, Ref, hookimpl
 from d9d_moe.dispatch.local import LocalDispatcher
 from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, Dispatcher
+from d9d_core.errors import BuildError
+from d9d_core.traits import Dispatcher
 from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
 from d9d_moe.dispatch.local import LocalDispatcher
 from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Adapts, AddsLosses, BuildError, HasTallies, LossTerm, Section
+from d9d_core.config import Section
+from d9d_core.errors import BuildError
+from d9d_core.traits import Adapts, AddsLosses, HasTallies, LossTerm
 from d9d_moe.balancing.balancers import BatchBalance, SequenceBalance, SignUpdate, ZLoss, build_balancers
 from d9d_moe.balancing.base import Balancer, BalancingLoss, Choice
 from d9d_moe.balancing.config import Balancing

@@ -8,9 +8,12 @@ from typing import Any, Literal
 
 import d9d_testing.toy.plugin as toy
 import pytest
-from d9d_core.extend import JobError, ModelConfig
-from d9d_core.plugin import ModelSpec, Ref, Registry, hookimpl
-from d9d_engine.api import Job, job_schema
+from d9d_core.config import ModelConfig
+from d9d_core.errors import JobError
+from d9d_core.job_file.schema import job_schema
+from d9d_core.plugin import ModelSpec, Ref, hookimpl
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
 from d9d_moe.balancing.config import AuxiliaryLossConfig, Balancing, BiasUpdateConfig, ZLossConfig
 from pydantic import TypeAdapter
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_moe.dispatch.local import LocalDispatcher
 from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
 from d9d_moe.experts.layer import MoELayer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from d9d_testing.layouts import job_of
 from d9d_testing.suites.strategy import StrategySuite
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, Deferral, HasExperts, OpSignature
+from d9d_core.deferral import Deferral
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSignature
+from d9d_core.traits import HasExperts
 from d9d_engine.compose.kernels import bind_kernels
 from d9d_moe.dispatch.local import LocalDispatcher
 from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU

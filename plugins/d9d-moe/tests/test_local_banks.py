@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from d9d_moe.expert_parallel.dispatchers import experts_of
 from d9d_moe.expert_parallel.local_banks import compute_with_local_banks
 from d9d_moe.expert_parallel.strategy import spread_bank

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from d9d_core.extend import BuildError, HasTallies, JobError, Table, modules_with
-from d9d_engine.testing import Statistics
+from d9d_core.errors import BuildError, JobError
+from d9d_core.metric import Table
+from d9d_core.traits import HasTallies, modules_with
+from d9d_engine.step.metrics import Statistics
 from d9d_moe.router.metric import RouterMetric
 from d9d_moe.router.metric_config import RouterMetricConfig
 from d9d_moe.router.top_k import TopKRouter

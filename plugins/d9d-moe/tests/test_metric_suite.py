@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from d9d_core.extend import HasTallies, modules_with
+from d9d_core.traits import HasTallies, modules_with
 from d9d_moe.router.top_k import TopKRouter
 from d9d_testing.suites.metric import MetricSuite
 from torch import Tensor, nn

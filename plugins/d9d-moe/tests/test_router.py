@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from d9d_moe.router.logits import bfloat16_logits
 from d9d_moe.router.selection import best, keep_best_groups
 from d9d_moe.router.top_k import TopKRouter

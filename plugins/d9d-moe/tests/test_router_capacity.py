@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from d9d_moe.router.routing import TopKRouting, count_rows
 from d9d_moe.router.selection import over_capacity
 from d9d_moe.router.top_k import TopKRouter

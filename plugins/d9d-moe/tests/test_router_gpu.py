@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import HasTallies, modules_with
+from d9d_core.traits import HasTallies, modules_with
 from d9d_moe.balancing.balancers import BatchBalance, SignUpdate, ZLoss
 from d9d_moe.router.metric import RouterMetric
 from d9d_moe.router.metric_config import RouterMetricConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, D9dError
+from d9d_core.errors import BuildError, D9dError
 from d9d_optim.optimizer.any_torch import TorchOptimizer
 from d9d_optim.optimizer.config import GroupRule, TorchConfig
 from torch import nn

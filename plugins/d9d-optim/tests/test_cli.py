@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from d9d_core.extend import JobError
+from d9d_core.errors import JobError
 from d9d_optim.cli.commands import app
 from d9d_optim.cli.picture import svg_plot, text_plot
 from typer.testing import CliRunner

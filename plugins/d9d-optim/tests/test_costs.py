@@ -7,7 +7,7 @@ from typing import Any
 import d9d_optim.plugin as plugin
 import pytest
 import torch
-from d9d_core.extend import OptimizerCost
+from d9d_core.cost import OptimizerCost
 from d9d_core.plugin import OptimizerSpec
 from d9d_optim.optimizer.newton_schulz import orthogonalize
 from torch import nn

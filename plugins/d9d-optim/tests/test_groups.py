@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from d9d_optim.optimizer.adamw import AdamW
 from d9d_optim.optimizer.config import AdamWConfig, GroupRule, SGDConfig
 from d9d_optim.optimizer.groups import group_parameters

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from d9d_optim.optimizer.adamw import AdamW, master_weight, split_weight
 from d9d_optim.optimizer.config import AdamWConfig, GroupRule
 from pydantic import ValidationError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from d9d_optim.optimizer.adamw import AdamW
 from d9d_optim.optimizer.config import AdamWConfig, AdamWPart, MuonConfig
 from d9d_optim.optimizer.muon import Muon

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from d9d_optim.optimizer.adam import Adam
 from d9d_optim.optimizer.adamw import AdamW
 from d9d_optim.optimizer.base import NamedOptimizer

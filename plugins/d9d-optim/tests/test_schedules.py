@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from d9d_core.extend import JobError
+from d9d_core.errors import JobError
 from d9d_optim.schedule import curves
 from d9d_optim.schedule.builder import piecewise_schedule
 from d9d_optim.schedule.config import (

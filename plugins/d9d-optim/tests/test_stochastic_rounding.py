@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from d9d_optim.optimizer.adamw import AdamW
 from d9d_optim.optimizer.config import AdamWConfig, StochasticAdamWConfig
 from d9d_optim.optimizer.rounding import copy_fp32_to_bf16_stochastic_, first_key, hashed, high_bits, low_bits, next_key

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import JobError
+from d9d_core.errors import JobError
 from d9d_optim.schedule.config import TorchScheduleConfig
 from d9d_optim.schedule.torch_scheduler import torch_scheduler
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Applied, BuildError, OpSlot
-from d9d_engine.api import Topology
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSlot
+from d9d_core.strategy import Applied
+from d9d_engine.distributed.mesh import Topology
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
 from d9d_parallel.activation_checkpointing.operators import find_operators
 from d9d_parallel.activation_checkpointing.strategy import ActivationCheckpointing

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.deferral import DeferredWeights
-from d9d_core.extend import Deferral
+from d9d_core.deferral import Deferral, DeferredWeights
 from d9d_parallel.ranks import Ranks
 from d9d_parallel.tensor_parallel import micro_pipeline, symmetric_memory
 from d9d_parallel.tensor_parallel.async_products import AsyncProducts

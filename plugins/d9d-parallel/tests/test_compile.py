@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
-from d9d_engine.api import Topology
+from d9d_core.errors import BuildError
+from d9d_engine.distributed.mesh import Topology
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
 from d9d_parallel.activation_checkpointing.strategy import ActivationCheckpointing
 from d9d_parallel.compile.config import CompileConfig

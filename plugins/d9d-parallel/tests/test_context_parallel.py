@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, ContextShare
-from d9d_core.plugin import Registry, ViewSpec
-from d9d_core.testing import Mesh
-from d9d_engine.api import Topology
+from d9d_core.errors import BuildError
+from d9d_core.job_file.job import Mesh
+from d9d_core.model import ContextShare
+from d9d_core.plugin import ViewSpec
+from d9d_core.registry.registry import Registry
+from d9d_engine.distributed.mesh import Topology
 from d9d_parallel.context_parallel import blocks
 from d9d_parallel.context_parallel.blocks import Block, attend, attend_backward, merge_into
 from d9d_parallel.context_parallel.config import ContextParallelConfig

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.plugin import Registry, ViewSpec
-from d9d_core.testing import Mesh
-from d9d_engine.api import Topology
+from d9d_core.job_file.job import Mesh
+from d9d_core.plugin import ViewSpec
+from d9d_core.registry.registry import Registry
+from d9d_engine.distributed.mesh import Topology
 from d9d_parallel.data_parallel import strategy
 from d9d_parallel.data_parallel.config import FsdpConfig, HsdpConfig
 from d9d_parallel.data_parallel.direct_gather import DirectGather

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
-from d9d_core.plugin import Registry, ViewSpec
-from d9d_core.testing import Mesh
-from d9d_engine.api import Topology
-from d9d_engine.testing import CheckpointStore, simulated_world
+from d9d_core.errors import BuildError
+from d9d_core.job_file.job import Mesh
+from d9d_core.plugin import ViewSpec
+from d9d_core.registry.registry import Registry
+from d9d_engine.checkpoint.store import CheckpointStore
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.distributed.simulate import simulated_world
 from d9d_parallel.data_parallel.config import FsdpConfig, HsdpConfig, ReplicateConfig
 from d9d_parallel.data_parallel.strategy import Fsdp, Hsdp, Replicate
 from d9d_testing.layouts import job_of, topology_here

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Deferral, DeferredWeights, DefersWeights, full, modules_with
-from d9d_core.plugin import Registry, ViewSpec
-from d9d_core.testing import Mesh
-from d9d_engine.api import Topology
+from d9d_core.deferral import Deferral, DeferredWeights
+from d9d_core.job_file.job import Mesh
+from d9d_core.plugin import ViewSpec
+from d9d_core.registry.registry import Registry
+from d9d_core.tensors import full
+from d9d_core.traits import DefersWeights, modules_with
+from d9d_engine.distributed.mesh import Topology
 from d9d_parallel.data_parallel.config import FsdpConfig, HsdpConfig, ReplicateConfig
 from d9d_parallel.data_parallel.reducer import FsdpReducer
 from d9d_parallel.data_parallel.strategy import Fsdp, Hsdp, Replicate

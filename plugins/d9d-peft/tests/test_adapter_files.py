@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.cli.main import main
-from d9d_core.extend import BuildError, CheckpointError, JobError
+from d9d_core.errors import BuildError, CheckpointError, JobError
 from d9d_peft.config import LoraConfig
 from d9d_peft.lora.method import Lora
 from d9d_testing.layouts import job_of, topology_here

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, CheckpointError
+from d9d_core.errors import BuildError, CheckpointError
 from d9d_peft.config import LoraConfig
 from d9d_peft.lora.method import Lora
-from d9d_weights import map_tensors
+from d9d_weights.graph.graph import map_tensors
 from torch import Tensor, nn
 
 experts = pytest.importorskip("d9d_moe.experts.grouped_swiglu")

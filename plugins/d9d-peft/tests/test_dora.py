@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, CheckpointError
+from d9d_core.errors import BuildError, CheckpointError
 from d9d_peft.config import DoraConfig
 from d9d_peft.lora.dora import Dora, row_norms
 from torch import Tensor, nn

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.config.schema import job_schema
-from d9d_core.extend import BuildError, JobError, SwitchesOff
-from d9d_core.plugin import Registry
+from d9d_core.errors import BuildError, JobError
+from d9d_core.job_file.schema import job_schema
+from d9d_core.peft import SwitchesOff
+from d9d_core.registry.registry import Registry
 from d9d_peft.ia3.method import Ia3
 from d9d_peft.lora.method import Lora
 from d9d_testing.layouts import job_of
-from d9d_weights import MergesTensors, map_tensors
+from d9d_weights.graph.graph import map_tensors
+from d9d_weights.hugging_face.adapter import MergesTensors
 from torch import nn
 
 PLUGINS = ("d9d_testing.toy.plugin", "d9d_parallel.plugin", "d9d_peft.plugin")

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from d9d_nn.embedding import TokenEmbedding
 from d9d_nn.heads.causal_lm import CausalLMHead
 from d9d_peft.config import LoraConfig
 from d9d_peft.lora.method import Lora
-from d9d_weights import map_tensors
+from d9d_weights.graph.graph import map_tensors
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from d9d_core.extend import Program
+from d9d_core.schedule import Program
 from d9d_pipeline.schedule.breadth_first import gpipe, looped_bfs
 from d9d_pipeline.schedule.dual_pipe_v import dual_pipe_v
 from d9d_pipeline.schedule.one_forward_one_backward import (

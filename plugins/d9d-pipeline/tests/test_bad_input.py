@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.extend import D9dError
+from d9d_core.errors import D9dError
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.toy import plugin as toy_plugin
 from d9d_testing.world import RankFailedError, World
@@ -33,12 +33,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from d9d_core.config.base import ScheduleConfig
-from d9d_core.program.actions import Backward, Forward, Program
+from d9d_core.config import ScheduleConfig
+from d9d_core.schedule import Backward, Forward, Program
 from d9d_core.plugin import ModelSpec, Ref, ScheduleSpec, TaskSpec, hookimpl
 from d9d_core.types import Microbatch
-from d9d_core.protocols.model import Stage
-from d9d_core.protocols.task import StageInputs
+from d9d_core.model import Stage
+from d9d_core.task import StageInputs
 from d9d_pipeline.schedule.insert_transfers import insert_transfers
 from d9d_pipeline.schedule.placement import loop
 from d9d_pipeline.schedule.breadth_first import gpipe

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from d9d_core.extend import BuildError, JobError, PluginError
+from d9d_core.errors import BuildError, JobError, PluginError
 from d9d_pipeline.cli.commands import app
 from typer.testing import CliRunner
 
@@ -18,7 +18,7 @@ OURS = {"gpipe", "looped_bfs", "1f1b", "interleaved_1f1b", "zb1p", "zero_bubble_
 PLUGIN = '''
 from collections.abc import Iterator
 from typing import Literal
-from d9d_core.config.base import PluginConfig
+from d9d_core.config import PluginConfig
 from d9d_core.program.text import parse_programs
 from d9d_core.plugin import Ref, ScheduleSpec, hookimpl
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from d9d_engine.api import Job
 from d9d_engine.cli.report import print_explanation, print_plan
 from d9d_engine.cli.stages import handed_on, layers_of
+from d9d_engine.job import Job
 from d9d_testing.layouts import job_of
 from torch import nn
 

@@ -6,18 +6,9 @@ from collections.abc import Sequence
 from math import inf
 
 import pytest
-from d9d_core.extend import (
-    Action,
-    Backward,
-    Forward,
-    MicrobatchAction,
-    Program,
-    ReceiveActivation,
-    ReceiveGradient,
-    format_programs,
-    parse_programs,
-    validate,
-)
+from d9d_core.program.text import format_programs, parse_programs
+from d9d_core.program.validation import validate
+from d9d_core.schedule import Action, Backward, Forward, MicrobatchAction, Program, ReceiveActivation, ReceiveGradient
 from d9d_pipeline.schedule.breadth_first import gpipe, looped_bfs
 from d9d_pipeline.schedule.dual_pipe_v import dual_pipe_v
 from d9d_pipeline.schedule.ideal_timing import ideal_starts

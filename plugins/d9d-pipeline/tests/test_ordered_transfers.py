@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from itertools import product
 
 import pytest
-from d9d_core.extend import (
+from d9d_core.plugin import ScheduleSpec
+from d9d_core.program.validation import placement
+from d9d_core.registry.registry import Registry
+from d9d_core.schedule import (
     Action,
     Program,
     ReceiveActivation,
@@ -24,9 +27,7 @@ from d9d_core.extend import (
     SendGradient,
     WeightBackward,
     compute_parts,
-    placement,
 )
-from d9d_core.plugin import Registry, ScheduleSpec
 from d9d_pipeline import plugin
 from d9d_pipeline.schedule.insert_transfers import just_in_time
 

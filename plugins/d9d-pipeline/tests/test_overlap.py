@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Forward, StepState, parse_programs
+from d9d_core.program.runner import StepState
+from d9d_core.program.text import parse_programs
+from d9d_core.schedule import Forward
 from d9d_pipeline.overlap.handlers import OverlapHandlers
 from d9d_pipeline.overlap.pair_runner import PairRunner
 from d9d_pipeline.overlap.streams import StageStreams

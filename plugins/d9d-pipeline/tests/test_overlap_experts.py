@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Overlap, PluginConfig
+from d9d_core.config import PluginConfig
+from d9d_core.schedule import Overlap
 from d9d_pipeline.overlap.handlers import OverlapHandlers
 from d9d_pipeline.overlap.pair_runner import PairRunner
 from d9d_pipeline.overlap.yielding_dispatcher import YieldingDispatcher

@@ -8,7 +8,7 @@ from html import unescape
 from xml.etree import ElementTree as ET
 
 import pytest
-from d9d_core.extend import parse_programs
+from d9d_core.program.text import parse_programs
 from d9d_pipeline.schedule.dual_pipe_v import dual_pipe_v
 from d9d_pipeline.schedule.one_forward_one_backward import one_forward_one_backward
 from d9d_pipeline.schedule.zero_bubble_v import zero_bubble_v

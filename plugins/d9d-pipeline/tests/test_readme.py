@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.plugin import Registry, ScheduleSpec
+from d9d_core.plugin import ScheduleSpec
+from d9d_core.registry.registry import Registry
 from d9d_pipeline import plugin
 from d9d_pipeline.simulator.costs import Costs
 

@@ -7,18 +7,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import pytest
-from d9d_core.extend import (
-    Forward,
-    InputBackward,
-    Overlap,
-    PluginConfig,
-    Program,
-    WeightBackward,
-    count_stages,
-    format_programs,
-    placement,
-    validate,
-)
+from d9d_core.config import PluginConfig
+from d9d_core.program.text import format_programs
+from d9d_core.program.validation import placement, validate
+from d9d_core.schedule import Forward, InputBackward, Overlap, Program, WeightBackward, count_stages
 from d9d_pipeline.config import InterleavedConfig, LoopedBfsConfig, Zb1pConfig
 from d9d_pipeline.schedule.breadth_first import gpipe, looped_bfs
 from d9d_pipeline.schedule.dual_pipe_v import dual_pipe_v

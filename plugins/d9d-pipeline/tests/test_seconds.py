@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from d9d_core.extend import StageTimes
+from d9d_core.cost import StageTimes
 from d9d_pipeline.schedule.one_forward_one_backward import one_forward_one_backward
 from d9d_pipeline.schedule.zero_bubble import zb1p
 from d9d_pipeline.simulator.seconds import seconds

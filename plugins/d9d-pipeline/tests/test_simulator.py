@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 
 import pytest
-from d9d_core.extend import (
+from d9d_core.errors import BuildError
+from d9d_core.program.text import parse_programs
+from d9d_core.schedule import (
     Action,
     Backward,
-    BuildError,
     Forward,
     InputBackward,
     Overlap,
@@ -20,7 +21,6 @@ from d9d_core.extend import (
     SendGradient,
     WeightBackward,
     compute_parts,
-    parse_programs,
 )
 from d9d_pipeline.schedule.breadth_first import gpipe, looped_bfs
 from d9d_pipeline.schedule.dual_pipe_v import dual_pipe_v

@@ -7,17 +7,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from d9d_core.extend import (
-    Action,
-    Backward,
-    Forward,
-    InputBackward,
-    Program,
-    StageRunner,
-    StepState,
-    Visit,
-    WeightBackward,
-)
+from d9d_core.program.runner import StageRunner, StepState, Visit
+from d9d_core.schedule import Action, Backward, Forward, InputBackward, Program, WeightBackward
 from d9d_pipeline.overlap.handlers import OverlapHandlers
 from d9d_pipeline.overlap.streams import StageStreams
 from d9d_pipeline.runtime.handlers import SplitBackwardHandlers

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import full
-from d9d_engine.extend import keep_fsdp_gradients, reduce_fsdp_gradients
+from d9d_core.tensors import full
+from d9d_engine.compat import keep_fsdp_gradients, reduce_fsdp_gradients
 from d9d_pipeline.runtime.split_backward import SplitBackward
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients
 from torch import Tensor, nn

@@ -13,7 +13,7 @@ from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.logs import read_log_without_times
 from d9d_testing.tolerances import assert_close_values
 from d9d_testing.world import World
-from d9d_weights import ModelDirectory
+from d9d_weights.hugging_face.directory import ModelDirectory
 from torch import Tensor
 
 PLUGINS = ["d9d_testing.toy.plugin", "d9d_pipeline.plugin"]

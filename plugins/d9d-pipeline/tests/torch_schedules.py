@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from d9d_core.extend import Program
+from d9d_core.schedule import Program
 from d9d_pipeline.schedule.from_torch import from_torch
 from d9d_pipeline.schedule.placement import loop, vee
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, Deferral, OpSignature
+from d9d_core.deferral import Deferral
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops.grouped_linear import grouped_linear as reference
 from d9d_quack import rules
 from d9d_quack.grouped_linear import build, grouped_linear

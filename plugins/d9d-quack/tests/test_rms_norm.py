@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, OpSignature, OpSlot
-from d9d_core.plugin.capabilities import Circumstances, Judge
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSignature, OpSlot
+from d9d_core.registry.capabilities import Circumstances, Judge
 from d9d_engine.compose.kernels import bind_kernels
 from d9d_quack import rules
 from d9d_testing.suites.kernel import KernelSuite

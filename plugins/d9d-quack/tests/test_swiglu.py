@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Deferral, OpSignature
+from d9d_core.deferral import Deferral
+from d9d_core.kernel import OpSignature
 from d9d_quack import rules
 from d9d_quack.swiglu import build, swiglu
 from d9d_testing.suites.kernel import KernelSuite

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import CheckpointError
+from d9d_core.errors import CheckpointError
 from d9d_nn.rope.scaling import scaling_from_hugging_face
 from d9d_qwen3 import config, moe_config
 from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace

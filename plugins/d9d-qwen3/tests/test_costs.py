@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, Share, Stage, StageCost
+from d9d_core.cost import Share, StageCost
+from d9d_core.errors import BuildError
+from d9d_core.model import Stage
 from d9d_qwen3.config import Qwen3Config
 from d9d_qwen3.costs import stage_cost
 from d9d_qwen3.flops import head_parameters, layer_parameters

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Stage, TensorSpec
+from d9d_core.model import Stage
+from d9d_core.types import TensorSpec
 from d9d_nn.causal_lm.config import CausalLMConfig
 from d9d_nn.causal_lm.task import CausalLM
 from d9d_nn.classification.config import ClassificationConfig

@@ -10,9 +10,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from d9d_core.extend import DataContext, JobError, Pack, PluginConfig, State
-from d9d_core.plugin import DatasetSpec, Ref, Registry, hookimpl
-from d9d_engine.api import Job
+from d9d_core.config import PluginConfig
+from d9d_core.data import DataContext
+from d9d_core.errors import JobError
+from d9d_core.plugin import DatasetSpec, Ref, hookimpl
+from d9d_core.registry.registry import Registry
+from d9d_core.types import Pack, State
+from d9d_engine.job import Job
 from d9d_qwen3.config import tiny
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import CheckpointError
+from d9d_core.errors import CheckpointError
 from d9d_nn.heads.config import (
     CausalLMHeadConfig,
     ClassificationHeadConfig,
@@ -22,7 +22,9 @@ from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
 from d9d_qwen3.model import Qwen3
 from d9d_testing.suites.support.models import export_to
 from d9d_testing.tolerances import TOLERANCES, Tolerance, assert_close_gradients, compare_directions
-from d9d_weights import ModelDirectory, StateGraph, check_duplicates, load_tensors, map_tensors, specs_of
+from d9d_weights.graph.graph import StateGraph, map_tensors, specs_of
+from d9d_weights.hugging_face.directory import ModelDirectory
+from d9d_weights.hugging_face.load import check_duplicates, load_tensors
 from torch import Tensor, nn
 
 FORMAT = Qwen3HuggingFace()

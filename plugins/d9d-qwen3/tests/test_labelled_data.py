@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.testing import Document
+from d9d_core.job_file.document import Document
 from d9d_testing.layouts import Harness, assert_passed
 from d9d_verify.layouts import Layout
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_core.extend import HasOps, OpSignature, OpSlot, Stage, modules_with
+from d9d_core.kernel import OpSignature, OpSlot
+from d9d_core.model import Stage
+from d9d_core.traits import HasOps, modules_with
 from d9d_nn.ops.attention import sdpa
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.flops import training_flops_per_token

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import OpSignature, Stage
+from d9d_core.kernel import OpSignature
+from d9d_core.model import Stage
 from d9d_nn.ops.attention import sdpa
 from d9d_nn.rope.scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling, scaling_to_hugging_face
 from d9d_qwen3.config import Qwen3Config, tiny

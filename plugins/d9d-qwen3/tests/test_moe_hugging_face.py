@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import CheckpointError, JobFile, TensorSpec
-from d9d_core.plugin import Registry
+from d9d_core.errors import CheckpointError
+from d9d_core.job import JobFile
+from d9d_core.registry.registry import Registry
+from d9d_core.types import TensorSpec
 from d9d_moe.balancing.config import AuxiliaryLossConfig, BiasUpdateConfig
 from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig
 from d9d_nn.rope.scaling import YarnScaling
@@ -26,17 +28,12 @@ from d9d_testing.tolerances import (
     assert_close_values,
     compare_directions,
 )
-from d9d_weights import (
-    ModelDirectory,
-    ModelFiles,
-    ModelWriter,
-    StateGraph,
-    export_model,
-    load_tensors,
-    map_tensors,
-    model_tensors,
-    specs_of,
-)
+from d9d_weights.graph.graph import StateGraph, map_tensors, specs_of
+from d9d_weights.hugging_face.directory import ModelDirectory
+from d9d_weights.hugging_face.export import ModelFiles, export_model
+from d9d_weights.hugging_face.load import load_tensors
+from d9d_weights.hugging_face.writer import ModelWriter
+from d9d_weights.sharding.model_tensors import model_tensors
 from torch import Tensor, nn
 
 FORMAT = Qwen3MoeHuggingFace()

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import JobError, JobFile, Stage
-from d9d_core.plugin import Registry
+from d9d_core.errors import JobError
+from d9d_core.job import JobFile
+from d9d_core.model import Stage
+from d9d_core.registry.registry import Registry
 from d9d_moe.experts.layer import MoELayer
 from d9d_nn.swiglu import SwiGLU
 from d9d_qwen3.flops import training_flops_per_token

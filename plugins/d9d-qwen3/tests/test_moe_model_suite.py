@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.extend import HasOps, OpSignature, modules_with
+from d9d_core.kernel import OpSignature
 from d9d_core.plugin import ModelSpec, Ref
+from d9d_core.traits import HasOps, modules_with
 from d9d_nn.ops import grouped_linear_torch
 from d9d_qwen3.model import Qwen3
 from d9d_qwen3.moe_config import Qwen3MoeConfig

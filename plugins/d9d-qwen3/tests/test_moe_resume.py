@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.extend import CheckpointError
-from d9d_core.plugin import Registry
-from d9d_engine.api import Job
+from d9d_core.errors import CheckpointError
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
 from d9d_qwen3.moe_config import tiny
 
 BIAS = {"name": "bias_update", "rate": 0.01}

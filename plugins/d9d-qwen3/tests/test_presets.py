@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import JobError, JobFile
-from d9d_core.plugin import Registry
+from d9d_core.errors import JobError
+from d9d_core.job import JobFile
+from d9d_core.registry.registry import Registry
 from d9d_qwen3.config import Qwen3Config
 from d9d_qwen3.flops import training_flops_per_token
 from d9d_qwen3.model import Qwen3

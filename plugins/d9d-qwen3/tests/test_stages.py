@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, Stage, TensorSpec, TensorStyle
-from d9d_engine.testing import initialise
+from d9d_core.errors import BuildError
+from d9d_core.model import Stage
+from d9d_core.traits import TensorStyle
+from d9d_core.types import TensorSpec
+from d9d_engine.compose.initialise import initialise
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.model import Qwen3
 from d9d_qwen3.moe_config import Qwen3MoeConfig

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Stage, TensorSpec, TensorStyle
+from d9d_core.model import Stage
 from d9d_core.plugin import ModelSpec, Ref
+from d9d_core.traits import TensorStyle
+from d9d_core.types import TensorSpec
 from d9d_nn.linear import Linear
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
@@ -17,7 +19,8 @@ from d9d_qwen3.model import Qwen3
 from d9d_qwen3.plugin import d9d_models
 from d9d_testing.suites.model import ModelSuite
 from d9d_testing.suites.support.models import initialised
-from d9d_weights import Compute, Mapper
+from d9d_weights.graph.base import Mapper
+from d9d_weights.graph.compute import Compute
 
 SPEC = next(iter(d9d_models()))
 

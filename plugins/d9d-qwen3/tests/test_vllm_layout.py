@@ -23,7 +23,11 @@ from d9d_qwen3 import moe_config as moe
 from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
 from d9d_qwen3.hugging_face.moe import Qwen3MoeHuggingFace
 from d9d_qwen3.model import Qwen3
-from d9d_weights import ModelDirectory, ModelFiles, ModelWriter, StateGraph, export_model, model_tensors, specs_of
+from d9d_weights.graph.graph import StateGraph, specs_of
+from d9d_weights.hugging_face.directory import ModelDirectory
+from d9d_weights.hugging_face.export import ModelFiles, export_model
+from d9d_weights.hugging_face.writer import ModelWriter
+from d9d_weights.sharding.model_tensors import model_tensors
 
 #: Tensors of a checkpoint -> shape, for each group of them. To the right: the parameter that vLLM makes of several.
 ONCE = {"model.embed_tokens.weight": "V H", "model.norm.weight": "H"}

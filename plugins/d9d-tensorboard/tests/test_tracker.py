@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.extend import Histogram, PluginError, RunInfo
+from d9d_core.errors import PluginError
+from d9d_core.tracker import Histogram, RunInfo
 from d9d_tensorboard.config import TensorBoardConfig
 from d9d_tensorboard.tracker import TensorBoardTracker
 from d9d_testing.suites.tracker import Logged, TrackerSuite, by_step

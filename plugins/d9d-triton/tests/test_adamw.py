@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_optim.optimizer.adamw import AdamW, master_weight, split_weight
 from d9d_optim.optimizer.base import NamedOptimizer
 from d9d_optim.optimizer.config import AdamWConfig, StochasticAdamWConfig

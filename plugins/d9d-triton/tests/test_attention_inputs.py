@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Deferral
+from d9d_core.deferral import Deferral
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.ops import normed_rope as plain
 from d9d_nn.rope.rotary_embedding import RotaryEmbedding

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops.linear_cross_entropy import IGNORE, linear_cross_entropy, linear_cross_entropy_with_ranks
 from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients

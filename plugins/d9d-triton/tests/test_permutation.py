@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops import grouped_linear_torch
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients, assert_close_values
 from d9d_triton import permutation

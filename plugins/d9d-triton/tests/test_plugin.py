@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.extend import BuildError, OpSignature
-from d9d_engine.api import Job
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSignature
+from d9d_engine.job import Job
 from d9d_testing.suites.plugin import PluginSuite
 from d9d_triton.rules import RULES, by_rule
 

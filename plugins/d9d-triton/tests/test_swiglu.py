@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import Deferral
+from d9d_core.deferral import Deferral
 from d9d_nn.swiglu import SwiGLU
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients
 from d9d_triton.joint import swiglu

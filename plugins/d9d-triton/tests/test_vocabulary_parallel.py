@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import OpSignature, VocabularyShare
+from d9d_core.kernel import OpSignature
+from d9d_core.model import VocabularyShare
 from d9d_nn.ops.linear_cross_entropy import IGNORE, linear_cross_entropy_with_ranks
 from d9d_nn.ops.vocabulary_parallel import VocabularyParallelCrossEntropy, VocabularyParallelSlot
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values

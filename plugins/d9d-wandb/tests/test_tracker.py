@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import pytest
 import wandb
-from d9d_core.extend import PluginError, RunInfo
+from d9d_core.errors import PluginError
+from d9d_core.tracker import RunInfo
 from d9d_testing.suites.tracker import Logged, TrackerSuite, by_step
 from d9d_wandb import tracker as module
 from d9d_wandb.config import WandbConfig
@@ -115,7 +116,7 @@ def test_processes_that_begin_in_one_second_of_the_clock_log_no_step_twice(
 def test_what_was_flushed_survives_a_kill(tmp_path: Path) -> None:
     code = f"""
 import os, pathlib, sys
-from d9d_core.extend import RunInfo
+from d9d_core.tracker import RunInfo
 from d9d_wandb.config import WandbConfig
 from d9d_wandb.tracker import WandbTracker
 info = RunInfo("r", pathlib.Path({str(tmp_path)!r}), "", {{}}, 9, 0)

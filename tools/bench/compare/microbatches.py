@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from d9d_core.extend import DataContext, Pack, PluginConfig
+from d9d_core.config import PluginConfig
+from d9d_core.data import DataContext
 from d9d_core.plugin import DatasetSpec, Ref, hookimpl
+from d9d_core.types import Pack
 from settings import Data, Setting
 from torch import Tensor
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from contender import Contender, NotHereError, installed
-from d9d_core.plugin import Registry
-from d9d_engine.api import Job
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
 from microbatches import ComparedPlugin
 from settings import BETAS, CLIP, DECAY, LR, RECIPE, Setting
 from torch import Tensor
@@ -107,6 +107,6 @@ def _job(
 
 
 def _slots(stage: torch.nn.Module) -> list[Any]:
-    from d9d_core.extend import HasOps, modules_with
+    from d9d_core.traits import HasOps, modules_with
 
     return [slot for module in modules_with(stage, HasOps).values() for slot in module.op_slots().values()]

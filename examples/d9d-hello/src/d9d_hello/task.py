@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import Microbatch, StageInputs, State
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 from torch.nn import functional
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from d9d_core.extend import RunInfo, State
+from d9d_core.tracker import RunInfo
+from d9d_core.types import State
 
 from d9d_hello.config import CsvConfig
 

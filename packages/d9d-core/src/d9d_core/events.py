@@ -39,13 +39,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from d9d_core.config.job import BaseJob
-from d9d_core.protocols.data import DataStream
-from d9d_core.protocols.forward import ForwardPass
-from d9d_core.protocols.optimizer import Optimizer
-from d9d_core.protocols.subscriber import OwnEvent
-from d9d_core.protocols.topology import Topology
-from d9d_core.protocols.tracker import RunLog
+from d9d_core.data import DataStream
+from d9d_core.forward import ForwardPass
+from d9d_core.job_file.job import BaseJob
+from d9d_core.optimizer import Optimizer
+from d9d_core.subscriber import OwnEvent
+from d9d_core.topology import Topology
+from d9d_core.tracker import RunLog
 from d9d_core.types import Pack
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class EventsReady:
     """Events of one's own can be emitted from now on.
 
     Attributes:
-        emit: calls the handlers of an :class:`~d9d_core.protocols.subscriber.OwnEvent`.
+        emit: calls the handlers of an :class:`~d9d_core.subscriber.OwnEvent`.
     """
 
     emit: Callable[[OwnEvent], None]

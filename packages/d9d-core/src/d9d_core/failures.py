@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from d9d_core import containment as ref
 from d9d_core.errors import D9dError, TrainingError
-from d9d_core.plugin import installed, ref
-from d9d_core.plugin.entries import shown
-from d9d_core.plugin.policy import FOUNDATION
+from d9d_core.registry import installed
+from d9d_core.registry.entries import shown
+from d9d_core.registry.policy import FOUNDATION
 
 #: Characters of one part of a traceback.
 _LONGEST = 2000

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from d9d_core.errors import BuildError, JobError
-from d9d_core.plugin.records import ViewSpec
+from d9d_core.plugin import ViewSpec
 
 #: Base axes, outermost first. ``ep`` is laid over the innermost ones and does not multiply the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -10,22 +10,22 @@ from typing import Any, Self
 from pydantic import PrivateAttr
 
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.document import Document
-from d9d_core.config.inner import choose
-from d9d_core.config.job import BaseJob, JobConfig
-from d9d_core.config.load import registry_for, validate_job
-from d9d_core.config.resolve import Resolution, Selection, resolve
-from d9d_core.config.saved_job import SavedJob
+from d9d_core.data import DataContext, DataStream
 from d9d_core.errors import JobError
 from d9d_core.grid import Grid
+from d9d_core.job_file.document import Document
+from d9d_core.job_file.inner import choose
+from d9d_core.job_file.job import BaseJob, JobConfig
+from d9d_core.job_file.load import registry_for, validate_job
+from d9d_core.job_file.resolve import Resolution, Selection, resolve
+from d9d_core.job_file.saved_job import SavedJob
 from d9d_core.layout.auto import Source, settle
 from d9d_core.layout.report import check_layout
-from d9d_core.plugin.capabilities import Circumstances
-from d9d_core.plugin.loader import discover
-from d9d_core.plugin.policy import PluginPolicy
-from d9d_core.plugin.records import ViewSpec
-from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.data import DataContext, DataStream
+from d9d_core.plugin import ViewSpec
+from d9d_core.registry.capabilities import Circumstances
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
+from d9d_core.registry.registry import Registry
 
 
 class LoadedJob(BaseJob):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from d9d_core.ops import OpSlot
+from d9d_core.kernel import OpSlot
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -74,7 +74,7 @@ class TensorParallelizable(Protocol):
     ``COLUMN`` gets all positions in its first argument; its ``ROW`` children return a rank's own positions again. So do
     embeddings of style ``VOCAB``, which get all tokens; other modules of style ``VOCAB``, and those of style ``WHOLE``,
     get all positions in their first argument and return whatever they return. Every parameter of the stage belongs to a
-    child with a style. What else modules may say is in :mod:`d9d_core.protocols.model`.
+    child with a style. What else modules may say is in :mod:`d9d_core.model`.
     """
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:

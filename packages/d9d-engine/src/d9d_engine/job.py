@@ -1,6 +1,6 @@
 """Jobs from Python: load, plan, build, train.
 
-from d9d_engine.api import Job
+from d9d_engine.job import Job
 
 Job.load("job.yaml").build().train()
 """
@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from d9d_core.config.base import PluginConfig
-from d9d_core.config.open_union import Named
+from d9d_core.config import PluginConfig
 from d9d_core.errors import JobError
 from d9d_core.failures import exits_are_errors
 from d9d_core.job import JobFile
+from d9d_core.job_file.open_union import Named
 
 from d9d_engine.joining import JoinsProcesses, print_note, silent
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.trackers.config import ConsoleConfig, JsonlConfig
 
 if TYPE_CHECKING:
-    from d9d_core.protocols.subscriber import Subscriber
+    from d9d_core.subscriber import Subscriber
 
     from d9d_engine.compose.plan import Plan
     from d9d_engine.distributed.mesh import Topology

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from d9d_core.job import LoadedJob
 from d9d_core.plugin import ScheduleSpec
-from d9d_core.plugin.manifest import Manifest
+from d9d_core.registry.manifest import Manifest
 from d9d_core.untrusted import visible
 
 from d9d_engine.process_env import ProcessEnv

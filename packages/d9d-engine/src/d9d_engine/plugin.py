@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from d9d_core.plugin.hooks import API_VERSION, hookimpl
-from d9d_core.plugin.records import (
+from d9d_core.plugin import (
     CommandSpec,
     HealthCheckSpec,
     JobCheckSpec,
+    Ref,
     SubscriberSpec,
     TrackerSpec,
     ViewDim,
     ViewSpec,
+    hookimpl,
 )
-from d9d_core.plugin.ref import Ref
+from d9d_core.registry.hooks import API_VERSION
 
 D9D_API = API_VERSION
 #: In an environment without torch, such as a CI that checks job files, these are refused with its install line.

@@ -12,13 +12,10 @@ from typing import Any
 
 from d9d_core import events as ev
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.base import ModelConfig
-from d9d_core.config.inference import InferenceConfig
-from d9d_core.config.resolve import InferenceSelection, resolve_inference
+from d9d_core.config import ModelConfig
+from d9d_core.data import DataStream
 from d9d_core.errors import BuildError, DataError, JobError
-from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.data import DataStream
-from d9d_core.protocols.inference import (
+from d9d_core.inference import (
     ROW,
     ContinuesRows,
     InferenceTask,
@@ -28,7 +25,10 @@ from d9d_core.protocols.inference import (
     Writer,
     WritesText,
 )
-from d9d_core.protocols.subscriber import Subscriber
+from d9d_core.job_file.inference import InferenceConfig
+from d9d_core.job_file.resolve import InferenceSelection, resolve_inference
+from d9d_core.registry.registry import Registry
+from d9d_core.subscriber import Subscriber
 from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_engine.compose.assemble import Assembly
 from d9d_engine.compose.forward import ForwardModel, assemble_forward, build_forward
@@ -184,7 +184,7 @@ def _parts(job: InferenceConfig, task: InferenceTask, topology: Topology) -> Pos
     if not isinstance(task, JoinsPositions) or isinstance(task, ContinuesRows):
         raise BuildError(
             f"mesh.cp: inference task '{job.task.selector}' takes whole samples, of which ranks of cp have parts (see "
-            "d9d_core.extend.JoinsPositions); leave mesh.cp out, and take more ranks along another axis"
+            "d9d_core.inference.JoinsPositions); leave mesh.cp out, and take more ranks along another axis"
         )
     return PositionParts(task, topology)
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-from d9d_core.config.base import PluginConfig
-from d9d_core.config.inference import InferenceBatch, InferenceConfig
-from d9d_core.config.open_union import Named
-from d9d_core.config.resolve import InferenceSelection, Resolution, resolve_inference
+from d9d_core.config import PluginConfig
 from d9d_core.failures import exits_are_errors
 from d9d_core.grid import Grid
-from d9d_core.plugin.capabilities import Circumstances
+from d9d_core.job_file.inference import InferenceBatch, InferenceConfig
+from d9d_core.job_file.open_union import Named
+from d9d_core.job_file.resolve import InferenceSelection, Resolution, resolve_inference
 from d9d_core.program.placement import plan_pipeline
+from d9d_core.registry.capabilities import Circumstances
 from d9d_engine.job import Job
 from d9d_engine.joining import JoinsProcesses, print_note, silent
 from d9d_engine.run.interrupt import Interrupts
@@ -25,7 +25,7 @@ from d9d_engine.run.interrupt import Interrupts
 from d9d_inference.config import JsonlWriterConfig
 
 if TYPE_CHECKING:
-    from d9d_core.protocols.subscriber import Subscriber
+    from d9d_core.subscriber import Subscriber
     from d9d_engine.distributed.mesh import Topology
 
     from d9d_inference.runner import Inference

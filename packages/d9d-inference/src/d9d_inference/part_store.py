@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from d9d_core.config.base import speakable
+from d9d_core.config import speakable
 from d9d_core.errors import CheckpointError, JobError
-from d9d_core.protocols.inference import Columns, Writer
+from d9d_core.inference import Columns, Writer
 from d9d_core.types import State
 from d9d_weights.files.atomic import clear, replacing, write_json
 from d9d_weights.files.lock import exclusive

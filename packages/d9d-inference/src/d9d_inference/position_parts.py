@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from d9d_core.protocols.inference import JoinsPositions
+from d9d_core.inference import JoinsPositions
 from d9d_core.types import Microbatch
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.distributed.positions import ZigzagPositions

@@ -12,7 +12,7 @@ from typing import Literal, Self
 import numpy as np
 import torch
 from d9d_core.errors import BuildError, NonFiniteError
-from d9d_core.protocols.inference import ROW, Columns, InferenceTask
+from d9d_core.inference import ROW, Columns, InferenceTask
 from torch import Tensor
 
 from d9d_inference.part_store import PartStore

@@ -11,11 +11,11 @@ from typing import Literal
 
 import torch
 from d9d_core import events as ev
-from d9d_core.config.base import speakable
-from d9d_core.config.inference import InferenceConfig
+from d9d_core.config import speakable
 from d9d_core.errors import TrainingError
 from d9d_core.failures import exits_are_errors
-from d9d_core.protocols.inference import InferenceTask
+from d9d_core.inference import InferenceTask
+from d9d_core.job_file.inference import InferenceConfig
 from d9d_core.types import Microbatch, Pack, State
 from d9d_engine.distributed.determinism import deterministic_algorithms
 from d9d_engine.distributed.mesh import Topology

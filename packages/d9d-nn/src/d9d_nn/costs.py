@@ -6,7 +6,7 @@ Traffic is that of fused code: each op reads its inputs and writes its outputs o
 
 from __future__ import annotations
 
-from d9d_core.extend import AttentionShape, OpCost, Weight
+from d9d_core.cost import AttentionShape, OpCost, Weight
 
 #: Logits that are kept for the backward, as part of the device's memory; see
 #: :data:`d9d_nn.ops.linear_cross_entropy.KEPT_ELEMENTS`.

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from d9d_core.extend import Kind, SequenceShare, StepShape
+from d9d_core.model import SequenceShare
+from d9d_core.strategy import Kind, StepShape
 from torch import Tensor, nn
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from d9d_core.extend import Section
+from d9d_core.config import Section
 from pydantic import Field
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from d9d_core.extend import Deferral
+from d9d_core.deferral import Deferral
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -50,7 +50,7 @@ class Linear(nn.Linear):
 
     @property
     def deferral(self) -> Deferral | None:
-        """Deferral of the weight gradient, if there is one; see :class:`d9d_core.extend.LendsProduct`."""
+        """Deferral of the weight gradient, if there is one; see :class:`d9d_core.model.LendsProduct`."""
         return self._deferral
 
     def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
-from d9d_core.extend import JobError, Microbatch, PositionShare, StageInputs
+from d9d_core.errors import JobError
+from d9d_core.model import PositionShare
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch
 from torch import Tensor
 
 #: Fields of whole samples, also where they have as many columns as there are positions.
@@ -54,7 +57,7 @@ def stage_inputs(microbatch: Microbatch, *more: str) -> StageInputs:
 
 
 def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
-    """A rank's part of a microbatch whose fields are of positions, see :class:`d9d_core.extend.SplitsPositions`.
+    """A rank's part of a microbatch whose fields are of positions, see :class:`d9d_core.task.SplitsPositions`.
 
     Fields [B, S, ...] are split, ``documents`` and ``ends`` stay whole, and so do fields of samples, such as
     ``lengths``. ``positions`` are there afterwards.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from d9d_core.extend import OpSlot
+from d9d_core.kernel import OpSlot
 from torch import Tensor, nn
 
 from d9d_nn.linear import has_hooks

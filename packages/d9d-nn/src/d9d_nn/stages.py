@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Sequence
 from itertools import accumulate
 
-from d9d_core.extend import BuildError, Stage
+from d9d_core.errors import BuildError
+from d9d_core.model import Stage
 
 
 def stage_layers(layers: int, stage: Stage, *, first: float = 0.0, last: float = 0.0) -> range:

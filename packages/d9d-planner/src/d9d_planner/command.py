@@ -20,9 +20,9 @@ from d9d_core.cli.options import (
     load_job,
     say,
 )
-from d9d_core.config.reading import write_yaml
 from d9d_core.errors import D9dError, JobError
 from d9d_core.job import JobFile
+from d9d_core.job_file.reading import write_yaml
 from d9d_core.layout.mend import written
 from d9d_core.terminal.console import console_for
 from rich.text import Text

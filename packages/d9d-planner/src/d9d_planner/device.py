@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Self
 
 import yaml
-from d9d_core.config.base import Section
+from d9d_core.config import Section
 from d9d_core.errors import JobError
 from pydantic import Field, PositiveInt, ValidationError
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from d9d_core.config.base import PluginConfig
-from d9d_core.config.job import BaseJob, Mesh
+from d9d_core.config import PluginConfig
 from d9d_core.grid import AXES, Grid
-from d9d_core.plugin.records import ViewSpec
+from d9d_core.job_file.job import BaseJob, Mesh
+from d9d_core.plugin import ViewSpec
 
 from d9d_planner.network import Group
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from d9d_core.program.actions import Backward, Forward, InputBackward, Program, WeightBackward, compute_parts
+from d9d_core.schedule import Backward, Forward, InputBackward, Program, WeightBackward, compute_parts
 
 
 class Moment(NamedTuple):

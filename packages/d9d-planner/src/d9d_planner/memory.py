@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from d9d_core.program.costs import BlockCost, StageCost, StrategyCost
+from d9d_core.cost import BlockCost, StageCost, StrategyCost
 
 from d9d_planner.costs.update import Update, uneven_shards
 from d9d_planner.layout import Layout

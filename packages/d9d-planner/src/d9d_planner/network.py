@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from d9d_core.program.costs import Operation
+from d9d_core.cost import Operation
 
 from d9d_planner.device import Device
 
@@ -35,7 +35,7 @@ def seconds(operation: Operation, size: float, group: Group, device: Device) -> 
 
     Args:
         operation: which one.
-        size: bytes, see :class:`d9d_core.program.costs.Exchange`.
+        size: bytes, see :class:`d9d_core.cost.Exchange`.
         group: its ranks.
         device: rates of the links.
     """

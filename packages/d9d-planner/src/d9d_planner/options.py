@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from itertools import product
 
-from d9d_core.config.base import PluginConfig
-from d9d_core.config.job import JobConfig, Mesh
-from d9d_core.config.lookup import load_config
+from d9d_core.config import PluginConfig
 from d9d_core.errors import D9dError
+from d9d_core.job_file.job import JobConfig, Mesh
+from d9d_core.job_file.lookup import load_config
 from d9d_core.layout.check import covers, strategies_for
-from d9d_core.plugin.records import StrategySpec
-from d9d_core.plugin.registry import Registry
+from d9d_core.plugin import StrategySpec
+from d9d_core.registry.registry import Registry
 from pydantic import ValidationError
 
 #: Points of the application of strategies that a layout is about; strategies of other points stay as the job has them.

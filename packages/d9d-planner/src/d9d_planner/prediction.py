@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from d9d_core.config.job import JobConfig
-from d9d_core.plugin.records import ViewSpec
-from d9d_core.plugin.registry import Registry
-from d9d_core.program.costs import StageCost
+from d9d_core.cost import StageCost
+from d9d_core.job_file.job import JobConfig
+from d9d_core.plugin import ViewSpec
+from d9d_core.registry.registry import Registry
 
 from d9d_planner.device import Device
 from d9d_planner.layout import Layout

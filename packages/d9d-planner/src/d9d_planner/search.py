@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from d9d_core.config.job import MAX_MICROBATCHES, Mesh
 from d9d_core.errors import D9dError
+from d9d_core.job_file.job import MAX_MICROBATCHES, Mesh
 
 from d9d_planner.device import Device
 from d9d_planner.layout import Layout

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from d9d_core.cost import BlockCost, Exchange, StageCost, StageTimes, StrategyCost
 from d9d_core.errors import JobError
-from d9d_core.program.costs import BlockCost, Exchange, StageCost, StageTimes, StrategyCost
 
 from d9d_planner.device import Device
 from d9d_planner.layout import Layout, axis_group

@@ -10,24 +10,17 @@ from operator import or_
 from typing import Any
 
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.base import PluginConfig, ScheduleConfig
-from d9d_core.config.inner import choose
-from d9d_core.config.job import JobConfig, Mesh
+from d9d_core.config import PluginConfig, ScheduleConfig
+from d9d_core.cost import AdapterCosts, OptimizerCost, Share, Simulate, StageCost, StrategyCost
+from d9d_core.data import sample_lengths
 from d9d_core.errors import BuildError, JobError
-from d9d_core.plugin.records import ModelSpec, OptimizerSpec, ScheduleSpec, StrategySpec, ViewSpec
-from d9d_core.plugin.registry import Registry
-from d9d_core.program.actions import Program
-from d9d_core.program.costs import (
-    AdapterCosts,
-    OptimizerCost,
-    Share,
-    Simulate,
-    StageCost,
-    StrategyCost,
-)
+from d9d_core.job_file.inner import choose
+from d9d_core.job_file.job import JobConfig, Mesh
+from d9d_core.model import Stage
+from d9d_core.plugin import ModelSpec, OptimizerSpec, ScheduleSpec, StrategySpec, ViewSpec
 from d9d_core.program.validation import placement
-from d9d_core.protocols.data import sample_lengths
-from d9d_core.protocols.model import Stage
+from d9d_core.registry.registry import Registry
+from d9d_core.schedule import Program
 from d9d_engine.costs.tuning import adapter_costs, tuned
 
 from d9d_planner.costs.context import shared

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from d9d_core.extend import Collective, Kind, StepEnds, StepStarts
+from d9d_core.events import StepEnds, StepStarts
+from d9d_core.strategy import Collective, Kind
 from torch import Tensor
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_testing.layouts import job_of, topology_here
 
-#: Operator of torch -> kind, and the argument whose bytes count: see :class:`d9d_core.extend.Collective`.
+#: Operator of torch -> kind, and the argument whose bytes count: see :class:`d9d_core.strategy.Collective`.
 _OPERATORS: Mapping[str, tuple[Kind, int]] = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::_allgather_base_": ("all_gather", 0),
@@ -39,9 +40,9 @@ class Call(NamedTuple):
     """Call of a collective on this rank.
 
     Attributes:
-        kind: operation; torch's own name if :class:`~d9d_core.extend.Collective` has no word for it.
+        kind: operation; torch's own name if :class:`~d9d_core.strategy.Collective` has no word for it.
         ranks: numbers of the ranks of the group; of a send or a receive, this rank's and the other's, in order.
-        bytes: as :class:`d9d_core.extend.Collective` counts them.
+        bytes: as :class:`d9d_core.strategy.Collective` counts them.
     """
 
     kind: str

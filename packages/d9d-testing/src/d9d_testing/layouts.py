@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.plugin import Registry
-from d9d_core.testing import Document, file_plugin
-from d9d_engine.api import Job, Topology
-from d9d_engine.testing import load_kernels_eagerly
+from d9d_core.job_file.document import Document
+from d9d_core.registry.registry import Registry
+from d9d_core.registry.single_file import file_plugin
+from d9d_engine.distributed.devices import load_kernels_eagerly
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.job import Job
 from d9d_verify.compare import Verdict, compare
 from d9d_verify.deviations import Limits
 from d9d_verify.layouts import Layout

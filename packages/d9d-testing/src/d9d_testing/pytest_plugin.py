@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 
 if TYPE_CHECKING:
-    from d9d_core.plugin import Registry
+    from d9d_core.registry.registry import Registry
 
     from d9d_testing.world import World
 
@@ -49,8 +49,8 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
 
     While the test runs, looking for installed plugins is an error: what happens to be installed decides no test.
     """
-    from d9d_core.plugin import Registry
-    from d9d_core.testing import installed
+    from d9d_core.registry import installed
+    from d9d_core.registry.registry import Registry
 
     scan = installed.scan
 

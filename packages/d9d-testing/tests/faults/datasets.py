@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.extend import DataContext, DataError, Pack, State
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
+from d9d_core.types import Pack, State
 from d9d_testing.suites.dataset import DatasetSuite
 from d9d_testing.toy.config import ToyTokensConfig
 from d9d_testing.toy.data import ToyTokens

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import StageInputs
+from d9d_core.task import StageInputs
 from d9d_testing.suites.inference.task import InferenceTaskSuite
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from d9d_core.extend import Decision, OpSignature
+from d9d_core.kernel import Decision, OpSignature
 from d9d_testing.suites.kernel import KernelSuite
 from torch import Tensor
 from torch.nn import functional

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import Table, Vector
+from d9d_core.metric import Table, Vector
 from d9d_testing.suites.metric import MetricSuite
 from torch import Tensor
 

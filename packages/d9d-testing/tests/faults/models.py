@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from d9d_core.extend import HasOps, modules_with
 from d9d_core.plugin import ModelSpec, Ref
+from d9d_core.traits import HasOps, modules_with
 from d9d_testing.suites.model import ModelSuite
 from torch import Tensor, nn
 from torch.nn import functional

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
-from d9d_core.extend import PluginConfig, local
+from d9d_core.config import PluginConfig
 from d9d_core.plugin import OptimizerSpec, Ref, hookimpl
+from d9d_core.tensors import local
 from d9d_testing.suites.optimizer import OptimizerSuite
 from d9d_testing.toy.config import ToyOptimizerConfig
 from d9d_testing.toy.optimizer import ToyOptimizer

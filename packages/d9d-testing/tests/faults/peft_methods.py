@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
-from d9d_core.extend import PluginConfig
+from d9d_core.config import PluginConfig
 from d9d_core.plugin import PeftSpec, Ref, hookimpl
 from d9d_testing.suites.peft import PeftSuite
 from d9d_testing.toy.adapter import AdaptedLinear, LowRank, ToyAdapter

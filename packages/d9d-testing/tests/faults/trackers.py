@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from d9d_core.extend import Histogram, RunInfo, State, Table, split_tags
+from d9d_core.metric import Table
+from d9d_core.tracker import Histogram, RunInfo, split_tags
+from d9d_core.types import State
 from d9d_testing.suites.tracker import Logged, TrackerSuite, by_step
 from torch import Tensor
 

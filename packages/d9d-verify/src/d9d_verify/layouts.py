@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.base import ModelConfig, PluginConfig
-from d9d_core.config.resolve import Selection, select
+from d9d_core.config import ModelConfig, PluginConfig
+from d9d_core.data import DataContext, DataStream
 from d9d_core.errors import BuildError, D9dError, JobError
 from d9d_core.grid import AXES
-from d9d_core.plugin.kernels import REFERENCE
-from d9d_core.plugin.policy import FOUNDATION
-from d9d_core.plugin.records import ModelSpec
-from d9d_core.program.actions import Schedule, count_stages
+from d9d_core.job_file.resolve import Selection, select
+from d9d_core.model import Stage
+from d9d_core.plugin import ModelSpec
 from d9d_core.program.placement import checked_programs
-from d9d_core.protocols.data import DataContext, DataStream
-from d9d_core.protocols.model import Stage
-from d9d_core.protocols.task import Task
+from d9d_core.registry.kernels import REFERENCE
+from d9d_core.registry.policy import FOUNDATION
+from d9d_core.schedule import Schedule, count_stages
+from d9d_core.task import Task
 from d9d_core.traits import HasOps, LayoutDependent, modules_with
 from d9d_core.types import State
 from d9d_engine.compose.assemble import check_divisibility

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from d9d_core import events as ev
-from d9d_core.config.job import JobConfig
-from d9d_core.program.actions import MicrobatchAction, Program, Schedule
-from d9d_core.protocols.metric import Table
-from d9d_core.protocols.optimizer import LrSchedule, Optimizer
-from d9d_core.protocols.subscriber import Subscriber
+from d9d_core.job_file.job import JobConfig
+from d9d_core.metric import Table
+from d9d_core.optimizer import LrSchedule, Optimizer
+from d9d_core.schedule import MicrobatchAction, Program, Schedule
+from d9d_core.subscriber import Subscriber
 from d9d_core.tensors import local
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.job import Job

@@ -2,7 +2,9 @@
 
 A state graph says how the names and layouts of two forms of a model correspond, before any tensor is read:
 
-    from d9d_weights import Rename, Stack, StateGraph
+    from d9d_weights.graph.graph import StateGraph
+    from d9d_weights.graph.mappers import Rename
+    from d9d_weights.graph.merging import Stack
 
 Names are imported when they are used, so that importing this package imports no torch.
 """

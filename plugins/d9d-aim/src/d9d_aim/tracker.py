@@ -13,7 +13,9 @@ import aim
 from aim.ext.utils import get_environment_variables, get_git_info
 from aim.sdk.configs import get_aim_repo_name
 from aim.sdk.errors import MissingRunError
-from d9d_core.extend import Histogram, Picture, PluginError, RunInfo, State, split_tags
+from d9d_core.errors import PluginError
+from d9d_core.tracker import Histogram, Picture, RunInfo, split_tags
+from d9d_core.types import State
 
 from d9d_aim.config import AimConfig
 

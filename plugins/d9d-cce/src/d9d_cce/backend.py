@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from cut_cross_entropy.cce import CCEParams, linear_cross_entropy_apply
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops.grouped_linear import autocast_operands
 from d9d_nn.ops.linear_cross_entropy import IGNORE, linear_cross_entropy
 from torch import Tensor

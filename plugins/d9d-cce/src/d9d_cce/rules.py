@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from d9d_core.extend import Decision, OpSignature
+from d9d_core.kernel import Decision, OpSignature
 
 #: By name only. With the filter, for good: gradients are not those of the op.
 BY_NAME = 0

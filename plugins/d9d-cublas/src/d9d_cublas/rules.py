@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from d9d_core.extend import Decision, OpSignature
+from d9d_core.kernel import Decision, OpSignature
 
 #: Priority and reason, above d9d-triton's backend, of which this is a variant.
 PRIORITY = 25

@@ -5,7 +5,7 @@ Gate and up have joint products in the backward, as there, so there are six prod
 
 from __future__ import annotations
 
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_triton.joint.swiglu import Swiglu, register
 from torch import Tensor
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from d9d_core.extend import PathOrAddress, PathText, PluginConfig, SampleLengths, Section, closest
+from d9d_core.config import PathOrAddress, PathText, PluginConfig, Section, closest
+from d9d_core.data import SampleLengths
 from pydantic import Field, field_validator, model_validator
 
 #: Texts that every Python installation brings along.

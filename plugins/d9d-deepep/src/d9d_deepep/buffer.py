@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from torch import distributed as dist
 
 _INSTALL = (

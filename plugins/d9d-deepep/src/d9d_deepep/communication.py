@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from d9d_core.extend import Collective, HasExperts, StepShape
+from d9d_core.strategy import Collective, StepShape
+from d9d_core.traits import HasExperts
 from d9d_moe.expert_parallel.communication import features_of, rows_of_token
 from torch import nn
 
@@ -19,7 +20,7 @@ _ROW, _EXPERT, _WEIGHT = 2, 8, 4
 
 @dataclass(frozen=True)
 class DeepEPCommunication:
-    """Communication (:class:`d9d_core.extend.Communication`) of a stage whose tokens travel by DeepEP.
+    """Communication (:class:`d9d_core.strategy.Communication`) of a stage whose tokens travel by DeepEP.
 
     Attributes:
         stage: stage with the layers.

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from d9d_core.extend import BuildError, Dispatched, OpSlot, Routing
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSlot
+from d9d_core.traits import Dispatched, Routing
 from d9d_moe.dispatch.async_exchange import AsyncExchange, OutsideGraph, untraced
 from d9d_moe.dispatch.local import sort_by_expert
 from d9d_moe.dispatch.permutation import PermutingDispatcher

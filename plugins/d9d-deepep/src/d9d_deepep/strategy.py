@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from d9d_core.extend import Applied, HasExperts, Topology, modules_with
+from d9d_core.strategy import Applied
+from d9d_core.topology import Topology
+from d9d_core.traits import HasExperts, modules_with
 from d9d_moe.expert_parallel.dispatchers import experts_of, replace_dispatchers
 from torch import nn
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_flash_attention.starts import document_starts

@@ -14,7 +14,7 @@ import warnings
 from typing import Any
 
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from torch import Tensor
 
 #: Has the library keep compiled kernels on disk, read when it is imported; compiling takes seconds in every process.

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from d9d_core.extend import Decision, Deferral, OpSignature
+from d9d_core.deferral import Deferral
+from d9d_core.kernel import Decision, OpSignature
 from d9d_nn.ops.deferred import Product, may_defer, product
 from d9d_nn.ops.grouped_linear import autocast_operands, boundaries, clear, grouped_linear, packed
 from torch import Tensor

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from d9d_core.extend import Deferral
+from d9d_core.deferral import Deferral
 from d9d_nn.ops.deferred import Product, as_autocast, may_defer, product
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable

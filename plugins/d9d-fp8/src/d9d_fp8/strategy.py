@@ -6,17 +6,11 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
-from d9d_core.extend import (
-    Applied,
-    BuildError,
-    HasBlocks,
-    HasHeads,
-    TensorParallelizable,
-    TensorStyle,
-    Topology,
-    modules_with,
-    no_collectives,
-)
+from d9d_core.errors import BuildError
+from d9d_core.model import HasHeads
+from d9d_core.strategy import Applied, no_collectives
+from d9d_core.topology import Topology
+from d9d_core.traits import HasBlocks, TensorParallelizable, TensorStyle, modules_with
 from d9d_nn.linear import Linear
 from torch import nn
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from d9d_core.extend import Decision, Deferral, OpSignature
+from d9d_core.deferral import Deferral
+from d9d_core.kernel import Decision, OpSignature
 from d9d_nn.ops.grouped_linear import autocast_operands
 from torch import Tensor
 

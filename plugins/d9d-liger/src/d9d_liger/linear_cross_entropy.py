@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops.grouped_linear import autocast_operands
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 from d9d_nn.ops.linear_cross_entropy import linear_cross_entropy as reference

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from liger_kernel.ops import LigerRMSNormFunction
 from torch import Tensor
 

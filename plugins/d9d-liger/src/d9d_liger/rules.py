@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from d9d_core.extend import Decision, OpSignature
+from d9d_core.kernel import Decision, OpSignature
 
 _FLOATS = ("bfloat16", "float16", "float32")
 #: Features of the longest rows that a program of the library takes.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from liger_kernel.ops import swiglu_backward, swiglu_forward
 from torch import Tensor
 

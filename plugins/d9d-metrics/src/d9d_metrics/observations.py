@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from d9d_core.extend import JobError, closest
+from d9d_core.config import closest
+from d9d_core.errors import JobError
 from torch import Tensor
 
 #: Integer that marks what does not count, as in d9d's own tasks.

@@ -13,7 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from d9d_core.extend import Json, Picture, PluginError, RunInfo, State, Table, encode_png, flatten, shortened, storable
+from d9d_core.errors import PluginError
+from d9d_core.metric import Table
+from d9d_core.tensors import encode_png
+from d9d_core.tracker import Picture, RunInfo, flatten, shortened, storable
+from d9d_core.types import Json, State
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH

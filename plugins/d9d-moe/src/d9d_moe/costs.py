@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from d9d_core.extend import Exchange, OpCost, Weight
+from d9d_core.cost import Exchange, OpCost, Weight
 from d9d_nn.costs import silu_mul
 
 _FLOAT32 = 4

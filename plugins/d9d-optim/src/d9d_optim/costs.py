@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 from functools import partial
 
-from d9d_core.extend import OptimizerCost
+from d9d_core.cost import OptimizerCost
 
 from d9d_optim.optimizer.config import AdamFields, AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 

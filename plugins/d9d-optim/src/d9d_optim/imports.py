@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from d9d_core.extend import FOREIGN_FAILURES, JobError, closest
+from d9d_core.config import closest
+from d9d_core.containment import FOREIGN_FAILURES
+from d9d_core.errors import JobError
 
 
 def import_path(where: str, path: str) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from d9d_core.extend import BuildError, HasBlocks, modules_with
+from d9d_core.errors import BuildError
+from d9d_core.traits import HasBlocks, modules_with
 from torch import nn
 
 

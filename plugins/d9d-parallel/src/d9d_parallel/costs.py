@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from d9d_core.extend import StrategyCost
+from d9d_core.cost import StrategyCost
 
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
 from d9d_parallel.compile.config import CompileConfig

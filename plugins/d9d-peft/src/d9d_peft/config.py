@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from d9d_core.extend import Named, PathOrAddress, PluginConfig
+from d9d_core.config import PathOrAddress, PluginConfig
+from d9d_core.job_file.open_union import Named
 from pydantic import Field, field_validator, model_validator
 
 #: Stands for all linear layers inside the model.

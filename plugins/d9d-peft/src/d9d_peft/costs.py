@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from d9d_core.extend import AdapterCost, PluginConfig, Share, Weight
+from d9d_core.config import PluginConfig
+from d9d_core.cost import AdapterCost, Share, Weight
 
 from d9d_peft.config import ALL_LINEAR, DoraConfig, FullTuneConfig, LoraConfig, LowRankConfig, StackConfig
 from d9d_peft.ia3.config import Ia3Config

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from d9d_core.extend import BuildError
-from d9d_weights import Identity, Mapper
+from d9d_core.errors import BuildError
+from d9d_weights.graph.base import Mapper
+from d9d_weights.graph.mappers import Identity
 from torch import nn
 
 from d9d_peft.config import FullTuneConfig

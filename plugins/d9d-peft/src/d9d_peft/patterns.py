@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 
 #: Names that an error lists.
 _SHOWN = 6

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
-from d9d_core.extend import BuildError, PeftMethod, PluginConfig, StartsFromWeights, SwitchesOff
-from d9d_weights import Mapper, MergesTensors, Sequential
+from d9d_core.config import PluginConfig
+from d9d_core.errors import BuildError
+from d9d_core.peft import PeftMethod, StartsFromWeights, SwitchesOff
+from d9d_weights.graph.base import Mapper, Sequential
+from d9d_weights.hugging_face.adapter import MergesTensors
 from torch import nn
 
 from d9d_peft.config import StackConfig

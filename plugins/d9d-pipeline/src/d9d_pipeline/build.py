@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from d9d_core.extend import Schedule
+from d9d_core.schedule import Schedule
 
 from d9d_pipeline.config import (
     DualPipeVConfig,

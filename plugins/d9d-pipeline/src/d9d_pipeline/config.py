@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from d9d_core.extend import ScheduleConfig
+from d9d_core.config import ScheduleConfig
 from pydantic import Field
 
 #: Stages that a rank may have: no model has more layers.

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from d9d_core.extend import BuildError, Deferral, OpSignature
+from d9d_core.deferral import Deferral
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops.deferred import Product, may_defer, product
 from d9d_nn.ops.grouped_linear import autocast_operands, boundaries, clear, packed
 from torch import Tensor

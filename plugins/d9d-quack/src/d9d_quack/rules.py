@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from d9d_core.extend import Decision, OpSignature
+from d9d_core.kernel import Decision, OpSignature
 
 #: Priority and reason on CUDA; 0 is by name only.
 RMS_NORM = (0, "one pass in each direction; by name only: nobody measured it beside triton and torch")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 _FLOATS = (torch.bfloat16, torch.float16)

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from d9d_core.extend import BuildError, ContextShare, Stage, TensorSpec, TensorStyle
+from d9d_core.errors import BuildError
+from d9d_core.model import ContextShare, Stage
+from d9d_core.traits import TensorStyle
+from d9d_core.types import TensorSpec
 from d9d_nn.attention.masks import prepare_masks
 from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embedding
 from d9d_nn.heads.config import head_layers

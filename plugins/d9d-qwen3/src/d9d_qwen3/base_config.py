@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from d9d_core.extend import ModelConfig
+from d9d_core.config import ModelConfig
 from d9d_nn.heads.config import CausalLMHeadConfig, Heads, check_heads
 from d9d_nn.initialization import Initialization
 from d9d_nn.rope.scaling import RopeScaling

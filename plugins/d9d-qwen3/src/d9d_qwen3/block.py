@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from d9d_core.extend import TensorStyle
+from d9d_core.traits import TensorStyle
 from d9d_moe.experts.layer import MoELayer
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.attention.masks import AttentionMasks

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from d9d_core.extend import BlockCost, BuildError, Exchange, OpCost, Share, Stage, StageCost, Weight
+from d9d_core.cost import BlockCost, Exchange, OpCost, Share, StageCost, Weight
+from d9d_core.errors import BuildError
+from d9d_core.model import Stage
 from d9d_moe.costs import dispatch, grouped_swiglu, permutation, router
 from d9d_nn.costs import attention, embedding, linear, linear_cross_entropy, rms_norm, rotated_heads, silu_mul
 from d9d_nn.heads.config import ClassificationHeadConfig, TokenClassificationHeadConfig

@@ -5,7 +5,7 @@ Shapes: B samples, S positions, H features, V words of the vocabulary, C classes
 
 from __future__ import annotations
 
-from d9d_core.extend import Stage
+from d9d_core.model import Stage
 from d9d_nn.heads.heads import Heads
 from torch import Tensor
 

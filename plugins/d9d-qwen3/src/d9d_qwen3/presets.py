@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from d9d_core.extend import closest
+from d9d_core.config import closest
 
 Presets = Mapping[str, Mapping[str, Any]]
 

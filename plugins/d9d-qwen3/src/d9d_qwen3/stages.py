@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from d9d_core.extend import Stage
+from d9d_core.model import Stage
 from d9d_nn.stages import stage_layers
 
 from d9d_qwen3.flops import head_parameters, layer_parameters

@@ -12,7 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from d9d_core.extend import Histogram, Json, PluginError, RunInfo, State, Table, encode_png, flatten
+from d9d_core.errors import PluginError
+from d9d_core.metric import Table
+from d9d_core.tensors import encode_png
+from d9d_core.tracker import Histogram, RunInfo, flatten
+from d9d_core.types import Json, State
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.adamw import count_step, update_weights

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import triton.language as tl
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.gradient_power import add_squares

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import triton
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.permutation import copy_to_rows, differentiate, sum_rows

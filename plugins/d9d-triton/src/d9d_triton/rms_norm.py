@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import triton
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from torch import Tensor
 
 from d9d_triton.column_sums import column_sums

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import triton
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops.rope import rope as reference
 from torch import Tensor
 

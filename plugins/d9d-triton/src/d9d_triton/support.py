@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
-from d9d_core.extend import Decision, OpSignature
+from d9d_core.kernel import Decision, OpSignature
 
 #: Number formats that the kernels read; they compute in float32.
 FLOATS = ("bfloat16", "float16", "float32")

@@ -13,7 +13,10 @@ from typing import Any, Literal
 
 import numpy as np
 import wandb
-from d9d_core.extend import Histogram, Picture, PluginError, RunInfo, State, Table
+from d9d_core.errors import PluginError
+from d9d_core.metric import Table
+from d9d_core.tracker import Histogram, Picture, RunInfo
+from d9d_core.types import State
 
 from d9d_wandb.config import WandbConfig
 from d9d_wandb.segments import Segment, find_segments, wait_until_settled

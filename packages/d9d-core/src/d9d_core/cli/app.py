@@ -99,7 +99,7 @@ def schema(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: 
     """Print the JSON schema of a job file over what is installed, for editors."""
     import json
 
-    from d9d_core.config.schema import job_schema
+    from d9d_core.job_file.schema import job_schema
 
     registry = discover_plugins(plugin, no_plugins)
     warn_of_problems(registry)

@@ -7,13 +7,13 @@ from rich.table import Table
 from rich.text import Text
 
 from d9d_core.cli.output import length_of, mesh_line
-from d9d_core.config.resolve import Resolution, Selection
+from d9d_core.containment import FOREIGN_FAILURES
 from d9d_core.errors import JobError
 from d9d_core.job import JobFile
-from d9d_core.plugin.capabilities import missing_modules
-from d9d_core.plugin.entries import plugin_error, shown
-from d9d_core.plugin.records import JobCheckSpec
-from d9d_core.plugin.ref import FOREIGN_FAILURES
+from d9d_core.job_file.resolve import Resolution, Selection
+from d9d_core.plugin import JobCheckSpec
+from d9d_core.registry.capabilities import missing_modules
+from d9d_core.registry.entries import plugin_error, shown
 from d9d_core.terminal.console import console_for
 
 #: Job checks of d9d itself -> summary, and the distribution that makes it.

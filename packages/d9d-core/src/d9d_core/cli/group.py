@@ -13,16 +13,16 @@ import typer
 import typer.core
 
 from d9d_core.cli.interrupts import interrupts_deferred
+from d9d_core.containment import FOREIGN_FAILURES, exits_raised
 from d9d_core.errors import PluginError
 from d9d_core.failures import exits_are_errors
-from d9d_core.plugin.capabilities import missing_modules
-from d9d_core.plugin.entries import Entry, plugin_error, shown
-from d9d_core.plugin.known import KnownPlugins
-from d9d_core.plugin.loader import discover
-from d9d_core.plugin.policy import FOUNDATION, PluginPolicy
-from d9d_core.plugin.records import CommandSpec
-from d9d_core.plugin.ref import FOREIGN_FAILURES, exits_raised
-from d9d_core.plugin.registry import Registry
+from d9d_core.plugin import CommandSpec
+from d9d_core.registry.capabilities import missing_modules
+from d9d_core.registry.entries import Entry, plugin_error, shown
+from d9d_core.registry.known import KnownPlugins
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import FOUNDATION, PluginPolicy
+from d9d_core.registry.registry import Registry
 from d9d_core.untrusted import visible
 
 

@@ -8,12 +8,12 @@ from importlib.metadata import version
 from rich.text import Text
 
 from d9d_core.cli.group import shadowed_commands
-from d9d_core.plugin.capabilities import how_to_get, missing_modules
-from d9d_core.plugin.entries import shown
-from d9d_core.plugin.records import HealthCheckSpec, Spec
-from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.health import Health
+from d9d_core.containment import FOREIGN_FAILURES
+from d9d_core.health import Health
+from d9d_core.plugin import HealthCheckSpec, Spec
+from d9d_core.registry.capabilities import how_to_get, missing_modules
+from d9d_core.registry.entries import shown
+from d9d_core.registry.registry import Registry
 from d9d_core.terminal.console import console_for
 
 

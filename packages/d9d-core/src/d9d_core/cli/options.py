@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from d9d_core.errors import JobError
-from d9d_core.plugin.policy import PluginPolicy
+from d9d_core.registry.policy import PluginPolicy
 from d9d_core.untrusted import visible
 
 if TYPE_CHECKING:
     from d9d_core.job import LoadedJob
-    from d9d_core.plugin.registry import Registry
+    from d9d_core.registry.registry import Registry
 
     Loaded = TypeVar("Loaded", bound=LoadedJob)
 
@@ -89,7 +89,7 @@ def load_job(
 
 def discover_plugins(files: list[Path], no_plugins: bool, strict: bool = False) -> Registry:
     """Registry of what is installed, with the options of the command line."""
-    from d9d_core.plugin.loader import discover
+    from d9d_core.registry.loader import discover
 
     return discover(PluginPolicy.from_environment(os.environ) | policy_of(files, no_plugins, strict))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from d9d_core.config.job import JobConfig
 from d9d_core.job import JobFile
+from d9d_core.job_file.job import JobConfig
 
 
 def length_of(job: JobConfig) -> str:

@@ -16,14 +16,13 @@ from rich.text import Text
 
 from d9d_core.cli.group import shadowed_commands
 from d9d_core.cli.health import nothing_installed
-from d9d_core.config.lookup import config_schema, load_config
 from d9d_core.errors import PluginError
-from d9d_core.plugin.collect import RefusedError, contained
-from d9d_core.plugin.entries import Entry, shown
-from d9d_core.plugin.policy import normalise
-from d9d_core.plugin.records import CapabilitySpec, ConfiguredSpec, Spec
-from d9d_core.plugin.ref import Ref
-from d9d_core.plugin.registry import Registry
+from d9d_core.job_file.lookup import config_schema, load_config
+from d9d_core.plugin import CapabilitySpec, ConfiguredSpec, Ref, Spec
+from d9d_core.registry.collect import RefusedError, contained
+from d9d_core.registry.entries import Entry, shown
+from d9d_core.registry.policy import normalise
+from d9d_core.registry.registry import Registry
 from d9d_core.terminal.console import console_for
 
 

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from numbers import Real
 from typing import Any
 
+from d9d_core.data import DataStream
 from d9d_core.errors import BuildError
 from d9d_core.events import CATALOGUE
-from d9d_core.plugin.capabilities import Chosen
-from d9d_core.protocols.data import DataStream
-from d9d_core.protocols.inference import InferenceTask, Writer
-from d9d_core.protocols.metric import Metric
-from d9d_core.protocols.optimizer import LrSchedule, Optimizer
-from d9d_core.protocols.peft import PeftMethod
-from d9d_core.protocols.strategy import Strategy
-from d9d_core.protocols.subscriber import Subscriber
-from d9d_core.protocols.task import Task
-from d9d_core.protocols.tracker import Tracker
+from d9d_core.inference import InferenceTask, Writer
+from d9d_core.metric import Metric
+from d9d_core.optimizer import LrSchedule, Optimizer
+from d9d_core.peft import PeftMethod
+from d9d_core.registry.capabilities import Chosen
+from d9d_core.strategy import Strategy
+from d9d_core.subscriber import Subscriber
+from d9d_core.task import Task
+from d9d_core.tracker import Tracker
 
 #: How the states of a metric can be merged.
 REDUCTIONS = ("sum", "max", "min")

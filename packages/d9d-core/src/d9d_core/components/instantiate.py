@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from d9d_core.components.contract import check_component
-from d9d_core.config.base import PluginConfig
+from d9d_core.config import PluginConfig
+from d9d_core.containment import directory_kept
 from d9d_core.errors import BuildError
-from d9d_core.plugin.capabilities import Chosen
-from d9d_core.plugin.records import ConfiguredSpec
-from d9d_core.plugin.ref import directory_kept
+from d9d_core.plugin import ConfiguredSpec
+from d9d_core.registry.capabilities import Chosen
 
 #: How torch says that sizes, or their product, have no 64 bits.
 _TOO_LARGE = re.compile(r"calculation overflowed|multiplication overflow|Overflow when unpacking|too large to convert")

@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from d9d_core.config.document import Document
-from d9d_core.config.job import DATA_AXES
 from d9d_core.errors import PluginError
 from d9d_core.grid import AXES
-from d9d_core.plugin.records import StrategySpec
-from d9d_core.plugin.registry import Registry
+from d9d_core.job_file.document import Document
+from d9d_core.job_file.job import DATA_AXES
+from d9d_core.plugin import StrategySpec
+from d9d_core.registry.registry import Registry
 
 #: Strategy that a job without a mesh gets on several processes; d9d-parallel declares it.
 DEFAULT_STRATEGY = "fsdp"

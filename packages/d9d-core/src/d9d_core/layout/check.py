@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from d9d_core.config.base import Location
-from d9d_core.config.job import MAX_MICROBATCHES, BaseJob, Mesh
-from d9d_core.config.resolve import Parts
+from d9d_core.config import Location
 from d9d_core.errors import D9dError
-from d9d_core.plugin.records import StrategySpec
-from d9d_core.plugin.registry import Registry
+from d9d_core.job_file.job import MAX_MICROBATCHES, BaseJob, Mesh
+from d9d_core.job_file.resolve import Parts
+from d9d_core.plugin import StrategySpec
 from d9d_core.program.placement import plan_pipeline
+from d9d_core.registry.registry import Registry
 
 #: Legal values that a message lists.
 _LISTED = 6

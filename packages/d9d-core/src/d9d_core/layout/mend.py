@@ -8,16 +8,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from d9d_core.config.base import PluginConfig, speakable
-from d9d_core.config.job import MAX_MICROBATCHES, BaseJob, Batch, Mesh
-from d9d_core.config.lookup import load_config
-from d9d_core.config.reading import write_yaml
-from d9d_core.config.resolve import Parts, select_parts
+from d9d_core.config import PluginConfig, speakable
 from d9d_core.errors import D9dError
+from d9d_core.job_file.job import MAX_MICROBATCHES, BaseJob, Batch, Mesh
+from d9d_core.job_file.lookup import load_config
+from d9d_core.job_file.reading import write_yaml
+from d9d_core.job_file.resolve import Parts, select_parts
 from d9d_core.layout.check import covers, layout_problems, near_multiples, strategies_for, unused_axes
-from d9d_core.plugin.capabilities import Circumstances, judge
-from d9d_core.plugin.registry import Registry
 from d9d_core.program.placement import plan_pipeline
+from d9d_core.registry.capabilities import Circumstances, judge
+from d9d_core.registry.registry import Registry
 
 #: Numbers of microbatches that are tried for a schedule.
 _TRIES = 16

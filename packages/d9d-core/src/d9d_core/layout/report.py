@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from d9d_core.config.job import BaseJob
-from d9d_core.config.resolve import select_parts
 from d9d_core.errors import D9dError, JobError
+from d9d_core.job_file.job import BaseJob
+from d9d_core.job_file.resolve import select_parts
 from d9d_core.layout.auto import Source
 from d9d_core.layout.check import layout_problems
 from d9d_core.layout.mend import edit, mended
-from d9d_core.plugin.capabilities import Circumstances, judge
-from d9d_core.plugin.registry import Registry
+from d9d_core.registry.capabilities import Circumstances, judge
+from d9d_core.registry.registry import Registry
 
 
 def check_layout(job: BaseJob, registry: Registry, world_size: int, source: Source) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from d9d_core.program.actions import Backward, Forward, InputBackward, ReceiveActivation, ReceiveGradient
 from d9d_core.program.index import ProgramIndex
+from d9d_core.schedule import Backward, Forward, InputBackward, ReceiveActivation, ReceiveGradient
 
 
 def awaited(index: ProgramIndex, buffers: int | None) -> dict[int, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from d9d_core.program.actions import (
+from d9d_core.schedule import (
     Action,
     MicrobatchAction,
     Overlap,

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.base import ScheduleConfig
-from d9d_core.config.job import BaseJob
-from d9d_core.config.resolve import Parts
+from d9d_core.config import ScheduleConfig
 from d9d_core.errors import BuildError, JobError
-from d9d_core.plugin.records import ScheduleSpec
-from d9d_core.program.actions import (
+from d9d_core.job_file.job import BaseJob
+from d9d_core.job_file.resolve import Parts
+from d9d_core.model import Stage
+from d9d_core.plugin import ScheduleSpec
+from d9d_core.program.validation import placement, validate
+from d9d_core.schedule import (
     Action,
     Backward,
     Forward,
@@ -23,8 +25,6 @@ from d9d_core.program.actions import (
     forward_only,
     single_stage,
 )
-from d9d_core.program.validation import placement, validate
-from d9d_core.protocols.model import Stage
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from d9d_core.program.actions import Action, MicrobatchAction
 from d9d_core.program.placement import Pipeline
-from d9d_core.protocols.topology import Topology
+from d9d_core.schedule import Action, MicrobatchAction
+from d9d_core.topology import Topology
 from d9d_core.types import Microbatch, Pack, TensorSpec
 
 if TYPE_CHECKING:

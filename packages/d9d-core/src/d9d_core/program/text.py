@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
-from d9d_core.program.actions import (
+from d9d_core.schedule import (
     Action,
     Backward,
     Forward,

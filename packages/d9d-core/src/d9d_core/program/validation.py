@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from d9d_core.program.actions import (
+from d9d_core.program.deadlock import find_deadlock
+from d9d_core.program.index import ProgramIndex
+from d9d_core.schedule import (
     Backward,
     Forward,
     InputBackward,
@@ -17,8 +19,6 @@ from d9d_core.program.actions import (
     WeightBackward,
     count_stages,
 )
-from d9d_core.program.deadlock import find_deadlock
-from d9d_core.program.index import ProgramIndex
 
 _GRADIENTS = (Backward, InputBackward, WeightBackward)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from string import Template
 
 from d9d_core.errors import PluginError
-from d9d_core.plugin.hooks import API_VERSION
-from d9d_core.plugin.hooks import KINDS as HOOKS
-from d9d_core.plugin.known import KnownPlugins
+from d9d_core.registry.hooks import API_VERSION
+from d9d_core.registry.hooks import KINDS as HOOKS
+from d9d_core.registry.known import KnownPlugins
 from d9d_core.scaffold.kinds import BASE_JOB, BASE_PACKAGES, KINDS, Kind
 
 _VERSIONS = ">=0.1,<0.2"

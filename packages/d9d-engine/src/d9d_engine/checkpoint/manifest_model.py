@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 from d9d_core.errors import CheckpointError
-from d9d_core.protocols.optimizer import AveragesWeights, Optimizer
+from d9d_core.optimizer import AveragesWeights, Optimizer
 from d9d_weights.files.safetensors import DTYPE_NAMES, is_possible
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 

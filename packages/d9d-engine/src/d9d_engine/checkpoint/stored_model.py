@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.base import PluginConfig
-from d9d_core.config.inner import choose
-from d9d_core.config.lookup import load_config
+from d9d_core.config import PluginConfig
 from d9d_core.errors import CheckpointError
-from d9d_core.plugin.records import ModelSpec
-from d9d_core.plugin.registry import Registry
+from d9d_core.job_file.inner import choose
+from d9d_core.job_file.lookup import load_config
+from d9d_core.plugin import ModelSpec
+from d9d_core.registry.registry import Registry
 from d9d_weights.graph.base import Mapper
 from d9d_weights.graph.mappers import Identity
 from d9d_weights.hugging_face.adapter import MergesTensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from d9d_core.protocols.health import Health
+from d9d_core.health import Health
 
 
 def check_torch() -> Health:

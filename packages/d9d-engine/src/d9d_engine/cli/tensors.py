@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from d9d_core.cli.options import say
-from d9d_core.config.base import PluginConfig
-from d9d_core.config.job import Precision
+from d9d_core.config import PluginConfig
 from d9d_core.errors import CheckpointError
-from d9d_core.plugin.registry import Registry
+from d9d_core.job_file.job import Precision
+from d9d_core.registry.registry import Registry
 from d9d_core.terminal.console import console_for
 from d9d_core.types import TensorSpec
 from d9d_core.untrusted import visible

@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from d9d_core.config.base import ModelConfig
-from d9d_core.config.job import BaseJob, JobConfig
-from d9d_core.config.resolve import Parts, Selection
+from d9d_core.config import ModelConfig
 from d9d_core.errors import CheckpointError, JobError
-from d9d_core.plugin.records import ModelSpec
-from d9d_core.protocols.peft import StartsFromWeights
+from d9d_core.job_file.job import BaseJob, JobConfig
+from d9d_core.job_file.resolve import Parts, Selection
+from d9d_core.peft import StartsFromWeights
+from d9d_core.plugin import ModelSpec
 from d9d_core.types import TensorSpec
 from d9d_weights.graph.graph import StateGraph, specs_of
 from d9d_weights.hugging_face.adapter import ADAPTER_FILES, AdapterFormat, published_names

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from d9d_core.components.contract import check_returned, check_trainable
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.job import BaseJob
-from d9d_core.config.resolve import Parts
 from d9d_core.errors import BuildError, JobError
-from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
-from d9d_core.plugin.records import StrategySpec
-from d9d_core.plugin.registry import Registry
+from d9d_core.job_file.job import BaseJob
+from d9d_core.job_file.resolve import Parts
+from d9d_core.model import SplitsSequence
+from d9d_core.peft import PeftMethod
+from d9d_core.plugin import StrategySpec
 from d9d_core.program.placement import Pipeline, plan_pipeline
-from d9d_core.protocols.model import SplitsSequence
-from d9d_core.protocols.peft import PeftMethod
-from d9d_core.protocols.strategy import Applied, Communication, Reducer, Strategy
+from d9d_core.registry.capabilities import Chosen, Circumstances, Judge
+from d9d_core.registry.registry import Registry
+from d9d_core.strategy import Applied, Communication, Reducer, Strategy
 from d9d_core.traits import Divisible, PipelineStage
 from d9d_weights.graph.graph import specs_of
 from d9d_weights.sharding.collectives import all_gather_objects

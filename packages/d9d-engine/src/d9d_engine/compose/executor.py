@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from d9d_core.config.job import BaseJob
-from d9d_core.config.resolve import Parts
-from d9d_core.plugin.records import ScheduleSpec
-from d9d_core.program.actions import Action
+from d9d_core.job_file.job import BaseJob
+from d9d_core.job_file.resolve import Parts
+from d9d_core.plugin import ScheduleSpec
 from d9d_core.program.runner import Handler, StageRunner
-from d9d_core.protocols.task import StageInputs
+from d9d_core.schedule import Action
+from d9d_core.task import StageInputs
 from d9d_core.types import Microbatch
 from torch import distributed as dist
 

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection
+from d9d_core.data import DataStream
 from d9d_core.errors import BuildError, SaveError
-from d9d_core.plugin.manifest import Manifest
-from d9d_core.plugin.records import ModelSpec
-from d9d_core.protocols.data import DataStream
+from d9d_core.job_file.job import JobConfig
+from d9d_core.job_file.resolve import Selection
+from d9d_core.plugin import ModelSpec
+from d9d_core.registry.manifest import Manifest
 from d9d_core.types import State
 from d9d_core.untrusted import parse_json
 from d9d_weights.graph.graph import StateGraph, specs_of

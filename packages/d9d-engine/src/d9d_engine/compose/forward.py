@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from d9d_core.config.job import BaseJob
-from d9d_core.config.resolve import Parts
-from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.task import StageInputs
+from d9d_core.job_file.job import BaseJob
+from d9d_core.job_file.resolve import Parts
+from d9d_core.registry.registry import Registry
+from d9d_core.task import StageInputs
 from d9d_core.types import Microbatch, State
 from torch import Tensor, nn
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from d9d_core.containment import FOREIGN_FAILURES
 from d9d_core.errors import BuildError
-from d9d_core.ops import Decision, OpSignature, OpSlot
-from d9d_core.plugin.capabilities import Chosen, Verdict
-from d9d_core.plugin.entries import Entry, plugin_error
-from d9d_core.plugin.kernels import REFERENCE, find_kernel
-from d9d_core.plugin.records import KernelSpec
-from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import Registry
+from d9d_core.kernel import Decision, OpSignature, OpSlot
+from d9d_core.plugin import KernelSpec
+from d9d_core.registry.capabilities import Chosen, Verdict
+from d9d_core.registry.entries import Entry, plugin_error
+from d9d_core.registry.kernels import REFERENCE, find_kernel
+from d9d_core.registry.registry import Registry
 from d9d_core.traits import HasOps
 
 Judgement = Callable[[Chosen], Iterable[Verdict]]

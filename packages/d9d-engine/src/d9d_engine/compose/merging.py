@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from d9d_core.protocols.peft import PeftMethod
+from d9d_core.peft import PeftMethod
 from d9d_core.tensors import local
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

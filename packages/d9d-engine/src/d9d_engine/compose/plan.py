@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from d9d_core.components.contract import check_metric, check_optimizer
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.job import BaseJob, JobConfig
-from d9d_core.config.resolve import Selection, resolve
 from d9d_core.errors import D9dError
+from d9d_core.first_pass import TwoPassTask
+from d9d_core.job_file.job import BaseJob, JobConfig
+from d9d_core.job_file.resolve import Selection, resolve
 from d9d_core.layout.check import idle_parts
-from d9d_core.plugin.capabilities import Circumstances, Judge, Verdict
-from d9d_core.plugin.records import ModelSpec
-from d9d_core.plugin.registry import Registry
-from d9d_core.program.actions import Program
-from d9d_core.protocols.first_pass import TwoPassTask
-from d9d_core.protocols.metric import StageMetric
-from d9d_core.protocols.optimizer import LrSchedule, Optimizer
-from d9d_core.protocols.task import Task
+from d9d_core.metric import StageMetric
+from d9d_core.optimizer import LrSchedule, Optimizer
+from d9d_core.plugin import ModelSpec
+from d9d_core.registry.capabilities import Circumstances, Judge, Verdict
+from d9d_core.registry.registry import Registry
+from d9d_core.schedule import Program
+from d9d_core.task import Task
 from d9d_core.tensors import local
 from torch import Tensor
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.base import ModelConfig
-from d9d_core.config.job import BaseJob, JobConfig
-from d9d_core.config.resolve import Parts, select
+from d9d_core.config import ModelConfig
 from d9d_core.errors import CheckpointError
-from d9d_core.plugin.records import ModelSpec
-from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.model import Stage
+from d9d_core.job_file.job import BaseJob, JobConfig
+from d9d_core.job_file.resolve import Parts, select
+from d9d_core.model import Stage
+from d9d_core.plugin import ModelSpec
+from d9d_core.registry.registry import Registry
 from d9d_core.tensors import local
 from d9d_core.types import TensorSpec
 from d9d_core.untrusted import Place

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from d9d_core import events as ev
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection, resolve
+from d9d_core.data import DataStream
+from d9d_core.job_file.job import JobConfig
+from d9d_core.job_file.resolve import Selection, resolve
 from d9d_core.layout.check import idle_parts
-from d9d_core.plugin.manifest import Manifest
-from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.data import DataStream
-from d9d_core.protocols.optimizer import Optimizer
-from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
-from d9d_core.protocols.task import Task
-from d9d_core.protocols.tracker import LogsValues
+from d9d_core.optimizer import Optimizer
+from d9d_core.registry.manifest import Manifest
+from d9d_core.registry.registry import Registry
+from d9d_core.subscriber import EndsTraining, StatefulSubscriber, Subscriber
+from d9d_core.task import Task
 from d9d_core.tensors import local
+from d9d_core.tracker import LogsValues
 from torch import Tensor, nn
 
 from d9d_engine.compose.assemble import Assembly, assemble

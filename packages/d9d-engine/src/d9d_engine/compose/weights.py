@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from d9d_core.config.job import BaseJob
-from d9d_core.config.resolve import Parts
-from d9d_core.plugin.registry import Registry
+from d9d_core.job_file.job import BaseJob
+from d9d_core.job_file.resolve import Parts
+from d9d_core.registry.registry import Registry
 from d9d_core.traits import HasAdjacentWeights
 from torch import Tensor, nn
 

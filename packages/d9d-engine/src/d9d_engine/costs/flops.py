@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from d9d_core.config.base import PluginConfig
-from d9d_core.config.inner import choose
-from d9d_core.config.job import JobConfig
+from d9d_core.config import PluginConfig
+from d9d_core.cost import Share, StageCost
 from d9d_core.errors import JobError
-from d9d_core.plugin.records import ModelSpec
-from d9d_core.plugin.registry import Registry
-from d9d_core.program.costs import Share, StageCost
-from d9d_core.protocols.model import Stage
+from d9d_core.job_file.inner import choose
+from d9d_core.job_file.job import JobConfig
+from d9d_core.model import Stage
+from d9d_core.plugin import ModelSpec
+from d9d_core.registry.registry import Registry
 
 from d9d_engine.costs.tuning import adapter_costs, tuned
 

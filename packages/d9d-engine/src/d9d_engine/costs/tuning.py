@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from d9d_core.config.base import PluginConfig
+from d9d_core.config import PluginConfig
+from d9d_core.cost import AdapterCost, AdapterCosts, BlockCost, OpCost, Share, StageCost
 from d9d_core.errors import JobError
-from d9d_core.plugin.records import PeftSpec
-from d9d_core.plugin.registry import Registry
-from d9d_core.program.costs import AdapterCost, AdapterCosts, BlockCost, OpCost, Share, StageCost
+from d9d_core.plugin import PeftSpec
+from d9d_core.registry.registry import Registry
 
 _PRODUCTS = ("product", "grouped_product")
 #: For each op of a block, the costs of its weights.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-from d9d_core.protocols.topology import Topology
+from d9d_core.topology import Topology
 
 from d9d_engine.distributed.mesh import describe_rank
 

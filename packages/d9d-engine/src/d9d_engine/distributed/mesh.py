@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.grid import AXES, Grid
-from d9d_core.plugin.records import ViewSpec
+from d9d_core.plugin import ViewSpec
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ZigzagPositions:
-    """Positions of one rank, a :class:`~d9d_core.extend.PositionShare`.
+    """Positions of one rank, a :class:`~d9d_core.model.PositionShare`.
 
     Attributes:
         ranks: R.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.config.sections.profiling import Profiling
+from d9d_core.job_file.sections.profiling import Profiling
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, supported_activities
 
 from d9d_engine.distributed.logs import rank_logger

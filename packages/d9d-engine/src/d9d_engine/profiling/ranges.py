@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from d9d_core.program.actions import Action, MicrobatchAction, compute_parts
+from d9d_core.schedule import Action, MicrobatchAction, compute_parts
 from torch.profiler import record_function
 
 #: Begin of the name of every range of ours.

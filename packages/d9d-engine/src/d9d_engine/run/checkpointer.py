@@ -9,14 +9,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from d9d_core.config.base import ModelConfig
-from d9d_core.config.job import JobConfig
+from d9d_core.config import ModelConfig
 from d9d_core.errors import CheckpointError
 from d9d_core.events import SaveReport
-from d9d_core.plugin.manifest import Manifest
-from d9d_core.program.actions import Program
-from d9d_core.protocols.optimizer import Optimizer
-from d9d_core.protocols.subscriber import StatefulSubscriber
+from d9d_core.job_file.job import JobConfig
+from d9d_core.optimizer import Optimizer
+from d9d_core.registry.manifest import Manifest
+from d9d_core.schedule import Program
+from d9d_core.subscriber import StatefulSubscriber
 from d9d_core.types import State
 from d9d_weights.sharding.agreement import on_main
 from d9d_weights.sharding.collectives import all_gather_objects

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from d9d_core.config.job import JobConfig
-from d9d_core.config.reading import write_yaml
-from d9d_core.plugin.manifest import Manifest
-from d9d_core.program.actions import Program
+from d9d_core.job_file.job import JobConfig
+from d9d_core.job_file.reading import write_yaml
 from d9d_core.program.text import format_programs
+from d9d_core.registry.manifest import Manifest
+from d9d_core.schedule import Program
 from d9d_core.untrusted import parse_json, read_regular
 from d9d_weights.files.atomic import clear, replace, sync_tree, write_json, write_text
 

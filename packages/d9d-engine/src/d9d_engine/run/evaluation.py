@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 
 import torch
-from d9d_core.protocols.metric import Table
-from d9d_core.protocols.task import LanguageModelTask
+from d9d_core.metric import Table
+from d9d_core.task import LanguageModelTask
 from d9d_core.tensors import wide_dtype
 from d9d_core.types import Microbatch, Pack
 from torch import Tensor, nn

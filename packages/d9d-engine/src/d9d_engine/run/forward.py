@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from d9d_core.errors import TrainingError
 from d9d_core.program.placement import Pipeline
-from d9d_core.protocols.task import StageInputs
+from d9d_core.task import StageInputs
 from d9d_core.types import Microbatch, Pack
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ from d9d_engine.step.randomness import generators_kept
 
 
 class ModelForward:
-    """Forward of the model in training: a :class:`~d9d_core.protocols.forward.ForwardPass`.
+    """Forward of the model in training: a :class:`~d9d_core.forward.ForwardPass`.
 
     Compiled blocks run eagerly.
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from d9d_core import events as ev
 from d9d_core.failures import ended_by, exits_are_errors, source_of
-from d9d_core.protocols.tracker import RunInfo
+from d9d_core.tracker import RunInfo
 
 from d9d_engine.distributed.determinism import deterministic_algorithms
 from d9d_engine.run.checkpointer import Progress

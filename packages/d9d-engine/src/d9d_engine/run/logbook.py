@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from d9d_core.errors import NonFiniteError
 from d9d_core.events import StepResult
-from d9d_core.protocols.metric import Table
+from d9d_core.metric import Table
 from d9d_core.tensors import wide_dtype
 from torch import Tensor
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 from d9d_core import events as ev
-from d9d_core.config.job import JobConfig
 from d9d_core.errors import CheckpointError, NonFiniteError
-from d9d_core.protocols.subscriber import EndsTraining
-from d9d_core.protocols.tracker import storable
+from d9d_core.job_file.job import JobConfig
+from d9d_core.subscriber import EndsTraining
+from d9d_core.tracker import storable
 from torch import nn
 
 from d9d_engine.distributed.mesh import Topology

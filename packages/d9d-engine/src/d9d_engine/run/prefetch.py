@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Self
 
 import torch
+from d9d_core.data import DataStream
 from d9d_core.errors import DataError
-from d9d_core.protocols.data import DataStream
 from d9d_core.types import Microbatch, Pack, State
 
 WaitingFor = Callable[[threading.Thread], AbstractContextManager[object]]

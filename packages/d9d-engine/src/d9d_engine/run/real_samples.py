@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from d9d_core.data import DataStream
 from d9d_core.errors import DataError
-from d9d_core.protocols.data import DataStream
 from d9d_core.types import Microbatch, Pack, State
 from torch import Tensor
 
-#: Number of the first row in each place of a microbatch, see :mod:`d9d_core.protocols.data`.
+#: Number of the first row in each place of a microbatch, see :mod:`d9d_core.data`.
 ROWS = "rows"
 
 

@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Literal, Self
 
 from d9d_core import events as ev
-from d9d_core.config.job import JobConfig
 from d9d_core.errors import BuildError, TrainingError
-from d9d_core.protocols.tracker import RunLog
+from d9d_core.job_file.job import JobConfig
+from d9d_core.tracker import RunLog
 from torch import nn
 
 from d9d_engine.distributed.mesh import Topology

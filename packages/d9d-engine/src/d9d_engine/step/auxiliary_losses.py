@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.protocols.task import Task
+from d9d_core.task import Task
 from d9d_core.traits import Adapts, AddsLosses, HasTallies, LossTerm, modules_with
 from d9d_core.types import Microbatch
 from torch import Tensor, nn

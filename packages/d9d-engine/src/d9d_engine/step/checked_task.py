@@ -8,11 +8,11 @@ from typing import Any, Protocol, TypeVar
 
 from d9d_core.components.contract import check_mapping, check_returned, subject
 from d9d_core.errors import BuildError, JobError
-from d9d_core.plugin.capabilities import Chosen
-from d9d_core.plugin.records import TaskSpec
-from d9d_core.protocols.metric import Metric
-from d9d_core.protocols.model import PositionShare
-from d9d_core.protocols.task import (
+from d9d_core.metric import Metric
+from d9d_core.model import PositionShare
+from d9d_core.plugin import TaskSpec
+from d9d_core.registry.capabilities import Chosen
+from d9d_core.task import (
     FinishesTraining,
     HasHparams,
     OwnsMetrics,
@@ -33,7 +33,7 @@ class LossTask(Task, Protocol):
 
     @property
     def late(self) -> bool:
-        """Whether only outputs tell the weight of the loss (:class:`~d9d_core.protocols.task.WeighsOutputs`)."""
+        """Whether only outputs tell the weight of the loss (:class:`~d9d_core.task.WeighsOutputs`)."""
         ...
 
     def weigh(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
@@ -49,7 +49,7 @@ class CheckedTask:
         task: what was built.
 
     Attributes:
-        late: only outputs tell the weight of the loss (:class:`~d9d_core.protocols.task.WeighsOutputs`).
+        late: only outputs tell the weight of the loss (:class:`~d9d_core.task.WeighsOutputs`).
 
     Raises:
         BuildError: it weighs outputs, and has not one loss term.

@@ -10,7 +10,9 @@ from functools import cache
 
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.program.actions import (
+from d9d_core.program.placement import Pipeline
+from d9d_core.program.runner import Handler, StageRunner, StepState, Visit
+from d9d_core.schedule import (
     Action,
     Backward,
     Forward,
@@ -20,9 +22,7 @@ from d9d_core.program.actions import (
     Reduce,
     compute_parts,
 )
-from d9d_core.program.placement import Pipeline
-from d9d_core.program.runner import Handler, StageRunner, StepState, Visit
-from d9d_core.protocols.task import StageInputs
+from d9d_core.task import StageInputs
 from d9d_core.types import Microbatch, Pack, TensorSpec
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge

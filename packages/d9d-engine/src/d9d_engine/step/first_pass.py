@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from d9d_core.protocols.first_pass import TwoPassTask
+from d9d_core.first_pass import TwoPassTask
 from d9d_core.types import Microbatch, Pack
 from torch import Tensor
 from torch import distributed as dist
@@ -95,7 +95,7 @@ class StoredOutputs:
 
 @dataclass(frozen=True)
 class GroupRanks:
-    """Ranks that see different samples; see :class:`d9d_core.protocols.first_pass.DataRanks`.
+    """Ranks that see different samples; see :class:`d9d_core.first_pass.DataRanks`.
 
     Attributes:
         rank: number of this rank among them.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.protocols.strategy import Reducer
+from d9d_core.strategy import Reducer
 from d9d_core.tensors import local
 from torch import Tensor, nn
 from torch import distributed as dist

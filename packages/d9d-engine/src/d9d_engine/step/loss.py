@@ -20,7 +20,7 @@ class LossScale:
     """Scale of each loss sum, so that gradients need no scaling pass.
 
     A term's factor is its coefficient over its weight in all ranks' packs. A term without weight gets the factor zero.
-    Only where the weight follows from outputs (:class:`~d9d_core.protocols.task.WeighsOutputs`) gradients are scaled
+    Only where the weight follows from outputs (:class:`~d9d_core.task.WeighsOutputs`) gradients are scaled
     after the last backward.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.protocols.metric import Metric, StageMetric, Table, Vector
+from d9d_core.metric import Metric, StageMetric, Table, Vector
 from d9d_core.tensors import wide_dtype
 from torch import Tensor, nn
 from torch import distributed as dist

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from d9d_core.errors import BuildError
 from d9d_core.grid import Grid
-from d9d_core.protocols.strategy import Applied, GradientOwner
+from d9d_core.strategy import Applied, GradientOwner
 from d9d_core.tensors import is_dtensor
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from d9d_core import events as ev
-from d9d_core.protocols.optimizer import AveragesWeights, LrSchedule, Optimizer
+from d9d_core.optimizer import AveragesWeights, LrSchedule, Optimizer
 from d9d_core.types import Pack
 
 from d9d_engine.profiling.ranges import OPTIMIZER, Ranges

@@ -10,8 +10,8 @@ import torch
 from d9d_core import events as ev
 from d9d_core.events import StepResult
 from d9d_core.grid import AXES, Grid
-from d9d_core.ops import OpSlot
-from d9d_core.protocols.optimizer import DividesGradients, Optimizer
+from d9d_core.kernel import OpSlot
+from d9d_core.optimizer import DividesGradients, Optimizer
 from d9d_core.tensors import is_dtensor, local, wide_dtype
 from torch import Tensor, nn
 from torch import distributed as dist

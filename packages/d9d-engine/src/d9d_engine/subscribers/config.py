@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from d9d_core.config.base import PluginConfig
+from d9d_core.config import PluginConfig
 from pydantic import Field, PositiveInt, field_validator
 
 #: Series that differ from rank to rank, so that ranks would end at different steps, or that never stop getting better.

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from d9d_core.events import CATALOGUE, EventsReady
-from d9d_core.protocols.subscriber import OwnEvent, subscriptions_of
+from d9d_core.subscriber import OwnEvent, subscriptions_of
 
 
 class Events:
     """Bus of events: delivers them to the handlers it was built with, in the order of the job file.
 
     Args:
-        subscribers: observers, or functions that are marked by :func:`~d9d_core.protocols.subscriber.subscribe`.
+        subscribers: observers, or functions that are marked by :func:`~d9d_core.subscriber.subscribe`.
 
     Attributes:
         failure: what a subscriber has raised while :meth:`deferring`; the run is to stop, and to raise it.

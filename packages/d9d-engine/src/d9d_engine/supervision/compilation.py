@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from d9d_core.protocols.subscriber import OwnEvent
+from d9d_core.subscriber import OwnEvent
 from torch import nn
 
 #: Steps of a process in which code is compiled: for the first lengths, for others, and for gradients that add up.

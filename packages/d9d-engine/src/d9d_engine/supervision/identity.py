@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 from d9d_core.errors import D9dError, JobError, PluginError, TrainingError
-from d9d_core.plugin.manifest import Manifest
+from d9d_core.registry.manifest import Manifest
 
 from d9d_engine.process_env import ProcessEnv
 

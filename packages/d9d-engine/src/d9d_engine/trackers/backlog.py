@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from d9d_core.protocols.tracker import Histogram, SeriesName, split_tags
+from d9d_core.tracker import Histogram, SeriesName, split_tags
 
 #: Kinds of values that JSON can hold; the others are lost in a crash if a tracker is behind at a checkpoint.
 _KINDS = ("write", "write_texts", "write_histograms")

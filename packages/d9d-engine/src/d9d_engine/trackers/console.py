@@ -7,7 +7,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from d9d_core.protocols.tracker import RunInfo
+from d9d_core.tracker import RunInfo
 from d9d_core.types import State
 from d9d_core.untrusted import visible
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
-from d9d_core.plugin.entries import shown
-from d9d_core.protocols.metric import Table
-from d9d_core.protocols.tracker import (
+from d9d_core.metric import Table
+from d9d_core.registry.entries import shown
+from d9d_core.tracker import (
     Histogram,
     RunInfo,
     TakesFiles,

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from d9d_core.errors import PluginError
-from d9d_core.protocols.metric import Table
-from d9d_core.protocols.tracker import LONGEST_NAME, Histogram, RunInfo, shortened
+from d9d_core.metric import Table
 from d9d_core.tensors import encode_png
+from d9d_core.tracker import LONGEST_NAME, Histogram, RunInfo, shortened
 from d9d_core.types import Json, State
 from d9d_core.untrusted import visible
 from torch import Tensor

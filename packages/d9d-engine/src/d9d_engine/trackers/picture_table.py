@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from d9d_core.protocols.metric import Table
+from d9d_core.metric import Table
 from d9d_weights.files.atomic import write_text
 
 from d9d_engine.figures import figure_svg, new_figure

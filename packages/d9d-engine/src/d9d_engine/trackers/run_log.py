@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.plugin.entries import shown
-from d9d_core.protocols.metric import Table
-from d9d_core.protocols.tracker import Histogram, SeriesName
+from d9d_core.metric import Table
+from d9d_core.registry.entries import shown
 from d9d_core.tensors import is_dtensor, wide_dtype
+from d9d_core.tracker import Histogram, SeriesName
 from torch import Tensor
 
 from d9d_engine.trackers.hub import TrackerHub
@@ -31,7 +31,7 @@ class _Entry:
 
 
 class HubLog:
-    """Log of a run (:class:`d9d_core.protocols.tracker.RunLog`) that hands what has arrived to the trackers.
+    """Log of a run (:class:`d9d_core.tracker.RunLog`) that hands what has arrived to the trackers.
 
     Args:
         hub: the trackers; without any, such as on other ranks than the first, nothing is copied.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.protocols.metric import Table
+from d9d_core.metric import Table
 from torch import Tensor
 
 from d9d_engine.trackers.lines import read_lines

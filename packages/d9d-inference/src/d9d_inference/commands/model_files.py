@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from d9d_core.config.document import Document
 from d9d_core.errors import CheckpointError, D9dError
-from d9d_core.plugin.registry import Registry
+from d9d_core.job_file.document import Document
+from d9d_core.registry.registry import Registry
 from d9d_core.untrusted import Place, read_regular
 from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_engine.cli.tensors import Conversion, convert_state

@@ -8,11 +8,11 @@ from typing import TypeVar
 
 import torch
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Part, Selection
 from d9d_core.errors import CheckpointError
-from d9d_core.protocols.first_pass import TwoPassTask
-from d9d_core.protocols.metric import StageMetric, Table
+from d9d_core.first_pass import TwoPassTask
+from d9d_core.job_file.job import JobConfig
+from d9d_core.job_file.resolve import Part, Selection
+from d9d_core.metric import StageMetric, Table
 from d9d_core.tensors import local
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.compose.first_pass.build import build_first_pass

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from d9d_core.failures import exits_are_errors
-from d9d_core.plugin.loader import discover
-from d9d_core.plugin.policy import PluginPolicy
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
 from d9d_engine.job import Job
 from d9d_engine.joining import print_note, silent
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from d9d_core.config.base import ModelConfig
-from d9d_core.config.document import Document
-from d9d_core.config.pretrained import read_config_json
-from d9d_core.config.saved_job import SavedJob
+from d9d_core.config import ModelConfig
+from d9d_core.containment import FOREIGN_FAILURES
 from d9d_core.errors import D9dError, JobError
-from d9d_core.plugin.policy import PluginPolicy
-from d9d_core.plugin.records import ModelSpec, StrategySpec
-from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import Registry
+from d9d_core.job_file.document import Document
+from d9d_core.job_file.pretrained import read_config_json
+from d9d_core.job_file.saved_job import SavedJob
+from d9d_core.plugin import ModelSpec, StrategySpec
+from d9d_core.registry.policy import PluginPolicy
+from d9d_core.registry.registry import Registry
 from d9d_core.untrusted import Place
 from d9d_engine.job import Job
 from d9d_engine.run.directory import JOB, PLUGINS
@@ -74,7 +74,7 @@ class Request:
         return Job.load(path, overrides=self.overrides, policy=self.policy, world_size=self.world_size)
 
     def load_saved(self, path: Path) -> Job:
-        """Load the job file in the directory of a run as data; see :mod:`d9d_core.config.saved_job`."""
+        """Load the job file in the directory of a run as data; see :mod:`d9d_core.job_file.saved_job`."""
         step = [] if self.checkpoint is None else ["--checkpoint", self.checkpoint]
         trust = shlex.join(["d9d", "evaluate", str(path), *step])
         policy = self.policy or PluginPolicy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from d9d_core.config.base import PluginConfig
+from d9d_core.config import PluginConfig
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 #: A text, or its token ids.

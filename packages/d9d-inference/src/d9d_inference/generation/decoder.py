@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from d9d_core.errors import BuildError, NonFiniteError
 from d9d_core.grid import AXES
-from d9d_core.protocols.inference import Continuation
-from d9d_core.protocols.topology import Topology
+from d9d_core.inference import Continuation
+from d9d_core.topology import Topology
 from d9d_core.types import Microbatch, Pack
 from d9d_engine.step.randomness import derive_seed
 from torch import Tensor

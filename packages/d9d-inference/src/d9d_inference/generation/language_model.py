@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.config.base import closest
-from d9d_core.config.pretrained import read_config_json
-from d9d_core.config.reading import read_yaml
+from d9d_core.config import closest
 from d9d_core.errors import BuildError, CheckpointError, DataError, JobError, PluginError
+from d9d_core.job_file.pretrained import read_config_json
+from d9d_core.job_file.reading import read_yaml
 from d9d_core.untrusted import MAX_JSON_BYTES, parse_json, read_regular, visible
 from d9d_weights.hugging_face.adapter import ADAPTER_FILES
 from d9d_weights.hugging_face.adapter_bounds import bounded_fields

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from d9d_core import events as ev
-from d9d_core.config.job import JobConfig
 from d9d_core.errors import JobError
-from d9d_core.protocols.forward import ForwardPass
-from d9d_core.protocols.inference import Continuation
-from d9d_core.protocols.topology import Topology
+from d9d_core.forward import ForwardPass
+from d9d_core.inference import Continuation
+from d9d_core.job_file.job import JobConfig
+from d9d_core.topology import Topology
 from d9d_engine.joining import print_note
 from d9d_engine.step.randomness import derive_seed
 from d9d_engine.trackers.lines import LineFile

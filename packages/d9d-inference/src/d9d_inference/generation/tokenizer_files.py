@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from d9d_core.config.base import ModelConfig
-from d9d_core.config.job import BaseJob
+from d9d_core.config import ModelConfig
+from d9d_core.data import DataStream
 from d9d_core.errors import DataError
-from d9d_core.protocols.data import DataStream
+from d9d_core.job_file.job import BaseJob
 from d9d_core.untrusted import Place, parse_json, read_regular
 from d9d_weights.hugging_face.tokenizer_bounds import check_tokenizer
 

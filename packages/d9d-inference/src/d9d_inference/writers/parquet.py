@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from d9d_core.protocols.inference import Columns
+from d9d_core.inference import Columns
 
 from d9d_inference.config import ParquetWriterConfig
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from d9d_core.extend import ContextShare, HasOps, OpSlot
+from d9d_core.kernel import OpSlot
+from d9d_core.model import ContextShare
+from d9d_core.traits import HasOps
 from torch import Tensor, nn
 
 from d9d_nn.attention.masks import AttentionMasks
@@ -52,7 +54,7 @@ class AttentionCore(nn.Module):
         self.attention.see_queries(share)
 
     def attend_by(self, function: Callable[..., Tensor]) -> None:
-        """Let a function attend in the place of the backend; see :class:`d9d_core.extend.SharesAttention`."""
+        """Let a function attend in the place of the backend; see :class:`d9d_core.model.SharesAttention`."""
         self.attention.attend_by(function)
         self._function = function
         for slot in self.op_slots().values():

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from d9d_core.extend import OpSlot, TensorStyle
+from d9d_core.kernel import OpSlot
+from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
 
 from d9d_nn.attention.core import AttentionCore

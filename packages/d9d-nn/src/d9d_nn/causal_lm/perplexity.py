@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from d9d_core.extend import JobError, wide_dtype
+from d9d_core.errors import JobError
+from d9d_core.tensors import wide_dtype
 from torch import Tensor
 
 from d9d_nn.causal_lm.config import PerplexityConfig

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import Microbatch, PositionShare, StageInputs, State
+from d9d_core.model import PositionShare
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 from d9d_nn.causal_lm.config import CausalLMConfig

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import JobError, Microbatch, PositionShare, StageInputs, State
+from d9d_core.errors import JobError
+from d9d_core.model import PositionShare
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 from torch.nn import functional
 

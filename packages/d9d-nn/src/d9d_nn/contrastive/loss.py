@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from d9d_core.extend import DataRanks
+from d9d_core.first_pass import DataRanks
 from torch import Tensor
 from torch.nn import functional
 

@@ -16,7 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from d9d_core.extend import DataRanks, FirstPass, JobError, Microbatch, PositionShare, StageInputs, State
+from d9d_core.errors import JobError
+from d9d_core.first_pass import DataRanks, FirstPass
+from d9d_core.model import PositionShare
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 from d9d_nn.contrastive.config import EmbeddingConfig

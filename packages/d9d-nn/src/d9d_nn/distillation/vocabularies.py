@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from d9d_core.extend import parse_json, read_regular
+from d9d_core.untrusted import parse_json, read_regular
 
 _FILE = "tokenizer.json"
 

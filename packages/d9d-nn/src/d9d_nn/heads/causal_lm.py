@@ -9,7 +9,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 import torch
-from d9d_core.extend import Kind, OpSlot, StepShape, VocabularyShare
+from d9d_core.kernel import OpSlot
+from d9d_core.model import VocabularyShare
+from d9d_core.strategy import Kind, StepShape
 from torch import Tensor, nn
 from torch.nn import functional
 

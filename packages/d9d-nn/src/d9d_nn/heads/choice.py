@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from d9d_core.extend import JobError, State, closest
+from d9d_core.config import closest
+from d9d_core.errors import JobError
+from d9d_core.types import State
 
 T = TypeVar("T")
 

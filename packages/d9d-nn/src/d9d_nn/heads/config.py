@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
-from d9d_core.extend import Section
+from d9d_core.config import Section
 from pydantic import Field, PositiveInt
 
 Pooling = Literal["last", "mean"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from d9d_core.extend import BuildError, TensorStyle
+from d9d_core.errors import BuildError
+from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
 
 from d9d_nn.heads.causal_lm import CausalLMHead

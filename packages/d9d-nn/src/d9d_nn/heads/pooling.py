@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from d9d_core.extend import ContextCall, ContextShare, StepShape
+from d9d_core.model import ContextShare
+from d9d_core.strategy import ContextCall, StepShape
 from torch import Tensor
 from torch.nn import functional
 

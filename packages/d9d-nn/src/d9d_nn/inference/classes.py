@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import ROW, Columns, JobError, Microbatch, PositionShare, StageInputs, State, TextInputs
+from d9d_core.data import TextInputs
+from d9d_core.errors import JobError
+from d9d_core.inference import ROW, Columns
+from d9d_core.model import PositionShare
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 from d9d_nn.heads.choice import choose_head, exceeded, read_output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from d9d_core.extend import ROW, Columns
+from d9d_core.inference import ROW, Columns
 from torch import Tensor
 
 from d9d_nn.inference.classes import HeadReader

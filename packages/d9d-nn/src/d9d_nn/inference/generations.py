@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from d9d_core.extend import ROW, Columns, Continuation, JobError, Microbatch, StageInputs, State
+from d9d_core.errors import JobError
+from d9d_core.inference import ROW, Columns, Continuation
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 from d9d_nn.heads.choice import check_language_model, read_output

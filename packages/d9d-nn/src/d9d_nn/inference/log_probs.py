@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from d9d_core.extend import ROW, Columns, Microbatch, PositionShare, StageInputs, State
+from d9d_core.inference import ROW, Columns
+from d9d_core.model import PositionShare
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 from d9d_nn.heads.choice import check_language_model, read_output

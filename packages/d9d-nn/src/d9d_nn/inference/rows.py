@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from d9d_core.extend import Microbatch, State
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 #: Tensors of a microbatch that say where its rows are.

@@ -7,7 +7,7 @@ Shapes: R rows, E experts, I features in, O features out. The slot's static fact
 from __future__ import annotations
 
 import torch
-from d9d_core.extend import Deferral
+from d9d_core.deferral import Deferral
 from torch import Tensor
 
 from d9d_nn.ops.deferred import Product, may_defer, product

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from d9d_core.extend import Decision, Deferral, OpSignature
+from d9d_core.deferral import Deferral
+from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional

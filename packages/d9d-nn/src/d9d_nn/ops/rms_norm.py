@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from d9d_core.extend import Decision, OpSignature
+from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 from torch.nn import functional
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from d9d_core.extend import Decision, OpSignature
+from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

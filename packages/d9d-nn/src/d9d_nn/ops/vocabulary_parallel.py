@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from d9d_core.extend import OpSlot, VocabularyShare
+from d9d_core.kernel import OpSlot
+from d9d_core.model import VocabularyShare
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable

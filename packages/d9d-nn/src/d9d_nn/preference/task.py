@@ -9,7 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from d9d_core.extend import DataRanks, FirstPass, JobError, Microbatch, PositionShare, StageInputs, State, Topology
+from d9d_core.errors import JobError
+from d9d_core.first_pass import DataRanks, FirstPass
+from d9d_core.model import PositionShare
+from d9d_core.task import StageInputs
+from d9d_core.topology import Topology
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional

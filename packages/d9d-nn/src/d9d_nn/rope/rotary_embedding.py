@@ -5,7 +5,7 @@ Shapes: B samples, S positions, D features of a head.
 
 from __future__ import annotations
 
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from torch import Tensor, nn
 
 from d9d_nn.rope.scaling import RopeScaling

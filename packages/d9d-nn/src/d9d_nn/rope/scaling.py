@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from d9d_core.extend import CheckpointError, Section
+from d9d_core.config import Section
+from d9d_core.errors import CheckpointError
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 
 

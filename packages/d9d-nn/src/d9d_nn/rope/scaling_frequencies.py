@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
-from d9d_core.extend import wide_dtype
+from d9d_core.tensors import wide_dtype
 from torch import Tensor
 
 from d9d_nn.rope.scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from d9d_core.program.costs import BlockCost, ContextCost, OpCost, StageCost
+from d9d_core.cost import BlockCost, ContextCost, OpCost, StageCost
 
 
 def shared(stage: StageCost, cost: Callable[[OpCost, int], ContextCost], ranks: int) -> StageCost:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
-from d9d_core.program.costs import BlockCost, OptimizerCost, Weight
+from d9d_core.cost import BlockCost, OptimizerCost, Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from d9d_core.config.reading import write_yaml
+from d9d_core.job_file.reading import write_yaml
 from d9d_core.untrusted import parse_json, read_regular
 from d9d_engine.launch.startup import FILE as STARTUP
 from d9d_engine.run.directory import PLUGINS

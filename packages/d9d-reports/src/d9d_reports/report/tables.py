@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from d9d_core.protocols.metric import Table
+from d9d_core.metric import Table
 from d9d_engine.trackers.tables import TableHistory, read_tables
 
 from d9d_reports.report.series import Chart, plain

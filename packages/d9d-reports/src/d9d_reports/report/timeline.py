@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from d9d_core.program.actions import (
+from d9d_core.program.text import parse_programs
+from d9d_core.schedule import (
     Action,
     Backward,
     Forward,
@@ -16,7 +17,6 @@ from d9d_core.program.actions import (
     WeightBackward,
     compute_parts,
 )
-from d9d_core.program.text import parse_programs
 from d9d_engine.run.directory import PROGRAMS
 
 from d9d_reports.report.series import Chart

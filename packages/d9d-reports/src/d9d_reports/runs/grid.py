@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from d9d_core.errors import D9dError, JobError
-from d9d_core.plugin.policy import PluginPolicy
-from d9d_core.plugin.registry import Registry
+from d9d_core.registry.policy import PluginPolicy
+from d9d_core.registry.registry import Registry
 from d9d_engine.job import Job
 from d9d_engine.run.directory import JOB
 

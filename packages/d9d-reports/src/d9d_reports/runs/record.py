@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from d9d_core.config.document import Document
 from d9d_core.errors import JobError
+from d9d_core.job_file.document import Document
 from d9d_core.untrusted import parse_json, read_regular
 from d9d_engine.run.directory import JOB, read_ending
 from d9d_engine.trackers.lines import read_lines

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from d9d_core.extend import D9dError
-from d9d_core.testing import describe
+from d9d_core.errors import D9dError
+from d9d_core.failures import describe
 
 Kind = Literal["refused", "read", "traceback", "hang", "outside", "wrong"]
 

@@ -11,17 +11,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import DataContext, DataError, packs_documents
-from d9d_core.testing import given_by
+from d9d_core.data import DataContext, packs_documents
+from d9d_core.errors import DataError
 from torch import Tensor
 
 from d9d_testing.suites.support.component import ComponentSuite, configured, plain_json, registry_of
+from d9d_testing.suites.support.resolved import given_by
 
 _Plain = list[dict[str, Tensor]]
 
 
 class DatasetSuite(ComponentSuite):
-    """The conformance suite of datasets (:class:`d9d_core.protocols.data.DataStream`).
+    """The conformance suite of datasets (:class:`d9d_core.data.DataStream`).
 
     Subclass it, name the dataset, and write the files that it reads::
 
@@ -62,7 +63,7 @@ class DatasetSuite(ComponentSuite):
         return {}
 
     def packs_documents(self, directory: Path) -> bool | None:
-        """Whether samples hold several documents, as the config says (:class:`d9d_core.extend.PacksDocuments`)."""
+        """Whether samples hold several documents, as the config says (:class:`d9d_core.data.PacksDocuments`)."""
         fields = {**self.config, **self._data(directory)}
         return packs_documents(configured(self.kind, self.plugin, self.target, fields)[1])
 

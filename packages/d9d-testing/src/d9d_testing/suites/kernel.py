@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import Decision, OpSignature, OpSlot
+from d9d_core.kernel import Decision, OpSignature, OpSlot
 from d9d_core.plugin import KernelSpec
 from torch import Tensor
 

@@ -13,7 +13,7 @@ from d9d_testing.suites.support.component import ComponentSuite
 
 
 class LrScheduleSuite(ComponentSuite):
-    """The conformance suite of learning-rate schedules (:class:`d9d_core.protocols.optimizer.LrSchedule`).
+    """The conformance suite of learning-rate schedules (:class:`d9d_core.optimizer.LrSchedule`).
 
     Subclass it and name the schedule::
 

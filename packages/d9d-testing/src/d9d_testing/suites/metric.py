@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from d9d_core.extend import StageMetric, Table, Vector
-from d9d_engine.testing import PackedReduction, Statistics
+from d9d_core.metric import StageMetric, Table, Vector
+from d9d_engine.distributed.packed_reduction import PackedReduction
+from d9d_engine.step.metrics import Statistics
 from torch import Tensor, nn
 
 from d9d_testing.suites.support.component import ComponentSuite
@@ -26,7 +27,7 @@ _REDUCED = (torch.float16, torch.float32, torch.float64, torch.uint8, torch.int8
 
 
 class MetricSuite(ComponentSuite):
-    """The conformance suite of metrics (:class:`d9d_core.protocols.metric.Metric`).
+    """The conformance suite of metrics (:class:`d9d_core.metric.Metric`).
 
     Subclass it and name the metric::
 

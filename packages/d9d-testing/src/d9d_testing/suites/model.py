@@ -13,23 +13,23 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import (
+from d9d_core.errors import BuildError
+from d9d_core.model import Stage
+from d9d_core.plugin import ModelSpec, Ref
+from d9d_core.traits import (
     TRAITS,
-    BuildError,
     ContextParallelizable,
     HasBlocks,
     HasOps,
     LateInit,
     PipelineStage,
-    Stage,
     TensorParallelizable,
-    TensorSpec,
     TensorStyle,
     modules_with,
 )
-from d9d_core.plugin import ModelSpec, Ref
+from d9d_core.types import TensorSpec
 from d9d_verify.layouts import Layout
-from d9d_weights import StateGraph, map_tensors, specs_of
+from d9d_weights.graph.graph import StateGraph, map_tensors, specs_of
 from torch import Tensor, nn
 
 from d9d_testing.layouts import Harness, assert_passed

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import AveragesWeights, DividesGradients
+from d9d_core.optimizer import AveragesWeights, DividesGradients
 from torch import Tensor, nn
 
 from d9d_testing.suites.support import optimizer_ranks
@@ -27,7 +27,7 @@ _SHAPES: Mapping[str, Sequence[int]] = {
 
 
 class OptimizerSuite(ComponentSuite):
-    """The conformance suite of optimizers (:class:`d9d_core.protocols.optimizer.Optimizer`).
+    """The conformance suite of optimizers (:class:`d9d_core.optimizer.Optimizer`).
 
     Subclass it and name the optimizer::
 

@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, HasBlocks, Stage, StartsFromWeights, SwitchesOff
+from d9d_core.errors import BuildError
+from d9d_core.model import Stage
+from d9d_core.peft import StartsFromWeights, SwitchesOff
 from d9d_core.plugin import ModelSpec
-from d9d_engine.testing import initialise
+from d9d_core.traits import HasBlocks
+from d9d_engine.compose.initialise import initialise
 from d9d_verify.layouts import Layout
 from torch import Tensor, nn
 
@@ -25,7 +28,7 @@ _PARALLEL = "d9d_parallel.plugin"
 
 
 class PeftSuite(ComponentSuite):
-    """The conformance suite of fine-tuning methods (:class:`d9d_core.protocols.peft.PeftMethod`).
+    """The conformance suite of fine-tuning methods (:class:`d9d_core.peft.PeftMethod`).
 
     Subclass it and name the method::
 

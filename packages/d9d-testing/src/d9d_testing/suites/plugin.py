@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import pytest
-from d9d_core.plugin import API_VERSION, CapabilitySpec, ConfiguredSpec, Entry, ModelSpec, Registry, Spec
-from d9d_core.testing import MESH_AXES, MODEL_TRAITS
+from d9d_core.plugin import CapabilitySpec, ConfiguredSpec, ModelSpec, Spec
+from d9d_core.registry.capabilities import MESH_AXES, MODEL_TRAITS
+from d9d_core.registry.entries import Entry
+from d9d_core.registry.hooks import API_VERSION
+from d9d_core.registry.registry import Registry
 
 from d9d_testing.suites.fresh import import_fresh
 
@@ -177,10 +180,10 @@ def _reference_problems(entry: Entry) -> Iterator[str]:
 
 
 def _config_problems(entry: Entry, config: Any) -> Iterator[str]:
-    from d9d_core.extend import PluginConfig
+    from d9d_core.config import PluginConfig
 
     if not (isinstance(config, type) and issubclass(config, PluginConfig)):
-        yield f"{entry}: config is {config!r}, not a subclass of d9d_core.config.base.PluginConfig"
+        yield f"{entry}: config is {config!r}, not a subclass of d9d_core.config.PluginConfig"
         return
     if config.model_fields["name"].default != entry.spec.key:
         yield f"{entry}: {config.__name__}.name must be: Literal['{entry.spec.key}'] = '{entry.spec.key}'"

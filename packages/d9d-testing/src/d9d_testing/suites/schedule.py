@@ -9,22 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from d9d_core.extend import (
-    Backward,
-    Forward,
-    Program,
-    Schedule,
-    WeightBackward,
-    compute_parts,
-    count_stages,
-    diff_programs,
-    format_programs,
-    parse_programs,
-    placement,
-    validate,
-)
-from d9d_core.plugin import Registry, ScheduleSpec
-from d9d_core.testing import file_plugin
+from d9d_core.plugin import ScheduleSpec
+from d9d_core.program.text import diff_programs, format_programs, parse_programs
+from d9d_core.program.validation import placement, validate
+from d9d_core.registry.registry import Registry
+from d9d_core.registry.single_file import file_plugin
+from d9d_core.schedule import Backward, Forward, Program, Schedule, WeightBackward, compute_parts, count_stages
 
 from d9d_testing.suites.fresh import import_fresh
 

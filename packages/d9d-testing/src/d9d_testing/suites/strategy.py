@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import Applied, Stage
+from d9d_core.job_file.job import Mesh
+from d9d_core.model import Stage
 from d9d_core.plugin import ModelSpec, StrategySpec
-from d9d_core.testing import Mesh
-from d9d_engine.api import Topology
-from d9d_engine.testing import simulated_world
+from d9d_core.strategy import Applied
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.distributed.simulate import simulated_world
 from d9d_verify.layouts import Layout
 
 from d9d_testing.collectives import differences, listed_step, recorded_step

@@ -24,7 +24,7 @@ _RECENT = 2
 
 
 class SubscriberSuite(ComponentSuite):
-    """The conformance suite of subscribers (:class:`d9d_core.protocols.subscriber.Subscriber`).
+    """The conformance suite of subscribers (:class:`d9d_core.subscriber.Subscriber`).
 
     Subclass it and name the subscriber::
 

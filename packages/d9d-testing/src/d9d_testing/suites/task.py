@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import D9dError, Microbatch, StageInputs, TwoPassTask
+from d9d_core.errors import D9dError
+from d9d_core.first_pass import TwoPassTask
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch
 from torch import Tensor
 
 from d9d_testing.suites.support import observations
@@ -21,7 +24,7 @@ _Sums = dict[str, Tensor]
 
 
 class TaskSuite(ComponentSuite):
-    """The conformance suite of tasks (:class:`d9d_core.protocols.task.Task`).
+    """The conformance suite of tasks (:class:`d9d_core.task.Task`).
 
     Subclass it and name the task::
 

@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import (
+from d9d_core.metric import Table
+from d9d_core.tracker import (
     Histogram,
     RunInfo,
     SeriesName,
-    Table,
     TakesFiles,
     TakesHistograms,
     TakesPictures,
     TakesTables,
     TakesTexts,
 )
-from d9d_engine.testing import TrackerHub
+from d9d_engine.trackers.hub import TrackerHub
 
 from d9d_testing.suites.support.component import ComponentSuite, plain_json
 
@@ -62,7 +62,7 @@ def by_step(points: Iterable[tuple[int, str, float | None]]) -> Logged:
 
 
 class TrackerSuite(ComponentSuite):
-    """The conformance suite of trackers (:class:`d9d_core.protocols.tracker.Tracker`).
+    """The conformance suite of trackers (:class:`d9d_core.tracker.Tracker`).
 
     Subclass it, name the tracker, and say how to read back what it logged::
 

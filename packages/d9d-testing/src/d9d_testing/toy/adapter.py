@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from torch import Tensor, nn
 
 from d9d_testing.toy.config import ToyAdapterConfig

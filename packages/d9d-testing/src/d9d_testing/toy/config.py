@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from d9d_core.extend import ModelConfig, PluginConfig, SampleLengths
+from d9d_core.config import ModelConfig, PluginConfig
+from d9d_core.data import SampleLengths
 
 
 class ToyModelConfig(ModelConfig):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from d9d_core.extend import DataContext, DataError, Pack, State
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
+from d9d_core.types import Pack, State
 
 from d9d_testing.toy.config import ToyDataConfig, ToyTokensConfig
 

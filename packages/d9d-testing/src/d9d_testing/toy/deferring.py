@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from d9d_core.extend import Deferral
+from d9d_core.deferral import Deferral
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 

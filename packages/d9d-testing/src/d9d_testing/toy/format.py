@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from d9d_testing.toy.config import ToyModelConfig
 
 if TYPE_CHECKING:
-    from d9d_weights import Mapper
+    from d9d_weights.graph.base import Mapper
 
 
 class ToyFormat:
@@ -24,7 +24,7 @@ class ToyFormat:
 
     def importer(self, _config: Any, _stored: Any) -> Mapper:
         """Remove the prefix."""
-        from d9d_weights import Select
+        from d9d_weights.graph.select import Select
 
         return Select("toy")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from d9d_core.extend import BuildError, Stage, TensorSpec
+from d9d_core.errors import BuildError
+from d9d_core.model import Stage
+from d9d_core.types import TensorSpec
 from torch import Tensor, nn
 
 from d9d_testing.toy.config import ToyModelConfig

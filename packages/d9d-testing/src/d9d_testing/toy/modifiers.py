@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from d9d_core.extend import Applied, Backward, HasBlocks, Program, Reduce, modules_with, no_collectives, single_stage
-from d9d_engine.api import Topology
+from d9d_core.schedule import Backward, Program, Reduce, single_stage
+from d9d_core.strategy import Applied, no_collectives
+from d9d_core.traits import HasBlocks, modules_with
+from d9d_engine.distributed.mesh import Topology
 from torch import nn
 
 from d9d_testing.toy.config import ToyPeftConfig, ToyPipelineStrategyConfig, ToyScheduleConfig, ToyStrategyConfig

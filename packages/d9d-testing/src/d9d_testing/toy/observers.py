@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-from d9d_core.extend import CATALOGUE, RunInfo, State
+from d9d_core.events import CATALOGUE
+from d9d_core.tracker import RunInfo
+from d9d_core.types import State
 
 from d9d_testing.toy.config import ToyRecorderConfig, ToyTrackerConfig
 

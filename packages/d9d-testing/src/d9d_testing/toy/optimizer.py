@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from d9d_core.extend import Collective, local
+from d9d_core.strategy import Collective
+from d9d_core.tensors import local
 from torch import Tensor, nn
 
 from d9d_testing.toy.config import ToyOptimizerConfig

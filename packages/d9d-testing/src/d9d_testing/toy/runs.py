@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.plugin import Registry
-from d9d_engine.api import Job, Trainer
-from d9d_engine.testing import CheckpointStore
+from d9d_core.registry.registry import Registry
+from d9d_engine.checkpoint.store import CheckpointStore
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
 from safetensors.torch import load_file
 from torch import Tensor
 

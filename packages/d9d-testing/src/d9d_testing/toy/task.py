@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from d9d_core.extend import DataError, Microbatch, StageInputs, State
+from d9d_core.errors import DataError
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 from d9d_testing.toy.config import ToyMetricConfig, ToyTaskConfig

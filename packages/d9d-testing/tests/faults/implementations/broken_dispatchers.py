@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from d9d_core.extend import Dispatched
+from d9d_core.traits import Dispatched
 from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
 from d9d_moe.dispatch.local import CompletedTransfer, LocalDispatcher
 from d9d_moe.router.routing import TopKRouting

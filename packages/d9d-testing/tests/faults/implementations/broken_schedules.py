@@ -7,8 +7,10 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
-from d9d_core.extend import PluginConfig, Program, Reduce, parse_programs
+from d9d_core.config import PluginConfig
 from d9d_core.plugin import Ref, ScheduleSpec, hookimpl
+from d9d_core.program.text import parse_programs
+from d9d_core.schedule import Program, Reduce
 
 Fault = Literal[
     "none",

@@ -6,18 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from d9d_core.extend import (
-    Applied,
-    BuildError,
-    Collective,
-    Communication,
-    GradientOwner,
-    PluginConfig,
-    StepShape,
-    no_collectives,
-)
+from d9d_core.config import PluginConfig
+from d9d_core.errors import BuildError
 from d9d_core.plugin import Ref, StrategySpec, hookimpl
-from d9d_engine.api import Topology
+from d9d_core.strategy import Applied, Collective, Communication, GradientOwner, StepShape, no_collectives
+from d9d_engine.distributed.mesh import Topology
 from torch import distributed as dist
 from torch import nn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 from d9d_data.chat.conversation import Conversation, Message, call_names
 from d9d_data.chat.template import ChatTemplate

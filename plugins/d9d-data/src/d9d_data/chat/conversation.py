@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from d9d_core.extend import DataError, closest, parse_json
+from d9d_core.config import closest
+from d9d_core.errors import DataError
+from d9d_core.untrusted import parse_json
 
 #: Roles of messages.
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 from d9d_data.chat.conversation import Conversation
 from d9d_data.chat.mask import find_replies

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from os.path import commonprefix
 
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 from d9d_data.chat.complete import check_complete
 from d9d_data.chat.conversation import REASONING, Conversation, Message, call_names, text_of

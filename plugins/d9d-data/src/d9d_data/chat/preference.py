@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 from d9d_data.chat.conversation import ToolArguments, has_string_arguments, join_conversation
 from d9d_data.chat.encode import ChatTokenizer, Weights, encode, encode_prompt, is_trainable, strings_in, truncate

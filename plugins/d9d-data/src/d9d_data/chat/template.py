@@ -11,8 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from d9d_core.extend import DataError, parse_json, read_regular
-from d9d_weights import TemplateError, TemplateLimits, TemplateProcess
+from d9d_core.errors import DataError
+from d9d_core.untrusted import parse_json, read_regular
+from d9d_weights.templates.process import TemplateError, TemplateLimits, TemplateProcess
 
 from d9d_data.chat.conversation import REASONING, Message
 from d9d_data.tokenizer.base import CONFIG_FILE

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from d9d_core.extend import DataContext, DataError, JobFile, console_for, visible
-from d9d_core.plugin import PluginPolicy
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
+from d9d_core.job import JobFile
+from d9d_core.registry.policy import PluginPolicy
+from d9d_core.terminal.console import console_for
+from d9d_core.untrusted import visible
 
 from d9d_data.cli.samples import Sample, cut_off, marked, names_of_texts, samples_of, tokenizer_for
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from d9d_core.extend import DataError, DataStream
+from d9d_core.data import DataStream
+from d9d_core.errors import DataError
 from rich.text import Text
 
 from d9d_data.stream.reader import Lost, TellsLosses

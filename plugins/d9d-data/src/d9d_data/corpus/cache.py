@@ -18,8 +18,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from d9d_core.extend import DataError, parse_json, read_regular
-from d9d_weights import move, sync_tree
+from d9d_core.errors import DataError
+from d9d_core.untrusted import parse_json, read_regular
+from d9d_weights.files.atomic import move, sync_tree
 
 MANIFEST = "manifest.json"
 #: Bytes of a block of a file's sample, and how many it has: the first, the last, and others at equal distances.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy.typing as npt
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 from d9d_data.corpus.fit import Limit, Tally, TooLongError
 from d9d_data.sources.document import Piece, texts_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from d9d_core.extend import DataError, TextInputs
+from d9d_core.data import TextInputs
+from d9d_core.errors import DataError
 from d9d_core.plugin import Ref
 
 from d9d_data.config import (

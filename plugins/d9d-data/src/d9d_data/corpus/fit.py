@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 #: Treatment of a record that is too long, as ``data.too_long`` names it.
 Policy = Literal["cut_end", "cut_start", "drop", "error"]

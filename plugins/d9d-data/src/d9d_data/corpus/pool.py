@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from d9d_core.extend import DataError, TrainingError
+from d9d_core.errors import DataError, TrainingError
 
 from d9d_data.corpus.plan import Shard
 from d9d_data.corpus.worker import Setup, encode_shard

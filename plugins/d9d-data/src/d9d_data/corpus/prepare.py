@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from d9d_core.extend import DataContext, DataError, TextInputs, parse_json, read_regular
+from d9d_core.data import DataContext, TextInputs
+from d9d_core.errors import DataError
+from d9d_core.untrusted import parse_json, read_regular
 
 from d9d_data.config import (
     CorpusConfig,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from d9d_core.extend import parse_json, read_regular
+from d9d_core.untrusted import parse_json, read_regular
 
 from d9d_data.corpus.cache import cached_directory
 from d9d_data.corpus.encoder import Encoder

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 from d9d_data.config import BpeTokenizer, PreparedConfig, TokenizedConfig
 from d9d_data.corpus.cache import cached_directory

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from d9d_core.extend import DataError
-from d9d_weights import LocksUnsupportedError, lock_file
+from d9d_core.errors import DataError
+from d9d_weights.files.lock import LocksUnsupportedError, lock_file
 
 _LOCK = "lock"
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 from d9d_data.config import BpeTokenizer, PreparedConfig
 from d9d_data.corpus.encoder import Encoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from d9d_core.extend import LoadsCode, PluginConfig
+from d9d_core.config import LoadsCode, PluginConfig
 from pydantic import Field, field_validator
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")

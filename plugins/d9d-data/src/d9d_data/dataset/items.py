@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from d9d_core.extend import FOREIGN_FAILURES, DataError, closest
+from d9d_core.config import closest
+from d9d_core.containment import FOREIGN_FAILURES
+from d9d_core.errors import DataError
 from d9d_core.plugin import Ref
 
 from d9d_data.dataset.config import DatasetConfig

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from d9d_core.extend import DataError, closest
+from d9d_core.config import closest
+from d9d_core.errors import DataError
 
 #: Id that stands for no label; the loss ignores it.
 NO_LABEL = -100

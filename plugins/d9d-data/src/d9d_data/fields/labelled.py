@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 from d9d_data.corpus.encoder import Dropped, Encoded, Sample, encode_samples
 from d9d_data.corpus.fit import Limit, Policy

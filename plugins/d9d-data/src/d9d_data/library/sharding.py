@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Any, Literal, Protocol, Self, TypeVar
 
-from d9d_core.extend import DataContext
+from d9d_core.data import DataContext
 from torch.utils.data import Dataset
 
 T_co = TypeVar("T_co", covariant=True)

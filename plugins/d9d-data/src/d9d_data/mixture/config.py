@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, Self
 
-from d9d_core.extend import Named, PluginConfig, SampleLengths, Section, packs_documents, sample_lengths
+from d9d_core.config import PluginConfig, Section
+from d9d_core.data import SampleLengths, packs_documents, sample_lengths
+from d9d_core.job_file.open_union import Named
 from pydantic import Field, model_validator
 
 

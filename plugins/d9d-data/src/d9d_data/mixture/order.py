@@ -18,7 +18,7 @@ from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 Int64 = npt.NDArray[np.int64]
 #: Samples after which the assignment repeats, at most: a table has an entry for each.

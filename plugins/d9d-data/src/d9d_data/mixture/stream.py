@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from d9d_core.extend import DataContext, DataError, DataStream, State
+from d9d_core.data import DataContext, DataStream
+from d9d_core.errors import DataError
+from d9d_core.types import State
 
 from d9d_data.mixture.config import MixtureConfig, MixturePart
 from d9d_data.mixture.merge import LENGTHS, Sample, merge, with_lengths

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 from d9d_data.sources import python
 from d9d_data.sources.opening import SourceFile, open_content, stat_file

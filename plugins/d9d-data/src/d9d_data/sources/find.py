@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 from d9d_data.sources import python
 from d9d_data.sources.opening import SourceFile, file_system, is_address

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
-from d9d_core.extend import DataError, parse_json
+from d9d_core.errors import DataError
+from d9d_core.untrusted import parse_json
 
 from d9d_data.sources.opening import SourceFile, open_content
 from d9d_data.sources.place import Place, Record, Reject, refuse

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any, BinaryIO, cast
 
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 #: Suffix of a compressed file -> name of the compression.
 COMPRESSIONS = {".gz": "gz", ".bz2": "bz2", ".xz": "xz", ".zst": "zst"}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 from d9d_data.sources.opening import SourceFile, open_content
 

@@ -11,7 +11,7 @@ import warnings
 from functools import lru_cache
 from pathlib import Path
 
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 from d9d_data.sources.opening import SourceFile
 

@@ -7,7 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from d9d_core.extend import DataError, parse_json
+from d9d_core.errors import DataError
+from d9d_core.untrusted import parse_json
 
 from d9d_data.sources.lines import csv_columns, read_csv, read_json_lines
 from d9d_data.sources.opening import SourceFile, open_content

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from d9d_core.extend import DataError
+from d9d_core.errors import DataError
 
 from d9d_data.sources.opening import SourceFile, stat_file
 

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
-from d9d_core.extend import DataError, parse_json, read_regular
+from d9d_core.errors import DataError
+from d9d_core.untrusted import parse_json, read_regular
 
 from d9d_data.sources.opening import SourceFile, check_content, open_content, stat_file
 from d9d_data.sources.place import Place, Record

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from d9d_core.extend import DataError, Pack, State
+from d9d_core.errors import DataError
+from d9d_core.types import Pack, State
 
 from d9d_data.corpus.identity import FORMAT
 from d9d_data.corpus.prepare import Corpus
@@ -53,7 +54,7 @@ def facts_of(corpus: Corpus) -> State:
 
 
 class PackStream:
-    """Base of the streams of packs; see :class:`d9d_core.protocols.data.DataStream`.
+    """Base of the streams of packs; see :class:`d9d_core.data.DataStream`.
 
     Its state is the number of samples consumed by all ranks together, and what identifies the data: the source builds
     any pack from that number alone.

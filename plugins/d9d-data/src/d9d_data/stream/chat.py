@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from d9d_core.extend import DataContext
+from d9d_core.data import DataContext
 
 from d9d_data.chat.template import ChatTemplate
 from d9d_data.config import ChatConfig, ModelTextConfig, PreferenceConfig

@@ -1,6 +1,6 @@
 """One pass over a dataset: every sample once, in the order of the sources, then fillers.
 
-The contract is that of :mod:`d9d_core.protocols.data`. Samples are sorted by length inside of blocks of microbatches.
+The contract is that of :mod:`d9d_core.data`. Samples are sorted by length inside of blocks of microbatches.
 A block has one eighth of the microbatches of a pack, and at most eight: so it depends on the sizes of the job file
 alone, and one, two, four or eight ranks have whole blocks.
 
@@ -17,7 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from d9d_core.extend import DataContext, DataError, State
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
+from d9d_core.types import State
 
 from d9d_data.config import PreparedConfig
 from d9d_data.corpus.prepare import Corpus
@@ -86,7 +88,7 @@ class OnePassPacks:
 
 
 class OnePassStream(PackStream):
-    """Stream of one pass over a dataset; see :class:`d9d_core.protocols.data.DataStream`.
+    """Stream of one pass over a dataset; see :class:`d9d_core.data.DataStream`.
 
     Args:
         source: makes microbatches.

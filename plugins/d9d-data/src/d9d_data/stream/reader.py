@@ -14,7 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy.typing as npt
 import torch
-from d9d_core.extend import DataError, Pack, TrainingError, children_import_as_here
+from d9d_core.errors import DataError, TrainingError
+from d9d_core.interpreter import children_import_as_here
+from d9d_core.types import Pack
 from torch.utils.data import DataLoader, Dataset
 
 # Packs that a worker holds ready.

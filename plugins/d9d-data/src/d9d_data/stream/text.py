@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from d9d_core.extend import DataContext, DataError, State
+from d9d_core.data import DataContext
+from d9d_core.errors import DataError
+from d9d_core.types import State
 
 from d9d_data.config import ChatConfig, TextConfig
 from d9d_data.corpus.fit import TOLERATED

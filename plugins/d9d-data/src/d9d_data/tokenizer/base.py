@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from d9d_core.extend import D9dError, DataError
+from d9d_core.errors import D9dError, DataError
 
 #: Characters of a text that is encoded in pieces or refused, of a piece, and of the stretch that has a place to cut.
 _LONG, _PIECE, _WINDOW = 1 << 22, 1 << 18, 1 << 12

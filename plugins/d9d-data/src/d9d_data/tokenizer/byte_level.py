@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from d9d_core.extend import DataError, read_regular
+from d9d_core.errors import DataError
+from d9d_core.untrusted import read_regular
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from d9d_data.tokenizer.base import TOKENIZER_FILE, Ids, TextTokenizer

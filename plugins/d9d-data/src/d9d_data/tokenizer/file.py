@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from d9d_core.extend import DataError, parse_json, read_regular
-from d9d_weights import check_tokenizer
+from d9d_core.errors import DataError
+from d9d_core.untrusted import parse_json, read_regular
+from d9d_weights.hugging_face.tokenizer_bounds import check_tokenizer
 
 from d9d_data.config import MAX_VOCABULARY
 from d9d_data.tokenizer.base import BESIDE, CONFIG_FILE, TOKENIZER_FILE, TextTokenizer

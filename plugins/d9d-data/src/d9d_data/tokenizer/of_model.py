@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from d9d_core.extend import DataError, Place
+from d9d_core.errors import DataError
+from d9d_core.untrusted import Place
 
 from d9d_data.config import BpeTokenizer, ModelTextConfig, PreparedConfig, TokenizedConfig
 from d9d_data.tokenizer.base import TOKENIZER_FILE

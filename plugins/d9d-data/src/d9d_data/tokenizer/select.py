@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from d9d_core.extend import DataError, read_regular
+from d9d_core.errors import DataError
+from d9d_core.untrusted import read_regular
 
 from d9d_data.config import BpeTokenizer
 from d9d_data.tokenizer.base import CONFIG_FILE, TextTokenizer

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from d9d_core.extend import AccumulatedMetric, Accumulator, wide_dtype
+from d9d_core.accumulators import AccumulatedMetric, Accumulator
+from d9d_core.tensors import wide_dtype
 from torch import Tensor
 
 from d9d_metrics.auroc.config import AurocConfig

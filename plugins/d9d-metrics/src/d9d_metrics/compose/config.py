@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from d9d_core.extend import Named, PluginConfig
+from d9d_core.config import PluginConfig
+from d9d_core.job_file.open_union import Named
 from pydantic import Field, field_validator
 
 ChildName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from d9d_core.extend import JobError, Metric, StageMetric, Table, Vector
+from d9d_core.errors import JobError
+from d9d_core.metric import Metric, StageMetric, Table, Vector
 from torch import Tensor
 
 from d9d_metrics.compose.config import ComposeConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from d9d_core.extend import JobError
+from d9d_core.errors import JobError
 from torch import Tensor
 
 from d9d_metrics.observations import IGNORE

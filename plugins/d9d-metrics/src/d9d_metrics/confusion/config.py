@@ -6,7 +6,7 @@ import re
 from collections.abc import Set
 from typing import Annotated, Literal, Self
 
-from d9d_core.extend import LoadsCode, PluginConfig, Section
+from d9d_core.config import LoadsCode, PluginConfig, Section
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 Statistic = Literal["accuracy", "precision", "recall", "f1", "fbeta", "function"]

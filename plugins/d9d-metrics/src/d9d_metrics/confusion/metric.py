@@ -7,7 +7,9 @@ from functools import partial
 from typing import cast
 
 import torch
-from d9d_core.extend import AccumulatedMetric, Accumulator, Vector, wide_dtype
+from d9d_core.accumulators import AccumulatedMetric, Accumulator
+from d9d_core.metric import Vector
+from d9d_core.tensors import wide_dtype
 from torch import Tensor
 
 from d9d_metrics.confusion.alignment import align_binary, align_classes, align_labels

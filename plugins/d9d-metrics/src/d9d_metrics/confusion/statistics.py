@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from d9d_core.extend import FOREIGN_FAILURES, JobError
+from d9d_core.containment import FOREIGN_FAILURES
+from d9d_core.errors import JobError
 from d9d_core.plugin import Ref
 from torch import Tensor
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from d9d_core.extend import AccumulatedMetric, Accumulator, JobError
+from d9d_core.accumulators import AccumulatedMetric, Accumulator
+from d9d_core.errors import JobError
 from torch import Tensor
 
 from d9d_metrics.observations import read

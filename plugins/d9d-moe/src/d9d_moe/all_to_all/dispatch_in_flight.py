@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from d9d_core.extend import OpSlot, Routing
+from d9d_core.kernel import OpSlot
+from d9d_core.traits import Routing
 from torch import Tensor
 from torch import distributed as dist
 

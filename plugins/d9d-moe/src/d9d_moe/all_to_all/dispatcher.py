@@ -9,7 +9,9 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from d9d_core.extend import BuildError, Dispatched, OpSlot, Routing
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSlot
+from d9d_core.traits import Dispatched, Routing
 from torch import Tensor
 from torch import distributed as dist
 
@@ -29,7 +31,7 @@ class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
     take the same way. Sums have a fixed order, so the same input gives the same bits.
 
     Dispatch takes three collectives (counts, tokens, labels), combine one, and the backward of both three. On a GPU the
-    host waits once for the sizes, in :meth:`~d9d_core.extend.Transfer.wait` of the dispatch, so after what was
+    host waits once for the sizes, in :meth:`~d9d_core.traits.Transfer.wait` of the dispatch, so after what was
     launched in between; with ``Routing.limit`` sizes follow from shapes, rows are padded, and nothing waits.
 
     Args:

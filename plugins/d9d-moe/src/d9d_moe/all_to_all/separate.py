@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from d9d_core.extend import Dispatched, OpSlot, Routing, Transfer
+from d9d_core.kernel import OpSlot
+from d9d_core.traits import Dispatched, Routing, Transfer
 from torch import Tensor
 
 from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from d9d_core.extend import BuildError, LossTerm
+from d9d_core.errors import BuildError
+from d9d_core.traits import LossTerm
 from d9d_nn.auxiliary_loss import add_auxiliary_loss
 from torch import Tensor, nn
 

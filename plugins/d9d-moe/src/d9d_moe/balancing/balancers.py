@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from d9d_core.extend import LossTerm
+from d9d_core.traits import LossTerm
 from torch import Tensor
 
 from d9d_moe.balancing.base import Balancer, Choice

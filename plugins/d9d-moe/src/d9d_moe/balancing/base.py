@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from d9d_core.extend import LossTerm
+from d9d_core.traits import LossTerm
 from torch import Tensor
 
 #: Keeps a sum of scores that all underflowed from dividing zero by zero; too small to change any other sum.

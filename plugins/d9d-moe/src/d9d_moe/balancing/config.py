@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from d9d_core.extend import PluginConfig, closest
+from d9d_core.config import PluginConfig, closest
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from d9d_core.extend import Transfer
+from d9d_core.traits import Transfer
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -32,7 +32,7 @@ def untraced(function: F) -> F:
 
 
 class OutsideGraph:
-    """Base of dispatchers whose communication Dynamo cannot trace, see :class:`d9d_core.extend.Dispatcher`."""
+    """Base of dispatchers whose communication Dynamo cannot trace, see :class:`d9d_core.traits.Dispatcher`."""
 
     @untraced
     def outside_graph(self, function: Callable[..., T], *args: Any) -> T:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
-from d9d_core.extend import Dispatched, Routing
+from d9d_core.traits import Dispatched, Routing
 from torch import Tensor
 
 from d9d_moe.dispatch.permutation import PermutingDispatcher

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import OpSlot
+from d9d_core.kernel import OpSlot
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from d9d_core.extend import Collective, Dispatcher, HasBanks, HasExperts, StepShape
+from d9d_core.strategy import Collective, StepShape
+from d9d_core.traits import Dispatcher, HasBanks, HasExperts
 from torch import nn
 
 from d9d_moe.all_to_all.separate import SeparateDispatcher
@@ -21,7 +22,7 @@ _COUNT = 8
 
 @dataclass(frozen=True)
 class ExpertCommunication:
-    """Communication (:class:`d9d_core.extend.Communication`) of a stage whose tokens travel by all-to-all.
+    """Communication (:class:`d9d_core.strategy.Communication`) of a stage whose tokens travel by all-to-all.
 
     Attributes:
         layers: layers with experts by qualified name, each with the dispatcher that it was given; one that has another

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from d9d_core.extend import BuildError, Dispatcher, HasExperts, modules_with
+from d9d_core.errors import BuildError
+from d9d_core.traits import Dispatcher, HasExperts, modules_with
 from torch import nn
 
 

@@ -9,7 +9,10 @@ parameters, the router's among them, follow the job's data-parallel strategy. Ra
 from __future__ import annotations
 
 import torch
-from d9d_core.extend import Applied, BuildError, Dispatcher, GradientOwner, HasExperts, Topology, modules_with
+from d9d_core.errors import BuildError
+from d9d_core.strategy import Applied, GradientOwner
+from d9d_core.topology import Topology
+from d9d_core.traits import Dispatcher, HasExperts, modules_with
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard

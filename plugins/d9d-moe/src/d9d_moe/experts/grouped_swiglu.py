@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch
-from d9d_core.extend import Deferral, OpSlot
+from d9d_core.deferral import Deferral
+from d9d_core.kernel import OpSlot
 from d9d_nn.ops.grouped_linear import grouped_linear
 from d9d_nn.ops.silu_mul import silu_mul
 from torch import Tensor, nn

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from d9d_core.extend import BuildError, Dispatcher, HasOps, OpSlot, Routing, TensorStyle
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSlot
+from d9d_core.traits import Dispatcher, HasOps, Routing, TensorStyle
 from d9d_nn.linear import Linear
 from torch import Tensor, nn
 

@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from d9d_core.extend import BuildError, HasTallies, JobError, Table, modules_with, wide_dtype
+from d9d_core.errors import BuildError, JobError
+from d9d_core.metric import Table
+from d9d_core.tensors import wide_dtype
+from d9d_core.traits import HasTallies, modules_with
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from d9d_core.extend import PluginConfig
+from d9d_core.config import PluginConfig
 
 
 class RouterMetricConfig(PluginConfig):

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from d9d_core.extend import BuildError, ContextCall, ContextShare, Kind, SequenceShare, StepShape, wide_dtype
+from d9d_core.errors import BuildError
+from d9d_core.model import ContextShare, SequenceShare
+from d9d_core.strategy import ContextCall, Kind, StepShape
+from d9d_core.tensors import wide_dtype
 from torch import Tensor, nn
 from torch.nn import functional
 

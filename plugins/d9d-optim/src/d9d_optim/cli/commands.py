@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from d9d_core.extend import FOREIGN_FAILURES, D9dError, JobError, JobFile, LrSchedule, PluginError, plugin_error
-from d9d_core.plugin import LrScheduleSpec, PluginPolicy
+from d9d_core.containment import FOREIGN_FAILURES
+from d9d_core.errors import D9dError, JobError, PluginError
+from d9d_core.job import JobFile
+from d9d_core.optimizer import LrSchedule
+from d9d_core.plugin import LrScheduleSpec
+from d9d_core.registry.entries import plugin_error
+from d9d_core.registry.policy import PluginPolicy
 
 from d9d_optim.cli.picture import svg_plot, text_plot
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from d9d_core.extend import BuildError, OpSlot
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSlot
 from torch import Tensor, nn
 
 from d9d_optim.optimizer.adam import FusedAdam

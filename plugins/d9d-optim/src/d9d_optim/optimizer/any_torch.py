@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from d9d_core.extend import FOREIGN_FAILURES, BuildError, JobError, closest, local
+from d9d_core.config import closest
+from d9d_core.containment import FOREIGN_FAILURES
+from d9d_core.errors import BuildError, JobError
+from d9d_core.tensors import local
 from torch import Tensor, nn
 
 from d9d_optim.imports import import_path

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from d9d_core.extend import BuildError, Collective, local
+from d9d_core.errors import BuildError
+from d9d_core.strategy import Collective
+from d9d_core.tensors import local
 from torch import Tensor, nn
 
 from d9d_optim.optimizer.config import OptimizerConfig
@@ -63,7 +65,7 @@ class Batch:
 
 
 class NamedOptimizer(ABC):
-    """Base of optimizers that follow :class:`d9d_core.protocols.optimizer.Optimizer`.
+    """Base of optimizers that follow :class:`d9d_core.optimizer.Optimizer`.
 
     State is kept by parameter name rather than by position in a list, so it means the same in every layout. A subclass
     says which state a parameter has (:attr:`slots`) and how a group of tensors is updated (:meth:`update`); groups,

@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from d9d_core.extend import BuildError
+from d9d_core.errors import BuildError
 from torch import nn
 
 from d9d_optim.optimizer.config import GroupRule, OptimizerConfig

@@ -8,7 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from d9d_core.extend import BuildError, Collective, closest
+from d9d_core.config import closest
+from d9d_core.errors import BuildError
+from d9d_core.strategy import Collective
 from torch import Tensor, nn
 
 from d9d_optim.optimizer.adam import update_adam

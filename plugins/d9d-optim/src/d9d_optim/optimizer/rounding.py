@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-from d9d_core.extend import is_dtensor
+from d9d_core.tensors import is_dtensor
 from torch import Tensor
 
 _EXPONENT = 0x7F800000

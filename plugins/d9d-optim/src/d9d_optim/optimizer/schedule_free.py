@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from d9d_core.extend import local
+from d9d_core.tensors import local
 from torch import Tensor, nn
 
 from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, keep_if, zeros

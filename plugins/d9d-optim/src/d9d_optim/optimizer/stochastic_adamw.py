@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from d9d_core.extend import BuildError, OpSlot
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSlot
 from torch import Tensor, nn
 
 from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, divide, keep_if, zeros

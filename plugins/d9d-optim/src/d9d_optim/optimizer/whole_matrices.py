@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from d9d_core.extend import Collective, is_dtensor, local
+from d9d_core.strategy import Collective
+from d9d_core.tensors import is_dtensor, local
 from torch import Tensor
 from torch import distributed as dist
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from d9d_core.extend import JobError, LrSchedule
+from d9d_core.errors import JobError
+from d9d_core.optimizer import LrSchedule
 from pydantic import ValidationError
 
 from d9d_optim.schedule.config import Phase, PiecewiseConfig

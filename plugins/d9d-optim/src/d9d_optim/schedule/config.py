@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from d9d_core.extend import LoadsCode, PluginConfig, Section, closest
+from d9d_core.config import LoadsCode, PluginConfig, Section, closest
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 #: Curves with a name.

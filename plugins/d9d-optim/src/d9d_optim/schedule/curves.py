@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from d9d_core.extend import FOREIGN_FAILURES, JobError
+from d9d_core.containment import FOREIGN_FAILURES
+from d9d_core.errors import JobError
 
 from d9d_optim.imports import import_path
 from d9d_optim.schedule.config import Phase

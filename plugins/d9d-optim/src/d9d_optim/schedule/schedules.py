@@ -10,7 +10,8 @@ import bisect
 import math
 from dataclasses import dataclass
 
-from d9d_core.extend import JobError, LrSchedule
+from d9d_core.errors import JobError
+from d9d_core.optimizer import LrSchedule
 
 from d9d_optim.schedule.config import (
     ConstantConfig,

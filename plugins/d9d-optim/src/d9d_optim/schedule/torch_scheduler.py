@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from d9d_core.extend import FOREIGN_FAILURES, JobError, LrSchedule, closest
+from d9d_core.config import closest
+from d9d_core.containment import FOREIGN_FAILURES
+from d9d_core.errors import JobError
+from d9d_core.optimizer import LrSchedule
 from torch.optim.lr_scheduler import LRScheduler
 
 from d9d_optim.imports import import_path

@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from d9d_core.extend import BuildError, OpSlot
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSlot
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts

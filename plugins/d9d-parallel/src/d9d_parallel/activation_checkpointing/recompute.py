@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from d9d_engine.extend import recomputes_inside_functions
+from d9d_engine.compat import recomputes_inside_functions
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from d9d_core.extend import Applied, BuildError, HasOps, Topology, modules_with, no_collectives
+from d9d_core.errors import BuildError
+from d9d_core.strategy import Applied, no_collectives
+from d9d_core.topology import Topology
+from d9d_core.traits import HasOps, modules_with
 from torch import nn
 
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from d9d_core.extend import Applied, BuildError, Topology, closest, no_collectives
+from d9d_core.config import closest
+from d9d_core.errors import BuildError
+from d9d_core.strategy import Applied, no_collectives
+from d9d_core.topology import Topology
 from torch import nn
 
 from d9d_parallel.activation_checkpointing.recompute import is_checkpointed

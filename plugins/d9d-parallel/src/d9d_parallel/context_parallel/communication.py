@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from d9d_core.extend import Collective, CommunicatesInContext, Kind, StepShape
+from d9d_core.strategy import Collective, CommunicatesInContext, Kind, StepShape
 from torch import nn
 
 from d9d_parallel.context_parallel.share import ContextPositions
@@ -76,7 +76,7 @@ class _Call(NamedTuple):
 
 @dataclass
 class ContextCommunication:
-    """Communication (:class:`d9d_core.extend.Communication`) of a stage whose positions are split over ``cp``.
+    """Communication (:class:`d9d_core.strategy.Communication`) of a stage whose positions are split over ``cp``.
 
     Attributes:
         stage: stage with the cores.

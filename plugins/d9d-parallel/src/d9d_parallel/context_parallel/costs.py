@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from d9d_core.extend import AttentionShape, BuildError, ContextCost, Exchange, OpCost, StrategyCost
+from d9d_core.cost import AttentionShape, ContextCost, Exchange, OpCost, StrategyCost
+from d9d_core.errors import BuildError
 
 from d9d_parallel.context_parallel.config import ContextParallelConfig
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from d9d_core.extend import BuildError, ContextShare
-from d9d_engine.extend import ZigzagPositions
+from d9d_core.errors import BuildError
+from d9d_core.model import ContextShare
+from d9d_engine.distributed.positions import ZigzagPositions
 from torch import Tensor, nn
 
 from d9d_parallel.context_parallel.share import exchange

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from d9d_core.extend import OpSlot
-from d9d_engine.extend import ZigzagPositions
+from d9d_core.kernel import OpSlot
+from d9d_engine.distributed.positions import ZigzagPositions
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable

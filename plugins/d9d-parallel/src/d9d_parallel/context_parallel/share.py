@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from d9d_engine.extend import ZigzagPositions
+from d9d_engine.distributed.positions import ZigzagPositions
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
@@ -17,7 +17,7 @@ from d9d_parallel.ranks import Ranks
 
 
 class ContextPositions:
-    """Positions of this rank, a :class:`~d9d_core.extend.ContextShare`.
+    """Positions of this rank, a :class:`~d9d_core.model.ContextShare`.
 
     Args:
         ranks: of ``cp``.

@@ -2,7 +2,7 @@
 
 Each rank of ``cp`` has two chunks of every sample's positions (:class:`~d9d_engine.distributed.positions`), and all but
 attention looks at one position at a time. Where a module looks at more, such as a router with a loss on the balance of
-samples, it has the trait :class:`~d9d_core.extend.SeesContext`. Parameters are whole on all ranks, and the gradient on
+samples, it has the trait :class:`~d9d_core.model.SeesContext`. Parameters are whole on all ranks, and the gradient on
 each is a partial sum: ``fsdp`` and its kind reduce it over ``cp``, too, and what they leave out the loop sums.
 """
 
@@ -10,18 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from d9d_core.extend import (
-    Applied,
-    BuildError,
-    CommunicatesInContext,
-    ContextParallelizable,
-    HasOps,
-    SeesContext,
-    SharesAttention,
-    SplitsContext,
-    Topology,
-    modules_with,
-)
+from d9d_core.errors import BuildError
+from d9d_core.model import SeesContext, SharesAttention, SplitsContext
+from d9d_core.strategy import Applied, CommunicatesInContext
+from d9d_core.topology import Topology
+from d9d_core.traits import ContextParallelizable, HasOps, modules_with
 from torch import nn
 
 from d9d_parallel.context_parallel.communication import ContextCommunication, Heads, Meeting
@@ -50,7 +43,7 @@ class ContextParallel:
         if not isinstance(stage, SplitsContext):
             raise BuildError(
                 f"strategy '{self._config.name}' splits positions, but {type(stage).__name__} lacks split_context(); "
-                "see d9d_core.extend.SplitsContext"
+                "see d9d_core.model.SplitsContext"
             )
         stage.split_context(share)
         changed, meeting = [""], self._meeting(topology, share)
@@ -112,7 +105,7 @@ class ContextParallel:
         elif meeting.ring is not None or meeting.keys is not None:
             raise BuildError(
                 f"strategy '{self._config.name}': the attention core '{name}' computes whole samples only; use method "
-                "ulysses, or see d9d_core.extend.SharesAttention"
+                "ulysses, or see d9d_core.model.SharesAttention"
             )
         if meeting.heads is not None:
             _replace(core, ExchangedHeads(core, meeting.heads))

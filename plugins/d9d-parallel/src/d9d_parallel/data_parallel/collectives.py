@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from d9d_core.extend import Collective, Pass, StepShape, Topology
+from d9d_core.strategy import Collective, Pass, StepShape
+from d9d_core.topology import Topology
 from torch import nn
 
 
@@ -37,7 +38,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class FsdpCommunication:
-    """Communication (:class:`d9d_core.extend.Communication`) of a stage whose units FSDP2 wraps.
+    """Communication (:class:`d9d_core.strategy.Communication`) of a stage whose units FSDP2 wraps.
 
     Attributes:
         stage: with all units.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from d9d_engine.extend import settle_fsdp_reduction
+from d9d_engine.compat import settle_fsdp_reduction
 from torch import Tensor
 
 from d9d_parallel.data_parallel.direct_gather import DirectGather
@@ -27,7 +27,7 @@ _OF_GROUP = (
 def reduce_directly(gathers: Sequence[DirectGather]) -> None:
     """Let units that gather directly reduce directly, too, unless replicas of their shards are to be summed as well.
 
-    Before :func:`d9d_engine.extend.prepare_fsdp_gradients`, whose zeros are reduced like other gradients.
+    Before :func:`d9d_engine.compat.prepare_fsdp_gradients`, whose zeros are reduced like other gradients.
     """
     for gather in gathers:
         if all(hasattr(gather.group, name) for name in _OF_GROUP) and not gather.group._is_hsdp:  # noqa: SLF001

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from d9d_core.extend import BuildError, HasExperts, Topology, local, modules_with
+from d9d_core.errors import BuildError
+from d9d_core.tensors import local
+from d9d_core.topology import Topology
+from d9d_core.traits import HasExperts, modules_with
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 

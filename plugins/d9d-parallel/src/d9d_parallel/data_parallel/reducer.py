@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from d9d_engine.extend import keep_fsdp_gradients, reduce_fsdp_gradients
+from d9d_engine.compat import keep_fsdp_gradients, reduce_fsdp_gradients
 from torch.distributed.fsdp import FSDPModule
 
 
 class FsdpReducer:
-    """Reducer (:class:`d9d_core.protocols.strategy.Reducer`) that switches a stage's reductions between microbatches.
+    """Reducer (:class:`d9d_core.strategy.Reducer`) that switches a stage's reductions between microbatches.
 
     From the first incomplete backward of a step on, nothing is reduced until :meth:`reduce`, whatever ``defer`` says:
     a unit's gradients travel together, and some of them are still to come.

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from functools import partial, reduce
 
 import torch
-from d9d_core.extend import Applied, BuildError, GradientOwner, Topology, local, no_collectives
-from d9d_engine.extend import prepare_fsdp_gradients
+from d9d_core.errors import BuildError
+from d9d_core.strategy import Applied, GradientOwner, no_collectives
+from d9d_core.tensors import local
+from d9d_core.topology import Topology
+from d9d_engine.compat import prepare_fsdp_gradients
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard

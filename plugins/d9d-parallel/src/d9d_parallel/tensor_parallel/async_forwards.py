@@ -17,7 +17,7 @@ from d9d_parallel.tensor_parallel.forwards import local_of
 class HandedProduct:
     """Product that a layer gets when it is called with the rows that it was computed of, once.
 
-    Lent to a :class:`~d9d_core.extend.LendsProduct`.
+    Lent to a :class:`~d9d_core.model.LendsProduct`.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Column(NamedTuple):
     """Column-wise layer whose product is computed by the module around it.
 
     Attributes:
-        layer: a :class:`~d9d_core.extend.LendsProduct`.
+        layer: a :class:`~d9d_core.model.LendsProduct`.
         own: part of its weight that this rank computes with.
         handed: asked by the layer for its product.
     """
@@ -86,7 +86,7 @@ class AsyncColumns:
 
 
 class RowProduct:
-    """Product of a row-wise layer, reduce-scattered. Lent to a :class:`~d9d_core.extend.LendsProduct`.
+    """Product of a row-wise layer, reduce-scattered. Lent to a :class:`~d9d_core.model.LendsProduct`.
 
     Args:
         layer: the layer.

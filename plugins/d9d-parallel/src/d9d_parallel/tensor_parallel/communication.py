@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from d9d_core.extend import Collective, CommunicatesAlone, Kind, StepShape
+from d9d_core.strategy import Collective, CommunicatesAlone, Kind, StepShape
 from torch import nn
 
 Exchange = Literal["all_gather", "reduce_scatter"]
@@ -33,7 +33,7 @@ class Site:
 
 @dataclass
 class TensorCommunication:
-    """Communication (:class:`d9d_core.extend.Communication`) of a stage that is split over ``tp``.
+    """Communication (:class:`d9d_core.strategy.Communication`) of a stage that is split over ``tp``.
 
     Attributes:
         stage: stage with the sites.

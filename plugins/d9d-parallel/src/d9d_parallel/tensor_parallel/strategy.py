@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from d9d_core.extend import (
-    Applied,
-    BuildError,
-    CommunicatesAlone,
-    GradientOwner,
+from d9d_core.errors import BuildError
+from d9d_core.model import (
     HasHeads,
     HasLinearTerms,
     LendsProduct,
@@ -23,13 +20,12 @@ from d9d_core.extend import (
     SplitsFeatures,
     SplitsSequence,
     SplitsVocabulary,
-    TensorParallelizable,
-    TensorStyle,
     TermKind,
-    Topology,
     VocabularyShare,
-    modules_with,
 )
+from d9d_core.strategy import Applied, CommunicatesAlone, GradientOwner
+from d9d_core.topology import Topology
+from d9d_core.traits import TensorParallelizable, TensorStyle, modules_with
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -82,7 +78,7 @@ class TensorParallel:
         if not isinstance(stage, SplitsSequence):
             raise BuildError(
                 f"strategy '{self._config.name}' splits positions between layers, but {type(stage).__name__} lacks "
-                "split_sequence(); see d9d_core.extend.SplitsSequence"
+                "split_sequence(); see d9d_core.model.SplitsSequence"
             )
         stage.split_sequence(split.ranks.size)
         for name, owner in modules_with(stage, TensorParallelizable).items():
@@ -251,7 +247,7 @@ class _Split:
         else:
             raise BuildError(
                 f"strategy '{self._strategy}': '{name}' is {type(child).__name__}, which is no embedding and lacks "
-                "split_vocabulary(); see d9d_core.extend.SplitsVocabulary"
+                "split_vocabulary(); see d9d_core.model.SplitsVocabulary"
             )
 
     def _site(

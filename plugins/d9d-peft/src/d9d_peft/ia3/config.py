@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from d9d_core.extend import PathOrAddress, PluginConfig
+from d9d_core.config import PathOrAddress, PluginConfig
 from pydantic import field_validator, model_validator
 
 

@@ -8,8 +8,15 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from d9d_core.extend import BuildError, CheckpointError, TensorSpec, TermKind, beside, closest
-from d9d_weights import Compute, Identity, Mapper, Parallel, Unsqueeze, check_adapter_config
+from d9d_core.config import closest
+from d9d_core.errors import BuildError, CheckpointError
+from d9d_core.model import TermKind
+from d9d_core.tensors import beside
+from d9d_core.types import TensorSpec
+from d9d_weights.graph.base import Mapper, Parallel
+from d9d_weights.graph.compute import Compute
+from d9d_weights.graph.mappers import Identity, Unsqueeze
+from d9d_weights.hugging_face.adapter_config import check_adapter_config
 from torch import Tensor, nn
 
 from d9d_peft.ia3.config import Ia3Config
@@ -94,7 +101,7 @@ class Ia3:
 
     @contextmanager
     def off(self, stage: nn.Module) -> Iterator[None]:
-        """Compute without the scales inside the block; see :class:`d9d_core.extend.SwitchesOff`."""
+        """Compute without the scales inside the block; see :class:`d9d_core.peft.SwitchesOff`."""
         before = {scale: scale.off for _, _, scale in _scales(stage)}
         for scale in before:
             scale.off = True

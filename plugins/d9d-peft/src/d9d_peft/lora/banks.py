@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from d9d_core.extend import Deferral, OpSlot
+from d9d_core.deferral import Deferral
+from d9d_core.kernel import OpSlot
 from d9d_nn.ops.grouped_linear import grouped_linear
 from torch import Tensor, nn
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from d9d_core.extend import Kind, StepShape, TermKind, beside, full, local
-from d9d_weights import Mapper
+from d9d_core.model import TermKind
+from d9d_core.strategy import Kind, StepShape
+from d9d_core.tensors import beside, full, local
+from d9d_weights.graph.base import Mapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -69,11 +71,11 @@ class Decomposed(AdaptedLinear):
         self.lora_own, self.lora_add_up = whole, None
 
     def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
-        """Factors and magnitudes; see :class:`d9d_core.extend.HasLinearTerms`."""
+        """Factors and magnitudes; see :class:`d9d_core.model.HasLinearTerms`."""
         return {**super().tensor_parallel_terms(), MAGNITUDE: "out_scale"}
 
     def split_features(self, own: Callable[[Tensor], Tensor], add_up: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Compute with a share of the features from now on; see :class:`d9d_core.extend.SplitsFeatures`."""
+        """Compute with a share of the features from now on; see :class:`d9d_core.model.SplitsFeatures`."""
         self.lora_own, self.lora_add_up = own, add_up
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:  # noqa: ARG002 - any batch
@@ -102,7 +104,7 @@ class Dora(Lora):
 
     @torch.no_grad()
     def start(self, stage: nn.Module) -> None:
-        """Fill the magnitudes with the norms of the weights' rows; see :class:`d9d_core.extend.StartsFromWeights`.
+        """Fill the magnitudes with the norms of the weights' rows; see :class:`d9d_core.peft.StartsFromWeights`.
 
         Collective over the ranks that share rows: a weight whose rows are split is whole for this moment, so that norms
         are the same to the last bit in every layout.

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from d9d_core.extend import CheckpointError, HasBanks, modules_with
-from d9d_weights import Mapper, Parallel, Rename, Transpose, Unstack, check_adapter_config
+from d9d_core.errors import CheckpointError
+from d9d_core.traits import HasBanks, modules_with
+from d9d_weights.graph.base import Mapper, Parallel
+from d9d_weights.graph.mappers import Rename, Transpose
+from d9d_weights.graph.merging import Unstack
+from d9d_weights.hugging_face.adapter_config import check_adapter_config
 from torch import nn
 
 from d9d_peft.config import LowRankConfig

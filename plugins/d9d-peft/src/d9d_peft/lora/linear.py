@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from d9d_core.extend import TermKind, beside
+from d9d_core.model import TermKind
+from d9d_core.tensors import beside
 from d9d_nn.linear import Linear
 from torch import Tensor, nn
 
@@ -82,11 +83,11 @@ class AdaptedLinear(Adapted):
         self.lora_share = (0, 1)
 
     def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
-        """Factors of the term; see :class:`d9d_core.extend.HasLinearTerms`."""
+        """Factors of the term; see :class:`d9d_core.model.HasLinearTerms`."""
         return {LORA_A: "in", LORA_B: "out"}
 
     def share_inputs(self, part: int, parts: int) -> None:
-        """Drop a part of the input features from now on; see :class:`d9d_core.extend.SharesInputs`."""
+        """Drop a part of the input features from now on; see :class:`d9d_core.model.SharesInputs`."""
         self.lora_share = part, parts
 
     def forward(self, x: Tensor) -> Tensor:

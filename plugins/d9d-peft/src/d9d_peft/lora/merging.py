@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from d9d_core.extend import TensorSpec
-from d9d_weights import Compute, Mapper
+from d9d_core.types import TensorSpec
+from d9d_weights.graph.base import Mapper
+from d9d_weights.graph.compute import Compute
 from torch import Tensor
 
 from d9d_peft.lora.banks import merged_bank

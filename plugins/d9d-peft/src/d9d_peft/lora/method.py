@@ -6,8 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from d9d_core.extend import BuildError, HasBanks, modules_with
-from d9d_weights import Identity, Mapper, Parallel
+from d9d_core.errors import BuildError
+from d9d_core.traits import HasBanks, modules_with
+from d9d_weights.graph.base import Mapper, Parallel
+from d9d_weights.graph.mappers import Identity
 from torch import Tensor, nn
 
 from d9d_peft.config import ALL_LINEAR, LowRankConfig
@@ -62,7 +64,7 @@ class Lora:
 
     @contextmanager
     def off(self, stage: nn.Module) -> Iterator[None]:
-        """Compute without the terms inside the block; see :class:`d9d_core.extend.SwitchesOff`."""
+        """Compute without the terms inside the block; see :class:`d9d_core.peft.SwitchesOff`."""
         terms: list[Any] = [m for m in stage.modules() if is_adapted(m) or isinstance(m, GroupedTerm)]
         before = [term.lora_off for term in terms]
         for term in terms:

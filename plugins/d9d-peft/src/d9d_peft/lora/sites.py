@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from d9d_core.extend import BuildError, HasBanks, modules_with
+from d9d_core.errors import BuildError
+from d9d_core.traits import HasBanks, modules_with
 from d9d_nn.heads.causal_lm import CausalLMHead
 from torch import Tensor, nn
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
-from d9d_core.extend import OpSlot
+from d9d_core.kernel import OpSlot
 from d9d_nn.linear import Linear
 from d9d_nn.ops.linear_cross_entropy import linear_cross_entropy
 from torch import Tensor, nn

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from d9d_core.extend import D9dError, JobError, PluginError, format_programs, placement
-from d9d_core.plugin import PluginPolicy, Registry, discover
+from d9d_core.errors import D9dError, JobError, PluginError
+from d9d_core.program.text import format_programs
+from d9d_core.program.validation import placement
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
+from d9d_core.registry.registry import Registry
 
 from d9d_pipeline.cli.report import Row, print_comparison, print_simulation, summary
 from d9d_pipeline.cli.selection import by_name, from_job, is_job

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from d9d_core.extend import console_for
+from d9d_core.terminal.console import console_for
 from rich.table import Table
 
 from d9d_pipeline.simulator.result import Simulation

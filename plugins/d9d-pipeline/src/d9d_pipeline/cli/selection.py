@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from d9d_core.extend import (
-    FOREIGN_FAILURES,
-    JobError,
-    JobFile,
-    PluginConfig,
-    PluginError,
-    Program,
-    Schedule,
-    load_config,
-    plugin_error,
-)
-from d9d_core.plugin import Entry, PluginPolicy, Registry, ScheduleSpec
+from d9d_core.config import PluginConfig
+from d9d_core.containment import FOREIGN_FAILURES
+from d9d_core.errors import JobError, PluginError
+from d9d_core.job import JobFile
+from d9d_core.job_file.lookup import load_config
+from d9d_core.plugin import ScheduleSpec
+from d9d_core.registry.entries import Entry, plugin_error
+from d9d_core.registry.policy import PluginPolicy
+from d9d_core.registry.registry import Registry
+from d9d_core.schedule import Program, Schedule
 from pydantic import ValidationError
 
 _JOB_SUFFIXES = (".yaml", ".yml", ".toml", ".json")

@@ -6,18 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from d9d_core.extend import (
-    Action,
-    Arrival,
-    Backward,
-    Forward,
-    Handler,
-    InputBackward,
-    MicrobatchAction,
-    Overlap,
-    StageRunner,
-    StepState,
-)
+from d9d_core.program.runner import Arrival, Handler, StageRunner, StepState
+from d9d_core.schedule import Action, Backward, Forward, InputBackward, MicrobatchAction, Overlap
 from torch import Tensor
 
 from d9d_pipeline.overlap.pair_runner import PairRunner

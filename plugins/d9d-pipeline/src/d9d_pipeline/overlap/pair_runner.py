@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 import torch
-from d9d_core.extend import HasBlocks, HasExperts, modules_with
+from d9d_core.traits import HasBlocks, HasExperts, modules_with
 from torch import nn
 
 from d9d_pipeline.overlap.turns import AbortedError, Side, Turns

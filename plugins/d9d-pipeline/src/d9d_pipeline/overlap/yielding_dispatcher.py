@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from d9d_core.extend import Dispatched, Dispatcher, HasExperts, Routing, Transfer, modules_with
+from d9d_core.traits import Dispatched, Dispatcher, HasExperts, Routing, Transfer, modules_with
 from torch import Tensor, nn
 
 from d9d_pipeline.overlap.yield_points import Remove, YieldPoints

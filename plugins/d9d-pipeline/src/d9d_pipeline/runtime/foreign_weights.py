@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from d9d_core.extend import Deferral, DefersWeights
+from d9d_core.deferral import Deferral
+from d9d_core.traits import DefersWeights
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 

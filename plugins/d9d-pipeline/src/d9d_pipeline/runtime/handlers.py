@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from d9d_core.extend import (
-    Action,
-    Backward,
-    Forward,
-    Handler,
-    InputBackward,
-    Overlap,
-    PluginConfig,
-    StageRunner,
-    StepState,
-    WeightBackward,
-)
+from d9d_core.config import PluginConfig
+from d9d_core.program.runner import Handler, StageRunner, StepState
+from d9d_core.schedule import Action, Backward, Forward, InputBackward, Overlap, WeightBackward
 
 from d9d_pipeline.overlap.handlers import overlap_handlers
 from d9d_pipeline.overlap.yielding_dispatcher import has_yield_points

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-from d9d_core.extend import Deferral, DeferredWeights
+from d9d_core.deferral import Deferral, DeferredWeights
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 

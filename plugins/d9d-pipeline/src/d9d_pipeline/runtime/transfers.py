@@ -7,20 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 
 import torch
-from d9d_core.extend import (
+from d9d_core.errors import BuildError
+from d9d_core.program.runner import Arrival, Handler, StageRunner, StepState
+from d9d_core.schedule import (
     Action,
-    Arrival,
-    BuildError,
-    Handler,
     MicrobatchAction,
     ReceiveActivation,
     ReceiveGradient,
     SendActivation,
     SendGradient,
-    StageRunner,
-    StepState,
-    TensorSpec,
 )
+from d9d_core.types import TensorSpec
 from torch import Tensor
 from torch import distributed as dist
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from d9d_core.extend import Action, InputBackward, WeightBackward
+from d9d_core.schedule import Action, InputBackward, WeightBackward
 
 from d9d_pipeline.schedule.ideal_timing import ideal_starts
 

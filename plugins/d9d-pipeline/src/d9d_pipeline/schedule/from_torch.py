@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from d9d_core.extend import Action, Backward, Forward, InputBackward, MicrobatchAction, Overlap, Program, WeightBackward
+from d9d_core.schedule import (
+    Action,
+    Backward,
+    Forward,
+    InputBackward,
+    MicrobatchAction,
+    Overlap,
+    Program,
+    WeightBackward,
+)
 
 from d9d_pipeline.schedule.insert_transfers import insert_transfers
 from d9d_pipeline.schedule.placement import Placement

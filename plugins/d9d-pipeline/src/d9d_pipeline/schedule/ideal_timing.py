@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from d9d_core.extend import Backward, Forward, Overlap, Program, WeightBackward, compute_parts
+from d9d_core.schedule import Backward, Forward, Overlap, Program, WeightBackward, compute_parts
 
 #: A whole backward takes as long as two forwards; its halves are equal.
 _COSTS = {Forward: 1, Backward: 2}

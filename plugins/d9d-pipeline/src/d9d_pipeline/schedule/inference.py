@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from d9d_core.extend import Forward, Program
+from d9d_core.schedule import Forward, Program
 
 from d9d_pipeline.schedule.insert_transfers import insert_transfers
 from d9d_pipeline.schedule.placement import Placement

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from d9d_core.extend import (
+from d9d_core.schedule import (
     Action,
     Backward,
     Forward,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from d9d_core.extend import Action, Backward, Forward, InputBackward, MicrobatchAction, Overlap, WeightBackward
+from d9d_core.schedule import Action, Backward, Forward, InputBackward, MicrobatchAction, Overlap, WeightBackward
 
 
 class OrderBuilder:

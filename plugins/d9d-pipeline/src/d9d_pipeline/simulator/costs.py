@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from d9d_core.extend import Action, Backward, Forward, InputBackward, ProgramIndex, WeightBackward
+from d9d_core.program.index import ProgramIndex
+from d9d_core.schedule import Action, Backward, Forward, InputBackward, WeightBackward
 
 #: One number for what a rank has in all, shared evenly by its stages; or one number for each stage.
 PerStage = float | Sequence[float]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from d9d_core.extend import (
+from d9d_core.schedule import (
     Backward,
     Forward,
     InputBackward,

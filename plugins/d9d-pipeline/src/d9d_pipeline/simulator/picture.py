@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from d9d_core.extend import Action, Backward, Forward, InputBackward, MicrobatchAction, Overlap, WeightBackward
-from d9d_engine.extend import figure_svg, new_figure
+from d9d_core.schedule import Action, Backward, Forward, InputBackward, MicrobatchAction, Overlap, WeightBackward
+from d9d_engine.figures import figure_svg, new_figure
 
 from d9d_pipeline.simulator.result import Simulation
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from d9d_core.extend import Action, Backward, Forward, InputBackward, Overlap, ProgramIndex, WeightBackward
+from d9d_core.program.index import ProgramIndex
+from d9d_core.schedule import Action, Backward, Forward, InputBackward, Overlap, WeightBackward
 
 _COMPUTES = (Forward, Backward, InputBackward, WeightBackward, Overlap)
 

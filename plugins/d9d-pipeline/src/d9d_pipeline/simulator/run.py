@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from d9d_core.extend import Action, BuildError, Overlap, Program, ProgramIndex, awaited, find_deadlock, problems_of
+from d9d_core.errors import BuildError
+from d9d_core.program.deadlock import awaited, find_deadlock
+from d9d_core.program.index import ProgramIndex
+from d9d_core.program.validation import problems_of
+from d9d_core.schedule import Action, Overlap, Program
 
 from d9d_pipeline.simulator.costs import Costs, of_stages
 from d9d_pipeline.simulator.memory import inbox, live

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from d9d_core.extend import Program, StageTimes
+from d9d_core.cost import StageTimes
+from d9d_core.schedule import Program
 
 from d9d_pipeline.simulator.costs import Costs
 from d9d_pipeline.simulator.run import timed

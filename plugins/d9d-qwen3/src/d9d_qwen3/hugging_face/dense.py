@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from d9d_core.extend import CheckpointError
+from d9d_core.errors import CheckpointError
 
 from d9d_qwen3.config import Qwen3Config
 from d9d_qwen3.hugging_face.config_json import Family

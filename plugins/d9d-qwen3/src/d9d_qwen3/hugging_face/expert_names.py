@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from d9d_core.extend import CheckpointError
-from d9d_weights import Chunk, Drop, Either, Fresh, Mapper, Parallel, Prefix, Rename, Stack, Transpose
+from d9d_core.errors import CheckpointError
+from d9d_weights.graph.base import Mapper, Parallel
+from d9d_weights.graph.compose import Prefix
+from d9d_weights.graph.mappers import Rename, Transpose
+from d9d_weights.graph.merging import Chunk, Stack
+from d9d_weights.graph.select import Drop, Either, Fresh
 
 from d9d_qwen3.moe_config import Qwen3MoeConfig
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from d9d_core.extend import CheckpointError
+from d9d_core.errors import CheckpointError
 
 #: Fields that dense and MoE models have and that become part of our config.
 READ = frozenset(

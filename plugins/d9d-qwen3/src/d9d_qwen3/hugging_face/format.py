@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from d9d_core.extend import CheckpointError
+from d9d_core.errors import CheckpointError
 from pydantic import ValidationError
 
 from d9d_qwen3.config import Qwen3Config
@@ -14,7 +14,7 @@ from d9d_qwen3.hugging_face.config_json import Family, check_computable, common_
 from d9d_qwen3.moe_config import Qwen3MoeConfig
 
 if TYPE_CHECKING:
-    from d9d_weights import Mapper
+    from d9d_weights.graph.base import Mapper
 
 C = TypeVar("C", Qwen3Config, Qwen3MoeConfig)
 

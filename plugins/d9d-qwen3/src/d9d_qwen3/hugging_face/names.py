@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from d9d_nn.heads.config import CausalLMHeadConfig, HeadConfig
-from d9d_weights import Chunk, Copy, Drop, Either, Explained, Fresh, Mapper, Parallel, Rename, Share
+from d9d_weights.graph.base import Mapper, Parallel
+from d9d_weights.graph.mappers import Rename
+from d9d_weights.graph.merging import Chunk
+from d9d_weights.graph.select import Copy, Drop, Either, Explained, Fresh, Share
 
 from d9d_qwen3.base_config import Qwen3Base
 from d9d_qwen3.hugging_face.config_json import published_head

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import triton
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops.attention_inputs import attention_inputs as reference
 from d9d_nn.ops.attention_inputs import project
 from torch import Tensor

@@ -14,7 +14,7 @@ from torch import Tensor
 def stacked(weights: Sequence[Tensor]) -> Tensor:
     """Weights [..., H] one below the other [F, H]; without a copy where they follow each other in memory.
 
-    See :class:`d9d_core.extend.HasAdjacentWeights`. To be called with tensors that have memory, so not by a compiler.
+    See :class:`d9d_core.traits.HasAdjacentWeights`. To be called with tensors that have memory, so not by a compiler.
     """
     first, end = weights[0], weights[0].data_ptr()
     for weight in weights:

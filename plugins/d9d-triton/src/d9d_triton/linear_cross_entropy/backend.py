@@ -6,7 +6,7 @@ Shapes: T tokens, H features, V words of the vocabulary, C tokens of a chunk, W 
 from __future__ import annotations
 
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops.grouped_linear import autocast_operands
 from d9d_nn.ops.linear_cross_entropy import may_be_kept
 from torch import Tensor

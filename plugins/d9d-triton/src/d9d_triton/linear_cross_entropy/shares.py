@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from d9d_core.extend import OpSignature
+from d9d_core.kernel import OpSignature
 from d9d_nn.ops.grouped_linear import autocast_operands
 from d9d_nn.ops.linear_cross_entropy import IGNORE, may_be_kept
 from d9d_nn.ops.vocabulary_parallel import VocabularyParallelCrossEntropy, merge_ranks, merge_statistics

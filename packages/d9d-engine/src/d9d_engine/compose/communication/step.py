@@ -1,6 +1,6 @@
 """Collectives of one training step on one rank, from declarations: nothing is run, and no process is started.
 
-Strategies declare their own (:attr:`d9d_core.protocols.strategy.Applied.collectives`); what stages send each other and
+Strategies declare their own (:attr:`d9d_core.strategy.Applied.collectives`); what stages send each other and
 what the loop itself reduces is known here. Not listed: evaluations, checkpoints, and what plugins do without saying so.
 """
 
@@ -11,11 +11,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection
+from d9d_core.data import sample_lengths
+from d9d_core.first_pass import TwoPassTask
 from d9d_core.grid import AXES, Grid
-from d9d_core.plugin.records import StrategySpec
-from d9d_core.program.actions import (
+from d9d_core.job_file.job import JobConfig
+from d9d_core.job_file.resolve import Selection
+from d9d_core.metric import Metric
+from d9d_core.optimizer import DeclaresCollectives, Optimizer
+from d9d_core.plugin import StrategySpec
+from d9d_core.schedule import (
     Action,
     Backward,
     Forward,
@@ -28,12 +32,8 @@ from d9d_core.program.actions import (
     SendGradient,
     compute_parts,
 )
-from d9d_core.protocols.data import sample_lengths
-from d9d_core.protocols.first_pass import TwoPassTask
-from d9d_core.protocols.metric import Metric
-from d9d_core.protocols.optimizer import DeclaresCollectives, Optimizer
-from d9d_core.protocols.strategy import Collective, Kind, Pass, StepShape
-from d9d_core.protocols.task import OwnsMetrics, Task, UsesTopology
+from d9d_core.strategy import Collective, Kind, Pass, StepShape
+from d9d_core.task import OwnsMetrics, Task, UsesTopology
 from d9d_core.tensors import wide_dtype
 from d9d_core.types import TensorSpec
 from torch import Tensor

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection
-from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.data import DataStream
-from d9d_core.protocols.first_pass import TwoPassTask
-from d9d_core.protocols.peft import SwitchesOff
+from d9d_core.data import DataStream
+from d9d_core.first_pass import TwoPassTask
+from d9d_core.job_file.job import JobConfig
+from d9d_core.job_file.resolve import Selection
+from d9d_core.peft import SwitchesOff
+from d9d_core.registry.registry import Registry
 from torch import nn
 
 from d9d_engine.compose.assemble import Assembly
@@ -76,7 +76,7 @@ def build_first_pass(
         assembly: the trained model, with the weights that the run starts with.
         topology: this process among others.
         task: the job's task, checked.
-        own_task: the task itself, which may be a :class:`~d9d_core.protocols.first_pass.TwoPassTask`.
+        own_task: the task itself, which may be a :class:`~d9d_core.first_pass.TwoPassTask`.
         running: what the trained model runs with.
         note: prints a line.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection, check_capabilities, select
 from d9d_core.errors import BuildError, JobError
-from d9d_core.plugin.capabilities import Chosen, Circumstances
-from d9d_core.plugin.records import StrategySpec
-from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.first_pass import FirstPass, PassModel
-from d9d_core.protocols.peft import SwitchesOff
+from d9d_core.first_pass import FirstPass, PassModel
+from d9d_core.job_file.job import JobConfig
+from d9d_core.job_file.resolve import Selection, check_capabilities, select
+from d9d_core.peft import SwitchesOff
+from d9d_core.plugin import StrategySpec
+from d9d_core.registry.capabilities import Chosen, Circumstances
+from d9d_core.registry.registry import Registry
 
 from d9d_engine.compose.assemble import Assembly, assemble
 from d9d_engine.distributed.mesh import Topology

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from d9d_core.config.job import JobConfig
+from d9d_core.data import DataStream
 from d9d_core.errors import JobError
-from d9d_core.protocols.data import DataStream
+from d9d_core.job_file.job import JobConfig
 from d9d_weights.files.atomic import replacing
 from d9d_weights.sharding.agreement import on_all, on_main
 from safetensors import SafetensorError

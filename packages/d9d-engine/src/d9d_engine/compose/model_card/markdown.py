@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-from d9d_core.config.reading import write_yaml
+from d9d_core.job_file.reading import write_yaml
 
 _LONGEST = 300
 #: Control characters, surrogates, and such as reorder or hide what follows them.

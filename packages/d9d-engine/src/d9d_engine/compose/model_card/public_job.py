@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
-from d9d_core.config.job import JobConfig
+from d9d_core.job_file.job import JobConfig
 from pydantic import BaseModel
 
 #: Sections and fields of where and how a job ran: the model is the same without them. Exports are compared between

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from d9d_core.plugin.manifest import Manifest
+from d9d_core.registry.manifest import Manifest
 
 #: Packages that train and that no manifest of plugins needs to name.
 _FOUNDATION = ("d9d-core", "d9d-engine", "d9d-weights")

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.plugin.capabilities import Chosen
-from d9d_core.plugin.records import StrategySpec
+from d9d_core.plugin import StrategySpec
 from d9d_core.program.placement import Pipeline
-from d9d_core.protocols.strategy import Applied
+from d9d_core.registry.capabilities import Chosen
+from d9d_core.strategy import Applied
 
 #: Anchors of strategies that communicate inside of blocks.
 _INSIDE = ("tensor", "context", "expert")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.base import ModelConfig
-from d9d_core.config.job import BaseJob, JobConfig
-from d9d_core.plugin.capabilities import Chosen
-from d9d_core.protocols.data import DataContext, DataStream, TextInputs, packs_documents
+from d9d_core.config import ModelConfig
+from d9d_core.data import DataContext, DataStream, TextInputs, packs_documents
+from d9d_core.job_file.job import BaseJob, JobConfig
+from d9d_core.registry.capabilities import Chosen
 from d9d_core.types import Microbatch
 
 from d9d_engine.distributed.mesh import Topology
@@ -20,7 +20,7 @@ from d9d_engine.step.checked_task import CheckedTask
 def documents_of(job: BaseJob) -> bool | None:
     """Whether samples of the job hold several documents, those of evaluations included; ``None`` if that is not known.
 
-    See :func:`d9d_core.extend.packs_documents`.
+    See :func:`d9d_core.data.packs_documents`.
     """
     evaluation = job.evaluation if isinstance(job, JobConfig) else None
     return packs_documents(job.data, *(evaluation.datasets.values() if evaluation else ()))
@@ -53,7 +53,7 @@ def open_data(
         chosen: record of the dataset.
         config: of the dataset.
         note: prints a line about long work.
-        one_pass: every sample once, in order; see :mod:`d9d_core.protocols.data`.
+        one_pass: every sample once, in order; see :mod:`d9d_core.data`.
         inputs: tokens of a text that are inputs.
 
     Raises:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Part, Selection
+from d9d_core.data import DataStream
 from d9d_core.errors import JobError
-from d9d_core.protocols.data import DataStream
+from d9d_core.job_file.job import JobConfig
+from d9d_core.job_file.resolve import Part, Selection
 from torch import distributed as dist
 
 from d9d_engine.compose.assemble import Assembly

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 
-from d9d_core.config.job import JobConfig
 from d9d_core.errors import JobError
-from d9d_core.plugin.capabilities import Chosen
+from d9d_core.job_file.job import JobConfig
+from d9d_core.registry.capabilities import Chosen
 from d9d_core.types import State
 
 

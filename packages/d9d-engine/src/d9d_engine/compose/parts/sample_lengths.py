@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from d9d_core.config.base import PluginConfig
-from d9d_core.config.job import BaseJob, JobConfig
+from d9d_core.config import PluginConfig
+from d9d_core.data import sample_lengths
 from d9d_core.errors import JobError
+from d9d_core.job_file.job import BaseJob, JobConfig
 from d9d_core.layout.check import near_multiples
-from d9d_core.plugin.capabilities import Chosen
-from d9d_core.protocols.data import sample_lengths
-from d9d_core.protocols.strategy import Applied
+from d9d_core.registry.capabilities import Chosen
+from d9d_core.strategy import Applied
 
 
 def check_lengths(job: BaseJob, applied: Sequence[tuple[Chosen, Applied]]) -> None:

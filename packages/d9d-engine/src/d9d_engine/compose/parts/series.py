@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from d9d_core.config.base import closest
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection
+from d9d_core.config import closest
 from d9d_core.errors import JobError
+from d9d_core.job_file.job import JobConfig
+from d9d_core.job_file.resolve import Selection
 
 from d9d_engine.compose.assemble import Assembly
 from d9d_engine.run.evaluation import likelihood_of, prefix_of, series_of_sets

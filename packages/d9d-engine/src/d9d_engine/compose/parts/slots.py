@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
-from d9d_core.ops import OpSlot
+from d9d_core.kernel import OpSlot
 from d9d_core.traits import HasOps
 from torch import nn
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 from d9d_core.components.contract import check_metric
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.resolve import Part, observations_read
-from d9d_core.plugin.capabilities import Chosen
-from d9d_core.protocols.metric import Metric
+from d9d_core.job_file.resolve import Part, observations_read
+from d9d_core.metric import Metric
+from d9d_core.registry.capabilities import Chosen
 from d9d_core.traits import ObservesOnDemand, modules_with
 from torch import distributed as dist
 

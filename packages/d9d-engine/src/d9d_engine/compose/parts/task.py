@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection
-from d9d_core.protocols.task import Task, UsesTopology
+from d9d_core.job_file.job import JobConfig
+from d9d_core.job_file.resolve import Selection
+from d9d_core.task import Task, UsesTopology
 
 from d9d_engine.distributed.mesh import Topology
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from d9d_core.extend import Decision, JobError, OpSignature
+from d9d_core.errors import JobError
+from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 
 from d9d_nn.ops.attention import partial

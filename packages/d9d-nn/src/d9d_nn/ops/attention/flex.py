@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from d9d_core.extend import Decision, OpSignature
+from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 
 from d9d_nn.ops.attention import sdpa

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from d9d_core.extend import Decision, JobError, OpSignature
+from d9d_core.errors import JobError
+from d9d_core.kernel import Decision, OpSignature
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from d9d_core.extend import BuildError, ContextShare, OpSlot
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSlot
+from d9d_core.model import ContextShare
 from torch import Tensor
 
 from d9d_nn.ops.attention.reference import attention

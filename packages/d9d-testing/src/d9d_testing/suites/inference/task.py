@@ -8,14 +8,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from d9d_core.extend import ROW, Columns, Microbatch, StageInputs, State
+from d9d_core.inference import ROW, Columns
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 from d9d_testing.suites.support.component import ComponentSuite
 
 
 class InferenceTaskSuite(ComponentSuite):
-    """The conformance suite of inference tasks (:class:`d9d_core.protocols.inference.InferenceTask`).
+    """The conformance suite of inference tasks (:class:`d9d_core.inference.InferenceTask`).
 
     Subclass it, name the task, and give a microbatch of four samples or more, with what a model would return for it::
 

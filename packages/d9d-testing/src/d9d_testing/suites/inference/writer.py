@@ -23,7 +23,7 @@ _ROWS: Mapping[str, Sequence[Any]] = {
 
 
 class WriterSuite(ComponentSuite):
-    """The conformance suite of writers (:class:`d9d_core.protocols.inference.Writer`).
+    """The conformance suite of writers (:class:`d9d_core.inference.Writer`).
 
     Subclass it, name the writer, and say how to read a file back::
 

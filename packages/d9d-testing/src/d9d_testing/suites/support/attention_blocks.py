@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import OpSlot
+from d9d_core.kernel import OpSlot
 from d9d_core.plugin import Ref
 from torch import Tensor
 

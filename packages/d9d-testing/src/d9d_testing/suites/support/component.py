@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from d9d_core.plugin import Registry, discover
-from d9d_core.testing import file_plugin, inner_builder
+from d9d_core.registry.loader import discover
+from d9d_core.registry.registry import Registry
+from d9d_core.registry.single_file import file_plugin
+
+from d9d_testing.suites.support.resolved import inner_builder
 
 
 def registry_of(plugin: str | None) -> Registry:
@@ -37,7 +40,7 @@ def configured(kind: str, plugin: str | None, target: str, fields: Mapping[str, 
     """The record of a component and its config.
 
     Args:
-        kind: as in :data:`d9d_core.plugin.hooks.KINDS`.
+        kind: as in :data:`d9d_core.registry.hooks.KINDS`.
         plugin: see :func:`registry_of`.
         target: how a job file selects the component.
         fields: of its config, as a job file has them.

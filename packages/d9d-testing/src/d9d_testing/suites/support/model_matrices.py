@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import HasBlocks, modules_with
+from d9d_core.traits import HasBlocks, modules_with
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import HasBlocks, LateInit, Stage, modules_with
+from d9d_core.model import Stage
 from d9d_core.plugin import ModelSpec
-from d9d_weights import HuggingFaceFormat, ModelFiles, ModelWriter, StateGraph, export_model, specs_of
+from d9d_core.traits import HasBlocks, LateInit, modules_with
+from d9d_weights.graph.graph import StateGraph, specs_of
+from d9d_weights.hugging_face.export import ModelFiles, export_model
+from d9d_weights.hugging_face.format import HuggingFaceFormat
+from d9d_weights.hugging_face.writer import ModelWriter
 from torch import Tensor, nn
 
 #: Target of a position without a loss.

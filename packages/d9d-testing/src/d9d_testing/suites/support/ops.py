@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import torch
-from d9d_core.extend import OpSlot
+from d9d_core.kernel import OpSlot
 from d9d_core.plugin import Ref
 from torch import Tensor, nn
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import local
+from d9d_core.tensors import local
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

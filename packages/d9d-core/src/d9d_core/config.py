@@ -1,0 +1,226 @@
+"""Base classes of all configs: frozen, no unknown fields, and errors that suggest the right name."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PositiveInt,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+#: Place of a value in a job file.
+Location = tuple[int | str, ...]
+#: Of the whole numbers that tensors and clocks count in.
+_LARGEST = 2**63 - 1
+#: What ``pathlib`` makes of an address; no drive of Windows, which has one letter.
+_ADDRESS_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_NO_ADDRESS = "an address is not supported here; give a path of this machine, such as one where the storage is mounted"
+
+
+def dotted(location: Sequence[int | str]) -> str:
+    """``('parallel', 0, 'degree')`` as ``parallel[0].degree``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return text.removeprefix(".")
+
+
+def closest(word: object, known: Iterable[str]) -> str | None:
+    """The known word nearest to ``word``, if any is near."""
+    return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)), None)
+
+
+def line_error(kind: str, text: str, loc: tuple[int | str, ...] = (), value: Any = None) -> InitErrorDetails:
+    """One line of a validation error, with our own text."""
+    return InitErrorDetails(type=PydanticCustomError(kind, "{text}", {"text": text}), loc=loc, input=value)
+
+
+def speakable(value: Any) -> Any:
+    """Values as JSON can hold them: it has no infinity; as a string it is read back."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: speakable(item) for key, item in value.items()}
+    return [speakable(item) for item in value] if isinstance(value, list) else value
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is an address such as ``s3://bucket/run``, and no path of this machine."""
+    return "://" in text
+
+
+def _is_path(text: str) -> str:
+    if is_address(text):
+        raise ValueError(_NO_ADDRESS)
+    return text
+
+
+def _has_driver(text: str) -> str:
+    scheme, found, _ = text.partition("://")
+    if found:
+        from fsspec import available_protocols  # type: ignore[import-untyped]
+
+        unknown = [name for name in scheme.split("::")[-1:] if name not in available_protocols()]
+        if unknown:
+            near = closest(unknown[0], available_protocols())
+            hint = f"; did you mean '{near}://'?" if near else ""
+            raise ValueError(f"no driver knows addresses of '{unknown[0]}://'{hint}; fsspec lists what there is")
+    return text
+
+
+#: Text that is a path of this machine; an address is refused. A field of type ``Path`` refuses addresses by itself.
+PathText = Annotated[str, AfterValidator(_is_path)]
+#: Text that is a path of this machine, or an address that fsspec has a driver for.
+PathOrAddress = Annotated[str, AfterValidator(_has_driver)]
+
+
+def _unfit(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Iterator[InitErrorDetails]:
+    """Values that pydantic reads and nothing else would: true as 1, more than 64 bits, infinity in untyped values.
+
+    Addresses as paths, too, which would be folders called ``s3:``.
+    """
+    # pydantic's strict mode would also refuse the numbers that YAML leaves as strings, such as 1e3.
+    if isinstance(given, bool) and type(read) in (int, float):
+        yield line_error("not_a_number", "input should be a number", loc, given)
+    elif type(read) is int and abs(read) > _LARGEST:
+        yield line_error("too_large", f"a whole number has at most 64 bits, up to {_LARGEST}", loc, given)
+    elif len(loc) > 1 and type(read) is float and not math.isfinite(read):
+        # Only a field's type tells the text "inf", which stands for infinity in saved jobs, from a text.
+        yield line_error("not_finite", "input should be a finite number", loc, given)
+    elif isinstance(read, Path) and (is_address(str(given)) or _ADDRESS_AS_PATH.match(str(given))):
+        yield line_error("an_address", _NO_ADDRESS, loc, given)
+    elif isinstance(given, Mapping) and isinstance(read, Mapping):
+        for key in given.keys() & read.keys():
+            yield from _unfit(given[key], read[key], (*loc, key))
+    elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
+        for index, pair in enumerate(zip(given, read, strict=False)):
+            yield from _unfit(*pair, (*loc, index))
+
+
+class LoadsCode:
+    """Mark of a field whose text is imported: ``build: Annotated[str, LoadsCode()]``.
+
+    A job file that lies in a stranger's directory must not set such a field, see :mod:`d9d_core.job_file.saved_job`.
+    Every config that imports by a value of the job file has to mark the field.
+
+    Args:
+        imports: which texts are imported; all by default.
+    """
+
+    def __init__(self, imports: Callable[[str], bool] = lambda _text: True) -> None:
+        self.imports = imports
+
+
+class Section(BaseModel):
+    """Base of the job file's sections: frozen; refuses unknown fields, and true, false, huge and infinite numbers.
+
+    A field that admits infinity says so: ``Annotated[float, Field(allow_inf_nan=True, gt=0)]``.
+    """
+
+    # Numbers are finite unless a field admits others, which are dumped as they are and not as null.
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _say_what_is_wrong(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        try:
+            section = handler(value)
+        except ValidationError as error:
+            lines = [cls._reword(line, info) for line in error.errors(include_url=False)]
+            raise ValidationError.from_exception_data(cls.__name__, lines) from None
+        given = value if isinstance(value, Mapping) else {}
+        read = {name: getattr(section, name) for name in cls.model_fields if name in given}
+        if lines := list(_unfit(given, read)):
+            raise ValidationError.from_exception_data(cls.__name__, lines)
+        return section
+
+    @classmethod
+    def _reword(cls, line: Any, info: ValidationInfo) -> InitErrorDetails:
+        kind, text, loc = line["type"], line["msg"], line["loc"]
+        # Nested sections have reworded their own lines already; those have longer locations or our own type.
+        if kind == "extra_forbidden" and len(loc) == 1:
+            near = closest(loc[0], cls.model_fields)
+            hint = f"did you mean '{near}'?" if near else f"fields: {', '.join(cls.model_fields)}"
+            kind, text = "unknown_field", f"not a field of {cls._owner(info)}; {hint}"
+        elif kind == "missing" and len(loc) == 1:
+            text = f"missing; {cls._owner(info)} needs it"
+        return line_error(kind, text, loc, line["input"])
+
+    @classmethod
+    def _owner(cls, info: ValidationInfo) -> str:  # noqa: ARG003 - plugins' configs use it
+        return "this section"
+
+
+class PluginConfig(Section):
+    """Base of every config that a job file selects by ``name``.
+
+    Subclasses declare ``name: Literal["..."] = "..."`` and document each field with a docstring below it.
+    """
+
+    name: str
+    """Selects the plugin."""
+
+    # Set when the job file wrote 'distribution/name'; dumps write it back.
+    _distribution: str | None = PrivateAttr(default=None)
+
+    @property
+    def selector(self) -> str:
+        """How a job file selects exactly this: ``name`` or ``distribution/name``."""
+        return f"{self._distribution}/{self.name}" if self._distribution else self.name
+
+    @classmethod
+    def _owner(cls, info: ValidationInfo) -> str:
+        label = (info.context or {}).get("label")
+        return label or f"'{cls.model_fields['name'].default}'"
+
+
+class ModelConfig(PluginConfig):
+    """Base of the configs of models that can start from published weights.
+
+    With ``pretrained``, fields that the job file leaves out are those of the ``config.json`` or checkpoint there.
+
+    Attributes:
+        free_on_resume: fields that a resumed run may change, because no saved tensor depends on them.
+    """
+
+    free_on_resume: ClassVar[frozenset[str]] = frozenset()
+
+    pretrained: PathOrAddress | None = None
+    """Start from these weights: a directory in Hugging Face layout, or an fsspec address of one; the directory of a
+    run, or one of its checkpoints; null draws them."""
+
+    def check_resume(self, saved: Mapping[str, Any]) -> None:
+        """Refuse values of the free fields with which this model could not take over the tensors of the saved one.
+
+        Args:
+            saved: the fields of the model whose checkpoint is resumed from; its other fields are those of this model.
+
+        Raises:
+            ValueError: why, beginning with the field.
+        """
+
+
+class ScheduleConfig(PluginConfig):
+    """Base of the configs of pipeline schedules."""
+
+    layers: tuple[PositiveInt, ...] | None = None
+    """Layers of each stage, in order; null balances stages by what their layers, the embedding and the heads cost."""

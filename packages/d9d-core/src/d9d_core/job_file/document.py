@@ -1,0 +1,141 @@
+"""Values of a job file with their line numbers, and overrides of them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from d9d_core.config import Location, dotted
+from d9d_core.errors import JobError
+from d9d_core.job_file.reading import READERS, read_yaml
+from d9d_core.untrusted import Links, read_regular
+
+#: Bytes of the largest job file: a hundred times what people write.
+MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Document:
+    """Job file as a document: its values, and the line of each.
+
+    Attributes:
+        values: mappings, lists and scalars.
+        source: how messages call the file.
+        lines: location -> line, as far as known.
+        overrides: locations that ``--set`` gave.
+    """
+
+    values: dict[str, Any]
+    source: str = "job"
+    lines: Mapping[Location, int] = field(default_factory=dict)
+    overrides: frozenset[Location] = frozenset()
+
+    @classmethod
+    def read(cls, path: Path, links: Links = "any") -> Document:
+        """Read YAML, TOML or JSON, by the file's suffix.
+
+        Args:
+            path: of the file.
+            links: which links its name may be.
+
+        Raises:
+            JobError: the file cannot be read or is malformed.
+        """
+        reader = READERS.get(path.suffix.lower())
+        if reader is None:
+            raise JobError(f"{path}: a job file ends in {', '.join(READERS)}")
+        try:
+            text = read_regular(path, MAX_BYTES, links).decode("utf-8")
+        except FileNotFoundError:
+            raise JobError(f"{path}: no such job file") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise JobError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        values, lines = reader(text, str(path))
+        if not isinstance(values, dict):
+            kind = {list: "a list", type(None): "empty"}.get(type(values), "a single value")
+            raise JobError(f"{path}: a job file is a mapping of sections (model: ..., data: ...), this one is {kind}")
+        return cls(values, str(path), lines)
+
+    def override(self, assignments: Sequence[str]) -> Document:
+        """Apply ``section.field=value`` assignments; values are YAML. ``list[i]`` of the list's length appends.
+
+        Raises:
+            JobError: an assignment has no ``=``, or leads through something that is no mapping or list.
+        """
+        values = copy.deepcopy(self.values)
+        given = set(self.overrides)
+        for assignment in assignments:
+            path, equals, text = assignment.partition("=")
+            words = [word for word in re.split(r"\.|\[|\]\.?", path.strip()) if word]
+            parts: Location = tuple(int(word) if word.isdecimal() else word for word in words)
+            if not equals or not parts:
+                raise JobError(f"--set {assignment}: write section.field=value, for example --set optimizer.lr=3e-4")
+            value = read_yaml(text, f"--set {path}")[0]
+            try:
+                _assign(values, parts, value)
+            except LookupError as error:
+                raise JobError(f"--set {assignment}: there is no {dotted(parts)} to set: {error.args[0]}") from None
+            given.add(parts)
+        # What an override replaced no longer stands in the file.
+        lines = {
+            location: line for location, line in self.lines.items() if not any(location[: len(g)] == g for g in given)
+        }
+        return Document(values, self.source, lines, frozenset(given))
+
+    def where(self, location: Location) -> str:
+        """``file:line`` of the value, or of the nearest one around it."""
+        for length in range(len(location), 0, -1):
+            if location[:length] in self.overrides:
+                return f"--set {dotted(location[:length])}"
+            if location[:length] in self.lines:
+                return f"{self.source}:{self.lines[location[:length]]}"
+        return self.source
+
+
+def _assign(values: dict[str, Any], parts: Location, value: Any) -> None:
+    target: Any = values
+    for depth, (part, following) in enumerate(pairwise(parts)):
+        _put(target, parts[:depth], part, _entered(target, parts[: depth + 1], following))
+        target = target[part]
+    _put(target, parts[:-1], parts[-1], value)
+
+
+#: Sections where a bare word names a plugin; so do the entries of lists, and the data and sets of an evaluation.
+_LISTS = ("parallel", "metrics", "trackers", "subscribers")
+_NAMED = ("model", "task", "data", "optimizer", "lr_schedule", "pipeline", "peft")
+
+
+def _entered(target: Any, location: Location, following: int | str) -> Any:
+    """Value at ``location``, made ready to take ``following``."""
+    part, inner = location[-1], None
+    if isinstance(target, dict):
+        inner = target.get(part)
+    elif isinstance(target, list) and isinstance(part, int) and part < len(target):
+        inner = target[part]
+    if isinstance(inner, str) and isinstance(following, str):
+        # `optimizer: adamw` and --set optimizer.lr=...; elsewhere a word gives way to fields
+        entry = isinstance(part, int) and len(location) in (2, 3)  # of `metrics`, or of a list of a model's config
+        named = location[1:] in [(), ("data",)] or location[1:2] == ("sets",) or entry
+        return {"name": inner} if named and location[0] in (*_NAMED, *_LISTS, "evaluation") else {}
+    if inner is None:
+        return [] if isinstance(following, int) else {}
+    return inner
+
+
+def _put(target: Any, location: Location, part: int | str, value: Any) -> None:
+    name = dotted(location) or "the job file"
+    if isinstance(target, list) and isinstance(part, int) and part <= len(target):
+        target[part : part + 1] = [value]
+        return
+    if isinstance(target, dict) and isinstance(part, str):
+        target[part] = value
+        return
+    reason = "is no list" if isinstance(part, int) else "has no fields"
+    if isinstance(target, list):
+        reason = f"is a list; its next entry is [{len(target)}]"
+    raise LookupError(f"{name} {reason}")

@@ -1,0 +1,58 @@
+"""Components inside components: the configs that a config holds, such as the parts of a mixture of datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from d9d_core.config import PluginConfig, Section
+from d9d_core.job_file.open_union import Named
+from d9d_core.registry.capabilities import Chosen
+from d9d_core.registry.registry import Registry
+
+
+def choose(registry: Registry, kind: str, where: str, config: PluginConfig) -> Chosen:
+    """Choose the record of a config, and those of the configs inside it.
+
+    Args:
+        registry: meaning of names.
+        kind: the extension point.
+        where: field of the job file.
+        config: of the component.
+
+    Raises:
+        PluginError: the registry does not have what the config names.
+    """
+    inner = [(choose(registry, its_kind, its_where, its), its) for its_kind, its_where, its in _inside(config, where)]
+    return Chosen(where, registry.find(kind, config.selector), tuple(inner))
+
+
+def _inside(section: Section, where: str) -> Iterator[tuple[str, str, PluginConfig]]:
+    """Configs inside a section, each with its kind and its field; not those that are inside of them."""
+    for name, field in type(section).model_fields.items():
+        kind = _kind((*field.metadata, field.annotation))
+        yield from _found(getattr(section, name), f"{where}.{name}", kind)
+
+
+def _found(value: Any, where: str, kind: str | None) -> Iterator[tuple[str, str, PluginConfig]]:
+    if isinstance(value, PluginConfig):
+        if kind is not None:
+            yield kind, where, value
+    elif isinstance(value, Section):
+        yield from _inside(value, where)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _found(item, f"{where}[{index}]", kind)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _found(item, f"{where}.{name}", kind)
+
+
+def _kind(annotations: tuple[Any, ...]) -> str | None:
+    """Kind of the open union in an annotation, however deep."""
+    for annotation in annotations:
+        if isinstance(annotation, Named):
+            return annotation.kind
+        if kind := _kind((*getattr(annotation, "__metadata__", ()), *get_args(annotation))):
+            return kind
+    return None

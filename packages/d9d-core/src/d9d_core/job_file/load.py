@@ -1,0 +1,127 @@
+"""Validation of a job file's document, with every problem reported at once and at its line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from d9d_core.config import Location, dotted
+from d9d_core.errors import JobError
+from d9d_core.job_file.document import Document
+from d9d_core.job_file.job import BaseJob
+from d9d_core.job_file.sections.plugins import Plugins
+from d9d_core.registry.loader import discover
+from d9d_core.registry.policy import PluginPolicy
+from d9d_core.registry.registry import Registry
+
+_TO_JOB = "to the job file"
+#: Problems of a job that are spelled out; the others are counted.
+_SHOWN = 50
+_LONG = 200
+Config = TypeVar("Config", bound=BaseJob)
+
+
+def plugin_policy(document: Document, extra: PluginPolicy | None = None) -> PluginPolicy:
+    """Plugin policy of the job file, the environment and the command line together.
+
+    Raises:
+        JobError: the ``plugins`` section is malformed, or a file that it names is absent.
+    """
+    try:
+        section = Plugins.model_validate(_values(document).get("plugins") or {})
+    except ValidationError as error:
+        raise _job_error(error, document, ("plugins",)) from None
+    for index, file in enumerate(section.files):
+        if not _is_file(file):
+            location = (
+                ("plugins", index) if isinstance(document.values["plugins"], list) else ("plugins", "files", index)
+            )
+            raise JobError(f"{document.where(location)}: {dotted(location)}: there is no file {_short(str(file))}")
+    return section.policy() | PluginPolicy.from_environment(os.environ) | (extra or PluginPolicy())
+
+
+def registry_for(document: Document, extra: PluginPolicy | None = None) -> Registry:
+    """Registry of the plugins that the job's policy admits."""
+    return discover(plugin_policy(document, extra))
+
+
+def validate_job(config_class: type[Config], document: Document, registry: Registry) -> Config:
+    """Resolve names and check every value.
+
+    Raises:
+        JobError: one line per problem: ``file:line: location: cause; suggestion``.
+    """
+    context: dict[str, Any] = {"registry": registry, "origins": []}
+    try:
+        return config_class.model_validate(_values(document), context=context)
+    except ValidationError as error:
+        job_error = _job_error(error, document)
+        job_error.origin = next((origin for origin in context["origins"] if origin is not None), None)
+        raise job_error from job_error.origin
+
+
+def _values(document: Document) -> dict[str, Any]:
+    """Values of the document, with plugin files, which are relative to the job file, made absolute.
+
+    The resolved job is saved with the run, in another directory, and must find them too.
+    """
+    section = document.values.get("plugins")
+    files = section.get("files") if isinstance(section, dict) else section
+    if not isinstance(files, list):
+        return document.values
+    directory = Path(document.source).absolute().parent
+    absolute = [os.path.normpath(directory / file) if isinstance(file, str) else file for file in files]
+    return {**document.values, "plugins": {**section, "files": absolute} if isinstance(section, dict) else absolute}
+
+
+def _job_error(error: ValidationError, document: Document, prefix: Location = ()) -> JobError:
+    problems = error.errors(include_url=False)
+    lines = [_line(line, document, prefix) for line in problems[:_SHOWN]]
+    more = [f"and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []
+    return JobError("\n".join([*lines, *more]))
+
+
+def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
+    loc = (*prefix, *line["loc"])
+    around = loc[:-1] if line["type"] == "missing" else loc  # what is missing is surely a field
+    location = (*_location_in_file(around, document.values), *loc[len(around) :])
+    text = str(line["msg"]).removeprefix("Value error, ")
+    if line["type"] == "missing":
+        text = f"missing; add '{location[-1]}:' " + (f"under '{dotted(location[:-1])}'" if location[1:] else _TO_JOB)
+    elif line["type"] not in ("unknown_field", "plugin", "not_named", "no_registry", "value_error"):
+        # Job files have lists, which configs read as tuples.
+        text = text.replace("a valid tuple", "a list").replace("Tuple should", "List should")
+        text = f"{text[0].lower()}{text[1:]}, got {_short(repr(line['input']))}"
+    label = f"{dotted(location)}: " if location else ""
+    return f"{document.where(location)}: {label}{text}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONG else text[:_LONG] + "..."
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that the system refuses, or a folder that it does not show
+        return False
+
+
+def _location_in_file(location: Location, value: Any) -> Location:
+    """Location without the words by which pydantic tells the members of a union apart: they are in no file.
+
+    Such a word stands where a field could, but is what the file gives as the value of one (or the bare name itself).
+    """
+    found: Location = ()
+    for part in location:
+        fields = value if isinstance(value, Mapping) else {}
+        if isinstance(part, str) and part not in fields and (part == value or part in fields.values()):
+            continue
+        found = (*found, part)
+        is_there = part in fields or (isinstance(value, list) and isinstance(part, int) and part < len(value))
+        value = value[part] if is_there else None
+    return found

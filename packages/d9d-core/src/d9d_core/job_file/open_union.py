@@ -1,0 +1,98 @@
+"""Fields whose type is decided by a plugin's name: ``Annotated[PluginConfig, Named("optimizer")]``.
+
+A union built once goes stale when plugins come and go, and a field annotated with the base class loses the subclass's
+fields on dump. This marker asks the registry during validation (through the validation context) and dumps by instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from d9d_core.config import PluginConfig
+from d9d_core.containment import FOREIGN_FAILURES
+from d9d_core.errors import D9dError, PluginError
+from d9d_core.job_file.lookup import load_config
+from d9d_core.registry.entries import Entry, shown
+from d9d_core.registry.registry import Registry
+
+#: Where the JSON schema of an open field is filled in, see :mod:`d9d_core.job_file.schema`.
+PLACEHOLDER = "x-d9d-kind"
+
+
+class Named:
+    """Open union of configs: a bare name, or a mapping with ``name``, becomes the config of the record of that name.
+
+    Args:
+        kind: the extension point, for example ``optimizer``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_plain_validator_function(
+            self._validate,
+            serialization=core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True),
+        )
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {PLACEHOLDER: self.kind}
+
+    def _validate(self, value: Any, info: ValidationInfo) -> PluginConfig:
+        if isinstance(value, PluginConfig):
+            return value
+        registry: Registry | None = (info.context or {}).get("registry")
+        if registry is None:
+            text = f"names are resolved by Job.load; in Python, give the {self.kind}'s config object"
+            raise PydanticCustomError("no_registry", "{text}", {"text": text})
+        fields = {"name": value} if isinstance(value, str) else value
+        if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
+            text = f"expected the name of a {self.kind}, or a mapping with 'name', not {value!r}"
+            raise PydanticCustomError("not_named", "{text}", {"text": text})
+        return self._resolve(fields, registry, info.context or {})
+
+    def _resolve(self, fields: Mapping[str, Any], registry: Registry, context: dict[str, Any]) -> PluginConfig:
+        selector = fields["name"]
+        try:
+            entry = registry.find(self.kind, selector)
+            config_class = load_config(entry)
+        except PluginError as error:
+            context.setdefault("origins", []).append(error.origin)
+            raise PydanticCustomError("plugin", "{text}", {"text": str(error)}) from error
+        if self.kind == "model" and fields.get("pretrained") is not None:
+            from d9d_core.job_file.pretrained import with_stored_sizes
+
+            try:
+                fields = with_stored_sizes(entry, fields)
+            except D9dError as error:
+                context.setdefault("origins", []).append(error.origin)
+                raise PydanticCustomError("plugin", "{text}", {"text": str(error)}) from error
+        inner = {**context, "label": str(entry)}
+        config = config_class.model_validate({**fields, "name": entry.spec.key}, context=inner)
+        _check_storable(config, entry, context)
+        if "/" in selector:
+            config.__pydantic_private__ = {
+                **(config.__pydantic_private__ or {}),
+                "_distribution": entry.origin.distribution,
+            }
+        return config
+
+
+def _check_storable(config: PluginConfig, entry: Entry, context: dict[str, Any]) -> None:
+    """Refuse a config that the record of a run could not hold, such as one with an object for a default."""
+    try:
+        config.model_dump(mode="json", warnings=False)
+    except FOREIGN_FAILURES as error:
+        context.setdefault("origins", []).append(error.__cause__)
+        text = f"the config of {entry} has a value that JSON cannot hold: {shown(error)}"
+        raise PydanticCustomError("plugin", "{text}", {"text": text}) from error
+
+
+def _dump(config: PluginConfig, info: core_schema.SerializationInfo) -> dict[str, Any]:
+    values = config.model_dump(mode=info.mode, exclude_defaults=info.exclude_defaults)
+    return {"name": config.selector, **{key: value for key, value in values.items() if key != "name"}}

@@ -1,0 +1,118 @@
+"""Model sizes from the ``config.json`` of published weights, where the job file does not give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from d9d_core.config import ModelConfig
+from d9d_core.containment import FOREIGN_FAILURES
+from d9d_core.errors import CheckpointError, D9dError, JobError, PluginError
+from d9d_core.job_file.lookup import load_config
+from d9d_core.plugin import ModelSpec
+from d9d_core.registry.entries import Entry, plugin_error
+from d9d_core.untrusted import MAX_JSON_BYTES, Place, parse_json, read_regular
+
+#: File that a training checkpoint ends with.
+_MANIFEST = "manifest.json"
+
+
+def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a model with ``pretrained``: those of the job file, and for all others those of the published model.
+
+    Args:
+        entry: the model's record.
+        fields: as the job file has them, ``pretrained`` among them.
+
+    Raises:
+        JobError: the model cannot be loaded from anywhere, or ``config.json`` cannot be read or is not of this model.
+        PluginError: the model's Hugging Face format cannot be loaded, or fails in another way than these.
+    """
+    spec = entry.spec
+    if not issubclass(load_config(entry), ModelConfig) or not isinstance(spec, ModelSpec) or spec.hugging_face is None:
+        raise JobError(f"model {entry} cannot start from published weights; it has no Hugging Face layout")
+    try:
+        layout = spec.hugging_face.load()()
+    except FOREIGN_FAILURES as error:
+        text = f"model {entry}: its Hugging Face format {spec.hugging_face} failed to load: {error!r}"
+        raise plugin_error(text, error) from error
+    location = str(fields["pretrained"])
+    try:
+        manifest = find_manifest(location)
+        if manifest is not None:
+            return {**_sizes_of_checkpoint(spec.key, manifest), **fields}
+        stored = layout.config_from_json(read_config_json(location))
+    except PluginError:
+        raise
+    except D9dError as error:
+        raise JobError(f"pretrained: {location}: {error}") from error
+    except FOREIGN_FAILURES as error:
+        text = f"model {entry}: its Hugging Face format failed to read the config.json of {location}: {error!r}"
+        raise plugin_error(text, error) from error
+    return {**stored.model_dump(), **fields}
+
+
+def find_manifest(location: str) -> Path | None:
+    """Find the manifest of a training checkpoint of this machine: of the newest one, if it is a run's directory.
+
+    Args:
+        location: a checkpoint's folder, a folder of checkpoints, or a run's directory; or something else.
+    """
+    checkpoints = Place.of(location).checkpoints
+    if checkpoints is None:
+        return None
+    if (checkpoints / _MANIFEST).is_file():
+        return checkpoints / _MANIFEST
+    return max(checkpoints.glob(f"step-*/{_MANIFEST}"), default=None)
+
+
+def _sizes_of_checkpoint(name: str, manifest: Path) -> dict[str, Any]:
+    """Fields of the model of a training checkpoint, without where that one started."""
+    try:
+        content = parse_json(read_regular(manifest, links="none"), strict=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{manifest.name} of its newest checkpoint cannot be read: {error}") from error
+    job = content.get("job") if isinstance(content, dict) else None
+    stored = job.get("model") if isinstance(job, dict) else None
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{manifest.name} of its newest checkpoint does not say which model it is of")
+    if stored.get("name") != name:
+        raise CheckpointError(f"its checkpoint is of model {str(stored.get('name'))[:80]!r}; set model.name to that")
+    return {field: value for field, value in stored.items() if field not in ("name", "pretrained")}
+
+
+def read_config_json(location: str) -> dict[str, Any]:
+    """Read ``config.json`` in a directory, beside a file, or at an fsspec address.
+
+    Raises:
+        CheckpointError: it is absent or no JSON object.
+    """
+    try:
+        content = _read(location)
+    except Exception as error:  # drivers of addresses raise whatever their client library raises
+        reason = f"{type(error).__name__}: {error}" if "://" in location else getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"its config.json cannot be read ({reason}); give a directory in Hugging Face layout, or that of a run. "
+            "A run that has checkpoints goes on without it: run its job.yaml with model.pretrained set to null"
+        ) from error
+    try:
+        values = parse_json(content)
+    except ValueError as error:
+        raise CheckpointError(f"its config.json is damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError("its config.json holds no JSON object")
+    return values
+
+
+def _read(location: str) -> bytes:
+    name = "config.json"
+    if location.endswith(".safetensors"):
+        location = location.rpartition("/")[0]
+    if "://" in location:
+        import fsspec  # type: ignore[import-untyped]
+
+        with fsspec.open(f"{location.rstrip('/')}/{name}", "rb") as file:
+            content: bytes = file.read(MAX_JSON_BYTES + 1)
+            return content
+    return read_regular(Path(location, name), links="near")

@@ -1,0 +1,255 @@
+"""Parsers of job files by format: YAML, whose values remember their line, TOML and JSON.
+
+Plain YAML means: mappings with words as keys, lists, strings, numbers, true, false and null. A tag that would build
+anything else is an error; so are duplicate keys and aliases that never end.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import re
+import tomllib
+from typing import Any
+
+import yaml
+
+from d9d_core.config import Location, dotted
+from d9d_core.errors import JobError
+
+#: Aliases repeat values, so a short file can stand for more of them than memory holds.
+MAX_VALUES = 100_000
+MAX_DEPTH = 100
+#: Of a whole number, which would overflow as a float.
+_MAX_BITS = 1000
+
+_TAG = "tag:yaml.org,2002:"
+_MERGE = _TAG + "merge"
+_PLAIN = {
+    yaml.ScalarNode: {_TAG + kind for kind in ("null", "bool", "int", "float", "str")},
+    yaml.SequenceNode: {_TAG + "seq"},
+    yaml.MappingNode: {_TAG + "map"},
+}
+_UNWANTED = (_TAG + "timestamp", _TAG + "value")
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 3e-4 as a number, as YAML 1.2 does, and leaves dates as they are written."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _UNWANTED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_TAG + "float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
+
+
+def read_yaml(text: str, source: str) -> tuple[Any, dict[Location, int]]:
+    """Values of a YAML text, and the line of each.
+
+    Args:
+        text: one document.
+        source: how messages call it.
+
+    Raises:
+        JobError: it is malformed, too deep, too large, or holds something that is no plain value.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        builder = _Builder(loader, source)
+        return builder.build(node, ()), builder.lines
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{source}:{mark.line + 1}" if mark else source
+        raise JobError(f"{where}: {_explained(error)}") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise JobError(f"{source}:{line}: the character U+{error.character:04X} is not allowed") from error
+    except RecursionError:
+        raise JobError(f"{source}:{loader.line + 1}: nested more than {MAX_DEPTH} levels deep") from None
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes the texts which the loader would read as numbers, such as 3e-4."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [*resolvers, *(pair for pair in _Loader.yaml_implicit_resolvers.get(first, ()) if pair not in resolvers)]
+    for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
+}
+
+
+def write_yaml(values: Any, **style: Any) -> str:
+    """Text that :func:`read_yaml` reads as these values.
+
+    Args:
+        values: mappings, lists and scalars.
+        style: options of ``yaml.dump``, such as ``width``.
+    """
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, **style))
+
+
+def check_scalar(value: Any) -> None:
+    """Refuse what nothing can print or compute with later.
+
+    Raises:
+        ValueError: a text that is none, or a number of hundreds of digits.
+    """
+    if isinstance(value, str):
+        value.encode()  # half of a surrogate pair has no encoding
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise ValueError("the number is too large")
+
+
+def _explained(error: yaml.MarkedYAMLError) -> str:
+    if isinstance(error, yaml.composer.ComposerError):  # its two halves make one sentence
+        return ", ".join(part for part in (error.context, error.problem) if part)
+    return error.problem or error.context or "malformed"
+
+
+class _Builder:
+    """Builds values from nodes. The same node may appear several times, through aliases."""
+
+    def __init__(self, loader: _Loader, source: str) -> None:
+        self.lines: dict[Location, int] = {}
+        self._loader = loader
+        self._source = source
+        self._values = 0
+        self._open: set[int] = set()
+
+    def build(self, node: yaml.Node, location: Location) -> Any:
+        self.lines.setdefault(location, node.start_mark.line + 1)
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise self._error(node, f"more than {MAX_VALUES:,} values; aliases repeat what they refer to")
+        if id(node) in self._open:
+            raise self._error(node, "an alias refers to a node that contains it")
+        if len(location) > MAX_DEPTH:
+            raise self._error(node, f"nested more than {MAX_DEPTH} levels deep")
+        if node.tag not in _PLAIN[type(node)]:
+            raise self._error(node, f"the tag {node.tag} would build an object; job files hold plain values only")
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        self._open.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            values: Any = self._mapping(node, location)
+        else:
+            values = [self.build(item, (*location, index)) for index, item in enumerate(node.value)]
+        self._open.remove(id(node))
+        return values
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        try:
+            value = self._loader.construct_object(node)
+            check_scalar(value)
+        except (ValueError, AttributeError, LookupError, yaml.YAMLError) as error:
+            kind = node.tag.removeprefix(_TAG)
+            raise self._error(node, f"{node.value[:80]!r} cannot be read as !!{kind}") from error
+        return value
+
+    def _mapping(self, node: yaml.MappingNode, location: Location) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        merged: list[yaml.Node] = []
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                merged += value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+                continue
+            key = self._key(key_node)
+            if key in values:
+                raise self._error(key_node, f"'{dotted((*location, key))}' appears twice")
+            self.lines.setdefault((*location, key), key_node.start_mark.line + 1)
+            values[key] = self.build(value_node, (*location, key))
+        for source in merged:
+            if not isinstance(source, yaml.MappingNode):
+                raise self._error(source, "'<<' takes a mapping, or a list of mappings")
+            values = self.build(source, location) | values
+        return values
+
+    def _key(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            raise self._error(node, "a key is a word, not a list or a mapping")
+        if node.tag != _TAG + "str":
+            kind = {"int": "a number", "float": "a number"}.get(node.tag.removeprefix(_TAG), "a value of its own")
+            hint = "put it in quotes if it is meant as a word (so also on, off, yes, no, true, false and null)"
+            raise self._error(node, f"a key is a word, and {node.value} is {kind}; {hint}")
+        try:
+            check_scalar(node.value)
+        except ValueError as error:
+            raise self._error(node, f"{node.value[:80]!r} is no text") from error
+        return str(node.value)
+
+    def _error(self, node: yaml.Node, text: str) -> JobError:
+        return JobError(f"{self._source}:{node.start_mark.line + 1}: {text}")
+
+
+def _read_toml(text: str, source: str) -> tuple[Any, dict[Location, int]]:
+    try:
+        return _undated(_shallow(tomllib.loads(text), source)), {}
+    except RecursionError:
+        raise _too_deep(source) from None
+    except ValueError as error:
+        raise JobError(f"{source}: {error}") from error
+
+
+def _read_json(text: str, source: str) -> tuple[Any, dict[Location, int]]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                raise JobError(f"{source}: '{key}' appears twice in one mapping")
+            values[key] = value
+        return values
+
+    try:
+        return _shallow(json.loads(text, object_pairs_hook=unique), source), {}
+    except RecursionError:
+        raise _too_deep(source) from None
+    except json.JSONDecodeError as error:
+        raise JobError(f"{source}:{error.lineno}: {error.msg}") from error
+    except ValueError as error:
+        raise JobError(f"{source}: {error}") from error
+
+
+def _undated(values: Any) -> Any:
+    """Values with dates and times as texts, as in the other formats."""
+    if isinstance(values, dict):
+        return {key: _undated(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_undated(value) for value in values]
+    return values.isoformat() if isinstance(values, dt.date | dt.time) else values
+
+
+def _shallow(values: Any, source: str) -> Any:
+    level = [values]
+    for _ in range(MAX_DEPTH + 1):
+        level = [item for value in level for item in _items(value)]
+        for value in level:
+            if not isinstance(value, dict | list):
+                _check(value, source)
+        if not level:
+            return values
+    raise _too_deep(source)
+
+
+def _check(value: Any, source: str) -> None:
+    try:
+        check_scalar(value)
+    except ValueError as error:
+        raise JobError(f"{source}: {ascii(value)[:80] if isinstance(value, str) else 'a number'}: {error}") from error
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return value if isinstance(value, list) else []
+
+
+def _too_deep(source: str) -> JobError:
+    return JobError(f"{source}: nested more than {MAX_DEPTH} levels deep")
+
+
+#: Suffix -> ``(text, source) -> (values, line of each value as far as known)``; each raises JobError.
+READERS = {".yaml": read_yaml, ".yml": read_yaml, ".toml": _read_toml, ".json": _read_json}

@@ -1,0 +1,280 @@
+"""Capabilities: flat tokens that say whether chosen components go together, checked without torch.
+
+mesh:AXIS            the axis has more than one rank
+model:TRAIT          the model declares the trait
+strategy:NAME        the strategy is in the job
+device:TYPE[>=X.Y]   training runs on this device type, with at least this compute capability
+import:MODULE        the Python module is installed; of ``package.module``, the package is not imported to find out
+anything else        declared by a plugin through ``d9d_capabilities`` and provided by a chosen record
+
+A token that nobody declares is an error wherever it stands: it is misspelt, or a plugin is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, requires
+
+from packaging.markers import Marker
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from d9d_core.plugin import ANCHORS, POSITIONS, Spec, StrategySpec
+from d9d_core.registry.entries import Entry
+from d9d_core.registry.registry import Registry
+
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+#: Traits that core itself knows; see :mod:`d9d_core.traits`.
+MODEL_TRAITS = (
+    "late_init",
+    "blocks",
+    "tensor_parallel",
+    "context_parallel",
+    "pipeline",
+    "ops",
+    "divisible",
+    "adjacent_weights",
+    "experts",
+    "banks",
+    "losses",
+    "tallies",
+    "adapts",
+    "observes",
+    "layout_dependent",
+    "split_backward",
+)
+_UNDECLARED = "nobody declares the token '{}'; it may be misspelt, or a plugin is missing"
+_DEVICE = re.compile(r"device:([a-z]+)(?:>=(\d+)\.(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Record that the job selects, and the field that selects it.
+
+    Attributes:
+        where: the field.
+        entry: the record, and where it comes from.
+        inner: those of the configs inside the config, with these.
+    """
+
+    where: str
+    entry: Entry
+    inner: Sequence[tuple[Chosen, object]] = field(default=(), compare=False)
+
+    @property
+    def spec(self) -> Spec:
+        """Selected record; capabilities themselves are never chosen."""
+        assert isinstance(self.entry.spec, Spec)
+        return self.entry.spec
+
+    def family(self) -> Iterator[Chosen]:
+        """Records of the component and of all inside of it, however deep."""
+        yield self
+        for inner, _ in self.inner:
+            yield from inner.family()
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """Circumstances of a job: mesh, device, installed modules.
+
+    Attributes:
+        mesh: axis -> size.
+        device: device type, or ``None`` where it is not known yet (``d9d check`` on another machine).
+        compute_capability: of the device, if it has one.
+    """
+
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    device: str | None = None
+    compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Verdict on one token of one record: satisfied (and by what), or not (and why); ``None`` if unknown here."""
+
+    chosen: Chosen
+    token: str
+    satisfied: bool | None
+    reason: str
+
+
+def missing_modules(spec: Spec) -> list[str]:
+    """Modules that a record requires by ``import:`` tokens and that are not installed."""
+    modules = [token.partition(":")[2] for token in sorted(spec.requires) if token.startswith("import:")]
+    return [name for name in modules if not _installed(name)]
+
+
+def _installed(module: str) -> bool:
+    """Presence of a module. Packages around it are not imported: that may be slow, or run somebody else's code."""
+    name, *inner = module.split(".")
+    spec = importlib.util.find_spec(name)
+    for part in inner:
+        places = None if spec is None else spec.submodule_search_locations
+        name = f"{name}.{part}"
+        if name in sys.modules:
+            spec = getattr(sys.modules[name], "__spec__", None)
+        else:
+            # By the last part of the name: of more, the finder expects that the packages are imported.
+            spec = None if places is None else PathFinder.find_spec(part, list(places))
+    return spec is not None
+
+
+def how_to_get(distribution: str | None, module: str) -> str:
+    """Advice on getting a module: by installing the plugin anew, if it depends on the library here."""
+    package = canonicalize_name(module.partition(".")[0])
+    for requirement in _requirements(distribution):
+        name = canonicalize_name(requirement.name)
+        if name == package or name.startswith(f"{package}-"):
+            if requirement.marker is None or _holds(requirement.marker):
+                return f"'pip install {distribution}' brings it"
+            return f"{distribution} leaves it out here: {requirement.name} is supported where {requirement.marker}"
+    return f"the documentation of {distribution} says how to get it"
+
+
+def _requirements(distribution: str | None) -> list[Requirement]:
+    """Dependencies of a distribution, without the dependencies of its extras."""
+    try:
+        lines = requires(distribution or "") or []
+        return [Requirement(line) for line in lines if "extra ==" not in line]
+    except (PackageNotFoundError, ValueError, InvalidRequirement):
+        return []
+
+
+def _holds(marker: Marker) -> bool:
+    return marker.evaluate({"extra": ""})
+
+
+def judge(chosen: Sequence[Chosen], registry: Registry, circumstances: Circumstances) -> list[Verdict]:
+    """Check what every chosen record requires, refuses and provides."""
+    judge_ = Judge(chosen, registry, circumstances)
+    return [verdict for item in chosen for verdict in judge_.verdicts(item)]
+
+
+def order(strategies: Iterable[Chosen]) -> list[Chosen]:
+    """Strategies in order of application: by anchor, then before/at/after, then as the job lists them."""
+
+    def key(item: Chosen) -> tuple[int, int]:
+        assert isinstance(item.spec, StrategySpec)
+        return ANCHORS.index(item.spec.anchor), POSITIONS.index(item.spec.position)
+
+    return sorted(strategies, key=key)
+
+
+class Judge:
+    """Judge of the capabilities that records require, in the company of the chosen ones.
+
+    Args:
+        chosen: the records of the job.
+        registry: knows which tokens are declared.
+        circumstances: what the job runs on.
+    """
+
+    def __init__(self, chosen: Sequence[Chosen], registry: Registry, circumstances: Circumstances) -> None:
+        self._chosen = chosen
+        self._circumstances = circumstances
+        self._declared = {entry.spec.key: entry.spec.summary for entry in registry.entries("capability")}
+        self._provided: dict[str, str] = {}
+        for item in chosen:
+            for token in item.spec.provides:
+                self._provided.setdefault(token, str(item.entry))
+            if item.entry.kind.name == "strategy":
+                self._provided.setdefault(f"strategy:{item.spec.name}", item.where)
+
+    def verdicts(self, item: Chosen) -> list[Verdict]:
+        """Verdicts on each token that the record requires or refuses, and on each it provides that nobody declares."""
+        return [
+            *(self._required(item, token) for token in sorted(item.spec.requires)),
+            *(self._refused(item, token) for token in sorted(item.spec.conflicts)),
+            *(self._undeclared(item, token) for token in sorted(item.spec.provides) if not self._known(token)),
+        ]
+
+    def _required(self, item: Chosen, token: str) -> Verdict:
+        satisfied, reason = self._holds(token)
+        if satisfied is False:
+            reason = self._complaint(item, token, self._advice(token) or reason)
+        return Verdict(item, token, satisfied, reason)
+
+    def _undeclared(self, item: Chosen, token: str) -> Verdict:
+        return Verdict(item, token, False, f"{item.entry.kind.name} {item.entry}: {_UNDECLARED.format(token)}")
+
+    def _refused(self, item: Chosen, token: str) -> Verdict:
+        if not self._known(token):
+            return self._undeclared(item, token)
+        holds, reason = self._holds(token)
+        name = f"{item.entry.kind.name} {item.entry}"
+        text = (
+            f"{name} does not go together with '{token}', which holds here: {reason}"
+            if holds
+            else f"not there: {reason}"
+        )
+        return Verdict(item, f"not {token}", None if holds is None else not holds, text)
+
+    def _complaint(self, item: Chosen, token: str, reason: str) -> str:
+        subject = f"{item.entry.kind.name} '{item.spec.name}'"
+        namespace, _, word = token.partition(":")
+        if namespace == "model":
+            models = [c for c in self._chosen if c.entry.kind.name == "model"]
+            traits = {c: sorted(t.partition(":")[2] for t in c.spec.provides if t.startswith("model:")) for c in models}
+            has = "; ".join(
+                f"{c.spec.name} ({c.entry.origin}) has: {', '.join(t) or 'none'}" for c, t in traits.items()
+            )
+            return f"{subject} needs model trait '{word}'; {has or 'the job has no model'}"
+        how = f"; {how_to_get(item.entry.origin.distribution, word)}" if namespace == "import" else ""
+        return f"{subject} needs {token}: {reason}{how}"
+
+    def _holds(self, token: str) -> tuple[bool | None, str]:
+        if token in self._provided:
+            return True, self._provided[token]
+        namespace, _, word = token.partition(":")
+        if namespace == "mesh" and word in MESH_AXES:
+            size = self._circumstances.mesh.get(word, 1)
+            return size > 1, f"mesh.{word} is {size}"
+        if namespace == "device" and (match := _DEVICE.fullmatch(token)):
+            return self._device(match)
+        if namespace == "import" and word:
+            found = _installed(word)
+            return found, f"module {word} is " + ("installed" if found else "not installed")
+        if namespace == "strategy":
+            return False, f"the job has no strategy {word}"
+        if namespace == "model" and word in MODEL_TRAITS:
+            return False, "the model does not declare it"
+        if token in self._declared:
+            return False, "nothing in the job provides it"
+        return False, _UNDECLARED.format(token)
+
+    def _advice(self, token: str) -> str:
+        """Advice on getting a token that is missing; empty if there is none."""
+        namespace, _, word = token.partition(":")
+        if namespace == "mesh" and word in MESH_AXES:
+            return f"{self._holds(token)[1]}; set mesh.{word} to more than 1"
+        if namespace == "strategy":
+            return f"add {{name: {word}}} to parallel"
+        return self._declared.get(token, "")
+
+    def _known(self, token: str) -> bool:
+        namespace, _, word = token.partition(":")
+        core = {
+            "mesh": word in MESH_AXES,
+            "model": word in MODEL_TRAITS,
+            "strategy": bool(word),
+            "device": bool(_DEVICE.fullmatch(token)),
+            "import": bool(word),
+        }
+        return core.get(namespace, False) or token in self._declared
+
+    def _device(self, match: re.Match[str]) -> tuple[bool | None, str]:
+        kind, major, minor = match.groups()
+        device, has = self._circumstances.device, self._circumstances.compute_capability
+        if device is None:
+            return None, "the device is not known here"
+        if device != kind:
+            return False, f"training runs on {device}"
+        if major and (has is None or has < (int(major), int(minor))):
+            return False, f"this device has compute capability {'.'.join(map(str, has)) if has else 'unknown'}"
+        return True, f"training runs on {device}"

@@ -1,0 +1,271 @@
+"""Collection of records from declaration modules: one plugin at a time, so that a broken one leaves nothing behind."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import pluggy
+
+from d9d_core.containment import FOREIGN_FAILURES, directory_kept, exits_raised
+from d9d_core.errors import PluginError, interrupt_behind
+from d9d_core.registry import hooks
+from d9d_core.registry.entries import Entry, Origin, Problem, Record, plugin_error, shown
+from d9d_core.registry.known import KnownPlugins
+
+#: Modules that a declaration must not import.
+_HEAVY = ("torch", "pydantic")
+#: Variable with the seconds that the code of one plugin may take to declare something; 0 for no limit.
+LIMIT = "D9D_PLUGIN_SECONDS"
+_SECONDS = "120"
+
+
+class Collector:
+    """Collector of records, one plugin at a time, so that a broken one leaves nothing behind."""
+
+    def __init__(self, known: KnownPlugins) -> None:
+        self.known = known
+        self.blocked: dict[str, str] = {}
+        self.entries: list[Entry] = []
+        self.plugins: list[Origin] = []
+        self.problems: list[Problem] = []
+        self._managers: list[pluggy.PluginManager] = []
+
+    def refuse(self, problem: Problem) -> None:
+        """Go on without a plugin."""
+        self.problems.append(problem)
+
+    def add(self, origin: Origin, load: Callable[[], object], *, must: bool = False, light: bool = False) -> None:
+        """Load a plugin. ``must``: a failure is raised. ``light``: importing torch or pydantic is reported."""
+        before = {name for name in _HEAVY if name in sys.modules}
+        start = time.perf_counter()
+        try:
+            with contained(str(origin)):
+                plugin = self._import(load)
+                entries = self._collect(plugin, origin)
+        except RefusedError as refusal:
+            problem = Problem(origin, str(refusal), refusal.__cause__)
+            if must:
+                raise plugin_error(str(problem), problem.error) from problem.error
+            self.refuse(problem)
+            return
+        origin = replace(origin, seconds=time.perf_counter() - start)
+        self.plugins.append(origin)
+        self.entries.extend(replace(entry, origin=origin) for entry in entries)
+        heavy = [name for name in _HEAVY if name in sys.modules and name not in before]
+        if light and heavy:
+            text = (
+                f"imports {' and '.join(heavy)} in its declaration module {origin.module}; refer to heavy code with Ref"
+            )
+            self.problems.append(Problem(origin, text, loaded=True))
+
+    @staticmethod
+    def _import(load: Callable[[], object]) -> object:
+        try:
+            return load()
+        except FOREIGN_FAILURES as error:
+            raise RefusedError(f"failed to import: {shown(error)}") from error
+
+    def _collect(self, plugin: object, origin: Origin) -> list[Entry]:
+        self._check_api(plugin, origin)
+        # Taken out while it is in use: one that a plugin failed in may not have forgotten it, and is not used again.
+        manager = self._managers.pop() if self._managers else _manager()
+        _check_hook_names(plugin)
+        try:
+            manager.register(plugin, name=origin.module)
+            manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            raise RefusedError(f"has an invalid hook: {error}") from error
+        entries: list[Entry] = []
+        for kind in hooks.KINDS:
+            for record in self._call(manager, kind):
+                if any(e.kind == kind and e.spec.key == record.key for e in entries):
+                    raise RefusedError(f"declares {kind.name} '{record.key}' twice")
+                entries.append(Entry(kind, record, origin))
+        manager.unregister(plugin)
+        self._managers.append(manager)
+        return entries
+
+    def _check_api(self, plugin: object, origin: Origin) -> None:
+        written_for = getattr(plugin, "D9D_API", None)
+        offered = hooks.API_VERSION
+        if (type(written_for) is int and written_for == offered) or (written_for is None and not origin.version):
+            return
+        if written_for is None:
+            raise RefusedError(f"does not state its plugin API; write D9D_API = {offered} in {origin.module}")
+        if type(written_for) is not int:
+            raise RefusedError(f"states D9D_API = {shown(written_for)}, which is no number; write D9D_API = {offered}")
+        text = f"was written for plugin API {written_for}, this d9d-core offers API {offered}; install "
+        if written_for > offered:
+            raise RefusedError(text + "a newer d9d-core")
+        minimum = self.known.versions.get(origin.distribution)
+        raise RefusedError(
+            text + (f"{origin.distribution}>={minimum}" if minimum else f"a newer {origin.distribution}")
+        )
+
+    @staticmethod
+    def _call(manager: pluggy.PluginManager, kind: hooks.Kind) -> list[Record]:
+        hook = getattr(manager.hook, kind.hook)
+        try:
+            results = hook()
+            _check_results(results, kind, implemented=bool(hook.get_hookimpls()))
+            records = [record for result in results for record in result]
+        except RefusedError:
+            raise
+        except FOREIGN_FAILURES as error:
+            raise RefusedError(f"failed in {kind.hook}: {shown(error)}") from error
+        for record in records:
+            if not isinstance(record, kind.record):
+                expected, got = kind.record.__name__, type(record).__name__
+                raise RefusedError(f"yields {got} from {kind.hook}, which takes {expected}")
+        return sorted(records, key=lambda record: record.key)
+
+
+def _manager() -> pluggy.PluginManager:
+    """Manager that knows the hooks; to look through their module takes as long as to collect a plugin."""
+    manager = pluggy.PluginManager(hooks.PROJECT)
+    manager.add_hookspecs(hooks)
+    return manager
+
+
+class RefusedError(Exception):
+    """Why a plugin is not loaded; the text follows its name."""
+
+
+class _TooLongError(BaseException):
+    """The time is up; no Exception, which a plugin may catch."""
+
+
+@contextmanager
+def contained(who: str) -> Iterator[None]:
+    """Contain code of a plugin that only declares things: what it prints goes to standard error, its time is limited.
+
+    Signals, and so the limit, work in the main thread only, and where nobody else handles them.
+
+    Args:
+        who: the plugin, for the message of a process that nothing but its end can free.
+
+    Raises:
+        RefusedError: it raised anything, wanted to end the process, or took too long.
+        KeyboardInterrupt: of the user.
+        PluginError: the limit is no number of seconds.
+    """
+    interrupted = False
+    raised: BaseException | None = None
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.default_int_handler(number, frame)
+
+    seconds = _seconds()
+    try:
+        with (
+            _handler("SIGINT", interrupt, signal.default_int_handler),
+            _limited(who, seconds),
+            exits_raised(),
+            directory_kept(),
+            redirect_stdout(sys.stderr),
+        ):
+            try:
+                yield
+            except BaseException as error:
+                raised = error
+                raise
+    except RefusedError:
+        raise
+    except _TooLongError as error:
+        raise RefusedError(str(error)) from error
+    except BaseException as error:
+        # Of the user, too, is one that comes before the handler is there or after it is gone.
+        if isinstance(error, KeyboardInterrupt) and (interrupted or error is not raised):
+            raise
+        if interrupted and interrupt_behind(error):
+            raise KeyboardInterrupt from error
+        raise RefusedError(f"failed to declare its records: {shown(error)}") from error
+
+
+@contextmanager
+def _handler(name: str, handler: Callable[[int, FrameType | None], None], before: object) -> Iterator[bool]:
+    """Handle a signal, if the system has it, this is the main thread, and nobody else handles it; whether it does."""
+    number: Any = getattr(signal, name, None)
+    main = threading.current_thread() is threading.main_thread()
+    if number is None or not main or signal.getsignal(number) is not before:
+        yield False
+        return
+    previous = signal.signal(number, handler)
+    try:
+        yield True
+    finally:
+        signal.signal(number, previous)
+
+
+def _seconds() -> float:
+    """Limit of the time that a plugin may take."""
+    text = os.environ.get(LIMIT) or _SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise PluginError(
+            f"the environment variable {LIMIT} is '{text}'; make it a number of seconds, such as {_SECONDS}"
+        )
+    return seconds
+
+
+@contextmanager
+def _limited(who: str, seconds: float) -> Iterator[None]:
+    text = f"takes longer than {seconds:g} s (the environment variable {LIMIT})"
+    again = False
+
+    def alarm(_number: int, _frame: FrameType | None) -> None:
+        nonlocal again
+        if again:  # it has caught the first one
+            os.write(2, f"error: {who} {text} and cannot be interrupted\n".encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        again = True
+        raise _TooLongError(text)
+
+    with _handler("SIGALRM", alarm, signal.SIG_DFL) as handled:
+        if handled:
+            signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+        try:
+            yield
+        finally:
+            if handled:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _check_results(results: list[object], kind: hooks.Kind, implemented: bool) -> None:
+    for result in results:
+        if isinstance(result, kind.record):
+            name = kind.record.__name__
+            raise RefusedError(f"returns one {name} from {kind.hook}; write yield in place of return, or return a list")
+    wrong = [type(result).__name__ for result in results if not isinstance(result, Iterable)]
+    if wrong or (implemented and not results):  # pluggy leaves None out
+        what = wrong[0] if wrong else "nothing"
+        raise RefusedError(f"returns {what} from {kind.hook}; write yield in front of each record")
+
+
+def _check_hook_names(plugin: object) -> None:
+    known = [kind.hook for kind in hooks.KINDS]
+    for name, value in inspect.getmembers(plugin, inspect.isroutine):
+        marked = hasattr(value, f"{hooks.PROJECT}_impl")
+        if marked and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"hooks: {', '.join(known)}"
+            raise RefusedError(f"implements an unknown hook '{name}'; {hint}")
+        if name in known and not marked:
+            raise RefusedError(f"defines {name} without the decorator; write @hookimpl above it")

@@ -1,0 +1,187 @@
+"""Registry of what is installed: an ordinary immutable object that is handed down, never a global."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from d9d_core.errors import PluginError
+from d9d_core.plugin import Spec
+from d9d_core.registry import installed
+from d9d_core.registry.collect import Collector
+from d9d_core.registry.entries import Entry, Origin, Problem, plugin_error
+from d9d_core.registry.hooks import KINDS
+from d9d_core.registry.known import KnownPlugins
+from d9d_core.registry.policy import FOUNDATION, normalise
+
+#: Characters of a name that a message repeats.
+_LONGEST = 200
+#: Kind that stands at the same place of another kind of job -> that other kind, and the command for its jobs.
+_OTHER_JOBS = {"task": ("inference task", "d9d infer"), "inference task": ("task", "d9d train")}
+
+
+class Registry:
+    """Records of all loaded plugins, by kind and name.
+
+    Args:
+        entries: every record with its origin.
+        plugins: the loaded plugins.
+        problems: plugins that could not be loaded, or that break a rule.
+        blocked: distributions that the policy excluded, with the reason.
+        known: which first-party distribution offers which name.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[Entry] = (),
+        plugins: Iterable[Origin] = (),
+        problems: Iterable[Problem] = (),
+        blocked: Mapping[str, str] | None = None,
+        known: KnownPlugins | None = None,
+    ) -> None:
+        table: dict[str, dict[str, list[Entry]]] = {kind.name: defaultdict(list) for kind in KINDS}
+        for entry in entries:
+            table[entry.kind.name][entry.spec.key].append(entry)
+        self._table = {kind: {name: tuple(found) for name, found in names.items()} for kind, names in table.items()}
+        self.plugins = tuple(plugins)
+        self.problems = tuple(problems)
+        self.blocked: Mapping[str, str] = MappingProxyType(dict(blocked or {}))
+        self._known = known if known is not None else KnownPlugins.shipped()
+
+    @classmethod
+    def of(cls, *plugins: object, known: KnownPlugins | None = None) -> Registry:
+        """Registry of exactly these plugin modules (or objects with hook methods) and those of the foundation.
+
+        Nothing is discovered. Meant for tests and for programs that assemble a job themselves.
+
+        Raises:
+            PluginError: one of them cannot be loaded.
+        """
+        collector = Collector(known or KnownPlugins.shipped())
+        installed_ones = installed.scan()
+        for candidate in installed_ones:
+            if candidate.origin.distribution in FOUNDATION:
+                module = candidate.origin.module
+                collector.add(candidate.origin, lambda module=module: importlib.import_module(module), light=True)  # type: ignore[misc]
+        for plugin in plugins:
+            name = str(getattr(plugin, "__name__", type(plugin).__name__))
+            origins = (candidate.origin for candidate in installed_ones)
+            origin = next((origin for origin in origins if origin.module == name), Origin(name, "", name))
+            collector.add(origin, lambda plugin=plugin: plugin, must=True)  # type: ignore[misc]
+        return cls.collected(collector)
+
+    @classmethod
+    def collected(cls, collector: Collector) -> Registry:
+        """The registry of what a collector has."""
+        return cls(collector.entries, collector.plugins, collector.problems, collector.blocked, collector.known)
+
+    def entries(self, kind: str | None = None) -> list[Entry]:
+        """Records of one kind or of all, sorted by kind, name and distribution."""
+        kinds = [kind] if kind else list(self._table)
+        found = [entry for name in kinds for same in self._table[name].values() for entry in same]
+        return sorted(found, key=lambda e: (list(self._table).index(e.kind.name), e.spec.key, e.origin.distribution))
+
+    def conflicts(self, among: Collection[str] | None = None) -> list[str]:
+        """Conflicts of names: one message per name that several plugins declare. Only using such a name is an error.
+
+        Commands of the foundation are no such names: they always win.
+
+        Args:
+            among: distributions of which one must be concerned; all by default.
+        """
+        return [
+            _ambiguous(kind, name, same)
+            for kind, names in self._table.items()
+            for name, same in sorted(names.items())
+            if len(same) > 1
+            and (among is None or any(entry.origin.distribution in among for entry in same))
+            and not (kind == "command" and any(entry.origin.distribution in FOUNDATION for entry in same))
+        ]
+
+    def find(self, kind: str, selector: str) -> Entry:
+        """Find the record that ``name`` or ``distribution/name`` selects.
+
+        Raises:
+            PluginError: it is unknown, ambiguous, or comes from a plugin that is absent, blocked or broken.
+        """
+        distribution, _, name = selector.rpartition("/")
+        same = self._table[kind].get(name, ())
+        if distribution:
+            same = tuple(entry for entry in same if entry.origin.is_called(distribution))
+        if len(same) == 1:
+            return same[0]
+        if same:
+            raise PluginError(_ambiguous(kind, name, same))
+        if len(selector) > _LONGEST:
+            raise PluginError(f"unknown {kind} '{selector[:40]}...': a name of {len(selector):,} characters is no name")
+        self._raise_missing(kind, name, distribution)
+        raise AssertionError("unreachable")
+
+    def _raise_missing(self, kind: str, name: str, distribution: str) -> None:
+        known = self._known.home(kind, name)
+        home = normalise(distribution) or known
+        broken = [problem for problem in self.problems if not problem.loaded]
+        for problem in broken:
+            if home and problem.origin.is_called(home):
+                text = f"{kind} '{name}' comes from {problem.origin}, which {problem.text}"
+                raise plugin_error(text, problem.error) from problem.error
+        if home and home in self.blocked:
+            raise PluginError(f"{kind} '{name}' comes from {home}, which is not loaded: {self.blocked[home]}")
+        absent = home and not any(origin.is_called(distribution or home) for origin in self.plugins)
+        if absent and home == known:
+            raise PluginError(f"{kind} '{name}' comes from {home}; install it with: pip install {home}")
+        if absent:
+            raise PluginError(f"no plugin '{distribution}' is installed; {self._offers(kind, name)}")
+        raise PluginError(self._unknown(kind, name, home, broken))
+
+    def _offers(self, kind: str, name: str) -> str:
+        if same := self._table[kind].get(name):
+            return f"'{name}' is offered by {_listed(entry.origin for entry in same)}"
+        if (known := self._known.home(kind, name)) and known not in self.blocked:
+            return f"'{name}' comes from {known}; install it with: pip install {known}"
+        return f"installed: {', '.join(sorted(origin.distribution for origin in self.plugins))}"
+
+    def _sources(self, kind: str) -> str:
+        if known := self._known.names(kind):
+            offers = ", ".join(f"{name} (pip install {home})" for name, home in sorted(known.items()))
+            return f"; packages of d9d do: {offers}"
+        write = f"write one (docs/writing-a-plugin.md: {_hook(kind)})"
+        return f", and no package of d9d does; install a plugin that does, or {write}"
+
+    def _unknown(self, kind: str, name: str, home: str | None, broken: list[Problem]) -> str:
+        names = self._table[kind]
+        known = self._known.names(kind)
+        text = f"unknown {kind} '{name}'" + (f" in {home}" if home else "")
+        other, command = _OTHER_JOBS.get(kind, (None, ""))
+        if other and name in self._table[other]:
+            return f"{text}: it is the name of another kind, {other}; jobs with it run with: {command}"
+        if not names and not home and not broken and not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+            return f"{text}: nothing that is installed offers a {kind}{self._sources(kind)}"
+        near = difflib.get_close_matches(name, sorted({*names, *known}), n=1, cutoff=0.6)
+        if near and near[0] in names:
+            text += f"; did you mean {' or '.join(str(entry) for entry in names[near[0]])}?"
+        elif near:
+            text += f"; did you mean '{near[0]}' (pip install {known[near[0]]})?"
+        text += f"{'' if near else ';'} installed: {', '.join(sorted(names)) or 'none'}"
+        if broken:
+            text += f"; not loaded: {'; '.join(str(problem) for problem in broken)}"
+        return text
+
+
+def _hook(kind: str) -> str:
+    return next(known.hook for known in KINDS if known.name == kind)
+
+
+def _ambiguous(kind: str, name: str, same: Sequence[Entry]) -> str:
+    last = max(same, key=lambda entry: entry.origin.distribution)
+    selector = last.spec.name if isinstance(last.spec, Spec) else name  # a kernel's op is no part of its selector
+    listed = _listed(entry.origin for entry in same)
+    return f"{kind} '{name}' is declared by {listed}; write '{last.origin.distribution}/{selector}' or block one"
+
+
+def _listed(origins: Iterable[Origin]) -> str:
+    *others, last = sorted(origins, key=lambda origin: origin.distribution)
+    return f"{', '.join(map(str, others))} and {last}" if others else str(last)

@@ -1,0 +1,46 @@
+"""Python files as plugins."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from d9d_core.errors import PluginError
+from d9d_core.registry.entries import Origin
+
+
+def file_plugin(path: Path) -> tuple[Origin, Callable[[], object]]:
+    """Origin of a file's plugin, and the function that imports it.
+
+    Raises:
+        PluginError: the file cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise PluginError(f"plugin file {path}: {error.strerror or error}; give the path of a Python file") from error
+    digest = hashlib.sha256(content).hexdigest()
+    # The content is part of the name: references written as f"{__name__}:Thing" resolve, and two versions can coexist.
+    stem = re.sub(r"\W", "_", path.stem)
+    name = f"d9d_file_{stem}_{digest[:12]}"
+
+    def load() -> object:
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} is not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+
+    return Origin(str(path), "", name, digest=digest), load

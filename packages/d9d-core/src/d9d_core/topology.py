@@ -1,0 +1,103 @@
+"""Process topology as strategies and handlers of schedules see it; :class:`d9d_engine.distributed.mesh.Topology` implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from d9d_core.grid import Grid
+
+if TYPE_CHECKING:
+    import torch
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Topology(Protocol):
+    """Protocol of the topology: mesh axes, this process's coordinates and device, its device meshes and groups.
+
+    Groups exist once something asks for them, so all ranks ask for the same ones in the same order.
+    """
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Axis -> size: the base axes and ``ep``."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        ...
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its machine."""
+        ...
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this machine."""
+        ...
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        ...
+
+    @property
+    def coordinate(self) -> Mapping[str, int]:
+        """Base axis -> position of this process along it."""
+        ...
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the other processes do not exist, because the job is only being checked."""
+        ...
+
+    def grid(self, view: str) -> Grid:
+        """Sizes of a view of the mesh.
+
+        Raises:
+            BuildError: no plugin declares it.
+        """
+        ...
+
+    def mesh(self, view: str, *dims: str) -> DeviceMesh:
+        """Device mesh of a view, or of some of its dimensions. Collective over all ranks on a view's first use.
+
+        Raises:
+            BuildError: there is no such view or dimension, or the process group is not initialised.
+        """
+        ...
+
+    def group(self, view: str, *dims: str) -> dist.ProcessGroup | None:
+        """Process group along some dimensions of a view; ``None`` without process groups. Collective on first use.
+
+        Raises:
+            BuildError: there is no such view or dimension.
+        """
+        ...
+
+    def axes_group(self, *axes: str, purpose: str = "", blocks: int | None = None) -> dist.ProcessGroup | None:
+        """Process group along base axes; ``None`` without process groups. Collective on first use.
+
+        Args:
+            axes: base axes.
+            purpose: a group of its own for each purpose, so that what it carries never waits for what others do.
+            blocks: the most thread blocks that its kernels take, if they do on this device.
+        """
+        ...
+
+    def positions_group(self, axis: str, positions: Sequence[int]) -> dist.ProcessGroup | None:
+        """Process group of some positions along a base axis, or of all other positions if this process is there."""
+        ...
