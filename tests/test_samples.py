@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-import d9d_core.extend as ev
 import pytest
 import torch
+from d9d_core import events as ev
 from d9d_core.errors import D9dError
 from d9d_core.tensors import local
 from d9d_engine.job import Job

@@ -14,18 +14,30 @@ import dataclasses
 import importlib
 import inspect
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
-FILE = Path(__file__).resolve().parents[1] / "tests" / "public_surface.json"
+ROOT = Path(__file__).resolve().parents[1]
+FILE = ROOT / "tests" / "public_surface.json"
+#: In these packages a module with ``__all__`` is declared.
+FOUNDATION = ("d9d_core", "d9d_weights", "d9d_engine")
+
+
+def declared_in(package: str) -> list[str]:
+    """Modules of a package of the foundation that have ``__all__``, without importing any."""
+    source = ROOT / "packages" / package.replace("_", "-") / "src"
+    return [
+        ".".join(path.relative_to(source).with_suffix("").parts)
+        for path in sorted((source / package).rglob("*.py"))
+        if re.search(r"^__all__ = ", path.read_text("utf-8"), re.MULTILINE)
+    ]
 
 
 #: Modules that other packages and users may import; tests/test_architecture.py holds everybody to them.
 DECLARED = (
-    *("d9d_core.plugin", "d9d_core.extend", "d9d_core.testing"),
-    "d9d_weights",
-    *("d9d_engine.api", "d9d_engine.extend", "d9d_engine.testing"),
+    *(module for package in FOUNDATION for module in declared_in(package)),
     *("d9d_inference.config", "d9d_inference.evaluation.library", "d9d_inference.evaluation.result"),
     *("d9d_inference.generation.config", "d9d_inference.job", "d9d_inference.runner"),
     *("d9d_verify.compare", "d9d_verify.deviations", "d9d_verify.layouts", "d9d_verify.measure"),
@@ -83,7 +95,7 @@ DECLARED = (
 
 def surface() -> dict[str, Any]:
     """Everything that users and plugin authors may rely on."""
-    from d9d_core import extend
+    from d9d_core.events import CATALOGUE
     from d9d_core.registry.hooks import API_VERSION, KINDS
     from d9d_core.traits import TRAITS
 
@@ -91,12 +103,18 @@ def surface() -> dict[str, Any]:
         "plugin_api": API_VERSION,
         "names": {module: _names(module) for module in DECLARED},
         "hooks": {kind.hook: _fields(kind.record) for kind in KINDS},
-        "protocols": {name: _members(getattr(extend, name)) for name in extend.__all__ if _is_contract(extend, name)},
+        "protocols": {name: _members(value) for name, value in sorted(_contracts().items())},
         "traits": {token: trait.__name__ for token, trait in TRAITS.items()},
-        "events": {event.__name__: _fields(event) for event in extend.CATALOGUE},
+        "events": {event.__name__: _fields(event) for event in CATALOGUE},
         "job file": _sections(),
         "command line": _commands(),
     }
+
+
+def _contracts() -> dict[str, type]:
+    """Protocols and dataclasses that plugins implement and get: name -> class."""
+    modules = [importlib.import_module(name) for name in declared_in("d9d_core")]
+    return {name: getattr(module, name) for module in modules for name in module.__all__ if _is_contract(module, name)}
 
 
 def _names(module: str) -> list[str]:

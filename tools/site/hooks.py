@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reference import MODULES, pages, undocumented
+from reference import declared, pages, undocumented
 
 #: Handlers of MkDocs count its warnings.
 _LOG = logging.getLogger("mkdocs.hooks.d9d")
@@ -55,6 +55,13 @@ def sources(root: Path) -> Iterator[str]:
         yield from sorted(str(path.relative_to(root)) for path in root.glob(f"{top}/*/README.md"))
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Enter the declared modules in the navigation, before the pages that stand there."""
+    (section,) = [item["API reference"] for item in config.nav or [] if "API reference" in item]
+    section[:0] = [{page: f"api/{page}.md"} for page in declared(root_of(config))]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not in docs/, and check the public names."""
     root = root_of(config)
@@ -74,7 +81,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, f"source/{path}", abs_src_path=str(root / path)))
         else:
             files.append(File.generated(config, f"source/{path}.md", content=as_page(root, path)))
-    for problem in undocumented(root, MODULES):
+    for problem in undocumented(root):
         _LOG.warning(problem)
     return files
 

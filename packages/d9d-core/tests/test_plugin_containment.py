@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from d9d_core import containment as ref
 from d9d_core.cli.main import main
+from d9d_core.containment import exits_raised
 from d9d_core.errors import PluginError, TrainingError
 from d9d_core.failures import exits_are_errors
 from d9d_core.registry.collect import RefusedError, contained
@@ -80,7 +80,7 @@ def test_whatever_a_declaration_raises_is_a_problem_of_its_plugin(
 def test_no_thread_of_a_plugin_ends_the_process_as_if_all_had_gone_well(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
     raised: list[str] = []
-    monkeypatch.setattr(ref, "_leave", left.append)
+    monkeypatch.setattr("d9d_core.containment._leave", left.append)
 
     def leave() -> None:
         for status in (0, 3):
@@ -89,7 +89,7 @@ def test_no_thread_of_a_plugin_ends_the_process_as_if_all_had_gone_well(monkeypa
             except SystemExit as error:
                 raised.append(str(error))
 
-    with ref.exits_raised():
+    with exits_raised():
         thread = threading.Thread(target=leave)
         thread.start()
         thread.join()
@@ -173,7 +173,7 @@ def test_what_a_plugin_prints_spoils_no_json(
     from d9d_core.cli.main import main
 
     (site / "acme_config.py").write_text(
-        "from typing import Literal\nfrom d9d_core.extend import PluginConfig\nprint('{config')\n"
+        "from typing import Literal\nfrom d9d_core.config import PluginConfig\nprint('{config')\n"
         "class Config(PluginConfig):\n    name: Literal['x'] = 'x'\n"
     )
     target = "Ref('acme_config:Config')"

@@ -15,8 +15,8 @@ from aim.sdk.index_manager import RepoIndexManager  # noqa: E402
 from aim.storage.context import Context  # noqa: E402
 from d9d_aim.config import AimConfig  # noqa: E402
 from d9d_aim.tracker import AimTracker  # noqa: E402
-from d9d_core.errors import PluginError
-from d9d_core.tracker import Histogram, RunInfo, SeriesName
+from d9d_core.errors import PluginError  # noqa: E402
+from d9d_core.tracker import Histogram, RunInfo, SeriesName  # noqa: E402
 from d9d_testing.suites.tracker import Logged, TrackerSuite, by_step  # noqa: E402
 from torch import tensor  # noqa: E402
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from d9d_core.errors import JobError
 from d9d_core.tensors import wide_dtype
 
+__all__ = ["AccumulatedMetric", "Accumulator"]
+
 Operation = Literal["sum", "max", "min"]
 _OPERATIONS: Mapping[Operation, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,

@@ -22,6 +22,17 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+__all__ = [
+    "LoadsCode",
+    "ModelConfig",
+    "PathOrAddress",
+    "PathText",
+    "PluginConfig",
+    "ScheduleConfig",
+    "Section",
+    "closest",
+]
+
 #: Place of a value in a job file.
 Location = tuple[int | str, ...]
 #: Of the whole numbers that tensors and clocks count in.

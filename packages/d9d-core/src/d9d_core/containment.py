@@ -1,24 +1,19 @@
-"""References to attributes of modules, resolved only when they are needed, and what such code may do."""
+"""Containment of foreign code: the exceptions it may raise, and the process state that it may not keep changed."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from d9d_core.errors import interrupt_behind
+__all__ = ["FOREIGN_FAILURES"]
 
 #: What code of a plugin may raise. SystemExit is among it: a plugin must not end d9d as if all had gone well.
 FOREIGN_FAILURES = (Exception, SystemExit)
 
 _leave = os._exit
-_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 @contextmanager
@@ -55,41 +50,3 @@ def directory_kept() -> Iterator[None]:
         if before is not None:
             with suppress(OSError):
                 os.chdir(before)
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """Reference ``"package.module:attribute"``: lets a declaration name heavy code without importing it.
-
-    Raises:
-        ValueError: the text does not have that form.
-    """
-
-    target: str
-
-    def __post_init__(self) -> None:
-        if not _TARGET.fullmatch(self.target):
-            raise ValueError(f"{self.target!r} is not of the form 'package.module:attribute'")
-
-    def load(self) -> Any:
-        """Import the module and return the attribute.
-
-        Raises:
-            ImportError: the module cannot be imported.
-            AttributeError: it has no such attribute.
-            KeyboardInterrupt: of the user.
-        """
-        module, _, path = self.target.partition(":")
-        try:
-            with directory_kept():
-                value: Any = importlib.import_module(module)
-        except Exception as error:
-            if interrupt_behind(error):
-                raise KeyboardInterrupt from error
-            raise
-        for part in path.split("."):
-            value = getattr(value, part)
-        return value
-
-    def __str__(self) -> str:
-        return self.target

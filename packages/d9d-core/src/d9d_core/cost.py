@@ -13,6 +13,22 @@ from typing import Literal, Protocol
 
 from d9d_core.schedule import Program
 
+__all__ = [
+    "AdapterCost",
+    "AttentionShape",
+    "BlockCost",
+    "ContextCost",
+    "Exchange",
+    "ModelCosts",
+    "OpCost",
+    "OptimizerCost",
+    "Share",
+    "StageCost",
+    "StageTimes",
+    "StrategyCost",
+    "Weight",
+]
+
 #: Which rate of a device bounds an op beside that of its memory: dense products, grouped ones, attention, or none.
 OpKind = Literal["product", "grouped_product", "attention", "memory"]
 #: Collectives, and the transfer between two ranks.

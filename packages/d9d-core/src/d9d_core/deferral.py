@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+__all__ = ["Deferral", "DeferredWeights"]
+
 _Item = tuple[GradientEdge, Callable[[], Tensor]]
 #: Bytes of gradients that may exist at once before they are added to those of the parameters.
 _TOGETHER = 32 * 2**20

@@ -15,6 +15,18 @@ Texts say where (file, line, field, parameter), why, which distribution is conce
 
 from __future__ import annotations
 
+__all__ = [
+    "BuildError",
+    "CheckpointError",
+    "D9dError",
+    "DataError",
+    "JobError",
+    "NonFiniteError",
+    "PluginError",
+    "SaveError",
+    "TrainingError",
+]
+
 
 class D9dError(Exception):
     """Base of all errors raised on purpose."""

@@ -51,6 +51,45 @@ from d9d_core.types import Pack
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+__all__ = [
+    "CATALOGUE",
+    "CheckpointSaved",
+    "CheckpointStarts",
+    "DataReady",
+    "EvaluationEnds",
+    "EvaluationStarts",
+    "EventsReady",
+    "ForwardBackwardEnds",
+    "ForwardBackwardStarts",
+    "ForwardReady",
+    "InferenceFailed",
+    "InferenceFinished",
+    "InferenceStarts",
+    "InferenceStopped",
+    "JobConfigured",
+    "ModelPlanned",
+    "ModelReady",
+    "OptimizerReady",
+    "OptimizerStepEnds",
+    "OptimizerStepStarts",
+    "PackEnds",
+    "PackStarts",
+    "RowsWritten",
+    "SaveReport",
+    "SleepEnds",
+    "SleepStarts",
+    "StepEnds",
+    "StepResult",
+    "StepStarts",
+    "TrainingFailed",
+    "TrainingFinished",
+    "TrainingStarts",
+    "TrainingStopped",
+    "ValuesLogged",
+    "WakeEnds",
+    "WakeStarts",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:

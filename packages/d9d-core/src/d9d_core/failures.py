@@ -15,6 +15,8 @@ from d9d_core.registry import installed
 from d9d_core.registry.entries import shown
 from d9d_core.registry.policy import FOUNDATION
 
+__all__ = ["describe"]
+
 #: Characters of one part of a traceback.
 _LONGEST = 2000
 _FOUNDATION = ("d9d_weights", *sorted(name.replace("-", "_") for name in FOUNDATION))

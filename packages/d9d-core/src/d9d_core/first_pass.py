@@ -12,6 +12,8 @@ from d9d_core.types import Microbatch
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["DataRanks", "FirstPass", "PassModel", "TwoPassTask"]
+
 #: Models that can run a first pass, see :class:`FirstPass`.
 PassModel = Literal["model", "without_adapter", "copy", "stored", "frozen", "other"]
 

@@ -10,6 +10,8 @@ from d9d_core.types import Microbatch, Pack
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["ForwardPass"]
+
 
 class ForwardPass(Protocol):
     """Forward of the model as it is now: in evaluation mode, without gradients, and without a trace in the training.

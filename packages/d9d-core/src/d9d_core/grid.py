@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from d9d_core.errors import BuildError, JobError
 from d9d_core.plugin import ViewSpec
 
+__all__ = ["AXES", "Grid"]
+
 #: Base axes, outermost first. ``ep`` is laid over the innermost ones and does not multiply the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

@@ -14,6 +14,19 @@ from d9d_core.types import Microbatch, State
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = [
+    "ROW",
+    "Columns",
+    "Continuation",
+    "ContinuesRows",
+    "InferenceTask",
+    "JoinsPositions",
+    "ReadsModules",
+    "ReadsTexts",
+    "Writer",
+    "WritesText",
+]
+
 #: Rows of a table by column: name -> one value for each row. Values are what JSON can hold, or lists of numbers.
 Columns = Mapping[str, Sequence[Any]]
 #: Column that every inference task fills: the number of the row in the input, from 0.

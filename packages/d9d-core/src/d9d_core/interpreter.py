@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+__all__ = ["children_import_as_here"]
+
 _SAFE = "PYTHONSAFEPATH"
 
 

@@ -27,6 +27,8 @@ from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
 
+__all__ = ["JobFile"]
+
 
 class LoadedJob(BaseJob):
     """Job of any kind, with the registry that its names refer to. Made by :meth:`load`, or of config objects."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+__all__ = ["Decision", "OpSignature", "OpSlot"]
+
 
 @dataclass(frozen=True, slots=True)
 class OpSignature:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+__all__ = ["ChoosesObservations", "Metric", "StageMetric", "Table", "Vector"]
+
 
 @dataclass(frozen=True, slots=True)
 class Table:

@@ -15,6 +15,26 @@ if TYPE_CHECKING:
 
     from d9d_core.deferral import Deferral
 
+__all__ = [
+    "ContextShare",
+    "HasHeads",
+    "HasLinearTerms",
+    "LendsProduct",
+    "PositionShare",
+    "SeesContext",
+    "SeesSequence",
+    "SequenceShare",
+    "SharesAttention",
+    "SharesInputs",
+    "SplitsContext",
+    "SplitsFeatures",
+    "SplitsSequence",
+    "SplitsVocabulary",
+    "Stage",
+    "TermKind",
+    "VocabularyShare",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from d9d_core.strategy import Collective
 
+__all__ = ["AveragesWeights", "DeclaresCollectives", "DividesGradients", "LrSchedule", "Optimizer"]
+
 
 class Optimizer(Protocol):
     """Optimizer of parameters in place. Its state is keyed by parameter name, so any layout can resume from any other.

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+__all__ = ["PeftMethod", "StartsFromWeights", "SwitchesOff"]
+
 
 class PeftMethod(Protocol):
     """Parameter-efficient fine-tuning method."""

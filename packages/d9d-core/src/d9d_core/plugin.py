@@ -1,33 +1,107 @@
 """Records: frozen declarations of what a plugin offers.
 
 A record is cheap to build. Whatever needs torch or pydantic is a :class:`Ref`, loaded when the job asks for it. The
-signatures behind the references are the protocols in :mod:`d9d_core.protocols`; each record says which one.
+signatures behind the references are protocols; each record says which one.
 
-Capabilities are flat tokens (see :mod:`d9d_core.registry.capabilities`): ``requires`` must hold for the job, ``provides``
-adds tokens to it, ``conflicts`` must not hold.
+Capabilities are flat tokens: ``requires`` must hold for the job, ``provides`` adds tokens to it, ``conflicts`` must not
+hold.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
-from d9d_core.plugin import Ref
+import pluggy
+
+from d9d_core.containment import directory_kept
+from d9d_core.errors import interrupt_behind
 from d9d_core.untrusted import visible
+
+__all__ = [
+    "ANCHORS",
+    "CapabilitySpec",
+    "CommandSpec",
+    "ConfiguredSpec",
+    "DatasetSpec",
+    "HealthCheckSpec",
+    "InferenceTaskSpec",
+    "JobCheckSpec",
+    "KernelSpec",
+    "LrScheduleSpec",
+    "MetricSpec",
+    "ModelSpec",
+    "OptimizerSpec",
+    "PeftSpec",
+    "Ref",
+    "ScheduleSpec",
+    "Spec",
+    "StrategySpec",
+    "SubscriberSpec",
+    "TaskSpec",
+    "TrackerSpec",
+    "ViewDim",
+    "ViewSpec",
+    "WriterSpec",
+    "hookimpl",
+]
 
 _NAME = re.compile(r"[0-9]*[a-z][a-z0-9_]*(\.v[0-9]+)?")
 
+#: The form of a :class:`Ref`.
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 #: The annotation of a field that holds a reference.
 _REFERENCE = re.compile(r"\bRef\b")
 
+#: Marks the functions of a plugin.py that implement a hook.
+hookimpl = pluggy.HookimplMarker("d9d")
 #: Order in which strategies act on a freshly built stage, first to last.
 ANCHORS = ("inject", "convert", "tensor", "context", "expert", "checkpointing", "compile", "data")
 #: Where a strategy stands relative to its anchor.
 POSITIONS = ("before", "at", "after")
 #: Namespaces of capability tokens whose words core defines, so that no plugin declares any.
 RESERVED = ("mesh", "strategy", "device", "import")
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Reference ``"package.module:attribute"``: lets a declaration name heavy code without importing it.
+
+    Raises:
+        ValueError: the text does not have that form.
+    """
+
+    target: str
+
+    def __post_init__(self) -> None:
+        if not _TARGET.fullmatch(self.target):
+            raise ValueError(f"{self.target!r} is not of the form 'package.module:attribute'")
+
+    def load(self) -> Any:
+        """Import the module and return the attribute.
+
+        Raises:
+            ImportError: the module cannot be imported.
+            AttributeError: it has no such attribute.
+            KeyboardInterrupt: of the user.
+        """
+        module, _, path = self.target.partition(":")
+        try:
+            with directory_kept():
+                value: Any = importlib.import_module(module)
+        except Exception as error:
+            if interrupt_behind(error):
+                raise KeyboardInterrupt from error
+            raise
+        for part in path.split("."):
+            value = getattr(value, part)
+        return value
+
+    def __str__(self) -> str:
+        return self.target
 
 
 def _tokens(value: Iterable[str], what: str = "capability tokens") -> frozenset[str]:

@@ -20,6 +20,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+__all__ = [
+    "Action",
+    "Backward",
+    "Forward",
+    "InputBackward",
+    "MicrobatchAction",
+    "Overlap",
+    "Program",
+    "ReceiveActivation",
+    "ReceiveGradient",
+    "Reduce",
+    "Schedule",
+    "SendActivation",
+    "SendGradient",
+    "WeightBackward",
+    "compute_parts",
+    "count_stages",
+    "forward_only",
+    "single_stage",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Action:

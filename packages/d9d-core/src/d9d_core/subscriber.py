@@ -7,6 +7,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from d9d_core.types import State
 
+__all__ = ["EndsTraining", "OwnEvent", "StatefulSubscriber", "Subscriber", "Subscribes", "subscribe"]
+
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 #: Attribute of a function in which :func:`subscribe` keeps event types.
 _MARK = "d9d_events"

@@ -15,6 +15,20 @@ if TYPE_CHECKING:
     from d9d_core.model import PositionShare
     from d9d_core.topology import Topology
 
+__all__ = [
+    "FinishesTraining",
+    "HasHparams",
+    "LanguageModelTask",
+    "OwnsMetrics",
+    "SeesSteps",
+    "SplitsPositions",
+    "StageInputs",
+    "StatefulTask",
+    "Task",
+    "UsesTopology",
+    "WeighsOutputs",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class StageInputs:

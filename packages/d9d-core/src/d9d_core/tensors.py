@@ -16,6 +16,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+__all__ = ["beside", "encode_png", "full", "is_dtensor", "local", "wide_dtype"]
+
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor. Imports nothing: without its module, which takes a second, there are none."""

@@ -1,4 +1,7 @@
-"""Process topology as strategies and handlers of schedules see it; :class:`d9d_engine.distributed.mesh.Topology` implements it."""
+"""Process topology, as strategies and handlers of schedules see it.
+
+:class:`d9d_engine.distributed.mesh.Topology` implements it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ if TYPE_CHECKING:
     import torch
     from torch import distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Topology"]
 
 
 class Topology(Protocol):

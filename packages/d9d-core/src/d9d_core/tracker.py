@@ -21,6 +21,26 @@ from d9d_core.types import Json, State
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = [
+    "Histogram",
+    "LogsValues",
+    "Picture",
+    "RunInfo",
+    "RunLog",
+    "SeriesName",
+    "TakesFiles",
+    "TakesHistograms",
+    "TakesPictures",
+    "TakesTables",
+    "TakesTexts",
+    "Tracker",
+    "TrackerRun",
+    "flatten",
+    "shortened",
+    "split_tags",
+    "storable",
+]
+
 #: Picture: uint8 [height, width, 3], red, green and blue.
 Picture: TypeAlias = "Tensor"
 #: Bytes of the longest name in UTF-8. Trackers name files by series, and file systems take 255.

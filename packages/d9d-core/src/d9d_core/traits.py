@@ -20,6 +20,33 @@ if TYPE_CHECKING:
     from d9d_core.deferral import Deferral
     from d9d_core.types import TensorSpec
 
+__all__ = [
+    "TRAITS",
+    "Adapts",
+    "AddsLosses",
+    "ContextParallelizable",
+    "DefersWeights",
+    "Dispatched",
+    "Dispatcher",
+    "Divisible",
+    "HasAdjacentWeights",
+    "HasBanks",
+    "HasBlocks",
+    "HasExperts",
+    "HasOps",
+    "HasTallies",
+    "LateInit",
+    "LayoutDependent",
+    "LossTerm",
+    "ObservesOnDemand",
+    "PipelineStage",
+    "Routing",
+    "TensorParallelizable",
+    "TensorStyle",
+    "Transfer",
+    "modules_with",
+]
+
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -41,7 +68,7 @@ class LossTerm:
     Attributes:
         coefficient: factor of the term in the total.
         per: what the sum is over and the mean is of: ``sample``, or ``position`` of a sample. Where the task's inputs
-            have ``lengths`` (:mod:`d9d_core.protocols`), positions beyond them and samples of length zero do not count.
+            have ``lengths`` (:mod:`d9d_core.data`), positions beyond them and samples of length zero do not count.
     """
 
     coefficient: float

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+__all__ = ["Json", "Microbatch", "Pack", "State", "TensorSpec"]
+
 #: Tensors of one microbatch by name.
 Microbatch = Mapping[str, "Tensor"]
 #: Microbatches of one optimizer step, for one data-parallel rank.

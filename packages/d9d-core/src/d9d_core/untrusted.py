@@ -22,6 +22,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
+__all__ = ["Place", "parse_json", "read_regular", "visible"]
+
 #: Bytes of the largest JSON file that is parsed: an index of a million tensors has a third of it.
 MAX_JSON_BYTES = 1 << 28
 #: Levels of the deepest value; what walks over it must not reach the interpreter's own limit.

@@ -11,6 +11,14 @@ from torch import nn
 from torch._higher_order_ops import wrap  # nothing public tells
 from torch.distributed.fsdp import FSDPModule
 
+__all__ = [
+    "keep_fsdp_gradients",
+    "prepare_fsdp_gradients",
+    "recomputes_inside_functions",
+    "reduce_fsdp_gradients",
+    "settle_fsdp_reduction",
+]
+
 
 def prepare_fsdp_gradients(root: nn.Module) -> None:
     """Make every FSDP2 unit under ``root`` count a missing gradient as zeros, and accumulate in ``Tensor.grad_dtype``.

@@ -10,6 +10,8 @@ from d9d_core.errors import PluginError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["figure_svg", "new_figure"]
+
 
 def new_figure(width: float, height: float) -> Figure:
     """Make an empty figure.

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from d9d_engine.distributed.mesh import Topology
     from d9d_engine.run.trainer import Trainer
 
+__all__ = ["Job"]
+
 
 class Job(JoinsProcesses, JobFile):
     """A validated job that can be planned, built and trained.

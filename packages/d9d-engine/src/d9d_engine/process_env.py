@@ -11,6 +11,8 @@ from typing import Literal
 
 from d9d_core.errors import JobError
 
+__all__ = ["ProcessEnv"]
+
 Launcher = Literal["torchrun", "slurm", "mpi"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -13,6 +13,8 @@ from d9d_core.errors import BuildError
 from d9d_core.plugin import ConfiguredSpec
 from d9d_core.registry.capabilities import Chosen
 
+__all__ = ["inner_builder", "instantiate"]
+
 #: How torch says that sizes, or their product, have no 64 bits.
 _TOO_LARGE = re.compile(r"calculation overflowed|multiplication overflow|Overflow when unpacking|too large to convert")
 

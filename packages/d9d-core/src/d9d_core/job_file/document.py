@@ -15,6 +15,8 @@ from d9d_core.errors import JobError
 from d9d_core.job_file.reading import READERS, read_yaml
 from d9d_core.untrusted import Links, read_regular
 
+__all__ = ["Document"]
+
 #: Bytes of the largest job file: a hundred times what people write.
 MAX_BYTES = 1 << 20
 

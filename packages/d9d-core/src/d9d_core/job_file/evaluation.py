@@ -9,6 +9,8 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 from d9d_core.config import PluginConfig, Section
 from d9d_core.job_file.open_union import Named
 
+__all__ = ["Evaluation"]
+
 # Part of the names of series.
 SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 

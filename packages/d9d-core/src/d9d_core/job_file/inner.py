@@ -10,6 +10,8 @@ from d9d_core.job_file.open_union import Named
 from d9d_core.registry.capabilities import Chosen
 from d9d_core.registry.registry import Registry
 
+__all__ = ["choose"]
+
 
 def choose(registry: Registry, kind: str, where: str, config: PluginConfig) -> Chosen:
     """Choose the record of a config, and those of the configs inside it.

@@ -24,6 +24,8 @@ from d9d_core.job_file.sections.logging import Logging
 from d9d_core.job_file.sections.plugins import Plugins
 from d9d_core.job_file.sections.profiling import Profiling
 
+__all__ = ["Batch", "Checkpoint", "GradientClipping", "Gradients", "Loading", "Mesh", "Precision", "Run", "Timeouts"]
+
 # float16 would need a loss scaler, which the loop does not have.
 Dtype = Literal["float32", "bfloat16"]
 # Three years: clocks of libraries overflow at some hundreds.

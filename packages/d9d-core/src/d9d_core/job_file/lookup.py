@@ -10,6 +10,8 @@ from d9d_core.errors import PluginError
 from d9d_core.plugin import ConfiguredSpec
 from d9d_core.registry.entries import Entry, plugin_error, shown
 
+__all__ = ["load_config"]
+
 
 def load_config(entry: Entry) -> type[PluginConfig]:
     """Look up the config class of a record that has one.

@@ -20,6 +20,8 @@ from d9d_core.job_file.lookup import load_config
 from d9d_core.registry.entries import Entry, shown
 from d9d_core.registry.registry import Registry
 
+__all__ = ["Named"]
+
 #: Where the JSON schema of an open field is filled in, see :mod:`d9d_core.job_file.schema`.
 PLACEHOLDER = "x-d9d-kind"
 

@@ -19,6 +19,8 @@ from d9d_core.registry.capabilities import Chosen, Circumstances, Verdict, judge
 from d9d_core.registry.kernels import find_kernel
 from d9d_core.registry.registry import Registry
 
+__all__ = ["tensors_given"]
+
 Part = tuple[Chosen, PluginConfig]
 Selected = TypeVar("Selected", bound="Parts")
 

@@ -11,6 +11,8 @@ from d9d_core.job_file.lookup import config_schema
 from d9d_core.job_file.open_union import PLACEHOLDER
 from d9d_core.registry.registry import Registry
 
+__all__ = ["job_schema"]
+
 
 def job_schema(registry: Registry, skipped: Callable[[PluginError], None] | None = None) -> dict[str, Any]:
     """JSON schema with a discriminated union per extension point.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from d9d_core.program.index import ProgramIndex
 from d9d_core.schedule import Backward, Forward, InputBackward, ReceiveActivation, ReceiveGradient
 
+__all__ = ["awaited", "find_deadlock"]
+
 
 def awaited(index: ProgramIndex, buffers: int | None) -> dict[int, tuple[int, ...]]:
     """Dependencies between ranks: number of an action -> actions of other ranks without which it cannot run.

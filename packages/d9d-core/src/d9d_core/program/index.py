@@ -23,6 +23,8 @@ from d9d_core.schedule import (
     count_stages,
 )
 
+__all__ = ["ProgramIndex"]
+
 #: Ranks a channel leads from and to.
 Channel = tuple[int, int]
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.autograd.graph import GradientEdge
 
+__all__ = ["Arrival", "Handler", "StageRunner", "StepState", "Visit"]
+
 #: Stage and microbatch.
 Key = tuple[int, int]
 #: Named tensors that are there, or that are waited for when this is called.

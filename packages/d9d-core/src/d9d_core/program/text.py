@@ -22,6 +22,8 @@ from d9d_core.schedule import (
     WeightBackward,
 )
 
+__all__ = ["diff_programs", "format_programs", "parse_programs"]
+
 _TYPES: tuple[type[MicrobatchAction], ...] = (
     Forward,
     Backward,

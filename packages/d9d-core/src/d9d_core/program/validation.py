@@ -20,6 +20,8 @@ from d9d_core.schedule import (
     count_stages,
 )
 
+__all__ = ["placement", "problems_of", "validate"]
+
 _GRADIENTS = (Backward, InputBackward, WeightBackward)
 
 

@@ -28,6 +28,9 @@ from d9d_core.plugin import ANCHORS, POSITIONS, Spec, StrategySpec
 from d9d_core.registry.entries import Entry
 from d9d_core.registry.registry import Registry
 
+__all__ = ["MESH_AXES", "MODEL_TRAITS"]
+
+#: Axes of a mesh, the overlaid one included.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 #: Traits that core itself knows; see :mod:`d9d_core.traits`.
 MODEL_TRAITS = (

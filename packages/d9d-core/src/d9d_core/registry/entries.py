@@ -9,6 +9,8 @@ from d9d_core.plugin import CapabilitySpec, Spec
 from d9d_core.registry.hooks import Kind
 from d9d_core.registry.policy import normalise
 
+__all__ = ["Entry", "Origin", "plugin_error"]
+
 Record = Spec | CapabilitySpec
 #: Characters of a plugin's value that messages show.
 _SHOWN = 500

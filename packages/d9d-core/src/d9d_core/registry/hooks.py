@@ -36,14 +36,14 @@ if TYPE_CHECKING:
         WriterSpec,
     )
 
+__all__ = ["API_VERSION", "KINDS", "Kind"]
+
 #: pluggy's project name, and the entry-point group.
 PROJECT = "d9d"
 #: The plugin interface this core offers; a plugin module states the one it was written for as ``D9D_API``.
 API_VERSION = 1
 
 hookspec = pluggy.HookspecMarker(PROJECT)
-#: Marks the functions of a plugin.py that implement a hook.
-hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from d9d_core.registry.entries import Origin
 from d9d_core.registry.hooks import PROJECT
 from d9d_core.registry.policy import normalise
 
+__all__ = ["scan"]
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

@@ -26,7 +26,7 @@ class KnownPlugins:
     @classmethod
     def shipped(cls) -> KnownPlugins:
         """Read the generated table."""
-        table = json.loads(files("d9d_core.plugin").joinpath("known_plugins.json").read_text("utf-8"))
+        table = json.loads(files("d9d_core.registry").joinpath("known_plugins.json").read_text("utf-8"))
         return cls(table["homes"], table["versions"])
 
     def home(self, kind: str, name: str) -> str | None:

@@ -16,6 +16,8 @@ from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
 from d9d_core.registry.single_file import file_plugin
 
+__all__ = ["discover"]
+
 
 def discover(policy: PluginPolicy | None = None, *, known: KnownPlugins | None = None) -> Registry:
     """Load the records of the foundation, the installed plugins that ``policy`` admits, and its single-file plugins.

@@ -13,6 +13,8 @@ from typing import Any
 from d9d_core.registry.entries import Origin
 from d9d_core.registry.registry import Registry
 
+__all__ = ["Manifest"]
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

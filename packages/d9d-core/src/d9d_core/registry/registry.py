@@ -17,6 +17,8 @@ from d9d_core.registry.hooks import KINDS
 from d9d_core.registry.known import KnownPlugins
 from d9d_core.registry.policy import FOUNDATION, normalise
 
+__all__ = ["Registry"]
+
 #: Characters of a name that a message repeats.
 _LONGEST = 200
 #: Kind that stands at the same place of another kind of job -> that other kind, and the command for its jobs.

@@ -12,6 +12,8 @@ from pathlib import Path
 from d9d_core.errors import PluginError
 from d9d_core.registry.entries import Origin
 
+__all__ = ["file_plugin"]
+
 
 def file_plugin(path: Path) -> tuple[Origin, Callable[[], object]]:
     """Origin of a file's plugin, and the function that imports it.

@@ -11,6 +11,8 @@ from rich.segment import Segment
 
 from d9d_core.untrusted import visible
 
+__all__ = ["console_for"]
+
 
 class VisibleConsole(Console):
     """Console whose texts control no terminal; only its own styles do."""

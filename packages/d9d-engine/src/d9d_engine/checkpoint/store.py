@@ -42,6 +42,8 @@ from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.staging import Staged, Stager
 from d9d_engine.distributed.mesh import Topology
 
+__all__ = ["CheckpointStore"]
+
 #: Ignored folders that are spelled out; the rest is counted.
 _SHOWN = 3
 

@@ -14,6 +14,8 @@ from torch import nn
 
 from d9d_engine.step.randomness import derive_seed, generators_kept
 
+__all__ = ["initialise"]
+
 
 def initialise(stage: nn.Module, seed: int, device: torch.device) -> None:
     """Fill all parameters and buffers of a stage on ``device``, each module from a seed of its own name.

@@ -38,6 +38,8 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.totals import GradientNorm
 
+__all__ = ["MemoryEstimate", "Plan"]
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:

@@ -9,6 +9,8 @@ import torch
 from d9d_core.errors import JobError
 from torch import distributed as dist
 
+__all__ = ["load_kernels_eagerly", "share_hardware_queues"]
+
 
 def choose_device(name: str) -> torch.device:
     """Choose the device: ``auto`` is the accelerator that torch reports, else the CPU; others are names of devices.

@@ -15,6 +15,8 @@ from d9d_core.topology import Topology
 
 from d9d_engine.distributed.mesh import describe_rank
 
+__all__ = ["rank_logger"]
+
 #: Logger above those of the engine and of all plugins.
 NAME = "d9d"
 

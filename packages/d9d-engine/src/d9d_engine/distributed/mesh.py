@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from d9d_engine.distributed.devices import own_backend
 from d9d_engine.supervision.watchdog import Watchdog
 
+__all__ = ["Topology"]
+
 #: Phases of a run that have a time limit.
 _PHASES = ("startup", "step", "checkpoint")
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+__all__ = ["PackedReduction"]
+
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 Key = tuple[str, torch.dtype]
 

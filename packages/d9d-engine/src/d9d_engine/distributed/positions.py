@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+__all__ = ["ZigzagPositions"]
+
 
 @dataclass(frozen=True, slots=True)
 class ZigzagPositions:

@@ -11,6 +11,8 @@ from torch import distributed as dist
 # The one way to get at the fake backend: importing this module registers it. A test fails when that changes.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+__all__ = ["simulated_world"]
+
 
 @contextmanager
 def simulated_world(size: int, rank: int = 0) -> Iterator[None]:

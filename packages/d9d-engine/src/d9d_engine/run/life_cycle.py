@@ -17,6 +17,8 @@ from d9d_engine.run.gc import built_objects_spared
 from d9d_engine.run.open_run import Collaborators, OpenRun
 from d9d_engine.step.randomness import generators_kept
 
+__all__ = ["Outcome"]
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

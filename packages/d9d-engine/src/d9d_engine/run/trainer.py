@@ -25,6 +25,8 @@ from d9d_engine.step.step import TrainStep
 from d9d_engine.subscribers.event_bus import Events
 from d9d_engine.trackers.hub import TrackerHub
 
+__all__ = ["Trainer"]
+
 
 class Trainer:
     """Trainer of a built job: all of it (:meth:`train`), or some steps at a time.

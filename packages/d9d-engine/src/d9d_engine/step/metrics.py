@@ -15,6 +15,8 @@ from torch import distributed as dist
 
 from d9d_engine.distributed.packed_reduction import PackedReduction
 
+__all__ = ["Statistics"]
+
 #: Series that the loop itself logs.
 _TAKEN = ("finite", "stop", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps", "mfu")
 

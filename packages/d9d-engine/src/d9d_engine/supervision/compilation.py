@@ -21,6 +21,8 @@ from typing import Any
 from d9d_core.subscriber import OwnEvent
 from torch import nn
 
+__all__ = ["Recompiled"]
+
 #: Steps of a process in which code is compiled: for the first lengths, for others, and for gradients that add up.
 FREE_STEPS = 3
 #: torch's logger of the reasons, and the name that switches it on.

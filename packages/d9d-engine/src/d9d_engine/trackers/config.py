@@ -6,6 +6,8 @@ from typing import Literal
 
 from d9d_core.config import PluginConfig
 
+__all__ = ["ConsoleConfig", "JsonlConfig"]
+
 
 class ConsoleConfig(PluginConfig):
     """Console: one line per logged step."""

@@ -32,6 +32,8 @@ from torch import Tensor
 
 from d9d_engine.trackers.backlog import Backlog
 
+__all__ = ["TrackerHub"]
+
 #: Entries that may wait for one tracker; later ones are left out until it has caught up.
 ROOM = 1000
 #: Name beside those of trackers, under which a checkpoint keeps what some had not taken yet.

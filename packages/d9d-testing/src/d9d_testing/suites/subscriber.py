@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import d9d_core.extend as ev
 import pytest
 import torch
+from d9d_core import events as ev
 from torch import Tensor
 
 from d9d_testing.layouts import job_of

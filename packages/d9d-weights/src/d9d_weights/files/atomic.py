@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+__all__ = ["move", "sync_tree"]
+
 _OLD = ".old.tmp"
 
 

@@ -25,6 +25,8 @@ from pathlib import Path
 from d9d_core.errors import CheckpointError
 from d9d_core.untrusted import open_regular, read_regular, visible
 
+__all__ = ["LocksUnsupportedError", "lock_file"]
+
 #: What file systems without locks answer; NFS without its lock service: ENOLCK; Lustre without ``-o flock``: ENOSYS.
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 #: What they answer if somebody else has the lock.

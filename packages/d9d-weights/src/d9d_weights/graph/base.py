@@ -13,6 +13,8 @@ from d9d_core.errors import CheckpointError
 
 from d9d_weights.graph.expressions import Value
 
+__all__ = ["Mapper", "Parallel", "Sequential"]
+
 #: An error lists this many problems; a wrong prefix makes thousands.
 SHOWN = 20
 #: So many of them come with a similar name; looking for one costs half a second among 10,000 names.

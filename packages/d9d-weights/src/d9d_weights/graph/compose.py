@@ -8,6 +8,8 @@ from d9d_weights.graph.base import Effect, Mapper, Scope, check_new
 from d9d_weights.graph.expressions import Value
 from d9d_weights.graph.groups import group_values
 
+__all__ = ["Connect", "Prefix", "Shard"]
+
 
 class Prefix(Mapper):
     """Composition: a mapper for the tensors below a prefix: ``Prefix("model.layers.0.", "layers.0.", layer)``.

@@ -14,6 +14,8 @@ from torch import Tensor
 from d9d_weights.graph.base import Effect, Mapper, Scope
 from d9d_weights.graph.expressions import Source, TensorSource, Value
 
+__all__ = ["Compute"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:

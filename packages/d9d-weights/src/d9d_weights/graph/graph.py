@@ -12,6 +12,8 @@ from d9d_weights.graph.base import Mapper, Scope, raise_if
 from d9d_weights.graph.expressions import Placed, Source, Value
 from d9d_weights.graph.groups import Group, group_values
 
+__all__ = ["StateGraph", "map_tensors", "specs_of"]
+
 
 class StateGraph:
     """State graph: what each output consists of. Equal on all ranks, whatever the hashes of strings are.

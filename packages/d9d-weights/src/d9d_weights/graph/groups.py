@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from d9d_weights.graph.expressions import Value
 
+__all__ = ["Group"]
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

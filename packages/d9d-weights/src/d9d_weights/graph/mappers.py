@@ -19,6 +19,8 @@ from d9d_weights.graph.simplify import converted, permuted, squeezed, unsqueezed
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
+__all__ = ["Cast", "Distribute", "Gather", "Identity", "Rename", "Squeeze", "Transpose", "Unsqueeze"]
+
 
 class PerTensor(Mapper):
     """Base of mappers that take each tensor that fits a name or pattern, and make one of it.

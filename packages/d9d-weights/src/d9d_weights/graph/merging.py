@@ -9,6 +9,8 @@ from d9d_weights.graph.base import Effect, Mapper, Scope
 from d9d_weights.graph.expressions import Value
 from d9d_weights.graph.simplify import joined, sliced, squeezed, unsqueezed
 
+__all__ = ["Chunk", "Concatenate", "Stack", "Unstack"]
+
 
 @dataclass(frozen=True)
 class Stack(Mapper):

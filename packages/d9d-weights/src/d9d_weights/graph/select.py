@@ -10,6 +10,8 @@ from d9d_weights.graph.base import Duplicate, Effect, Mapper, Parallel, Scope
 from d9d_weights.graph.mappers import Rename
 from d9d_weights.graph.pattern import Pattern
 
+__all__ = ["Copy", "Drop", "Either", "Explained", "Fresh", "Select", "Share"]
+
 
 @dataclass(frozen=True)
 class Share(Mapper):

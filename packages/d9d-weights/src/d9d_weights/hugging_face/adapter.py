@@ -13,6 +13,8 @@ from d9d_weights.graph.expressions import Source
 from d9d_weights.graph.graph import StateGraph
 from d9d_weights.hugging_face.layout import FileNames
 
+__all__ = ["AdapterFormat", "MergesTensors"]
+
 #: Files of an adapter; unlike a model's, its weights are always in one file.
 ADAPTER_FILES = FileNames(config="adapter_config.json", stem="adapter_model")
 

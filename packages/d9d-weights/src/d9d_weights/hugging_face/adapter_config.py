@@ -13,6 +13,8 @@ from typing import Any
 
 from d9d_core.errors import CheckpointError
 
+__all__ = ["check_adapter_config"]
+
 #: Fields that are not looked at: labels, the past of the adapter, and settings of what is switched off.
 _UNREAD = frozenset({
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",

@@ -18,6 +18,8 @@ from d9d_weights.hugging_face.blocks import blocks
 from d9d_weights.hugging_face.shard import ShardWriter
 from d9d_weights.hugging_face.writer import ModelWriter
 
+__all__ = ["convert"]
+
 #: Numbers of a tensor that are compared at a time.
 _BLOCK = 1 << 22
 

@@ -28,6 +28,8 @@ from d9d_weights.hugging_face.layout import (
     refuse_pickles,
 )
 
+__all__ = ["ModelDirectory"]
+
 #: What git leaves instead of a large file that was not downloaded: a note smaller than this.
 _LFS = b"version https://git-lfs"
 _LFS_BYTES = 1024

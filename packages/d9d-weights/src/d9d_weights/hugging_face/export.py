@@ -21,6 +21,8 @@ from d9d_weights.hugging_face.writer import ModelWriter
 from d9d_weights.sharding.agreement import on_all, on_main
 from d9d_weights.sharding.stage_holders import StageHolders
 
+__all__ = ["ModelFiles", "export_model"]
+
 
 @dataclass(frozen=True)
 class ModelFiles:

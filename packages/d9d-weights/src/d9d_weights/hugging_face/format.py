@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from d9d_weights.graph.base import Mapper
 
+__all__ = ["HuggingFaceFormat"]
+
 
 class HuggingFaceFormat(Protocol):
     """Format of a model in Hugging Face layout."""

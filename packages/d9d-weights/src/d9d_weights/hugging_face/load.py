@@ -18,6 +18,8 @@ from d9d_weights.hugging_face.blocks import blocks
 from d9d_weights.sharding.agreement import on_all
 from d9d_weights.sharding.shards import TensorShard, describe
 
+__all__ = ["check_duplicates", "load_tensors"]
+
 #: Larger windows are cut for several threads.
 _TASK_BYTES = 1 << 26
 

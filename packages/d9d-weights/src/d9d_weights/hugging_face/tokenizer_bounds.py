@@ -11,6 +11,8 @@ import binascii
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+__all__ = ["check_tokenizer"]
+
 #: Sections whose steps change or add text or tokens.
 _PROGRAMS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 #: Most steps of a section, and tokens that it adds to a text.

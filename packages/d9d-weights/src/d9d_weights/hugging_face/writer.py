@@ -19,6 +19,8 @@ from d9d_weights.hugging_face.layout import MODEL_FILES, SAFETENSORS, FileNames,
 from d9d_weights.hugging_face.plan import plan_files, spec_bytes
 from d9d_weights.hugging_face.shard import ShardWriter
 
+__all__ = ["ModelWriter"]
+
 #: As transformers limits its files.
 SHARD_BYTES = 5 * 10**9
 #: What transformers wants to see in a header.

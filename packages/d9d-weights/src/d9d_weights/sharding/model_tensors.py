@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from d9d_weights.sharding.stage_holders import StageHolders
 
+__all__ = ["model_tensors"]
+
 
 def model_tensors(stage: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by qualified name; a tied parameter appears once, under its first name."""

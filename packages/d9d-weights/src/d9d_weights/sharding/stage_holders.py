@@ -15,6 +15,8 @@ from d9d_weights.graph.base import raise_if
 from d9d_weights.sharding.collectives import all_gather_objects
 from d9d_weights.sharding.shards import dtype_name
 
+__all__ = ["StageHolders"]
+
 
 @dataclass(frozen=True)
 class StageHolders:

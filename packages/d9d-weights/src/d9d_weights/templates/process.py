@@ -16,6 +16,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+__all__ = ["TemplateError", "TemplateLimits", "TemplateProcess"]
+
 #: Bytes of the largest answer: a rendering of as many characters as the sandbox allows, in UTF-8 and escaped.
 _MAX_ANSWER = 1 << 27
 #: Renderings that end the process, after which a template renders nothing more: each may take all of its seconds.

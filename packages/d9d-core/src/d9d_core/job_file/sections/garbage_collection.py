@@ -6,6 +6,8 @@ from pydantic import PositiveInt
 
 from d9d_core.config import Section
 
+__all__ = ["GarbageCollection"]
+
 
 class GarbageCollection(Section):
     """Garbage collection of Python at the same steps on all processes, in place of moments of its own on each."""

@@ -8,6 +8,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from d9d_core.config import Section
 
+__all__ = ["Logging"]
+
 
 class Logging(Section):
     """Interval of log entries, what the loop logs of the device, and the level of log lines."""

@@ -10,6 +10,8 @@ from pydantic import model_validator
 from d9d_core.config import Section
 from d9d_core.registry.policy import PluginPolicy, normalise
 
+__all__ = ["Plugins"]
+
 
 class Plugins(Section):
     """Selection of the plugins that may be loaded. Installing makes names available, the job file activates them."""

@@ -6,6 +6,8 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from d9d_core.config import Section
 
+__all__ = ["Profiling"]
+
 
 class Profiling(Section):
     """Profiling of the last steps of each cycle, with a Chrome trace per process and a table of the time by kind."""
