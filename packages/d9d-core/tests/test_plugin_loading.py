@@ -220,7 +220,7 @@ def test_a_declaration_that_imports_torch_is_reported(tmp_path: Path, install: I
     install("acme-moe", "9.9", "import torch\n" + ONE)
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
-        "from d9d_core.plugin import *\n"
+        "from d9d_core.registry.loader import discover\nfrom d9d_core.registry.policy import PluginPolicy\n"
         "r = discover(PluginPolicy(allow=frozenset({'acme-moe'})))\n"
         "print(*r.problems); print(r.find('strategy', 'expert_parallel'))"
     )
@@ -329,6 +329,6 @@ def test_a_registry_of_explicit_plugins_discovers_nothing(install: Install) -> N
 
 
 def test_the_plugin_layer_loads_without_torch_and_pydantic() -> None:
-    code = "import sys, d9d_core.plugin as p; p.Registry.of(); print({'torch', 'pydantic'} & set(sys.modules))"
+    code = "import sys, d9d_core.registry.registry as r; r.Registry.of(); print({'torch', 'pydantic'} & {*sys.modules})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "set()"

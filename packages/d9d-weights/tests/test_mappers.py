@@ -414,7 +414,11 @@ def test_distribute_and_gather_are_inverse(world: Callable[..., object]) -> None
 
 
 ORDER = """
-from d9d_weights import *
+from d9d_weights.graph.base import *
+from d9d_weights.graph.compose import *
+from d9d_weights.graph.graph import *
+from d9d_weights.graph.mappers import *
+from d9d_weights.graph.merging import *
 from d9d_core.types import TensorSpec
 import torch
 names = [f"m.{i}.{x}" for i in range(30) for x in "abc"]

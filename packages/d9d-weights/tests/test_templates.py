@@ -60,7 +60,7 @@ def test_a_template_that_exceeds_its_limits_again_and_again_is_not_tried_any_mor
 
 def test_the_process_ends_with_the_one_that_made_it_even_if_that_is_killed() -> None:
     code = (
-        "import os, sys\nfrom d9d_weights import TemplateProcess\n"
+        "import os, sys\nfrom d9d_weights.templates.process import TemplateProcess\n"
         "made = TemplateProcess({'default': 'x'})\nprint(made._child.pid, flush=True)\nos.kill(os.getpid(), 9)"
     )
     made = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False)
