@@ -148,16 +148,17 @@ class Spec:
         for tokens in ("requires", "provides", "conflicts"):
             object.__setattr__(self, tokens, _tokens(getattr(self, tokens)))
         for each in fields(self):
-            self._check_reference(each.name, str(each.type))
+            value = getattr(self, each.name)
+            if not isinstance(value, Ref) and _REFERENCE.search(annotation := str(each.type)):
+                self._check_no_reference(each.name, value, optional="None" in annotation)
 
     @property
     def key(self) -> str:
         """Name of the record, unique among those of one kind."""
         return self.name
 
-    def _check_reference(self, name: str, annotation: str) -> None:
-        value = getattr(self, name)
-        if not _REFERENCE.search(annotation) or isinstance(value, Ref) or (value is None and "None" in annotation):
+    def _check_no_reference(self, name: str, value: object, optional: bool) -> None:
+        if value is None and optional:
             return
         where = f"{type(self).__name__} {self.name!r}: {name} is"
         if isinstance(value, str):

@@ -89,10 +89,11 @@ class Collector:
             raise RefusedError(f"has an invalid hook: {error}") from error
         entries: list[Entry] = []
         for kind in hooks.KINDS:
-            for record in self._call(manager, kind):
-                if any(e.kind == kind and e.spec.key == record.key for e in entries):
-                    raise RefusedError(f"declares {kind.name} '{record.key}' twice")
-                entries.append(Entry(kind, record, origin))
+            records = self._call(manager, kind)
+            keys = [record.key for record in records]
+            if twice := sorted(key for key in {*keys} if keys.count(key) > 1):
+                raise RefusedError(f"declares {kind.name} '{twice[0]}' twice")
+            entries += [Entry(kind, record, origin) for record in records]
         manager.unregister(plugin)
         self._managers.append(manager)
         return entries
@@ -129,7 +130,7 @@ class Collector:
             if not isinstance(record, kind.record):
                 expected, got = kind.record.__name__, type(record).__name__
                 raise RefusedError(f"yields {got} from {kind.hook}, which takes {expected}")
-        return sorted(records, key=lambda record: record.key)
+        return records
 
 
 def _manager() -> pluggy.PluginManager:

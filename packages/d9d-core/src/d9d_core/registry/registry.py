@@ -47,7 +47,10 @@ class Registry:
         table: dict[str, dict[str, list[Entry]]] = {kind.name: defaultdict(list) for kind in KINDS}
         for entry in entries:
             table[entry.kind.name][entry.spec.key].append(entry)
-        self._table = {kind: {name: tuple(found) for name, found in names.items()} for kind, names in table.items()}
+        self._table = {
+            kind: {name: tuple(sorted(names[name], key=_distribution)) for name in sorted(names)}
+            for kind, names in table.items()
+        }
         self.plugins = tuple(plugins)
         self.problems = tuple(problems)
         self.blocked: Mapping[str, str] = MappingProxyType(dict(blocked or {}))
@@ -83,8 +86,17 @@ class Registry:
     def entries(self, kind: str | None = None) -> list[Entry]:
         """Records of one kind or of all, sorted by kind, name and distribution."""
         kinds = [kind] if kind else list(self._table)
-        found = [entry for name in kinds for same in self._table[name].values() for entry in same]
-        return sorted(found, key=lambda e: (list(self._table).index(e.kind.name), e.spec.key, e.origin.distribution))
+        return [entry for name in kinds for same in self._table[name].values() for entry in same]
+
+    def kernels(self, op: str) -> list[tuple[str, Entry]]:
+        """Backends of an op with their names, sorted by name and distribution."""
+        start = f"{op}."
+        return [
+            (key.removeprefix(start), entry)
+            for key, same in self._table["kernel"].items()
+            if key.startswith(start)
+            for entry in same
+        ]
 
     def conflicts(self, among: Collection[str] | None = None) -> list[str]:
         """Conflicts of names: one message per name that several plugins declare. Only using such a name is an error.
@@ -97,7 +109,7 @@ class Registry:
         return [
             _ambiguous(kind, name, same)
             for kind, names in self._table.items()
-            for name, same in sorted(names.items())
+            for name, same in names.items()
             if len(same) > 1
             and (among is None or any(entry.origin.distribution in among for entry in same))
             and not (kind == "command" and any(entry.origin.distribution in FOUNDATION for entry in same))
@@ -173,12 +185,16 @@ class Registry:
         return text
 
 
+def _distribution(entry: Entry) -> str:
+    return entry.origin.distribution
+
+
 def _hook(kind: str) -> str:
     return next(known.hook for known in KINDS if known.name == kind)
 
 
 def _ambiguous(kind: str, name: str, same: Sequence[Entry]) -> str:
-    last = max(same, key=lambda entry: entry.origin.distribution)
+    last = max(same, key=_distribution)
     selector = last.spec.name if isinstance(last.spec, Spec) else name  # a kernel's op is no part of its selector
     listed = _listed(entry.origin for entry in same)
     return f"{kind} '{name}' is declared by {listed}; write '{last.origin.distribution}/{selector}' or block one"

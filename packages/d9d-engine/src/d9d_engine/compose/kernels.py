@@ -133,8 +133,8 @@ def _bind(
     sites = tuple(dict.fromkeys(site for site, _ in same))
     requested = requests.get(signature.op)
     asked = requested is not None
-    offers = [e for e in registry.entries("kernel") if isinstance(e.spec, KernelSpec) and e.spec.op == signature.op]
-    answers = {entry: _ask(entry, signature, judge, deterministic) for entry in offers}
+    offers = registry.kernels(signature.op)
+    answers = {entry: _ask(entry, signature, judge, deterministic) for _, entry in offers}
     parts = [part for part in same[0][1].parts if part in requests]
     if parts and not asked:
         text = f"the job asks for kernels.{parts[0]}, an op that this one contains"
@@ -153,9 +153,11 @@ def _bind(
             if refusal is None:
                 break
             answers[chosen] = Decision(False, refusal)
-    names = Counter(entry.spec.key for entry in offers)
+    names = Counter(name for name, _ in offers)
     considered = {REFERENCE: Decision(True, "runs everywhere")}
-    considered |= {_label(entry, unique=names[entry.spec.key] == 1): answers[entry] for entry in offers}
+    considered |= {
+        name if names[name] == 1 else f"{entry.origin.distribution}/{name}": answers[entry] for name, entry in offers
+    }
     if chosen is None or function is None:
         return KernelChoice(signature.op, sites, REFERENCE, "", asked, considered, signature.compiled)
     assert isinstance(chosen.spec, KernelSpec)
@@ -182,11 +184,6 @@ def _built(chosen: Entry, signature: OpSignature) -> Callable[..., Any]:
         )
         raise BuildError(text)
     return function
-
-
-def _label(entry: Entry, *, unique: bool) -> str:
-    assert isinstance(entry.spec, KernelSpec)
-    return entry.spec.name if unique else f"{entry.origin.distribution}/{entry.spec.name}"
 
 
 def _best(answers: Mapping[Entry, Decision]) -> Entry | None:
