@@ -109,7 +109,6 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--reduce", default="float32", help="number format in which both sum gradients over ranks")
     options = parser.parse_args()
-    from d9d_engine.compose.plan import circumstances
     from d9d_engine.distributed.mesh import Topology
 
     device = torch.device("cpu")
@@ -131,13 +130,13 @@ def main() -> None:
     from d9d_core.job_file.resolve import select
     from d9d_engine.compose.assemble import assemble
     from d9d_engine.compose.initialise import initialise
+    from d9d_engine.compose.root import compose_root
 
     alone = Topology(sizes=plain_job.mesh.sizes(), device=device)
     # Kernels are chosen for bfloat16, in which both compute.
     plain_job = plain_job.model_copy(update={"precision": job.precision.model_copy(update={"autocast": "bfloat16"})})
-    model = assemble(
-        plain_job, select(plain_job, job.registry), job.registry, alone, circumstances(plain_job, device)
-    ).model
+    root = compose_root(plain_job, select(plain_job, job.registry), job.registry, alone, lambda _: None)
+    model = assemble(root).model
     blocks = list(model.blocks().values())  # type: ignore[operator]
     step = plain_step(
         model, blocks, topology.mesh("dense", "dp_replicate", "fsdp"), 1e-4, getattr(torch, options.reduce)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +16,7 @@ from d9d_core.job_file.document import Document
 from d9d_core.job_file.inner import choose
 from d9d_core.job_file.job import BaseJob, JobConfig
 from d9d_core.job_file.load import registry_for, validate_job
-from d9d_core.job_file.resolve import Resolution, Selection, resolve
+from d9d_core.job_file.resolve import Parts, Resolution, resolve, select_parts
 from d9d_core.job_file.saved_job import SavedJob
 from d9d_core.layout.auto import Source, settle
 from d9d_core.layout.report import check_layout
@@ -167,47 +166,29 @@ class LoadedJob(BaseJob):
             views[name] = spec
         return views
 
-    @abstractmethod
-    def check(self, world_size: int | None = None) -> object:
-        """Check all that needs no tensors.
+    def check_layout(self, world_size: int) -> Any:
+        """Records behind the job's names, whose mesh, strategies, schedule and batch fit a number of processes.
 
-        Args:
-            world_size: number of processes; by default, what the mesh needs.
-
-        Raises:
-            D9dError: the job cannot run.
-        """
-
-    def check_layout(self, world_size: int) -> None:
-        """Check mesh, strategies, schedule and batch together, for a number of processes.
+        Returns:
+            :class:`~d9d_core.job_file.resolve.Parts` of the job's kind.
 
         Raises:
             D9dError: one line for each thing that is wrong, and a note with the edit that mends it.
         """
-        check_layout(self, self.registry, world_size, self._source)
+        selection = select_parts(self, self.registry)
+        check_layout(self, selection, self.registry, world_size, self._source)
+        return selection
 
-
-class JobFile(LoadedJob, JobConfig):
-    """A validated job file. Made by :meth:`load`, or directly from config objects.
-
-    It can be checked here, as far as names, values, capabilities, the mesh and the pipeline schedule go; d9d-engine's
-    ``Job`` runs it.
-    """
-
-    def resolve(self, world_size: int, circumstances: Circumstances | None = None) -> Resolution[Selection]:
-        """Records behind the job's names, checked against each other and against the number of processes.
-
-        Args:
-            world_size: number of processes.
-            circumstances: what capabilities are judged against; by default the mesh alone.
+    def resolve(self, world_size: int) -> Resolution[Any]:
+        """Records behind the job's names, checked against each other, the mesh and the number of processes.
 
         Raises:
             D9dError: the job cannot run on this many processes.
         """
-        self.check_layout(world_size)
-        return resolve(self, self.registry, circumstances or Circumstances(self.mesh.sizes()))
+        selection: Parts = self.check_layout(world_size)
+        return resolve(self, selection, self.registry, Circumstances(self.mesh.sizes()))
 
-    def check(self, world_size: int | None = None) -> Resolution[Selection]:
+    def check(self, world_size: int | None = None) -> Resolution[Any]:
         """Check all that needs no tensors: names, values, capabilities, views, the schedule's programs.
 
         Args:
@@ -220,3 +201,11 @@ class JobFile(LoadedJob, JobConfig):
         for view in self.views().values():
             Grid.of_view(view, self.mesh.sizes())
         return resolution
+
+
+class JobFile(LoadedJob, JobConfig):
+    """A validated job file. Made by :meth:`load`, or directly from config objects.
+
+    It can be checked here, as far as names, values, capabilities, the mesh and the pipeline schedule go; d9d-engine's
+    ``Job`` runs it.
+    """

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from d9d_core.config import PluginConfig
 from d9d_core.errors import JobError
-from d9d_core.failures import exits_are_errors
 from d9d_core.job import JobFile
 from d9d_core.job_file.open_union import Named
 
-from d9d_engine.joining import JoinsProcesses, print_note, silent
+from d9d_engine.joining import JoinsProcesses, print_note
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.trackers.config import ConsoleConfig, JsonlConfig
 
@@ -58,10 +57,11 @@ class Job(JoinsProcesses, JobFile):
             D9dError: the job cannot run, or there is no such rank.
         """
         size = self.mesh.world_size if world_size is None else world_size
-        self.check(size)
+        selection = self.check(size).selection
         if not 0 <= rank < size:
             raise JobError(f"rank {rank}: the job has the ranks 0 to {size - 1}")
-        from d9d_engine.compose.plan import circumstances, plan
+        from d9d_engine.compose.plan import plan
+        from d9d_engine.compose.root import circumstances, compose_root
         from d9d_engine.distributed.devices import intended_device, is_available
         from d9d_engine.distributed.mesh import Topology
         from d9d_engine.distributed.simulate import simulated_world
@@ -72,7 +72,7 @@ class Job(JoinsProcesses, JobFile):
             sizes=self.mesh.sizes(), rank=rank, world_size=size, device=device, views=self.views(), simulated=True
         )
         with simulated_world(size, rank):
-            return plan(self, self.registry, topology, here)
+            return plan(compose_root(self, selection, self.registry, topology, print_note, here))
 
     def _log_level(self) -> str | None:
         return self.logging.level
@@ -98,16 +98,7 @@ class Job(JoinsProcesses, JobFile):
         Raises:
             D9dError: the job cannot run.
         """
-        self.resolve(1 if topology is None else topology.world_size)
-        from d9d_engine.compose.training import build
-        from d9d_engine.distributed.determinism import prepare_determinism
-        from d9d_engine.distributed.devices import choose_device
-        from d9d_engine.distributed.mesh import Topology
+        with self.composed(note, topology) as root:
+            from d9d_engine.compose.training import build
 
-        if self.deterministic:
-            prepare_determinism(self.device)
-        if topology is None:
-            topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
-        with exits_are_errors():
-            lines = note if topology.is_main else silent
-            return build(self, self.registry, topology, lines, observers, interrupts, owning)
+            return build(root, observers, interrupts, owning)

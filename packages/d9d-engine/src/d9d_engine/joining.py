@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from d9d_core.failures import exits_are_errors
 from d9d_core.job import LoadedJob
 from d9d_core.plugin import ScheduleSpec
 from d9d_core.registry.manifest import Manifest
@@ -16,6 +17,7 @@ from d9d_engine.process_env import ProcessEnv
 from d9d_engine.supervision.failure import FailureReporter
 
 if TYPE_CHECKING:
+    from d9d_engine.compose.root import Root
     from d9d_engine.distributed.mesh import Topology
 
 
@@ -46,6 +48,32 @@ class JoinsProcesses(LoadedJob):
     def _log_level(self) -> str | None:
         """Least level of the log lines, if the job says."""
         return None
+
+    @contextmanager
+    def composed(self, note: Callable[[str], None], topology: Topology | None) -> Iterator[Root[Any, Any]]:
+        """Root of what the job is composed to in this process, inside the block.
+
+        Names and layout are checked before torch is imported; the rest is judged once the device is known.
+
+        Args:
+            note: prints a line about long work or a warning; on the main rank only.
+            topology: this process among others; ``None`` if it is alone.
+
+        Raises:
+            D9dError: the job cannot run.
+        """
+        selection = self.check_layout(1 if topology is None else topology.world_size)
+        from d9d_engine.compose.root import compose_root
+        from d9d_engine.distributed.determinism import prepare_determinism
+        from d9d_engine.distributed.devices import choose_device
+        from d9d_engine.distributed.mesh import Topology
+
+        if self.deterministic:
+            prepare_determinism(self.device)
+        if topology is None:
+            topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
+        with exits_are_errors():
+            yield compose_root(self, selection, self.registry, topology, note if topology.is_main else silent)
 
     @contextmanager
     def joined(self, env: ProcessEnv | None = None, reporter: FailureReporter | None = None) -> Iterator[Topology]:

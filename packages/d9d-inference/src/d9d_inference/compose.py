@@ -1,11 +1,10 @@
-"""Composition root of inference: from a job to what runs it."""
+"""Composition of inference: what a job needs beside the model, the data and the layout of every job."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,12 @@ from d9d_core.inference import (
     WritesText,
 )
 from d9d_core.job_file.inference import InferenceConfig
-from d9d_core.job_file.resolve import InferenceSelection, resolve_inference
-from d9d_core.registry.registry import Registry
+from d9d_core.job_file.resolve import InferenceSelection
 from d9d_core.subscriber import Subscriber
 from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_engine.compose.assemble import Assembly
 from d9d_engine.compose.forward import ForwardModel, assemble_forward, build_forward
-from d9d_engine.compose.parts.data import open_data
-from d9d_engine.compose.plan import circumstances
+from d9d_engine.compose.root import Root
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher
@@ -61,10 +58,7 @@ _EVENTS = frozenset(
 
 
 def build_inference(
-    job: InferenceConfig,
-    registry: Registry,
-    topology: Topology,
-    note: Callable[[str], None],
+    root: Root[InferenceConfig, InferenceSelection],
     observers: Sequence[Subscriber] = (),
     interrupts: Interrupts | None = None,
     owning: bool = False,
@@ -72,10 +66,7 @@ def build_inference(
     """Compose everything an inference run needs. Collective over all ranks.
 
     Args:
-        job: validated.
-        registry: what the job's names mean.
-        topology: this process among others, and its device.
-        note: prints a line about long work or a warning.
+        root: the job in this process.
         observers: subscribers besides those of the job.
         interrupts: requests to stop, which may have come already; by default, signals during the run.
         owning: own the run's directory before any data or weights are read, and not only when rows are written.
@@ -83,15 +74,14 @@ def build_inference(
     Raises:
         D9dError: the job cannot run; the text says why.
     """
-    topology.watchdog.phase("startup")
-    selection = resolve_inference(job, registry, circumstances(job, topology.device)).selection
+    job, selection, topology, note = root.job, root.selection, root.topology, root.note
     events = Events([*_subscribers(selection), *observers])
     events.emit(ev.JobConfigured(job))
     task: InferenceTask = instantiate(selection.task, job.task)
     check_columns(task)
     writer: Writer = instantiate(selection.writer, job.writer)
     _check_weights(job)
-    assembly = assemble_forward(job, selection, registry, topology)
+    assembly = assemble_forward(root)
     _check_peft(assembly)
     parts = _parts(job, task, topology)
     if isinstance(task, ReadsModules) and any(outcome.sequence_ranks > 1 for _, outcome in assembly.applied):
@@ -107,19 +97,17 @@ def build_inference(
         on_main(store.own, topology.world)
 
     inputs = task.text_inputs if isinstance(task, ReadsTexts) else "own"
-    started = time.perf_counter()
-    with topology.main_first(per_machine=True):
-        stream = open_data(job, topology, selection.dataset, job.data, note, one_pass=True, inputs=inputs)
+    stream, seconds = root.open_data(one_pass=True, inputs=inputs)
     samples = check_data(stream, job)
     task.check(job.model, stream.facts)
     events.emit(ev.DataReady(stream))
-    note(f"data: {samples:,} samples, {stream.facts['rows']:,} rows ({time.perf_counter() - started:.1f} s)")
+    note(f"data: {samples:,} samples, {stream.facts['rows']:,} rows ({seconds})")
 
     if isinstance(task, WritesText):
         tokenizer = tokenizer_of(job, stream, f"task '{job.task.selector}'")
         task.use_text_of(None if tokenizer is None else tokenizer.decode)
 
-    forward = build_forward(job, selection, registry, assembly, topology, task.inputs, note)
+    forward = build_forward(root, assembly, task.inputs)
     events.emit(ev.ModelReady(forward.model, assembly.stage_holders(topology)))
     count = sum(parameter.numel() for parameter in assembly.full_model.parameters())
     note(f"model: {count:,} parameters on {topology.device}")

@@ -11,15 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from d9d_core.config import PluginConfig
-from d9d_core.failures import exits_are_errors
-from d9d_core.grid import Grid
 from d9d_core.job_file.inference import InferenceBatch, InferenceConfig
 from d9d_core.job_file.open_union import Named
-from d9d_core.job_file.resolve import InferenceSelection, Resolution, resolve_inference
+from d9d_core.job_file.resolve import Resolution
 from d9d_core.program.placement import plan_pipeline
-from d9d_core.registry.capabilities import Circumstances
 from d9d_engine.job import Job
-from d9d_engine.joining import JoinsProcesses, print_note, silent
+from d9d_engine.joining import JoinsProcesses, print_note
 from d9d_engine.run.interrupt import Interrupts
 
 from d9d_inference.config import JsonlWriterConfig
@@ -69,7 +66,7 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
         run = {**own["run"], "name": f"{job.run.name}-{name}"}
         return cls.from_values({**given, "model": model, "run": run, **values}, registry=job.registry)
 
-    def check(self, world_size: int | None = None) -> Resolution[InferenceSelection]:
+    def check(self, world_size: int | None = None) -> Resolution[Any]:
         """Check all that needs no tensors: names, values, capabilities, views, the forward-only programs.
 
         Args:
@@ -78,11 +75,7 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
         Raises:
             D9dError: the job cannot run.
         """
-        size = self.mesh.world_size if world_size is None else world_size
-        self.check_layout(size)
-        resolution = resolve_inference(self, self.registry, Circumstances(self.mesh.sizes()))
-        for view in self.views().values():
-            Grid.of_view(view, self.mesh.sizes())
+        resolution = super().check(world_size)
         plan_pipeline(self, resolution.selection).forward_program(0, self.microbatches)
         return resolution
 
@@ -106,17 +99,7 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
         Raises:
             D9dError: the job cannot run.
         """
-        self.check(1 if topology is None else topology.world_size)
-        from d9d_engine.distributed.determinism import prepare_determinism
-        from d9d_engine.distributed.devices import choose_device
-        from d9d_engine.distributed.mesh import Topology
+        with self.composed(note, topology) as root:
+            from d9d_inference.compose import build_inference
 
-        from d9d_inference.compose import build_inference
-
-        if self.deterministic:
-            prepare_determinism(self.device)
-        if topology is None:
-            topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
-        with exits_are_errors():
-            say = note if topology.is_main else silent
-            return build_inference(self, self.registry, topology, say, observers, interrupts, owning)
+            return build_inference(root, observers, interrupts, owning)

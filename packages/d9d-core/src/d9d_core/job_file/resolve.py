@@ -15,7 +15,7 @@ from d9d_core.job_file.inner import choose
 from d9d_core.job_file.job import BaseJob, JobConfig
 from d9d_core.metric import ChoosesObservations
 from d9d_core.plugin import DatasetSpec, InferenceTaskSpec, MetricSpec, ModelSpec, TaskSpec
-from d9d_core.registry.capabilities import Chosen, Circumstances, Verdict, judge, order
+from d9d_core.registry.capabilities import Chosen, Circumstances, Judge, Verdict, order
 from d9d_core.registry.kernels import find_kernel
 from d9d_core.registry.registry import Registry
 
@@ -23,6 +23,7 @@ __all__ = ["tensors_given"]
 
 Part = tuple[Chosen, PluginConfig]
 Selected = TypeVar("Selected", bound="Parts")
+Selected_co = TypeVar("Selected_co", bound="Parts", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -83,48 +84,45 @@ class InferenceSelection(Parts):
 
 
 @dataclass(frozen=True)
-class Resolution(Generic[Selected]):
+class Resolution(Generic[Selected_co]):
     """Records of a job, looked up and compatible with each other.
 
     Attributes:
         selection: records behind the job's names.
         verdicts: capabilities, satisfied or undecided.
+        judge: judges what is chosen later, such as backends of ops, in the company of these records.
     """
 
-    selection: Selected
+    selection: Selected_co
     verdicts: Sequence[Verdict]
+    judge: Judge
 
 
-def resolve(job: JobConfig, registry: Registry, circumstances: Circumstances) -> Resolution[Selection]:
-    """Resolve a training job: look up its names and check them against each other.
+def resolve(
+    job: BaseJob, selection: Selected, registry: Registry, circumstances: Circumstances
+) -> Resolution[Selected]:
+    """Resolve a job of any kind: check the records that its names select against each other.
 
     Args:
         job: validated.
+        selection: its records; see :func:`select_parts`.
         registry: meaning of its names.
         circumstances: what capabilities are judged against.
 
     Raises:
         D9dError: the components of the job do not go together.
     """
-    selection = select(job, registry)
-    _check_metrics(selection)
-    _check_tensors(selection, job.data, registry)
-    if job.export and isinstance(selection.model.spec, ModelSpec) and selection.model.spec.hugging_face is None:
-        raise JobError(f"export: model {selection.model.entry} has no Hugging Face layout; set 'export: false'")
-    return _checked(job, selection, registry, circumstances)
-
-
-def resolve_inference(
-    job: InferenceConfig, registry: Registry, circumstances: Circumstances
-) -> Resolution[InferenceSelection]:
-    """Resolve an inference job; see :func:`resolve`.
-
-    Raises:
-        D9dError: the components of the job do not go together.
-    """
-    selection = select_inference(job, registry)
-    _check_tensors(selection, job.data, registry)
-    return _checked(job, selection, registry, circumstances)
+    if isinstance(selection, Selection):
+        _check_metrics(selection)
+    if isinstance(selection, Selection | InferenceSelection):
+        _check_tensors(selection, job.data, registry)
+    model = selection.model
+    if isinstance(job, JobConfig) and job.export and isinstance(model.spec, ModelSpec) and not model.spec.hugging_face:
+        raise JobError(f"export: model {model.entry} has no Hugging Face layout; set 'export: false'")
+    resolution = judged(selection, registry, circumstances)
+    for op, selector in job.kernels.items():
+        find_kernel(registry, op, selector)
+    return resolution
 
 
 def select_parts(job: BaseJob, registry: Registry) -> Parts:
@@ -199,26 +197,19 @@ def _several(registry: Registry, kind: str, where: str, configs: Iterable[Plugin
     return [(choose(registry, kind, f"{where}[{index}]", config), config) for index, config in enumerate(configs)]
 
 
-def _checked(
-    job: BaseJob, selection: Selected, registry: Registry, circumstances: Circumstances
-) -> Resolution[Selected]:
-    verdicts = check_capabilities(selection, registry, circumstances)
-    for op, selector in job.kernels.items():
-        find_kernel(registry, op, selector)
-    return Resolution(selection, verdicts)
-
-
-def check_capabilities(selection: Parts, registry: Registry, circumstances: Circumstances) -> list[Verdict]:
+def judged(selection: Selected, registry: Registry, circumstances: Circumstances) -> Resolution[Selected]:
     """Check every requirement of every chosen record.
 
     Raises:
         JobError: one line per requirement that does not hold.
     """
-    verdicts = judge(selection.all(), registry, circumstances)
+    chosen = selection.all()
+    judge = Judge(chosen, registry, circumstances)
+    verdicts = [verdict for item in chosen for verdict in judge.verdicts(item)]
     failed = [f"{v.chosen.where}: {v.reason}" for v in verdicts if v.satisfied is False]
     if failed:
         raise JobError("\n".join(failed))
-    return verdicts
+    return Resolution(selection, verdicts, judge)
 
 
 def _check_metrics(selection: Selection) -> None:

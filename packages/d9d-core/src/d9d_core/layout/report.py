@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from d9d_core.errors import D9dError, JobError
 from d9d_core.job_file.job import BaseJob
-from d9d_core.job_file.resolve import select_parts
+from d9d_core.job_file.resolve import Parts
 from d9d_core.layout.auto import Source
 from d9d_core.layout.check import layout_problems
 from d9d_core.layout.mend import edit, mended
@@ -12,7 +12,7 @@ from d9d_core.registry.capabilities import Circumstances, judge
 from d9d_core.registry.registry import Registry
 
 
-def check_layout(job: BaseJob, registry: Registry, world_size: int, source: Source) -> None:
+def check_layout(job: BaseJob, selection: Parts, registry: Registry, world_size: int, source: Source) -> None:
     """Check mesh, strategies, schedule and batch together.
 
     Requirements that do not hold are added to other problems, because a layout that is mended must hold them; they
@@ -20,6 +20,7 @@ def check_layout(job: BaseJob, registry: Registry, world_size: int, source: Sour
 
     Args:
         job: validated, section by section.
+        selection: its records.
         registry: meaning of its names.
         world_size: number of processes.
         source: where it was read.
@@ -28,7 +29,6 @@ def check_layout(job: BaseJob, registry: Registry, world_size: int, source: Sour
         D9dError: one line per problem; its note has the edit that mends it. Of the kind that a schedule has raised, if
             that is the only problem; else a :class:`~d9d_core.errors.JobError`.
     """
-    selection = select_parts(job, registry)
     problems = layout_problems(job, selection, registry, world_size, source.auto)
     if not problems:
         return

@@ -180,12 +180,13 @@ class Judge:
 
     def __init__(self, chosen: Sequence[Chosen], registry: Registry, circumstances: Circumstances) -> None:
         self._chosen = chosen
-        self._circumstances = circumstances
+        self.circumstances = circumstances
         self._declared = {entry.spec.key: entry.spec.summary for entry in registry.entries("capability")}
         self._provided: dict[str, str] = {}
         for item in chosen:
+            name = str(item.entry)
             for token in item.spec.provides:
-                self._provided.setdefault(token, str(item.entry))
+                self._provided.setdefault(token, name)
             if item.entry.kind.name == "strategy":
                 self._provided.setdefault(f"strategy:{item.spec.name}", item.where)
 
@@ -236,7 +237,7 @@ class Judge:
             return True, self._provided[token]
         namespace, _, word = token.partition(":")
         if namespace == "mesh" and word in MESH_AXES:
-            size = self._circumstances.mesh.get(word, 1)
+            size = self.circumstances.mesh.get(word, 1)
             return size > 1, f"mesh.{word} is {size}"
         if namespace == "device" and (match := _DEVICE.fullmatch(token)):
             return self._device(match)
@@ -273,7 +274,7 @@ class Judge:
 
     def _device(self, match: re.Match[str]) -> tuple[bool | None, str]:
         kind, major, minor = match.groups()
-        device, has = self._circumstances.device, self._circumstances.compute_capability
+        device, has = self.circumstances.device, self.circumstances.compute_capability
         if device is None:
             return None, "the device is not known here"
         if device != kind:

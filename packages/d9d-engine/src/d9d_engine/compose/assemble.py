@@ -18,8 +18,7 @@ from d9d_core.model import SplitsSequence
 from d9d_core.peft import PeftMethod
 from d9d_core.plugin import StrategySpec
 from d9d_core.program.placement import Pipeline, plan_pipeline
-from d9d_core.registry.capabilities import Chosen, Circumstances, Judge
-from d9d_core.registry.registry import Registry
+from d9d_core.registry.capabilities import Chosen
 from d9d_core.strategy import Applied, Communication, Reducer, Strategy
 from d9d_core.traits import Divisible, PipelineStage
 from d9d_weights.graph.graph import specs_of
@@ -34,6 +33,7 @@ from d9d_engine.compose.parts.cuda_graphs import check_cuda_graphs
 from d9d_engine.compose.parts.data import documents_of
 from d9d_engine.compose.parts.sample_lengths import check_lengths
 from d9d_engine.compose.parts.slots import holders_alike, ops_elsewhere, slot_facts
+from d9d_engine.compose.root import Root
 from d9d_engine.compose.undrawn import Undrawn
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.ownership import Ownership, check_replicas, settle
@@ -130,14 +130,7 @@ class Assembly:
 _UNSPLITTABLE = ("checkpointing", "compile")
 
 
-def assemble(
-    job: BaseJob,
-    selection: Parts,
-    registry: Registry,
-    topology: Topology,
-    circumstances: Circumstances,
-    trains: bool = True,
-) -> Assembly:
+def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
     """Assemble the stages: build them, inject the fine-tuning method, apply strategies in order, bind kernels.
 
     Stages of other ranks are built on the meta device too: their names and shapes are what all ranks must agree about.
@@ -145,16 +138,13 @@ def assemble(
     Collective over all ranks, if a strategy communicates.
 
     Args:
-        job: validated.
-        selection: its records.
-        registry: has the backends of ops.
-        topology: this process among others.
-        circumstances: what capabilities are judged against.
+        root: the job in this process.
         trains: false for a frozen model beside the trained one.
 
     Raises:
         BuildError: a part asked for has no effect or cannot run.
     """
+    job, selection, topology = root.job, root.selection, root.topology
     pipeline = plan_pipeline(job, selection)
     everything = build_stages(job, selection, pipeline)
     full_model = joined_stages(everything)
@@ -193,20 +183,19 @@ def assemble(
         split_sequences(outlines, applied[-1][1].sequence_ranks)
     if trains:
         check_lengths(job, applied)
-    check_cuda_graphs(applied, pipeline, circumstances.device)
+    check_cuda_graphs(applied, pipeline, root.resolution.judge.circumstances.device)
     converted = [o.compute_dtype for _, o in applied if o.compute_dtype is not None]
     compute = job.precision.autocast or dtype_name(converted[-1] if converted else None) or job.precision.parameters
-    judge = Judge(selection.all(), registry, circumstances)
     model = joined_stages(list(stages.values()))
     here = {name for name, _ in model.named_modules()}
     compiled, checkpointed = (changed_modules(anchor, applied, kinds, here) for anchor in ("compile", "checkpointing"))
     kernels = bind_kernels(
         holders_alike(full_model, facts, kinds, here),
-        registry,
+        root.registry,
         job.kernels,
         topology.device.type,
         compute,
-        judge.verdicts,
+        root.resolution.judge.verdicts,
         job.deterministic,
         compiled=compiled,
         outside_graph=alike_modules({name for _, outcome in applied for name in outcome.outside_graph}, kinds, here),

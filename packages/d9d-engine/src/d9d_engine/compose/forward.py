@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from d9d_core.job_file.job import BaseJob
 from d9d_core.job_file.resolve import Parts
-from d9d_core.registry.registry import Registry
 from d9d_core.task import StageInputs
 from d9d_core.types import Microbatch, State
 from torch import Tensor, nn
@@ -16,12 +15,10 @@ from d9d_engine.compose.assemble import Assembly, assemble
 from d9d_engine.compose.executor import build_frozen_executor
 from d9d_engine.compose.kernels import refuse_unused
 from d9d_engine.compose.parts.cuda_graphs import step_mark
-from d9d_engine.compose.plan import circumstances
-from d9d_engine.compose.weights import Published, start_weights
-from d9d_engine.distributed.mesh import Topology
+from d9d_engine.compose.root import Root
+from d9d_engine.compose.weights import Published, start_model
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.executor import Executor
-from d9d_engine.step.tied import find_ties
 
 Inputs = Callable[[Microbatch], StageInputs]
 
@@ -48,44 +45,33 @@ class ForwardModel:
         return self.assembly.model
 
 
-def assemble_forward(job: BaseJob, selection: Parts, registry: Registry, topology: Topology) -> Assembly:
+def assemble_forward(root: Root[BaseJob, Parts]) -> Assembly:
     """Assemble a job's model on the meta device, without anything that trains. Collective over all ranks.
 
     Raises:
         BuildError: a part asked for has no effect or cannot run.
     """
-    assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device), trains=False)
-    refuse_unused(job.kernels, assembly.kernels, assembly.ops_elsewhere)
+    assembly = assemble(root, trains=False)
+    refuse_unused(root.job.kernels, assembly.kernels, assembly.ops_elsewhere)
     return assembly
 
 
 def build_forward(
-    job: BaseJob,
-    selection: Parts,
-    registry: Registry,
-    assembly: Assembly,
-    topology: Topology,
-    inputs: Inputs,
-    note: Callable[[str], None],
-    task: CheckedTask | None = None,
+    root: Root[BaseJob, Parts], assembly: Assembly, inputs: Inputs, task: CheckedTask | None = None
 ) -> ForwardModel:
     """Give an assembled model its memory and its weights. Collective over all ranks.
 
     Args:
-        job: validated.
-        selection: its records.
-        registry: meaning of its names.
+        root: the job in this process.
         assembly: from :func:`assemble_forward`.
-        topology: this process among others.
         inputs: keyword arguments of the model for a microbatch.
-        note: prints a line.
         task: has the losses, for whoever measures them; a model that only runs has none.
 
     Raises:
         CheckpointError: the weights cannot be read or do not fit, on any rank.
     """
-    published = start_weights(job, selection, registry, assembly, topology, note)
-    find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology).copy_values()
+    job, selection, topology = root.job, root.selection, root.topology
+    published, _ = start_model(root, assembly)
     assembly.model.eval()
     step_mark(assembly.applied)  # what is alive stays: no step follows
     executor = build_frozen_executor(

@@ -11,13 +11,13 @@ from d9d_core.components.contract import check_metric, check_optimizer
 from d9d_core.components.instantiate import instantiate
 from d9d_core.errors import D9dError
 from d9d_core.first_pass import TwoPassTask
-from d9d_core.job_file.job import BaseJob, JobConfig
-from d9d_core.job_file.resolve import Selection, resolve
+from d9d_core.job_file.job import JobConfig
+from d9d_core.job_file.resolve import Selection
 from d9d_core.layout.check import idle_parts
 from d9d_core.metric import StageMetric
 from d9d_core.optimizer import LrSchedule, Optimizer
 from d9d_core.plugin import ModelSpec
-from d9d_core.registry.capabilities import Circumstances, Judge, Verdict
+from d9d_core.registry.capabilities import Verdict
 from d9d_core.registry.registry import Registry
 from d9d_core.schedule import Program
 from d9d_core.task import Task
@@ -33,8 +33,8 @@ from d9d_engine.compose.first_pass.frozen import assemble_frozen, settle_first_p
 from d9d_engine.compose.kernels import KernelChoice, bind_kernels, refuse_unused
 from d9d_engine.compose.parts.series import check_series
 from d9d_engine.compose.pretrained import pretrained_weights
+from d9d_engine.compose.root import Root
 from d9d_engine.costs.flops import tuning_flops
-from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.totals import GradientNorm
 
@@ -91,14 +91,13 @@ class Plan:
     warnings: Sequence[str] = ()
 
 
-def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: Circumstances) -> Plan:
+def plan(root: Root[JobConfig, Selection]) -> Plan:
     """Plan a job: check everything that can be checked before anything is allocated.
 
     Raises:
         D9dError: the job cannot run; the text says why.
     """
-    resolution = resolve(job, registry, circumstances)
-    selection = resolution.selection
+    job, selection, registry, topology = root.job, root.selection, root.registry, root.topology
     if job.steps is not None:
         build_lr_schedule(job, selection, job.steps)
     task: Task = instantiate(selection.task, job.task)
@@ -107,7 +106,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     for chosen, config in [*selection.subscribers, *selection.trackers]:
         instantiate(chosen, config)
     metrics = [(chosen, instantiate(chosen, config)) for chosen, config in selection.metrics]
-    assembly = assemble(job, selection, registry, topology, circumstances)
+    assembly = assemble(root)
     check_series(job, selection, assembly, CheckedTask(selection.task, task), task)
     with pretrained_weights(job, selection, registry, assembly.full_model, assembly.injected, topology) as weights:
         pretrained = None if weights is None else weights.summary()
@@ -120,7 +119,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         save_adapter(job, selection, assembly, topology, warnings.append, {})
     here = dict(assembly.model.named_parameters())
     trained = assembly.trained()
-    optimizer, _, step_kernels = choose_optimizer(job, selection, registry, assembly, topology, circumstances)
+    optimizer, _, step_kernels = choose_optimizer(root, assembly)
     optimizer.init_state()
     check_optimizer(selection.optimizer, optimizer)
     memory = MemoryEstimate(
@@ -133,13 +132,13 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         optimizer=sum(
             local(tensor).nbytes for key, tensor in optimizer.state().items() if key.rpartition("/")[0] in here
         ),
-        frozen=_frozen_bytes(job, registry, topology, circumstances, assembly, task),
+        frozen=_frozen_bytes(root, assembly, task),
     )
     collectives = step_collectives(job, selection, assembly, topology, task, optimizer)
     slow = node_warning(job.mesh.tp, processes_of_node(job.device), collectives)
     return Plan(
         selection=selection,
-        verdicts=resolution.verdicts,
+        verdicts=root.resolution.verdicts,
         assembly=assembly,
         parameters=(sum(p.numel() for p in assembly.full_model.parameters()), sum(p.numel() for p in trained.values())),
         memory=memory,
@@ -159,22 +158,17 @@ def _gradient_dtype(job: JobConfig, parameter: Tensor) -> torch.dtype:
     return dtype
 
 
-def _frozen_bytes(
-    job: JobConfig,
-    registry: Registry,
-    topology: Topology,
-    around: Circumstances,
-    assembly: Assembly,
-    task: object,
-) -> int:
+def _frozen_bytes(root: Root[JobConfig, Selection], assembly: Assembly, task: object) -> int:
     """Bytes of a frozen model beside the trained one, on this rank, if the task needs one."""
     if not isinstance(task, TwoPassTask):
         return 0
     by = settle_first_pass(task.first_pass, assembly)
     if by not in ("copy", "other"):
         return 0
-    frozen_job, selection, frozen = assemble_frozen(job, registry, topology, around, task.first_pass, by)
-    with pretrained_weights(frozen_job, selection, registry, frozen.full_model, frozen.injected, topology):
+    beside, frozen = assemble_frozen(root, task.first_pass, by)
+    with pretrained_weights(
+        beside.job, beside.selection, root.registry, frozen.full_model, frozen.injected, root.topology
+    ):
         return sum(local(parameter).nbytes for parameter in frozen.model.parameters())
 
 
@@ -186,51 +180,29 @@ def build_lr_schedule(job: JobConfig, selection: Selection, steps: int) -> LrSch
     return schedule
 
 
-def build_optimizer(
-    job: JobConfig, selection: Selection, registry: Registry, assembly: Assembly, topology: Topology
-) -> tuple[Optimizer, GradientNorm]:
-    """The optimizer of the trained parameters, with its state, and the norm of their gradients.
-
-    Arguments and errors are those of :func:`choose_optimizer`.
-    """
-    optimizer, norm, _ = choose_optimizer(job, selection, registry, assembly, topology)
-    optimizer.init_state()
-    check_optimizer(selection.optimizer, optimizer)
-    return optimizer, norm
-
-
 def choose_optimizer(
-    job: JobConfig,
-    selection: Selection,
-    registry: Registry,
-    assembly: Assembly,
-    topology: Topology,
-    around: Circumstances | None = None,
+    root: Root[JobConfig, Selection], assembly: Assembly
 ) -> tuple[Optimizer, GradientNorm, list[KernelChoice]]:
     """Choose the optimizer of the trained parameters, which has no state yet, and kernels for its ops and the norm's.
 
     Args:
-        job: validated.
-        selection: its records.
-        registry: has the backends of ops.
+        root: the job in this process.
         assembly: the model.
-        topology: this process among others.
-        around: what capabilities are judged against; those of this process if absent.
 
     Raises:
         BuildError: the job names a backend of an op that neither model nor optimizer calls.
     """
-    optimizer: Optimizer = instantiate(selection.optimizer, job.optimizer, assembly.trained())
+    job = root.job
+    optimizer: Optimizer = instantiate(root.selection.optimizer, job.optimizer, assembly.trained())
     norm = GradientNorm(job.gradient_clipping.p)
-    judge = Judge(selection.all(), registry, around or circumstances(job, topology.device))
     kernels = bind_kernels(
         [("optimizer", optimizer), ("gradient_clipping", norm)],
-        registry,
+        root.registry,
         job.kernels,
         # Kernels of a GPU read no gradients and states that live in the host's memory.
-        "cpu" if assembly.on_host else topology.device.type,
+        "cpu" if assembly.on_host else root.topology.device.type,
         job.precision.parameters,
-        judge.verdicts,
+        root.resolution.judge.verdicts,
         job.deterministic,
     )
     refuse_unused(job.kernels, [*assembly.kernels, *kernels], assembly.ops_elsewhere)
@@ -250,11 +222,3 @@ def flops_per_token(job: JobConfig, selection: Selection, registry: Registry) ->
         return whole + tuning_flops(job, job.peft, length, registry)
     except D9dError:
         return None
-
-
-def circumstances(job: BaseJob, device: torch.device | None) -> Circumstances:
-    """Circumstances that capabilities are judged against; ``device`` is ``None`` where the job will run elsewhere."""
-    capability = None
-    if device is not None and device.type == "cuda" and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(device)
-    return Circumstances(job.mesh.sizes(), device.type if device else None, capability)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from d9d_core import events as ev
+from d9d_core.components.contract import check_optimizer
 from d9d_core.components.instantiate import instantiate
 from d9d_core.data import DataStream
 from d9d_core.job_file.job import JobConfig
-from d9d_core.job_file.resolve import Selection, resolve
+from d9d_core.job_file.resolve import Selection
 from d9d_core.layout.check import idle_parts
 from d9d_core.optimizer import Optimizer
 from d9d_core.registry.manifest import Manifest
-from d9d_core.registry.registry import Registry
 from d9d_core.subscriber import EndsTraining, StatefulSubscriber, Subscriber
 from d9d_core.task import Task
 from d9d_core.tensors import local
@@ -28,20 +27,15 @@ from d9d_engine.compose.executor import build_executor
 from d9d_engine.compose.export import Exporter
 from d9d_engine.compose.first_pass.build import build_first_pass
 from d9d_engine.compose.parts.cuda_graphs import step_mark
-from d9d_engine.compose.parts.data import documents_of, open_data, split_of
+from d9d_engine.compose.parts.data import documents_of, split_of
 from d9d_engine.compose.parts.evaluator import build_evaluator
 from d9d_engine.compose.parts.length import count_steps
 from d9d_engine.compose.parts.series import check_series
 from d9d_engine.compose.parts.statistics import build_statistics, unique_name
 from d9d_engine.compose.parts.task import build_task
-from d9d_engine.compose.plan import (
-    build_lr_schedule,
-    build_optimizer,
-    choose_optimizer,
-    circumstances,
-    flops_per_token,
-)
-from d9d_engine.compose.weights import start_weights
+from d9d_engine.compose.plan import build_lr_schedule, choose_optimizer, flops_per_token
+from d9d_engine.compose.root import Root
+from d9d_engine.compose.weights import start_model
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.profiling.profiler import StepProfiler
 from d9d_engine.profiling.ranges import Ranges
@@ -58,7 +52,6 @@ from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.loss import LossScale
 from d9d_engine.step.ownership import DATA_AXES
 from d9d_engine.step.step import TrainStep
-from d9d_engine.step.tied import find_ties
 from d9d_engine.step.totals import Clipper, division_of
 from d9d_engine.subscribers.event_bus import Events
 from d9d_engine.trackers.hub import TrackerHub
@@ -67,10 +60,7 @@ from d9d_engine.trackers.utilisation import Utilisation
 
 
 def build(
-    job: JobConfig,
-    registry: Registry,
-    topology: Topology,
-    note: Callable[[str], None],
+    root: Root[JobConfig, Selection],
     observers: Sequence[Subscriber] = (),
     interrupts: Interrupts | None = None,
     owning: bool = False,
@@ -78,10 +68,7 @@ def build(
     """Compose everything a run needs; nothing is looked up by name afterwards. Collective over all ranks.
 
     Args:
-        job: validated.
-        registry: what the job's names mean.
-        topology: this process among others, and its device.
-        note: prints a line about long work or a warning.
+        root: the job in this process.
         observers: subscribers besides those of the job.
         interrupts: requests to stop, which may have come already; by default, signals during training.
         owning: own the run's directory before any data or weights are read, and not only when training starts.
@@ -89,8 +76,7 @@ def build(
     Raises:
         D9dError: the job cannot run; the text says why.
     """
-    topology.watchdog.phase("startup")
-    selection = resolve(job, registry, circumstances(job, topology.device)).selection
+    job, selection, registry, topology, note = root.job, root.selection, root.registry, root.topology, root.note
     own_task = build_task(job, selection, topology)
     task = CheckedTask(selection.task, own_task)
     subscribers = _subscribers(selection, observers, own_task)
@@ -98,7 +84,7 @@ def build(
     events.emit(ev.JobConfigured(job))
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     split = split_of(task, topology)
-    assembly = _assembled(job, selection, registry, topology, note)
+    assembly = _assembled(root)
     check_series(job, selection, assembly, task, own_task)
     lr_schedule = None if job.steps is None else build_lr_schedule(job, selection, job.steps)
     events.emit(ev.ModelPlanned(job))
@@ -107,25 +93,23 @@ def build(
     data_ranks, all_parts = (
         topology.axes_group(*axes) if topology.world_size > 1 else None for axes in (DATA_AXES, ("pp", *DATA_AXES))
     )
-    started = time.perf_counter()
-    with topology.main_first(per_machine=True):  # one process prepares what the others find
-        stream = open_data(job, topology, selection.dataset, job.data, note)
+    stream, seconds = root.open_data()
     task.check(job.model, stream.facts)
     events.emit(ev.DataReady(stream))
-    note(f"data: {_facts(stream)} ({time.perf_counter() - started:.1f} s)")
+    note(f"data: {_facts(stream)} ({seconds})")
     total_steps = count_steps(job, selection.dataset, stream.facts, note)
     lr_schedule = lr_schedule or build_lr_schedule(job, selection, total_steps)
 
-    published = start_weights(job, selection, registry, assembly, topology, note)
-    model = assembly.model
     accumulate = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None
-    ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology, accumulate)
-    ties.copy_values()
+    published, ties = start_model(root, assembly, accumulate)
+    model = assembly.model
     events.emit(ev.ModelReady(model, assembly.stage_holders(topology)))
     trained = {name: parameter for name, parameter in model.named_parameters() if name in assembly.trainable}
     note(f"model: {_parameters(assembly, topology)}")
 
-    optimizer, norm = build_optimizer(job, selection, registry, assembly, topology)
+    optimizer, norm, _ = choose_optimizer(root, assembly)
+    optimizer.init_state()
+    check_optimizer(selection.optimizer, optimizer)
     events.emit(ev.OptimizerReady(optimizer))
 
     statistics = build_statistics(
@@ -152,7 +136,7 @@ def build(
             ModelForward(by_name, model, assembly.pipeline, job.microbatches, topology, documents_of(job)), topology
         )
     )
-    first = build_first_pass(job, registry, selection, assembly, topology, task, own_task, running, note)
+    first = build_first_pass(root, assembly, task, own_task, running)
     step = TrainStep(
         task=task,
         first_pass=first.over(stream, "data"),
@@ -239,14 +223,12 @@ def build(
     )
 
 
-def _assembled(
-    job: JobConfig, selection: Selection, registry: Registry, topology: Topology, note: Callable[[str], None]
-) -> Assembly:
+def _assembled(root: Root[JobConfig, Selection]) -> Assembly:
     """The model on the meta device, with an optimizer chosen for it: both may refuse the job's kernels."""
-    for text in idle_parts(job.mesh, selection):
-        note(f"warning: {text}")
-    assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
-    choose_optimizer(job, selection, registry, assembly, topology)
+    for text in idle_parts(root.job.mesh, root.selection):
+        root.note(f"warning: {text}")
+    assembly = assemble(root)
+    choose_optimizer(root, assembly)
     return assembly
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from d9d_core.job_file.job import BaseJob
 from d9d_core.job_file.resolve import Parts
-from d9d_core.registry.registry import Registry
 from d9d_core.traits import HasAdjacentWeights
 from torch import Tensor, nn
 
@@ -17,7 +16,8 @@ from d9d_engine.compose.adapter import start_method
 from d9d_engine.compose.assemble import Assembly
 from d9d_engine.compose.initialise import initialise
 from d9d_engine.compose.pretrained import pretrained_weights
-from d9d_engine.distributed.mesh import Topology
+from d9d_engine.compose.root import Root
+from d9d_engine.step.tied import Ties, find_ties
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,31 @@ class Published:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def start_weights(
-    job: BaseJob,
-    selection: Parts,
-    registry: Registry,
-    assembly: Assembly,
-    topology: Topology,
-    note: Callable[[str], None],
-) -> Published:
+def start_model(
+    root: Root[BaseJob, Parts], assembly: Assembly, accumulate: torch.dtype | None = None
+) -> tuple[Published, Ties]:
     """Give a rank's stages their memory and the values that a run starts with. Collective over all ranks.
+
+    Args:
+        root: the job in this process.
+        assembly: its model, on the meta device.
+        accumulate: dtype in which gradients of tied parameters are added; that of the parameters by default.
 
     Raises:
         CheckpointError: published weights or an adapter cannot be read or do not fit, on any rank.
     """
+    published = _start_weights(root, assembly)
+    ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, root.topology, accumulate)
+    ties.copy_values()
+    return published, ties
+
+
+def _start_weights(root: Root[BaseJob, Parts], assembly: Assembly) -> Published:
+    job, selection, topology, note = root.job, root.selection, root.topology, root.note
     published = Published()
-    with pretrained_weights(job, selection, registry, assembly.full_model, assembly.injected, topology) as pretrained:
+    with pretrained_weights(
+        job, selection, root.registry, assembly.full_model, assembly.injected, topology
+    ) as pretrained:
         for stage in assembly.stages.values():
             materialise(stage, assembly.on_host, job.seed, topology.device)
         if pretrained is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from d9d_engine.compose.first_pass.build import build_first_pass
 from d9d_engine.compose.forward import ForwardModel, assemble_forward, build_forward
 from d9d_engine.compose.parts.evaluator import Surroundings, build_set
 from d9d_engine.compose.parts.task import build_task
-from d9d_engine.compose.plan import circumstances
+from d9d_engine.compose.root import compose_root
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import open_store
 from d9d_engine.run.evaluation import Evaluator, likelihood_of
@@ -84,19 +84,18 @@ def _evaluated(
     subject: Subject, topology: Topology, note: Note, options: Options
 ) -> tuple[Evaluated, Mapping[str, SampleLosses]]:
     """Values of a model, and the losses of its samples if they are to be compared. Collective over all ranks."""
-    job, registry = subject.job, subject.job.registry
-    topology.watchdog.phase("startup")
-    around = circumstances(job, topology.device)
-    selection = job.resolve(topology.world_size, around).selection
+    job: JobConfig = subject.job
+    selection: Selection = subject.job.check_layout(topology.world_size)
+    root = compose_root(job, selection, subject.job.registry, topology, note)
     own_task = build_task(job, selection, topology)
     task = CheckedTask(selection.task, own_task)
-    assembly = assemble_forward(job, selection, registry, topology)
+    assembly = assemble_forward(root)
     checkpoint = _checkpoint(subject, topology, note)
     # What a checkpoint has need not be read twice; a frozen copy of the start does.
     complete = checkpoint is not None and not checkpoint.manifest.get("left_out")
     drawn = complete and not isinstance(own_task, TwoPassTask)
     start = job.model_copy(update={"loading": job.loading.model_copy(update={"weights": False})}) if drawn else job
-    forward = build_forward(start, selection, registry, assembly, topology, task.inputs, note, task)
+    forward = build_forward(replace(root, job=start), assembly, task.inputs, task)
     several = topology.world_size > 1
     group = topology.axes_group("pp", *DATA_AXES) if several else None
     running = (
@@ -105,7 +104,7 @@ def _evaluated(
         Gradients({}, assembly.ownership, topology, reducers=assembly.reducers),
         Statistics({}, gated=False, group=group, device=topology.device),
     )
-    first = build_first_pass(job, registry, selection, assembly, topology, task, own_task, running, note)
+    first = build_first_pass(root, assembly, task, own_task, running)
     surroundings = Surroundings(job, assembly, topology, task, group, note)
     metrics = _over_outputs(selection)
     sets = [

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from d9d_core.data import DataStream
 from d9d_core.first_pass import TwoPassTask
 from d9d_core.job_file.job import JobConfig
 from d9d_core.job_file.resolve import Selection
 from d9d_core.peft import SwitchesOff
-from d9d_core.registry.registry import Registry
 from torch import nn
 
 from d9d_engine.compose.assemble import Assembly
 from d9d_engine.compose.executor import build_executor, build_frozen_executor
 from d9d_engine.compose.first_pass.frozen import assemble_frozen, settle_first_pass
 from d9d_engine.compose.first_pass.stored import stored_outputs
-from d9d_engine.compose.plan import circumstances
-from d9d_engine.compose.weights import start_weights
-from d9d_engine.distributed.mesh import Topology
+from d9d_engine.compose.root import Root
+from d9d_engine.compose.weights import start_model
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.first_pass import FirstForward, FirstPassRunner, GroupRanks, no_first_pass
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.metrics import Statistics
-from d9d_engine.step.tied import find_ties
 
 
 @dataclass(frozen=True)
@@ -57,51 +54,39 @@ class BuiltFirstPass:
 
 
 def build_first_pass(
-    job: JobConfig,
-    registry: Registry,
-    selection: Selection,
+    root: Root[JobConfig, Selection],
     assembly: Assembly,
-    topology: Topology,
     task: CheckedTask,
     own_task: object,
     running: tuple[AuxiliaryLosses, Tallies, Gradients, Statistics],
-    note: Callable[[str], None],
 ) -> BuiltFirstPass:
     """Build the first pass of a job, a frozen model included if it needs one. Collective over all ranks.
 
     Args:
-        job: validated.
-        registry: meaning of its names.
-        selection: its records.
+        root: the job in this process.
         assembly: the trained model, with the weights that the run starts with.
-        topology: this process among others.
         task: the job's task, checked.
         own_task: the task itself, which may be a :class:`~d9d_core.first_pass.TwoPassTask`.
         running: what the trained model runs with.
-        note: prints a line.
 
     Raises:
         JobError: the model that the task asks for cannot be had.
     """
     if not isinstance(own_task, TwoPassTask):
         return BuiltFirstPass()
+    job, selection, topology, note = root.job, root.selection, root.topology, root.note
     chosen = own_task.first_pass
     by = settle_first_pass(chosen, assembly)
     group = topology.axes_group("dp_replicate", "dp_shard") if topology.data_parallel_size > 1 else None
     ranks = GroupRanks(topology.data_parallel_rank, topology.data_parallel_size, group)
     if by in ("copy", "other"):
-        frozen_job, frozen_selection, frozen = assemble_frozen(
-            job, registry, topology, circumstances(job, topology.device), chosen, by
-        )
-        start_weights(
-            frozen_job, frozen_selection, registry, frozen, topology, lambda text: note(f"{chosen.where}: {text}")
-        )
-        find_ties(frozen.stages, frozen.shared, frozen.trainable, frozen.pipeline, topology).copy_values()
+        beside, frozen = assemble_frozen(root, chosen, by)
+        start_model(replace(beside, note=lambda text: note(f"{chosen.where}: {text}")), frozen)
         frozen.model.eval()
         count = sum(parameter.numel() for parameter in frozen.full_model.parameters())
         note(f"{chosen.where}: a frozen model of {count:,} parameters")
         executor = build_frozen_executor(
-            frozen_job, frozen_selection, frozen, topology, task, own_task.first_inputs, topology.world
+            beside.job, beside.selection, frozen, topology, task, own_task.first_inputs, topology.world
         )
         return BuiltFirstPass(FirstForward(own_task, executor, nullcontext, ranks), model=frozen.model)
     executor = build_executor(job, selection, assembly, topology, task, *running, own_task.first_inputs)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from d9d_core.errors import BuildError, JobError
 from d9d_core.first_pass import FirstPass, PassModel
 from d9d_core.job_file.job import JobConfig
-from d9d_core.job_file.resolve import Selection, check_capabilities, select
+from d9d_core.job_file.resolve import Selection, judged, select
 from d9d_core.peft import SwitchesOff
 from d9d_core.plugin import StrategySpec
-from d9d_core.registry.capabilities import Chosen, Circumstances
+from d9d_core.registry.capabilities import Chosen
 from d9d_core.registry.registry import Registry
 
 from d9d_engine.compose.assemble import Assembly, assemble
-from d9d_engine.distributed.mesh import Topology
+from d9d_engine.compose.root import Root
 
 
 def settle_first_pass(chosen: FirstPass, assembly: Assembly) -> PassModel:
@@ -36,36 +38,33 @@ def settle_first_pass(chosen: FirstPass, assembly: Assembly) -> PassModel:
 
 
 def assemble_frozen(
-    job: JobConfig, registry: Registry, topology: Topology, around: Circumstances, chosen: FirstPass, by: PassModel
-) -> tuple[JobConfig, Selection, Assembly]:
+    root: Root[JobConfig, Selection], chosen: FirstPass, by: PassModel
+) -> tuple[Root[JobConfig, Selection], Assembly]:
     """Assemble a frozen model beside the trained one, on the meta device, in the same layout.
 
     Args:
-        job: of the trained model.
-        registry: meaning of its names.
-        topology: this process among others.
-        around: what capabilities are judged against.
+        root: the job of the trained model in this process.
         chosen: the task's choice.
         by: ``copy`` or ``other``.
 
     Returns:
-        The job with that model, its records, and the model.
+        The job with that model, and the model.
 
     Raises:
         JobError: the layout does not suit that model.
         BuildError: likewise.
     """
     if by == "copy":
-        selection = select(job, registry)
-        return job, selection, assemble(job, selection, registry, topology, around, trains=False)
-    frozen = job.model_copy(update={"model": chosen.other, "peft": None})
+        return root, assemble(root, trains=False)
+    registry = root.registry
+    frozen = root.job.model_copy(update={"model": chosen.other, "peft": None})
     try:
         model = select(frozen, registry).model
         usable = [one for one in frozen.parallel if _suits(registry, one.selector, model)]
         frozen = frozen.model_copy(update={"parallel": usable})
-        selection = select(frozen, registry)
-        check_capabilities(selection, registry, around)
-        return frozen, selection, assemble(frozen, selection, registry, topology, around, trains=False)
+        resolution = judged(select(frozen, registry), registry, root.resolution.judge.circumstances)
+        beside = replace(root, job=frozen, resolution=resolution)
+        return beside, assemble(beside, trains=False)
     except (JobError, BuildError) as error:
         raise type(error)(f"{chosen.where}: {error}") from error
 
