@@ -108,7 +108,7 @@ def test_a_method_without_a_cost_description_is_not_predicted_and_said_so() -> N
     from d9d_core.registry.registry import Registry
 
     class Undescribed:
-        D9D_API = 1
+        D9D_API = 2
 
         @hookimpl
         def d9d_peft_methods(self) -> Any:

@@ -154,7 +154,7 @@ from typing import Literal
 from d9d_core.config import PluginConfig
 from d9d_core.events import JobConfigured, StepEnds
 from d9d_core.plugin import Ref, SubscriberSpec, hookimpl
-D9D_API = 1
+D9D_API = 2
 
 class Config(PluginConfig):
     """Fails with one seed."""

@@ -36,7 +36,7 @@ from d9d_core.plugin import Ref, StrategySpec, hookimpl
 from d9d_core.strategy import Applied
 from typing import Literal
 
-D9D_API = 1
+D9D_API = 2
 
 class TwiceConfig(PluginConfig):
     """Sums twice."""
@@ -194,7 +194,7 @@ from d9d_core.config import PluginConfig
 from d9d_core.plugin import Ref, TaskSpec, hookimpl
 from typing import Literal
 
-D9D_API = 1
+D9D_API = 2
 
 class UncheckedConfig(PluginConfig):
     """Compares nothing."""

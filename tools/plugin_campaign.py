@@ -137,7 +137,7 @@ class Case:
         """Source of the plugin."""
         # A hook that prints goes on; what else it makes takes the place of a record.
         here = {place: "misbehave()" if self.place == place else "" for place in PLACES}
-        api = "" if self.place == "attribute" else f"D9D_API = {here['D9D_API'] or 1}"
+        api = "" if self.place == "attribute" else f"D9D_API = {here['D9D_API'] or 2}"
         extra = "def __getattr__(name): return misbehave()" if self.place == "attribute" else here["import"]
         name, summary, field = (here[place] or '"hostile"' for place in ("record", "summary", "field"))
         # Data comes first: what else misbehaves does so by way of a subscriber's construction.

@@ -19,7 +19,7 @@ from d9d_core.types import Microbatch, Pack, State
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-D9D_API = 1
+D9D_API = 2
 
 
 class RolloutsConfig(PluginConfig):

@@ -16,7 +16,7 @@ from torch import Tensor
 class Synthetic:
     """A plugin with one dataset: random tokens."""
 
-    D9D_API = 1
+    D9D_API = 2
 
     @hookimpl
     def d9d_datasets(self) -> Iterator[DatasetSpec]:

@@ -77,7 +77,7 @@ class Sleepy:
 class SleepyPlugin:
     """A plugin with one tracker."""
 
-    D9D_API = 1
+    D9D_API = 2
 
     @hookimpl
     def d9d_trackers(self) -> Iterator[TrackerSpec]:

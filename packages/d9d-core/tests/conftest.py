@@ -39,7 +39,7 @@ def install(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 HEADER = """
 from d9d_core.plugin import *
 from d9d_core.plugin import hookimpl
-D9D_API = 1
+D9D_API = 2
 def strategy(name, **kw):
     return StrategySpec(name=name, summary="for a test", config=Ref("nowhere:Config"), build=Ref("nowhere:Build"),
                         anchor="data", **kw)

@@ -144,21 +144,35 @@ def test_strict_turns_a_name_that_two_plugins_declare_into_an_error(install: Ins
 def test_an_older_plugin_api_says_what_to_install(install: Install) -> None:
     install("d9d-mixture", "0.1.0", "D9D_API = 0")
     assert (
-        "d9d-mixture 0.1.0, which was written for plugin API 0, this d9d-core offers API 1; install d9d-mixture>=0.5.0"
+        "d9d-mixture 0.1.0, which was written for plugin API 0, this d9d-core offers API 2; install d9d-mixture>=0.5.0"
         in (message("expert_parallel"))
+    )
+
+
+@pytest.mark.parametrize("line", ["from d9d_core.extend import Task", "from d9d_core.plugin import discover"])
+def test_a_name_that_core_no_longer_has_says_why(line: str, install: Install) -> None:
+    install("d9d-mixture", "0.1.0", line)
+    expected = "it was written for another plugin API than 2: install another release"
+    assert expected in message("expert_parallel")
+
+
+def test_a_plugin_of_api_1_says_what_to_install(install: Install) -> None:
+    install("d9d-mixture", "0.1.0", "D9D_API = 1")
+    assert message("expert_parallel").endswith(
+        "d9d-mixture 0.1.0, which was written for plugin API 1, this d9d-core offers API 2; install d9d-mixture>=0.5.0"
     )
 
 
 def test_a_newer_plugin_api_asks_for_a_newer_core(install: Install) -> None:
     install("d9d-mixture", "0.1.0", "D9D_API = 99")
     assert message("expert_parallel").endswith(
-        "was written for plugin API 99, this d9d-core offers API 1; install a newer d9d-core"
+        "was written for plugin API 99, this d9d-core offers API 2; install a newer d9d-core"
     )
 
 
 def test_a_missing_api_statement_is_reported(install: Install) -> None:
     install("d9d-mixture", "0.1.0", "del D9D_API")
-    assert "does not state its plugin API; write D9D_API = 1 in d9d_mixture_plugin" in message("expert_parallel")
+    assert "does not state its plugin API; write D9D_API = 2 in d9d_mixture_plugin" in message("expert_parallel")
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def test_an_axis_that_there_is_not_is_an_error() -> None:
 
 def test_a_plugin_brings_a_view_of_its_own(registry: Any) -> None:
     class Plugin:
-        D9D_API = 1
+        D9D_API = 2
 
         @hookimpl
         def d9d_views(self) -> Any:

@@ -17,7 +17,7 @@ def d9d_tasks() -> Iterator[TaskSpec]:
     yield TaskSpec(name="guess", summary="Guess.", config=Ref("acme:Config"), build=Ref("acme:Task"))
 
 
-ACME = SimpleNamespace(__name__="acme", D9D_API=1, d9d_tasks=d9d_tasks)
+ACME = SimpleNamespace(__name__="acme", D9D_API=2, d9d_tasks=d9d_tasks)
 
 
 def test_a_registry_holds_the_given_plugins_and_core(registry: Callable[..., Registry]) -> None:
@@ -30,7 +30,7 @@ def test_a_registry_holds_the_given_plugins_and_core(registry: Callable[..., Reg
 def test_plugins_may_be_named_by_module(
     registry: Callable[..., Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "acme_named.py").write_text("D9D_API = 1\n")
+    (tmp_path / "acme_named.py").write_text("D9D_API = 2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "acme_named" in [origin.module for origin in registry("acme_named").plugins]
     with pytest.raises(ModuleNotFoundError, match="acme_nowhere"):

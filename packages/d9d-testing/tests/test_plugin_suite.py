@@ -80,7 +80,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
     def make(examples: dict[str, dict[str, object]] | None = None, **parts: object) -> PluginSuite:
         name = f"acme_plugin_{next(_NUMBERS)}"
-        plugin: dict[str, object] = {"top": "", "api": 1, "summary": "Guess.", "config": "Config", "build": "build"}
+        plugin: dict[str, object] = {"top": "", "api": 2, "summary": "Guess.", "config": "Config", "build": "build"}
         config: dict[str, object] = {"inner_docstring": '"""Documented."""', "name": "guess", "size": 1, "body": ""}
         plugin["requires"] = {"acme:thing", "mesh:tp", "model:blocks", "device:cuda>=9.0"}
         plugin.update((key, value) for key, value in parts.items() if key in plugin)

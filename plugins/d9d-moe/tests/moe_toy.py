@@ -15,7 +15,7 @@ from d9d_moe.router.top_k import TopKRouter
 from d9d_nn.swiglu import SwiGLU
 from torch import Tensor, nn
 
-D9D_API = 1
+D9D_API = 2
 
 
 class MoEToyConfig(ModelConfig):

@@ -118,7 +118,7 @@ class Compared:
 class ComparedPlugin:
     """Plugin with the one dataset."""
 
-    D9D_API = 1
+    D9D_API = 2
 
     @hookimpl
     def d9d_datasets(self) -> Iterator[DatasetSpec]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from d9d_core.plugin import CapabilitySpec, InferenceTaskSpec, KernelSpec, MetricSpec, Ref, TaskSpec, hookimpl
 
-D9D_API = 1
+D9D_API = 2
 #: What attention of torch runs, on all of a sample's positions or on some.
 _SDPA = ("aten._scaled_dot_product_*", "d9d_nn.attention_of_queries")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from d9d_core.plugin import CommandSpec, JobCheckSpec, Ref, hookimpl
 
-D9D_API = 1
+D9D_API = 2
 
 
 @hookimpl

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from d9d_core.plugin import CommandSpec, Ref, hookimpl
 
-D9D_API = 1
+D9D_API = 2
 #: In an environment without torch, such as a CI that checks job files, these are refused with its install line.
 TORCH = frozenset({"import:torch"})
 

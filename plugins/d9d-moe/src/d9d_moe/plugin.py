@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from d9d_core.plugin import MetricSpec, Ref, StrategySpec, hookimpl
 
-D9D_API = 1
+D9D_API = 2
 
 
 @hookimpl

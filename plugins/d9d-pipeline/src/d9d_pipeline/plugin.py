@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from d9d_core.plugin import CommandSpec, Ref, ScheduleSpec, hookimpl
 
-D9D_API = 1
+D9D_API = 2
 _HANDLERS = Ref("d9d_pipeline.runtime.handlers:handlers")
 _SIMULATE = Ref("d9d_pipeline.simulator.seconds:seconds")
 

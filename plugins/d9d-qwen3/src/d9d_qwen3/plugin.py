@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from d9d_core.plugin import ModelSpec, Ref, hookimpl
 
-D9D_API = 1
+D9D_API = 2
 
 _PROVIDES = frozenset(
     {

@@ -75,7 +75,12 @@ class Collector:
         try:
             return load()
         except FOREIGN_FAILURES as error:
-            raise RefusedError(f"failed to import: {shown(error)}") from error
+            hint = ""
+            if isinstance(error, ImportError) and (error.name or "").startswith("d9d_core"):
+                hint = (
+                    f"; it was written for another plugin API than {hooks.API_VERSION}: install another release of it"
+                )
+            raise RefusedError(f"failed to import: {shown(error)}{hint}") from error
 
     def _collect(self, plugin: object, origin: Origin) -> list[Entry]:
         self._check_api(plugin, origin)

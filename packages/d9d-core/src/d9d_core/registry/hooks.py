@@ -41,7 +41,7 @@ __all__ = ["API_VERSION", "KINDS", "Kind"]
 #: pluggy's project name, and the entry-point group.
 PROJECT = "d9d"
 #: The plugin interface this core offers; a plugin module states the one it was written for as ``D9D_API``.
-API_VERSION = 1
+API_VERSION = 2
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 

@@ -19,7 +19,7 @@ from d9d_core.plugin import (
     hookimpl,
 )
 
-D9D_API = 1
+D9D_API = 2
 
 
 @hookimpl
