@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,26 @@ def test_the_quickstart_is_what_fragments_are_completed_from() -> None:
     base = yaml.safe_load((ROOT / "examples/quickstart/job.yaml").read_text())
     assert completed({"steps": 5})["model"] == base["model"]
     assert completed({"model": {"hidden_size": 1, "...": None}})["model"] == base["model"] | {"hidden_size": 1}
+
+
+def docstring_examples() -> list[Block]:
+    """Literal blocks with Python in the docstrings of the declared modules of core."""
+    found = []
+    for module in sorted(name for name in DECLARED if name.startswith("d9d_core.")):
+        page = ROOT / "packages/d9d-core/src" / f"{module.replace('.', '/')}.py"
+        text = ast.get_docstring(ast.parse(page.read_text("utf-8"))) or ""
+        literals = re.findall(r"::\n\n((?:    .*\n|\n)+)", f"{text}\n")
+        found += [Block(page, "python", textwrap.dedent(literal), 1) for literal in literals]
+    return found
+
+
+def test_the_main_topics_begin_with_an_example() -> None:
+    topics = {block.page.stem for block in docstring_examples()}
+    assert topics >= {"config", "data", "inference", "kernel", "metric", "model", "optimizer", "peft", "plugin"}
+    assert topics >= {"schedule", "strategy", "subscriber", "task", "tracker", "traits"}
+
+
+@pytest.mark.parametrize("block", docstring_examples(), ids=str)
+def test_examples_of_docstrings_run(block: Block) -> None:
+    assert block.text.count("\n") <= 24
+    exec(block.text, {"__name__": "example"})

@@ -1,4 +1,23 @@
-"""Base classes of all configs: frozen, no unknown fields, and errors that suggest the right name."""
+"""Base classes of all configs: frozen, no unknown fields, and errors that suggest the right name.
+
+Start here: :class:`PluginConfig` is the base of a component's config; :class:`Section` that of a mapping inside one::
+
+    from typing import Annotated, Literal
+
+    from d9d_core.config import PluginConfig
+    from pydantic import Field
+
+    class SmoothLMConfig(PluginConfig):
+        '''Next-token prediction with label smoothing.'''
+
+        name: Literal["smooth_lm"] = "smooth_lm"
+        '''Selects this task.'''
+        smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
+        '''Share of the probability that is spread evenly over the vocabulary.'''
+
+A model's config is a :class:`ModelConfig`, a pipeline schedule's a :class:`ScheduleConfig`. A field for another
+component is ``Annotated[PluginConfig, Named("dataset")]`` (:class:`d9d_core.job_file.open_union.Named`).
+"""
 
 from __future__ import annotations
 

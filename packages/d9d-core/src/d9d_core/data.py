@@ -1,5 +1,32 @@
 """Data streams: resumable packs of microbatches for one data-parallel rank.
 
+Start here: a dataset's ``build(config, context: DataContext)`` returns a :class:`DataStream`::
+
+    import torch
+
+    class Noise:
+        def __init__(self, config, context): self.context, self.pack, self.facts = context, 0, {}
+
+        def next_pack(self):
+            self.pack += 1
+            generator = torch.Generator().manual_seed(self.pack * self.context.ranks + self.context.rank)
+            size = self.context.microbatch_size
+            count = self.context.batch_size // self.context.ranks // size
+            return [{"x": torch.randn(size, 8, generator=generator)} for _ in range(count)]
+
+        def state(self): return {"pack": self.pack}
+        def load_state(self, state): self.pack = state["pack"]
+
+Tensors cross seams by name (``Mapping[str, Tensor]``), so that a dataset, a task and a model of three authors meet
+without sharing classes. The names for language modelling, used by first-party packages (B samples, S positions):
+
+    tokens     int64 [B, S]   input token ids
+    targets    int64 [B, S]   token ids to predict; -100 where nothing is predicted
+    positions  int64 [B, S]   position inside the document
+    documents  int64 [B, S]   number of the document inside the sample; tokens see their own document only
+    lengths    int64 [B]      tokens of a right-padded sample; absent if there is no padding, which counts nowhere
+    labels     int64 [B]      class of the sample; -100 where it does not count
+
 Training reads a stream without end. Evaluation and inference make one pass (:attr:`DataContext.one_pass`): every sample
 once, in the order of the sources, whatever the config says about shuffling. A stream opened so keeps to this:
 

@@ -1,4 +1,24 @@
-"""Inference: tasks that turn a model's outputs into rows, and writers of these rows."""
+"""Inference: tasks that turn a model's outputs into rows, and writers of these rows.
+
+Start here: :class:`InferenceTask` makes rows of outputs, a :class:`Writer` makes files of rows::
+
+    import json
+
+    class JsonLines:
+        suffix = ".jsonl"
+
+        def __init__(self, config): ...
+
+        def write(self, path, rows):
+            with path.open("w") as file:
+                for values in zip(*rows.values()):
+                    print(json.dumps(dict(zip(rows, values))), file=file)
+
+        def join(self, parts, path):
+            with path.open("wb") as file:
+                for part in parts:
+                    file.write(part.read_bytes())
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,24 @@
 """Op slots: calls of a model whose kernel is chosen later.
 
-A module holds an :class:`OpSlot` per op it calls. The slot starts with the op's readable reference; the kernel
-selector of the engine may bind another backend, once, while the job is built. The bound function is a constant for
-the compiler.
+Start here: a module holds an :class:`OpSlot` for each op it calls. A backend answers an :class:`OpSignature` with a
+:class:`Decision`, and builds the function::
+
+    import torch
+    from d9d_core.kernel import Decision, OpSignature, OpSlot
+
+    slot = OpSlot("silu", torch.nn.functional.silu)
+
+    def supports(signature):
+        return Decision(signature.device == "cpu", "runs on the CPU", priority=10)
+
+    def build(signature):
+        return lambda x: x * torch.sigmoid(x)
+
+    if supports(OpSignature("silu", "cpu", "float32")).accept:
+        slot.bind("by_hand", build(OpSignature("silu", "cpu", "float32")))
+
+The slot starts with the op's readable reference; the kernel selector of the engine may bind another backend, once,
+while the job is built. The bound function is a constant for the compiler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,24 @@
-"""Metrics: distributed statistics whose state can be merged over ranks and saved."""
+"""Metrics: distributed statistics whose state can be merged over ranks and saved.
+
+Start here: :class:`Metric`, which :class:`d9d_core.accumulators.AccumulatedMetric` implements except for ``update`` and
+``compute``::
+
+    import torch
+    from d9d_core.accumulators import AccumulatedMetric, Accumulator
+
+    class Hits(AccumulatedMetric):
+        def __init__(self, config):
+            super().__init__(hits=Accumulator(dtype=torch.int64), samples=Accumulator(dtype=torch.int64))
+
+        def update(self, observations):
+            hits = observations["class_logits"].argmax(-1) == observations["labels"]
+            self.accumulate(hits=hits.sum(), samples=hits.numel())
+
+        def compute(self):
+            return {"hits": self["hits"] / self["samples"]}
+
+A :class:`StageMetric` reads the model's modules in place of a task's observations.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,25 @@
-"""Pipeline stages as model plugins are asked to build them, and what their modules may say beside traits.
+"""Models: stages as model plugins are asked to build them, and optional protocols of their modules.
 
-All but the first and the last belong to the trait :class:`~d9d_core.traits.TensorParallelizable`; those about a context
-belong to :class:`~d9d_core.traits.ContextParallelizable`.
+Start here: a model's ``build(config, stage)`` returns an ``nn.Module`` for a :class:`Stage`, under the meta device. Its
+modules with parameters say how they are filled (:class:`d9d_core.traits.LateInit`)::
+
+    import torch
+    from torch import nn
+
+    class Line(nn.Module):
+        def __init__(self, config, stage):
+            super().__init__()
+            self.slope = nn.Parameter(torch.empty(()))
+
+        def reset_parameters(self):
+            nn.init.ones_(self.slope)
+
+        def forward(self, x):
+            return {"y": self.slope * x}
+
+All other protocols are optional. :class:`ContextShare`, :class:`SplitsContext`, :class:`SeesContext` and
+:class:`SharesAttention` go with the trait :class:`~d9d_core.traits.ContextParallelizable`, the others with
+:class:`~d9d_core.traits.TensorParallelizable`.
 """
 
 from __future__ import annotations

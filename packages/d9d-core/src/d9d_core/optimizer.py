@@ -1,4 +1,29 @@
-"""Optimizers and learning-rate schedules."""
+"""Optimizers and learning-rate schedules.
+
+Start here: :class:`Optimizer` updates parameters in place where its gate is true; :class:`LrSchedule` is a function of
+the step::
+
+    import torch
+
+    class SignSGD:
+        def __init__(self, config, parameters):
+            self.parameters, self.base, self.factor = parameters, config.lr, 1.0
+
+        def init_state(self): ...
+        def set_lr_factor(self, factor): self.factor = factor
+        def describe(self): return {"all": {"lr": self.lr}}
+        def state(self): return {}
+
+        lr = property(lambda self: self.base * self.factor)
+
+        @torch.no_grad()
+        def step(self, gate):
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.sub_(self.lr * parameter.grad.sign() * gate)
+
+Optional: :class:`DividesGradients`, :class:`AveragesWeights`, :class:`DeclaresCollectives`.
+"""
 
 from __future__ import annotations
 

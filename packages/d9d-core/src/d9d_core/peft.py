@@ -1,4 +1,17 @@
-"""Parameter-efficient fine-tuning methods."""
+"""Parameter-efficient fine-tuning methods.
+
+Start here: :class:`PeftMethod` changes a stage and returns the names of the parameters that train::
+
+    class Biases:
+        def __init__(self, config): ...
+
+        def inject(self, stage):
+            return frozenset(name for name, _ in stage.named_parameters() if name.endswith(".bias"))
+
+        def merge(self, stage): ...
+
+Optional: :class:`StartsFromWeights`, :class:`SwitchesOff`.
+"""
 
 from __future__ import annotations
 

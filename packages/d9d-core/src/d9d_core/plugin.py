@@ -1,10 +1,25 @@
-"""Records: frozen declarations of what a plugin offers.
+"""Records: frozen declarations of what a plugin offers, its references and its hooks.
 
-A record is cheap to build. Whatever needs torch or pydantic is a :class:`Ref`, loaded when the job asks for it. The
+Start here: a ``plugin.py`` states its API and yields a record from a hook; a :class:`Ref` names the code behind it::
+
+    from d9d_core.plugin import Ref, TaskSpec, hookimpl
+
+    D9D_API = 2
+
+    @hookimpl
+    def d9d_tasks():
+        yield TaskSpec(
+            name="causal_lm",
+            summary="Next-token prediction.",
+            config=Ref("d9d_nn.causal_lm.config:CausalLMConfig"),
+            build=Ref("d9d_nn.causal_lm.task:CausalLM"),
+        )
+
+A record is cheap to build. Code that needs torch or pydantic is a :class:`Ref`, loaded when the job asks for it. The
 signatures behind the references are protocols; each record says which one.
 
 Capabilities are flat tokens: ``requires`` must hold for the job, ``provides`` adds tokens to it, ``conflicts`` must not
-hold.
+hold. This module imports neither torch nor pydantic.
 """
 
 from __future__ import annotations

@@ -1,17 +1,30 @@
-"""Actions of one rank in one optimizer step, as frozen data. Imports no torch.
+"""Pipeline schedules: actions of one rank in one optimizer step, as frozen data. Imports no torch.
+
+Start here: a :class:`Schedule` is a function from ranks and microbatches to a :data:`Program` for each rank::
+
+    from d9d_core.schedule import Backward, Forward, ReceiveActivation, ReceiveGradient, Reduce
+    from d9d_core.schedule import SendActivation, SendGradient
+
+    def all_forward_all_backward(ranks, microbatches):
+        def program(rank):
+            for m in range(microbatches):
+                yield from [ReceiveActivation(rank, m)] if rank else []
+                yield Forward(rank, m)
+                yield from [SendActivation(rank, m)] if rank < ranks - 1 else []
+            for m in range(microbatches):
+                yield from [ReceiveGradient(rank, m)] if rank < ranks - 1 else []
+                yield Backward(rank, m)
+                yield from [SendGradient(rank, m)] if rank else []
+            yield Reduce(rank)
+        return [tuple(program(rank)) for rank in range(ranks)]
 
 The program of a single stage is forward and backward of each microbatch in turn, then the reduction; gradient
-accumulation is the same program with more microbatches. Pipeline schedules are other generators of such programs. The
-optimizer step is no action: it is one line of the training step, after all programs have ended, because clipping needs
-the gradients of every stage.
+accumulation is the same program with more microbatches. The optimizer step is no action: it is one line of the training
+step, after all programs have ended, because clipping needs the gradients of every stage.
 
-Every action prints as a letter, its stage and its microbatch: ``F2.5``. What is sent is named by the stage that has
-made it, what is received by the stage that needs it: ``S>2.5`` on one rank is ``R>3.5`` on another, and ``S<3.5`` is
-``R<2.5``.
-
-A rank runs its actions one after the other, but sends and receives only start something: a receive offers memory, a
-send hands a tensor over, and whoever needs the tensor waits for it. Tensors from one rank to another arrive in the
-order in which they were sent, and have to be received in that order.
+Every action prints as a letter, its stage and its microbatch: ``F2.5``. A send carries the index of the stage that
+produces the tensor, a receive the index of the stage that needs it: ``S>2.5`` on one rank is ``R>3.5`` on another, and
+``S<3.5`` is ``R<2.5``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,22 @@
-"""Parallel strategies: changes to a stage in place, owners of the gradients' reductions, and what is communicated."""
+"""Parallel strategies: changes to a stage in place, owners of gradient reductions, and what is communicated.
+
+Start here: :class:`Strategy` changes a built stage and returns an :class:`Applied`, which names what it changed::
+
+    from d9d_core.strategy import Applied, no_collectives
+    from d9d_core.traits import HasBlocks, modules_with
+
+    class FreezeBlocks:
+        def __init__(self, config): self.count = config.count
+
+        def apply(self, stage, topology):
+            (holder,) = modules_with(stage, HasBlocks).values()
+            blocks = dict(list(holder.blocks().items())[: self.count])
+            for block in blocks.values():
+                block.requires_grad_(False)
+            return Applied(modules=tuple(blocks), collectives=no_collectives)
+
+A strategy that shards or replicates parameters names the :class:`GradientOwner` of each reduction it takes over.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,23 @@
-"""Subscribers: observers of the training loop's events."""
+"""Subscribers: observers of the training loop's events.
+
+Start here: :class:`Subscribes` with :func:`subscribe` in front of methods; the events are in :mod:`d9d_core.events`::
+
+    from d9d_core.events import StepEnds, TrainingStarts
+    from d9d_core.subscriber import Subscribes, subscribe
+
+    class Shout(Subscribes):
+        def __init__(self, config): ...
+
+        @subscribe(TrainingStarts)
+        def start(self, event):
+            print("here we go")
+
+        @subscribe(StepEnds)
+        def step(self, event):
+            print("step", event.step)
+
+Optional: :class:`StatefulSubscriber`, :class:`EndsTraining`.
+"""
 
 from __future__ import annotations
 

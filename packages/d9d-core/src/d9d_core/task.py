@@ -1,4 +1,24 @@
-"""Tasks: model inputs from a microbatch, loss sums from the model's outputs."""
+"""Tasks: model inputs from a microbatch, loss sums from the model's outputs.
+
+Start here: :class:`Task`, and :class:`StageInputs`, which it makes of a microbatch. The loop divides the summed losses
+by the summed weights of all microbatches and ranks::
+
+    from d9d_core.task import StageInputs
+    from torch.nn.functional import mse_loss
+
+    class Regression:
+        coefficients = {"mse": 1.0}
+
+        def __init__(self, config): ...
+        def check(self, model, facts): ...
+        def count(self, microbatch): return len(microbatch["x"])
+        def weights(self, microbatch): return {"mse": microbatch["y"].new_tensor(microbatch["y"].numel())}
+        def inputs(self, microbatch): return StageInputs(first={"x": microbatch["x"]})
+        def losses(self, outputs, microbatch): return {"mse": mse_loss(outputs["y"], microbatch["y"], reduction="sum")}
+        def observations(self, outputs, microbatch): return {}
+
+The other protocols are optional: a task that has their methods gets their calls.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,21 @@
 """Trackers: destinations of logged values; and the log by which tasks and subscribers reach them.
 
-A :class:`TrackerRun` takes numbers by series name, and needs four methods. For each further kind of values that it
-has a place for, it has one method more: ``write_tables`` (:class:`TakesTables`), ``write_histograms``, ``write_texts``,
-``write_pictures``, ``write_files``. A tracker without one never sees such values. Names with tags are
-:class:`SeriesName`, which is plain text for backends that know no tags.
+Start here: :class:`Tracker` opens a :class:`TrackerRun`, which takes numbers by series name::
+
+    class Lines:
+        def __init__(self, config): ...
+        def open(self, run, state): return LinesOf(run.directory / "lines.txt")
+
+    class LinesOf:
+        def __init__(self, path): self.file = path.open("a")
+        def write(self, step, values): print(step, dict(values), file=self.file)
+        def flush(self): self.file.flush()
+        def state(self): return {}
+        def close(self, outcome): self.file.close()
+
+For each further kind of values that a run has a place for, it has one method more: ``write_tables``
+(:class:`TakesTables`), ``write_histograms``, ``write_texts``, ``write_pictures``, ``write_files``. A run without one
+never sees such values. Names with tags are :class:`SeriesName`, which is plain text for backends that know no tags.
 """
 
 from __future__ import annotations

@@ -1,5 +1,18 @@
 """Traits: small protocols by which a model's modules describe themselves to strategies and to the loop.
 
+Start here: :class:`LateInit`, which every module with parameters needs, and :class:`HasBlocks`, the repeated blocks
+that most strategies act on::
+
+    from torch import nn
+
+    class Backbone(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers = nn.ModuleDict({str(i): nn.Linear(8, 8) for i in range(layers)})
+
+        def blocks(self):
+            return {f"layers.{name}": layer for name, layer in self.layers.items()}
+
 A strategy walks the modules of a stage and asks for the trait it needs. ``ModelSpec.provides`` states the same as
 tokens (``model:blocks``), so that a missing trait is an error before anything is built; the model conformance suite
 checks that both agree.
