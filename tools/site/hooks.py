@@ -56,9 +56,9 @@ def sources(root: Path) -> Iterator[str]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Enter the declared modules in the navigation, before the pages that stand there."""
+    """Enter the declared modules in the navigation, after the page of the five contracts."""
     (section,) = [item["API reference"] for item in config.nav or [] if "API reference" in item]
-    section[:0] = [{page: f"api/{page}.md"} for page in declared(root_of(config))]
+    section[1:1] = [{page: f"api/{page}.md"} for page in declared(root_of(config))]
     return config
 
 

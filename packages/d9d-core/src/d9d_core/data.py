@@ -16,6 +16,7 @@ Start here: a dataset's ``build(config, context: DataContext)`` returns a :class
 
         def state(self): return {"pack": self.pack}
         def load_state(self, state): self.pack = state["pack"]
+        def save_assets(self, directory): ...
 
 Tensors cross seams by name (``Mapping[str, Tensor]``), so that a dataset, a task and a model of three authors meet
 without sharing classes. The names for language modelling, used by first-party packages (B samples, S positions):

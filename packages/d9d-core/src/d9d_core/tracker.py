@@ -11,7 +11,7 @@ Start here: :class:`Tracker` opens a :class:`TrackerRun`, which takes numbers by
         def write(self, step, values): print(step, dict(values), file=self.file)
         def flush(self): self.file.flush()
         def state(self): return {}
-        def close(self, outcome): self.file.close()
+        def close(self, status): self.file.close()
 
 For each further kind of values that a run has a place for, it has one method more: ``write_tables``
 (:class:`TakesTables`), ``write_histograms``, ``write_texts``, ``write_pictures``, ``write_files``. A run without one
