@@ -99,7 +99,6 @@ FOR_SUITES = {
     "d9d_core.failures",
     "d9d_core.job_file.document",
     "d9d_core.job_file.inner",
-    "d9d_core.job_file.load",
     "d9d_core.job_file.resolve",
     "d9d_core.registry.capabilities",
     "d9d_core.registry.installed",

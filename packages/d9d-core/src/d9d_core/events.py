@@ -171,7 +171,8 @@ class ModelReady:
 
     Attributes:
         stage: what this rank has of it: the full model, or its pipeline stages as one module.
-        stage_holders: which pipeline rank holds which tensor, as :class:`d9d_weights.StageHolders`; ``None`` if each
+        stage_holders: which pipeline rank holds which tensor, as
+            :class:`d9d_weights.sharding.stage_holders.StageHolders`; ``None`` if each
             holds all.
     """
 

@@ -34,7 +34,7 @@ class FullTune:
             raise BuildError(f"peft.match: {', '.join(sorted(chosen)[:3])} have no parameters, so nothing would train")
         return trained
 
-    def merger(self, names: Collection[str]) -> Mapper:  # noqa: ARG002 - see d9d_weights.MergesTensors
+    def merger(self, names: Collection[str]) -> Mapper:  # noqa: ARG002 - see d9d_weights.hugging_face.adapter.MergesTensors
         """Mapper that keeps all tensors of a checkpoint."""
         return Identity()
 

@@ -18,8 +18,6 @@ from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
 
-__all__ = ["validate_job"]
-
 _TO_JOB = "to the job file"
 #: Problems of a job that are spelled out; the others are counted.
 _SHOWN = 50

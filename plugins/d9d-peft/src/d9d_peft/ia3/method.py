@@ -93,7 +93,7 @@ class Ia3:
             layer.__class__ = layer.ia3_base
 
     def merger(self, names: Collection[str]) -> Mapper:
-        """Mapper that merges tensors of a checkpoint; see :class:`d9d_weights.MergesTensors`."""
+        """Mapper that merges tensors of a checkpoint; see :class:`d9d_weights.hugging_face.adapter.MergesTensors`."""
         layers = [name.removesuffix(_VECTOR) for name in names if name.endswith(_VECTOR)]
         patterns = (*self._config.targets, *self._config.feedforward)
         own = [layer for layer in layers if any(_matches(layer, pattern) for pattern in patterns)]
@@ -117,7 +117,7 @@ class Ia3:
         return self._config.init_from
 
     def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:
-        """Contents of ``adapter_config.json``; see :class:`d9d_weights.AdapterFormat`."""
+        """Contents of ``adapter_config.json``; see :class:`d9d_weights.hugging_face.adapter.AdapterFormat`."""
         modules = _modules(stage, published)
         inputs = {name for name, _, scale in _scales(stage) if scale.of_inputs}
         return {

@@ -118,7 +118,7 @@ class Dora(Lora):
                 magnitude.copy_(norm)
 
     def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:
-        """Contents of ``adapter_config.json``; see :class:`d9d_weights.AdapterFormat`."""
+        """Contents of ``adapter_config.json``; see :class:`d9d_weights.hugging_face.adapter.AdapterFormat`."""
         return {**super().adapter_config(stage, published), "use_dora": True}
 
     def check_adapter(self, config_json: Mapping[str, Any], names: Collection[str]) -> None:

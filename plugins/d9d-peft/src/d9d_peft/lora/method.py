@@ -76,7 +76,7 @@ class Lora:
                 term.lora_off = value
 
     def merger(self, names: Collection[str]) -> Mapper:
-        """Mapper that merges tensors of a checkpoint; see :class:`d9d_weights.MergesTensors`."""
+        """Mapper that merges tensors of a checkpoint; see :class:`d9d_weights.hugging_face.adapter.MergesTensors`."""
         own = [term for term in terms_of(names) if self._means(term.owner, is_linear=term.is_linear)]
         return Parallel(*(self._fold(term) for term in own), Identity())
 
@@ -86,7 +86,7 @@ class Lora:
         return self._config.init_from
 
     def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:
-        """Contents of ``adapter_config.json``; see :class:`d9d_weights.AdapterFormat`."""
+        """Contents of ``adapter_config.json``; see :class:`d9d_weights.hugging_face.adapter.AdapterFormat`."""
         modules = [*self._modules(stage, published).values()]
         banks = files.experts_of(stage, published, self._config.rs_lora)
         experts = [one for number, there in banks.values() for one in files.modules_of_experts(there, number)]
