@@ -102,6 +102,7 @@ FOR_SUITES = {
     "d9d_core.job_file.resolve",
     "d9d_core.registry.capabilities",
     "d9d_core.registry.installed",
+    "d9d_core.registry.known",
     "d9d_core.registry.single_file",
     "d9d_engine.compose.initialise",
     "d9d_engine.distributed.devices",
@@ -283,7 +284,7 @@ def imports_in_text(text: str) -> Iterator[tuple[str, str]]:
 
 def test_templates_show_declared_modules_only() -> None:
     found = {}
-    for path in sorted((ROOT / "packages/d9d-core/src/d9d_core/scaffold/templates").rglob("*.tmpl")):
+    for path in sorted((ROOT / "packages/d9d-testing/src/d9d_testing/scaffold/templates").rglob("*.tmpl")):
         text = re.sub(r"\$\{\w+\}", "FILLED_IN", path.read_text("utf-8"))
         uses = [*imports_in_text(text), *references(text)]
         found[path.name] = undeclared((module, name) for module, name in uses if "FILLED_IN" not in name)

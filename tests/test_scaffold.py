@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from d9d_core.errors import PluginError
-from d9d_core.scaffold.kinds import KINDS
-from d9d_core.scaffold.package import plugin_files, write_plugin
+from d9d_testing.scaffold.kinds import KINDS
+from d9d_testing.scaffold.package import plugin_files, write_plugin
 
 ROOT = Path(__file__).parents[1]
 HOOKS_WITHOUT_TEMPLATE = {

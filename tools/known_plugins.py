@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "packages" / "d9d-core" / "src" / "d9d_core" / "plugin" / "known_plugins.json"
+TABLE = ROOT / "packages" / "d9d-core" / "src" / "d9d_core" / "registry" / "known_plugins.json"
 
 
 def table(root: Path = ROOT) -> dict[str, Any]:

@@ -11,16 +11,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from d9d_core.scaffold.kinds import KINDS
-from d9d_core.scaffold.package import plugin_files
+from d9d_testing.scaffold.kinds import KINDS
+from d9d_testing.scaffold.package import plugin_files
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "plugin-templates.md"
 HEAD = """# Plugin templates
 
-`d9d new plugin NAME --kind KIND` writes a complete package: `pyproject.toml` with the entry point, a declaration, an
-implementation that works, tests with the conformance suite of its kind, a README, and a job that trains with it in
-seconds on a CPU. This page quotes the templates, for a plugin called `acme`; a test installs one of each kind, runs its
-suite and trains with it. What the parts mean is in [Writing a plugin](writing-a-plugin.md).
+`d9d new plugin NAME --kind KIND` (of d9d-testing) writes a complete package: `pyproject.toml` with the entry point, a
+declaration, an implementation that works, tests with the conformance suite of its kind, a README, and a job that
+trains with it in seconds on a CPU. This page quotes the templates, for a plugin called `acme`; a test installs one of
+each kind, runs its suite and trains with it. What the parts mean is in [Writing a plugin](writing-a-plugin.md).
 
 <!-- written by tools/template_page.py -->
 """

@@ -6,7 +6,6 @@ import io
 import sys
 from contextlib import redirect_stdout
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,8 +38,6 @@ app = typer.Typer(
 )
 plugins = typer.Typer(no_args_is_help=True, help="List installed plugins and check whether they are sound.")
 app.add_typer(plugins, name="plugins")
-new = typer.Typer(no_args_is_help=True, help="Write a new package to begin with.")
-app.add_typer(new, name="new")
 
 
 def run() -> None:
@@ -115,28 +112,6 @@ def doctor(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: 
 
     if not examine(discover_plugins(plugin, no_plugins), _own_commands()):
         raise typer.Exit(1)
-
-
-@new.command("plugin")
-def new_plugin(
-    name: Annotated[str, typer.Argument(help="Name of the distribution, such as acme-metrics.")],
-    kind: Annotated[
-        str,
-        typer.Option(
-            "--kind",
-            metavar="KIND",
-            help="metric, tracker, optimizer, lr_schedule, task, dataset, model, strategy, schedule, peft, kernel or "
-            "subscriber.",
-        ),
-    ],
-    directory: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Where to write it; by default ./NAME.")
-    ] = None,
-) -> None:
-    """Write a complete plugin that works: declaration, implementation, tests with its conformance suite, and a job."""
-    from d9d_core.cli.new import new_plugin as write
-
-    write(name, kind, directory)
 
 
 @plugins.command("list")

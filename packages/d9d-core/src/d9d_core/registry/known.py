@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 
+__all__ = ["KnownPlugins"]
+
 
 @dataclass(frozen=True, slots=True)
 class KnownPlugins:

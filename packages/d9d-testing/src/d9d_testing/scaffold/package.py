@@ -14,7 +14,8 @@ from d9d_core.errors import PluginError
 from d9d_core.registry.hooks import API_VERSION
 from d9d_core.registry.hooks import KINDS as HOOKS
 from d9d_core.registry.known import KnownPlugins
-from d9d_core.scaffold.kinds import BASE_JOB, BASE_PACKAGES, KINDS, Kind
+
+from d9d_testing.scaffold.kinds import BASE_JOB, BASE_PACKAGES, KINDS, Kind
 
 _VERSIONS = ">=0.1,<0.2"
 
@@ -24,7 +25,7 @@ def plugin_files(name: str, kind: str) -> dict[str, str]:
 
     Args:
         name: name of the distribution, such as ``acme-metrics``; the plugin's own name follows from it.
-        kind: one of :data:`~d9d_core.scaffold.kinds.KINDS`.
+        kind: one of :data:`~d9d_testing.scaffold.kinds.KINDS`.
 
     Raises:
         PluginError: there is no such kind, or the name is none that a new plugin may have.
@@ -81,7 +82,7 @@ def write_plugin(directory: Path, name: str, kind: str) -> list[Path]:
 
 def template(name: str) -> Template:
     """A template by its path, such as ``metric/metric.py``."""
-    return Template(files("d9d_core.scaffold").joinpath("templates", f"{name}.tmpl").read_text("utf-8"))
+    return Template(files("d9d_testing.scaffold").joinpath("templates", f"{name}.tmpl").read_text("utf-8"))
 
 
 def _words(package: str, kind: str, spec: Kind) -> dict[str, str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from d9d_core.cli.new import new_plugin
 from d9d_core.errors import PluginError
-from d9d_core.scaffold.package import plugin_files, write_plugin
+from d9d_testing.scaffold.command import new_plugin
+from d9d_testing.scaffold.package import plugin_files, write_plugin
 
 
 @pytest.mark.parametrize(

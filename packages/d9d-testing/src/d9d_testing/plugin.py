@@ -1,0 +1,19 @@
+"""Declaration of the command ``new``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from d9d_core.plugin import CommandSpec, Ref, hookimpl
+
+D9D_API = 2
+
+
+@hookimpl
+def d9d_commands() -> Iterator[CommandSpec]:
+    """Command ``new``."""
+    yield CommandSpec(
+        name="new",
+        summary="Write a new package to begin with.",
+        app=Ref("d9d_testing.scaffold.command:app"),
+    )

@@ -1,0 +1,42 @@
+"""``d9d new``: packages to begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from d9d_core.terminal.console import console_for
+
+from d9d_testing.scaffold.kinds import KINDS
+from d9d_testing.scaffold.package import write_plugin
+
+app = typer.Typer(
+    name="new",
+    help="Write a new package to begin with.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.callback()
+def new() -> None:
+    """Write a new package to begin with."""
+
+
+@app.command("plugin")
+def new_plugin(
+    name: Annotated[str, typer.Argument(help="Name of the distribution, such as acme-metrics.")],
+    kind: Annotated[str, typer.Option("--kind", metavar="KIND", help=f"{', '.join([*KINDS][:-1])} or {[*KINDS][-1]}.")],
+    directory: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Where to write it; by default ./NAME.")
+    ] = None,
+) -> None:
+    """Write a complete plugin that works: declaration, implementation, tests with its conformance suite, and a job."""
+    root = directory or Path(name)
+    written = write_plugin(root, name, kind)
+    console = console_for()
+    for path in written:
+        console.print(f"  {path}")
+    console.print(f'\nnext:\n  cd {root}\n  pip install -e ".[test]"\n  pytest\n  d9d train job.yaml')
