@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,13 +15,51 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_weights.graph.base import Effect, Mapper, Scope
 from d9d_weights.graph.expressions import Placed, Value, Whole
-from d9d_weights.graph.pattern import Pattern
 from d9d_weights.graph.simplify import converted, permuted, squeezed, unsqueezed
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 __all__ = ["Cast", "Distribute", "Gather", "Identity", "Rename", "Squeeze", "Transpose", "Unsqueeze"]
+
+_PLACE = re.compile(r"\{(\w+)(\*?)\}")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Pattern: a name in which ``{word}`` stands for one component and ``{word*}`` for one or more of them.
+
+    Attributes:
+        text: the name.
+    """
+
+    text: str
+
+    @cached_property
+    def placeholders(self) -> frozenset[str]:
+        """Placeholders: the words in braces."""
+        return frozenset(word for word, _ in _PLACE.findall(self.text))
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        parts, end = [], 0
+        seen: set[str] = set()
+        for match in _PLACE.finditer(self.text):
+            parts.append(re.escape(self.text[end : match.start()]))
+            word, long = match.groups()
+            parts.append(f"(?P={word})" if word in seen else f"(?P<{word}>{'.+' if long else '[^.]+'})")
+            seen.add(word)
+            end = match.end()
+        return re.compile("".join([*parts, re.escape(self.text[end:])]))
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """Words that the placeholders stand for in this name, if it fits."""
+        found = self._regex.fullmatch(name)
+        return None if found is None else found.groupdict()
+
+    def fill(self, placeholders: dict[str, str]) -> str:
+        """Name with words in place of the placeholders."""
+        return _PLACE.sub(lambda match: placeholders[match[1]], self.text)
 
 
 class PerTensor(Mapper):
@@ -40,29 +80,34 @@ class PerTensor(Mapper):
             ValueError: its shape does not allow that; the text says why.
         """
 
+    @cached_property
+    def _patterns(self) -> tuple[Pattern, Pattern]:
+        """Old and new name as patterns."""
+        return Pattern(self.name), Pattern(self.to or self.name)
+
     def label(self) -> str:
         """Name of this mapper in messages."""
         return f"{type(self).__name__}('{self.name}')"
 
     def apply(self, scope: Scope) -> Effect:
         effect = Effect()
-        placeholders, kept = (Pattern(name).placeholders for name in (self.name, self.to or self.name))
-        if placeholders != kept:
+        pattern, target = self._patterns
+        if pattern.placeholders != target.placeholders:
             scope.complain(f"{self.label()}: '{self.to}' has other placeholders in braces, so its names are not known")
             return effect
-        for source, target in self._matches(scope):
+        for source, made in self._matches(scope):
             effect.taken[source] = self.label()
-            if target in effect.made:
-                scope.complain(f"{self.label()} makes '{scope.path}{target}' twice, the second time of '{source}'")
+            if made in effect.made:
+                scope.complain(f"{self.label()} makes '{scope.path}{made}' twice, the second time of '{source}'")
             try:
-                effect.made[target] = self.change(scope.values[source])
+                effect.made[made] = self.change(scope.values[source])
             except ValueError as error:
                 shape = list(scope.values[source].spec.shape)
                 scope.complain(f"{self.label()}: '{scope.path}{source}' has the shape {shape}: {error}")
         return effect
 
     def _matches(self, scope: Scope) -> Iterator[tuple[str, str]]:
-        pattern, target = Pattern(self.name), Pattern(self.to or self.name)
+        pattern, target = self._patterns
         if not pattern.placeholders:
             if not self.optional or self.name in scope.values:
                 for _ in scope.find([self.name], self.label()) or ():
@@ -115,7 +160,8 @@ class Rename(PerTensor):
     optional: bool = False
 
     def __post_init__(self) -> None:
-        if Pattern(self.name).placeholders != Pattern(self.to).placeholders:
+        pattern, target = self._patterns
+        if pattern.placeholders != target.placeholders:
             raise CheckpointError(f"Rename: '{self.name}' and '{self.to}' have different placeholders in braces")
 
     def change(self, value: Value) -> Value:

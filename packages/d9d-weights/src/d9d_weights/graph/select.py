@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from d9d_core.errors import CheckpointError
 
 from d9d_weights.graph.base import Duplicate, Effect, Mapper, Parallel, Scope
-from d9d_weights.graph.mappers import Rename
-from d9d_weights.graph.pattern import Pattern
+from d9d_weights.graph.mappers import Pattern, Rename
 
 __all__ = ["Copy", "Drop", "Either", "Explained", "Fresh", "Select", "Share"]
 
