@@ -88,15 +88,9 @@ class Registry:
         kinds = [kind] if kind else list(self._table)
         return [entry for name in kinds for same in self._table[name].values() for entry in same]
 
-    def kernels(self, op: str) -> list[tuple[str, Entry]]:
-        """Backends of an op with their names, sorted by name and distribution."""
-        start = f"{op}."
-        return [
-            (key.removeprefix(start), entry)
-            for key, same in self._table["kernel"].items()
-            if key.startswith(start)
-            for entry in same
-        ]
+    def kernels(self, op: str) -> list[Entry]:
+        """Backends of an op, sorted by name and distribution."""
+        return [entry for key, same in self._table["kernel"].items() if key.startswith(f"{op}.") for entry in same]
 
     def conflicts(self, among: Collection[str] | None = None) -> list[str]:
         """Conflicts of names: one message per name that several plugins declare. Only using such a name is an error.

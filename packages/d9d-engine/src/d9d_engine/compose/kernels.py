@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,10 +92,11 @@ def bind_kernels(
     groups: dict[tuple[str, tuple[bool, bool], str], list[tuple[str, OpSlot]]] = {}
     for site, slot, inside in slots:
         groups.setdefault((slot.op, inside, repr(sorted(slot.static.items()))), []).append((site, slot))
+    offers = {op: _offers(registry, op, judge, deterministic) for op in dict.fromkeys(op for op, _, _ in groups)}
     choices = []
     for (op, inside, _), same in groups.items():
         signature = OpSignature(op, device, dtype, same[0][1].static, inside[0], documents, inside[1])
-        choices.append(_bind(registry, requested, same, signature, judge, deterministic))
+        choices.append(_bind(registry, requested, same, signature, offers[op]))
     return choices
 
 
@@ -116,6 +117,31 @@ def refuse_unused(requested: Iterable[str], choices: Iterable[KernelChoice], els
             raise BuildError(f"kernels.{op}: the job calls no op '{op}'; its ops are: {', '.join(ops) or 'none'}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """Backend of an op, and why no signature can have it here; empty if one may."""
+
+    name: str
+    entry: Entry
+    spec: KernelSpec
+    refusal: str
+
+
+def _offers(registry: Registry, op: str, judge: Judgement, deterministic: bool) -> list[_Offer]:
+    """Backends of an op, each judged once for all signatures."""
+    offers = []
+    for entry in registry.kernels(op):
+        spec = entry.spec
+        assert isinstance(spec, KernelSpec)
+        if deterministic and not spec.deterministic:
+            refusal = "computes other bits each time, and the job is 'deterministic'"
+        else:
+            verdicts = judge(Chosen(f"kernels.{op}", entry))
+            refusal = "; ".join(verdict.reason for verdict in verdicts if verdict.satisfied is False)
+        offers.append(_Offer(spec.name, entry, spec, refusal))
+    return offers
+
+
 def _is_inside(name: str, modules: Collection[str]) -> bool:
     """Whether a module is one of these or inside of one; the model itself has the empty name."""
     parts = name.split(".")
@@ -127,14 +153,12 @@ def _bind(
     requests: Mapping[str, str],
     same: list[tuple[str, OpSlot]],
     signature: OpSignature,
-    judge: Judgement,
-    deterministic: bool,
+    offers: Sequence[_Offer],
 ) -> KernelChoice:
     sites = tuple(dict.fromkeys(site for site, _ in same))
     requested = requests.get(signature.op)
     asked = requested is not None
-    offers = registry.kernels(signature.op)
-    answers = {entry: _ask(entry, signature, judge, deterministic) for _, entry in offers}
+    answers = {offer.entry: _ask(offer, signature) for offer in offers}
     parts = [part for part in same[0][1].parts if part in requests]
     if parts and not asked:
         text = f"the job asks for kernels.{parts[0]}, an op that this one contains"
@@ -153,10 +177,11 @@ def _bind(
             if refusal is None:
                 break
             answers[chosen] = Decision(False, refusal)
-    names = Counter(name for name, _ in offers)
+    names = Counter(offer.name for offer in offers)
     considered = {REFERENCE: Decision(True, "runs everywhere")}
     considered |= {
-        name if names[name] == 1 else f"{entry.origin.distribution}/{name}": answers[entry] for name, entry in offers
+        (one.name if names[one.name] == 1 else f"{one.entry.origin.distribution}/{one.name}"): answers[one.entry]
+        for one in offers
     }
     if chosen is None or function is None:
         return KernelChoice(signature.op, sites, REFERENCE, "", asked, considered, signature.compiled)
@@ -194,19 +219,14 @@ def _best(answers: Mapping[Entry, Decision]) -> Entry | None:
     )
 
 
-def _ask(entry: Entry, signature: OpSignature, judge: Judgement, deterministic: bool) -> Decision:
-    assert isinstance(entry.spec, KernelSpec)
-    if deterministic and not entry.spec.deterministic:
-        return Decision(False, "computes other bits each time, and the job is 'deterministic'")
-    unmet = [
-        verdict.reason for verdict in judge(Chosen(f"kernels.{signature.op}", entry)) if verdict.satisfied is False
-    ]
-    if unmet:
-        return Decision(False, "; ".join(unmet))
+def _ask(offer: _Offer, signature: OpSignature) -> Decision:
+    if offer.refusal:
+        return Decision(False, offer.refusal)
+    supports = offer.spec.supports
     try:
-        decision: object = entry.spec.supports.load()(signature)
+        decision: object = supports.load()(signature)
     except FOREIGN_FAILURES as error:
-        return Decision(False, f"{entry.spec.supports} failed: {error!r}")
+        return Decision(False, f"{supports} failed: {error!r}")
     if not isinstance(decision, Decision):
-        return Decision(False, f"{entry.spec.supports} returned a {type(decision).__name__}, not a Decision")
+        return Decision(False, f"{supports} returned a {type(decision).__name__}, not a Decision")
     return decision
