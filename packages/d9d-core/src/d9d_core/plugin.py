@@ -26,7 +26,9 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Iterable, Mapping, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -105,7 +107,7 @@ class Ref:
         """
         module, _, path = self.target.partition(":")
         try:
-            with directory_kept():
+            with nullcontext() if module in sys.modules else directory_kept():
                 value: Any = importlib.import_module(module)
         except Exception as error:
             if interrupt_behind(error):
