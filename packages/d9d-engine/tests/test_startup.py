@@ -16,7 +16,7 @@ from typing import Any
 import d9d_testing.toy.plugin as toy
 import pytest
 import torch
-from d9d_engine.compose.undrawn import Undrawn
+from d9d_engine.compose.initialise import Undrawn
 from d9d_engine.launch.startup import FILE, StartUp
 from torch import nn
 

@@ -6,7 +6,7 @@ import logging
 import struct
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["beside", "encode_png", "full", "is_dtensor", "local", "wide_dtype"]
+__all__ = ["beside", "encode_png", "full", "is_dtensor", "local", "local_numel", "wide_dtype"]
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -33,6 +33,11 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
     with torch.no_grad():
         return tensor.to_local()
+
+
+def local_numel(tensors: Iterable[Tensor]) -> int:
+    """Number of elements of tensors that this rank holds."""
+    return sum(local(tensor).numel() for tensor in tensors)
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Initial values of a model, the same in every layout."""
+"""Initial values of a model: the same in every layout, and none on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,14 @@ import torch
 from d9d_core.errors import BuildError
 from d9d_core.tensors import is_dtensor, local
 from d9d_core.traits import LateInit
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from d9d_engine.step.randomness import derive_seed, generators_kept
 
 __all__ = ["initialise"]
+
+_IN_PLACE = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.bernoulli_, Tensor.random_})
 
 
 def initialise(stage: nn.Module, seed: int, device: torch.device) -> None:
@@ -27,15 +30,18 @@ def initialise(stage: nn.Module, seed: int, device: torch.device) -> None:
         BuildError: a module owns parameters but does not say how to fill them.
     """
     with generators_kept(device), torch.no_grad():
-        for name, module in stage.named_modules():
-            _initialise_module(name, module, derive_seed(seed, "init", name), device)
+        modules = dict(stage.named_modules())
+        seeds = {name: derive_seed(seed, "init", name) for name in modules}
+        sharded = {id(parameter) for parameter in stage.parameters() if is_dtensor(parameter)}
+        for name, module in modules.items():
+            _initialise_module(name, module, seeds[name], device, sharded)
 
 
-def _initialise_module(name: str, module: nn.Module, seed: int, device: torch.device) -> None:
+def _initialise_module(name: str, module: nn.Module, seed: int, device: torch.device, sharded: Set[int]) -> None:
     owns = [*module._parameters, *module._buffers]  # noqa: SLF001 - there is no public "own tensors only, None included"
     if isinstance(module, LateInit):
         torch.manual_seed(seed)
-        with _full_parameters(module, device):
+        with _full_parameters(module, device, sharded):
             module.reset_parameters()
     elif any(getattr(module, tensor) is not None for tensor in owns):
         kind = type(module).__name__
@@ -46,16 +52,22 @@ def _initialise_module(name: str, module: nn.Module, seed: int, device: torch.de
 
 
 @contextmanager
-def _full_parameters(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Replace the module's DTensors by full tensors inside the block, and keep this rank's shards afterwards."""
+def _full_parameters(module: nn.Module, device: torch.device, sharded: Set[int]) -> Iterator[None]:
+    """Replace the module's DTensors by full tensors inside the block, and keep this rank's shards afterwards.
+
+    Args:
+        module: owner of the parameters.
+        device: of the full tensors.
+        sharded: identities of the stage's DTensors.
+    """
     own = module._parameters  # noqa: SLF001 - setattr would register another parameter with FSDP2
-    sharded: dict[str, Any] = {name: parameter for name, parameter in own.items() if is_dtensor(parameter)}
-    for name, parameter in sharded.items():
+    shards: dict[str, Any] = {name: parameter for name, parameter in own.items() if id(parameter) in sharded}
+    for name, parameter in shards.items():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         own[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
     try:
         yield
-        for name, parameter in sharded.items():
+        for name, parameter in shards.items():
             from torch.distributed.tensor import distribute_tensor
 
             drawn = own[name]
@@ -64,4 +76,26 @@ def _full_parameters(module: nn.Module, device: torch.device) -> Iterator[None]:
             part = distribute_tensor(drawn.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
             local(parameter).copy_(local(part))
     finally:
-        own.update(sharded)
+        own.update(shards)
+
+
+class Undrawn(TorchFunctionMode):
+    """Mode in which drawing the values of a meta tensor does nothing, as it has none.
+
+    torch runs such draws in Python on the meta device, and imports its compiler for the first: two seconds.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``, unless it would only draw the values of a meta tensor."""
+        given = dict(kwargs or {})
+        if func in _IN_PLACE or getattr(func, "__module__", None) == torch.nn.init.__name__:
+            tensor = args[0] if args else given.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **given)

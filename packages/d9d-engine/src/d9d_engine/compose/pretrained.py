@@ -77,7 +77,8 @@ class Pretrained:
         targets = {name: tensor for name, tensor in model_tensors(stage).items() if name in self.graph.outputs}
         started = time.perf_counter()
         once = job.loading.read == "once" and topology.world_size > 1
-        size = sum(local(tensor).numel() * self.graph.outputs[n].spec.dtype.itemsize for n, tensor in targets.items())
+        here = {name: local(tensor).numel() for name, tensor in targets.items()}
+        size = sum(count * self.graph.outputs[name].spec.dtype.itemsize for name, count in here.items())
         with ByteBar("loading", size, shown=topology.is_main) as bar:
             copies = topology.axes_group("dp_replicate", "dp_shard", "cp", "tp") if once else None
             load_tensors(

@@ -18,7 +18,7 @@ from d9d_core.optimizer import Optimizer
 from d9d_core.registry.manifest import Manifest
 from d9d_core.subscriber import EndsTraining, StatefulSubscriber, Subscriber
 from d9d_core.task import Task
-from d9d_core.tensors import local
+from d9d_core.tensors import local_numel
 from d9d_core.tracker import LogsValues
 from torch import Tensor, nn
 
@@ -264,7 +264,7 @@ def _of_optimizer(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> 
 def _parameters(assembly: Assembly, topology: Topology) -> str:
     groups = (dict(assembly.full_model.named_parameters()), assembly.trained())
     count, training = (sum(parameter.numel() for parameter in group.values()) for group in groups)
-    here = sum(local(parameter).numel() for parameter in assembly.model.parameters())
+    here = local_numel(assembly.model.parameters())
     share = f", {here:,} of them here" if topology.world_size > 1 else ""
     return (
         f"{count:,} parameters"

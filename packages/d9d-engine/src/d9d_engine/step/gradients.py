@@ -131,8 +131,8 @@ class Gradients:
 
 def _members(parameters: Mapping[str, nn.Parameter], ownership: Ownership, topology: Topology) -> list[Member]:
     members = []
-    for name, parameter in parameters.items():
-        axes = ownership.synchronised(name)
+    synchronised = {name: ownership.synchronised(name) for name in parameters}
+    for name, axes in synchronised.items():
         operations = {axis: ownership.owners[name][axis].operation for axis in axes}
         if len(set(operations.values())) > 1:
             parts = " and ".join(f"by {operation} over {axis}" for axis, operation in operations.items())
@@ -145,5 +145,5 @@ def _members(parameters: Mapping[str, nn.Parameter], ownership: Ownership, topol
         if axes:
             group = topology.axes_group(*axes) if view is None else topology.group(view, *axes)
         if group is not None:
-            members.append(Member(parameter, group, operations[axes[0]]))
+            members.append(Member(parameters[name], group, operations[axes[0]]))
     return members

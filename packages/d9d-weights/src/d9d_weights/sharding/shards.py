@@ -19,6 +19,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(slots=True)
@@ -61,8 +62,12 @@ def describe(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
         CheckpointError: one is a partial sum.
     """
     known: dict[Any, list[ChunkStorageMetadata]] = {}  # of each layout; most tensors have one of a few
+    sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
     with torch.no_grad():
-        return {name: _describe(name, tensor, known) for name, tensor in tensors.items()}
+        return {
+            name: _describe(name, sharded[name], known) if name in sharded else _whole(tensor)
+            for name, tensor in tensors.items()
+        }
 
 
 def signature(local_shards: Mapping[str, LocalShards]) -> list[Any]:
@@ -134,14 +139,15 @@ class Owners:
         return own
 
 
-def _describe(name: str, tensor: Tensor, known: dict[Any, list[ChunkStorageMetadata]]) -> LocalShards:
+def _whole(tensor: Tensor) -> LocalShards:
     shape = tuple(tensor.shape)
-    if not is_dtensor(tensor):
-        return LocalShards(tensor.dtype, shape, (TensorShard((0,) * len(shape), tensor.detach()),))
+    return LocalShards(tensor.dtype, shape, (TensorShard((0,) * len(shape), tensor.detach()),))
+
+
+def _describe(name: str, tensor: DTensor, known: dict[Any, list[ChunkStorageMetadata]]) -> LocalShards:
+    shape = tuple(tensor.shape)
     if 0 in shape:
-        return LocalShards(
-            tensor.dtype, shape, (TensorShard((0,) * len(shape), torch.empty(shape, dtype=tensor.dtype)),)
-        )
+        return _whole(torch.empty(shape, dtype=tensor.dtype))
     layout = (tensor.device_mesh, tensor.placements, shape)
     if layout not in known:
         if any(placement.is_partial() for placement in tensor.placements):

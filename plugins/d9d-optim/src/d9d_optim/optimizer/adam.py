@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ class FusedAdam(NamedOptimizer):
         self._config = config
         self._decoupled = decoupled
 
-    @property
+    @cached_property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
         """The moments and the count of taken steps."""
         largest: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = (
