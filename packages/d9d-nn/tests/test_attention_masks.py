@@ -9,6 +9,7 @@ import torch
 from d9d_core.kernel import OpSignature
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.attention.masks import AttentionMasks, prepare_masks
+from d9d_nn.decoder.config import PROJECTIONS
 from d9d_nn.ops.attention import flex, sdpa
 from d9d_nn.ops.attention.reference import attention
 from d9d_nn.rope.rotary_embedding import RotaryEmbedding
@@ -44,7 +45,14 @@ class Tower(nn.Module):
         self.rotary = RotaryEmbedding(8, theta=100.0, scaling=scaling)
         self.layers = nn.ModuleList(
             GroupedQueryAttention(
-                16, query_heads=4, key_value_heads=2, head_dim=8, std=0.25, output_std=0.25, bias=True, window=window
+                16,
+                query_heads=4,
+                key_value_heads=2,
+                head_dim=8,
+                std=0.25,
+                output_std=0.25,
+                biases=PROJECTIONS,
+                window=window,
             )
             for window in windows
         )

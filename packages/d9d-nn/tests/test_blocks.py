@@ -6,6 +6,7 @@ import pytest
 import torch
 from d9d_core.traits import ContextParallelizable, HasOps, LateInit, TensorParallelizable, TensorStyle, modules_with
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
+from d9d_nn.decoder.config import PROJECTIONS
 from d9d_nn.embedding import TokenEmbedding
 from d9d_nn.heads.causal_lm import CausalLMHead
 from d9d_nn.initialization import Initialization
@@ -48,7 +49,14 @@ def test_head_norms_make_attention_blind_to_the_scale_of_queries() -> None:
 def test_biases_are_optional_and_start_at_zero() -> None:
     torch.manual_seed(0)
     layer = GroupedQueryAttention(
-        32, query_heads=4, key_value_heads=2, head_dim=6, std=0.2, output_std=0.2, head_norm_eps=1e-6, bias=True
+        32,
+        query_heads=4,
+        key_value_heads=2,
+        head_dim=6,
+        std=0.2,
+        output_std=0.2,
+        head_norm_eps=1e-6,
+        biases=PROJECTIONS,
     )
     biases = {name: p for name, p in layer.named_parameters() if name.endswith("bias")}
     assert {name: tuple(p.shape) for name, p in biases.items()} == {

@@ -12,8 +12,8 @@ from d9d_core.errors import CheckpointError
 from d9d_nn.rope.scaling import scaling_from_hugging_face
 from d9d_qwen3 import config, moe_config
 from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
-from d9d_qwen3.hugging_face.fields import HARMLESS, ONLY, READ, READ_OF_EXPERTS
-from d9d_qwen3.hugging_face.moe import Qwen3MoeHuggingFace
+from d9d_qwen3.hugging_face.moe import READ_OF_EXPERTS, Qwen3MoeHuggingFace
+from d9d_weights.hugging_face.fields import HARMLESS, ONLY, READ
 
 DENSE, MOE = Qwen3HuggingFace(), Qwen3MoeHuggingFace()
 FORMATS: dict[str, tuple[Any, Any]] = {

@@ -9,9 +9,9 @@ import torch
 from d9d_core.cost import Share, StageCost
 from d9d_core.errors import BuildError
 from d9d_core.model import Stage
+from d9d_nn.decoder.flops import head_parameters, layer_parameters
 from d9d_qwen3.config import Qwen3Config
 from d9d_qwen3.costs import stage_cost
-from d9d_qwen3.flops import head_parameters, layer_parameters
 from d9d_qwen3.model import Qwen3
 from d9d_qwen3.moe_config import Qwen3MoeConfig
 

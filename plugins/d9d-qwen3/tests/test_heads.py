@@ -12,10 +12,9 @@ from d9d_nn.causal_lm.config import CausalLMConfig
 from d9d_nn.causal_lm.task import CausalLM
 from d9d_nn.classification.config import ClassificationConfig
 from d9d_nn.classification.task import Classification
-from d9d_qwen3.backbone import Qwen3Backbone
+from d9d_nn.decoder.flops import training_flops_per_token
 from d9d_qwen3.config import Qwen3Config, tiny
-from d9d_qwen3.flops import training_flops_per_token
-from d9d_qwen3.model import Qwen3
+from d9d_qwen3.model import Qwen3, Qwen3Backbone
 from d9d_testing.suites.model import ModelSuite
 from d9d_testing.suites.support.models import microbatch
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values

@@ -5,9 +5,9 @@ import torch
 from d9d_core.kernel import OpSignature, OpSlot
 from d9d_core.model import Stage
 from d9d_core.traits import HasOps, modules_with
+from d9d_nn.decoder.flops import training_flops_per_token
 from d9d_nn.ops.attention import sdpa
 from d9d_qwen3.config import Qwen3Config, tiny
-from d9d_qwen3.flops import training_flops_per_token
 from d9d_qwen3.model import Qwen3
 from d9d_testing.suites.support.models import microbatch
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values

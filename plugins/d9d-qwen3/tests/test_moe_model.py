@@ -11,8 +11,8 @@ from d9d_core.job import JobFile
 from d9d_core.model import Stage
 from d9d_core.registry.registry import Registry
 from d9d_moe.experts.layer import MoELayer
+from d9d_nn.decoder.flops import training_flops_per_token
 from d9d_nn.swiglu import SwiGLU
-from d9d_qwen3.flops import training_flops_per_token
 from d9d_qwen3.model import Qwen3
 from d9d_qwen3.moe_config import Qwen3MoeConfig, tiny
 from d9d_qwen3.presets import MOE_PRESETS
@@ -135,8 +135,8 @@ def test_impossible_configs_are_refused_where_they_are_wrong(changes: dict[str, 
 
 
 def test_a_config_is_checked_and_its_flops_counted_without_torch() -> None:
-    facts = import_fresh("d9d_qwen3.moe_config", "d9d_qwen3.flops")
-    assert "torch" not in facts["d9d_qwen3.moe_config"].modules | facts["d9d_qwen3.flops"].modules
+    facts = import_fresh("d9d_qwen3.moe_config", "d9d_nn.decoder.flops")
+    assert "torch" not in facts["d9d_qwen3.moe_config"].modules | facts["d9d_nn.decoder.flops"].modules
 
 
 def job(model: dict[str, Any]) -> JobFile:

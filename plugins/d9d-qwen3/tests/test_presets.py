@@ -9,8 +9,8 @@ import torch
 from d9d_core.errors import JobError
 from d9d_core.job import JobFile
 from d9d_core.registry.registry import Registry
+from d9d_nn.decoder.flops import training_flops_per_token
 from d9d_qwen3.config import Qwen3Config
-from d9d_qwen3.flops import training_flops_per_token
 from d9d_qwen3.model import Qwen3
 from d9d_qwen3.presets import PRESETS
 from d9d_testing.suites.fresh import import_fresh

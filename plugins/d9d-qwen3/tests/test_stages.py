@@ -11,10 +11,10 @@ from d9d_core.model import Stage
 from d9d_core.traits import TensorStyle
 from d9d_core.types import TensorSpec
 from d9d_engine.compose.initialise import initialise
+from d9d_nn.decoder.stages import layers_of
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.model import Qwen3
 from d9d_qwen3.moe_config import Qwen3MoeConfig
-from d9d_qwen3.stages import layers_of
 from d9d_testing.suites.support.models import microbatch
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from torch import Tensor

@@ -103,7 +103,7 @@ class Setting:
 
     def flops_per_token(self) -> float:
         """FLOPs of a token, forward and backward, by the one formula that counts for all contenders."""
-        from d9d_qwen3.flops import training_flops_per_token
+        from d9d_nn.decoder.flops import training_flops_per_token
 
         return training_flops_per_token(self.config(), self.length)
 

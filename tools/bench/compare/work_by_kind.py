@@ -58,7 +58,7 @@ def roofline(
         were one document; what is computed twice does not count), and ``optimizer_tbps``: terabytes per second of
         the weights, gradients and states that AdamW reads and writes; the norm of clipping reads gradients once more.
     """
-    from d9d_qwen3.flops import head_parameters, layer_parameters
+    from d9d_nn.decoder.flops import head_parameters, layer_parameters
 
     config = setting.config()
     matmul = 6.0 * (layer_parameters(config) + head_parameters(config, setting.length)) * setting.tokens

@@ -58,6 +58,12 @@ def rotated_heads(rows: float, heads: float, head_dim: int, width: int, *, weigh
     return OpCost(name, "memory", traffic=2 * size, backward_traffic=3 * size, kept=kept, rows=rows, weights=weights)
 
 
+def rotation(rows: float, heads: float, head_dim: int, width: int) -> OpCost:
+    """Cost of the rotation of queries and keys, whose backward needs the angles only."""
+    size = width * rows * heads * head_dim
+    return OpCost("rope", "memory", traffic=2 * size, backward_traffic=2 * size, rows=rows)
+
+
 def attention(
     rows: float, keys: float, query_heads: float, key_value_heads: float, head_dim: int, width: int
 ) -> OpCost:

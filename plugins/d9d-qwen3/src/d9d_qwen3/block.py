@@ -1,26 +1,28 @@
-"""Decoder layer of Qwen3.
+"""Layers of Qwen3, dense and with experts.
 
 Shapes: B samples, S positions, H features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import ClassVar
 
-from d9d_core.traits import TensorStyle
+from d9d_moe.balancing.balancers import build_balancers
+from d9d_moe.dispatch.local import LocalDispatcher
+from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
 from d9d_moe.experts.layer import MoELayer
+from d9d_moe.router.top_k import TopKRouter
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.attention.masks import AttentionMasks
-from d9d_nn.rms_norm import RMSNorm
+from d9d_nn.decoder.block import DecoderBlock, grouped_query_attention, swiglu
 from d9d_nn.rope.rotary_embedding import Rotation
-from torch import Tensor, nn
+from torch import Tensor
 
-from d9d_qwen3.feed_forward import feed_forward
-from d9d_qwen3.moe_config import AnyQwen3Config
+from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 
 
-class Qwen3Block(nn.Module):
-    """Block of attention, then feed-forward, each normalised before and added to the residual stream.
+class Qwen3Block(DecoderBlock):
+    """Block of attention with head norms, and SwiGLU.
 
     Args:
         config: config of the whole model.
@@ -28,26 +30,21 @@ class Qwen3Block(nn.Module):
     """
 
     def __init__(self, config: AnyQwen3Config, layer: int) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, residual=True)
-        self.attention = GroupedQueryAttention(
-            config.hidden_size,
-            query_heads=config.num_attention_heads,
-            key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            std=config.initialization.std,
-            output_std=config.initialization.output_std(config.num_layers),
-            head_norm_eps=config.rms_norm_eps,
-            bias=config.attention_bias,
-            window=config.window(layer),
-        )
-        self.ffn_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, residual=True)
-        self.ffn = feed_forward(config, layer)
-        self.has_experts = isinstance(self.ffn, MoELayer)
+        super().__init__(config, _attention(config, layer), swiglu(config, config.intermediate_size))
 
-    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of the norms, between which tokens are split; attention and feed-forward have their own plans."""
-        return {"attention_norm": TensorStyle.SEQUENCE, "ffn_norm": TensorStyle.SEQUENCE}
+
+class Qwen3MoeBlock(DecoderBlock):
+    """Block of attention with head norms, and experts.
+
+    Args:
+        config: config of the whole model.
+        layer: index in the whole model.
+    """
+
+    sees_padding: ClassVar[bool] = True
+
+    def __init__(self, config: Qwen3MoeConfig, layer: int) -> None:
+        super().__init__(config, _attention(config, layer), _experts(config))
 
     def forward(
         self,
@@ -56,16 +53,36 @@ class Qwen3Block(nn.Module):
         documents: AttentionMasks | Tensor | None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """Map [B, S, H] to [B, S, H].
-
-        Args:
-            hidden: [B, S, H].
-            rotation: see :class:`GroupedQueryAttention`, as for ``documents``.
-            documents: documents, or the masks made of them.
-            padding: bool [B, S], positions that experts leave out; ``None`` if there are none.
-        """
+        """Map [B, S, H] to [B, S, H]; experts leave out ``padding``, bool [B, S]."""
         normed, hidden = self.attention_norm.branch(hidden, for_products=True)
         attended = self.attention(normed, rotation, documents)
         # A router's scores are not products with weights alone.
-        normed, hidden = self.ffn_norm.branch(hidden, attended, for_products=not self.has_experts)
-        return hidden + (self.ffn(normed, padding) if self.has_experts else self.ffn(normed))  # type: ignore[no-any-return]
+        normed, hidden = self.ffn_norm.branch(hidden, attended)
+        return hidden + self.ffn(normed, padding)  # type: ignore[no-any-return]
+
+
+def build_block(config: AnyQwen3Config, layer: int) -> DecoderBlock:
+    """Build the layer of an index in the whole model."""
+    if isinstance(config, Qwen3MoeConfig) and config.has_experts(layer):
+        return Qwen3MoeBlock(config, layer)
+    return Qwen3Block(config, layer)
+
+
+def _attention(config: AnyQwen3Config, layer: int) -> GroupedQueryAttention:
+    return grouped_query_attention(config, layer, head_norm_eps=config.rms_norm_eps)
+
+
+def _experts(config: Qwen3MoeConfig) -> MoELayer:
+    std, output_std = config.initialization.std, config.initialization.output_std(config.num_layers)
+    hidden, experts = config.hidden_size, config.num_experts
+    router = TopKRouter(
+        hidden,
+        experts,
+        config.experts_per_token,
+        std=std,
+        renormalise=config.renormalise,
+        balancing=build_balancers(config.balancing),
+        capacity=config.capacity,
+    )
+    bank = GroupedSwiGLU(hidden, config.moe_intermediate_size, experts, std=std, output_std=output_std)
+    return MoELayer(router, bank, LocalDispatcher())

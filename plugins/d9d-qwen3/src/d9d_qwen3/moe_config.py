@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 from d9d_moe.balancing.config import Balancing, BiasUpdateConfig
+from d9d_nn.decoder.config import DecoderConfig
+from d9d_nn.decoder.presets import Presets
 from pydantic import Field, ValidationInfo, field_validator
 
-from d9d_qwen3.base_config import Qwen3Base
 from d9d_qwen3.config import Qwen3Config
-from d9d_qwen3.presets import MOE_PRESETS, Presets
+from d9d_qwen3.presets import MOE_PRESETS
 
 ExpertFiles = Literal["per_expert", "fused"]
 
 
-class Qwen3MoeConfig(Qwen3Base):
+class Qwen3MoeConfig(DecoderConfig):
     """Qwen3 with mixtures of experts (Qwen team 2025, "Qwen3 Technical Report", section 2)."""
 
     presets: ClassVar[Presets] = MOE_PRESETS
@@ -91,6 +92,20 @@ class Qwen3MoeConfig(Qwen3Base):
     def _as_active_experts(cls, value: int, info: ValidationInfo) -> int:
         chosen, inside = (info.data.get(name) for name in ("experts_per_token", "moe_intermediate_size"))
         return value if value or chosen is None or inside is None else chosen * inside
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer has experts."""
+        return layer not in self.dense_layers
+
+    def feed_forward_parameters(self, layer: int) -> int:
+        """Number of weights that one token uses: of its experts and the router; of the SwiGLU of a dense layer."""
+        if not self.has_experts(layer):
+            return 3 * self.hidden_size * self.intermediate_size
+        return self.hidden_size * (3 * self.experts_per_token * self.moe_intermediate_size + self.num_experts)
+
+    def kind(self, layer: int) -> Hashable:
+        """Key that is equal for layers that are built alike."""
+        return self.window(layer), self.has_experts(layer)
 
     @property
     def has_selection_bias(self) -> bool:

@@ -33,7 +33,7 @@ def d9d_models() -> Iterable[ModelSpec]:
         config=Ref("d9d_qwen3.config:Qwen3Config"),
         build=Ref("d9d_qwen3.model:Qwen3"),
         hugging_face=Ref("d9d_qwen3.hugging_face.dense:Qwen3HuggingFace"),
-        flops=Ref("d9d_qwen3.flops:training_flops_per_token"),
+        flops=Ref("d9d_nn.decoder.flops:training_flops_per_token"),
         cost=Ref("d9d_qwen3.costs:stage_cost"),
         tiny=Ref("d9d_qwen3.config:tiny"),
         provides=_PROVIDES,
@@ -44,7 +44,7 @@ def d9d_models() -> Iterable[ModelSpec]:
         config=Ref("d9d_qwen3.moe_config:Qwen3MoeConfig"),
         build=Ref("d9d_qwen3.model:Qwen3"),
         hugging_face=Ref("d9d_qwen3.hugging_face.moe:Qwen3MoeHuggingFace"),
-        flops=Ref("d9d_qwen3.flops:training_flops_per_token"),
+        flops=Ref("d9d_nn.decoder.flops:training_flops_per_token"),
         cost=Ref("d9d_qwen3.costs:stage_cost"),
         tiny=Ref("d9d_qwen3.moe_config:tiny"),
         provides=_PROVIDES

@@ -5,7 +5,7 @@ Shapes: B samples, S positions, H features, N query heads, K key/value heads, D 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from d9d_core.kernel import OpSlot
 from d9d_core.traits import TensorStyle
@@ -33,7 +33,7 @@ class GroupedQueryAttention(nn.Module):
         std: initial standard deviation of the query, key and value projections.
         output_std: initial standard deviation of the output projection.
         head_norm_eps: RMSNorm of each query and key head before the rotation, with this epsilon; ``None`` for no norm.
-        bias: whether the four projections have biases; they start at zero.
+        biases: names of the projections that have biases; they start at zero.
         window: number of positions that a token sees, its own included; ``None`` for all earlier ones.
     """
 
@@ -47,16 +47,16 @@ class GroupedQueryAttention(nn.Module):
         std: float,
         output_std: float,
         head_norm_eps: float | None = None,
-        bias: bool = False,
+        biases: Collection[str] = (),
         window: int | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self._query_heads, self._key_value_heads = query_heads, key_value_heads
-        self.q_proj = Linear(hidden_size, query_heads * head_dim, std=std, bias=bias)
-        self.k_proj = Linear(hidden_size, key_value_heads * head_dim, std=std, bias=bias)
-        self.v_proj = Linear(hidden_size, key_value_heads * head_dim, std=std, bias=bias)
-        self.o_proj = Linear(query_heads * head_dim, hidden_size, std=output_std, bias=bias)
+        self.q_proj = Linear(hidden_size, query_heads * head_dim, std=std, bias="q_proj" in biases)
+        self.k_proj = Linear(hidden_size, key_value_heads * head_dim, std=std, bias="k_proj" in biases)
+        self.v_proj = Linear(hidden_size, key_value_heads * head_dim, std=std, bias="v_proj" in biases)
+        self.o_proj = Linear(query_heads * head_dim, hidden_size, std=output_std, bias="o_proj" in biases)
         self.q_norm = None if head_norm_eps is None else RMSNorm(head_dim, eps=head_norm_eps)
         self.k_norm = None if head_norm_eps is None else RMSNorm(head_dim, eps=head_norm_eps)
         self.core = AttentionCore(

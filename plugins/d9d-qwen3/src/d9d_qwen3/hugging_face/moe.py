@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from d9d_core.errors import CheckpointError
+from d9d_nn.decoder.format import DecoderFormat
+from d9d_weights.hugging_face.family import ATTENTION, HEAD_NORMS, SWIGLU, Family
+from d9d_weights.hugging_face.fields import READ
 
-from d9d_qwen3.hugging_face.config_json import Family
-from d9d_qwen3.hugging_face.fields import READ, READ_OF_EXPERTS
-from d9d_qwen3.hugging_face.format import Qwen3Format
 from d9d_qwen3.moe_config import Qwen3MoeConfig
 
+if TYPE_CHECKING:
+    from d9d_weights.graph.base import Mapper
 
-class Qwen3MoeHuggingFace(Qwen3Format[Qwen3MoeConfig]):
+#: Fields of ``config.json`` that models with experts have besides.
+READ_OF_EXPERTS = frozenset(
+    {
+        "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
+        "num_experts_per_tok", "num_local_experts",
+    }
+)  # fmt: skip
+
+
+class Qwen3MoeHuggingFace(DecoderFormat[Qwen3MoeConfig]):
     """Format of transformers' ``Qwen3MoeForCausalLM`` and the other classes of its family."""
 
-    family: ClassVar[Family] = Family("qwen3_moe", "Qwen3Moe", READ | READ_OF_EXPERTS)
+    family: ClassVar[Family] = Family("qwen3_moe", "Qwen3Moe", ATTENTION | HEAD_NORMS, READ | READ_OF_EXPERTS)
     config = Qwen3MoeConfig
 
     def special_json(self, config: Qwen3MoeConfig) -> dict[str, Any]:
         """Write the sizes of experts, and which layers have none."""
         return {
             "intermediate_size": config.intermediate_size,
+            "attention_bias": config.attention_bias,
+            "use_sliding_window": config.sliding_window is not None,
+            "sliding_window": config.sliding_window,
             "moe_intermediate_size": config.moe_intermediate_size,
             "num_local_experts": config.num_experts,
             "num_experts": config.num_experts,  # transformers before 5
@@ -37,6 +51,7 @@ class Qwen3MoeHuggingFace(Qwen3Format[Qwen3MoeConfig]):
         """Read the fields of :meth:`special_json`. What is absent is what transformers takes then."""
         return {
             "intermediate_size": data["intermediate_size"],
+            "attention_bias": bool(data.get("attention_bias")),
             "moe_intermediate_size": data["moe_intermediate_size"],
             "num_experts": _experts(data),
             "experts_per_token": data["num_experts_per_tok"],
@@ -51,6 +66,16 @@ class Qwen3MoeHuggingFace(Qwen3Format[Qwen3MoeConfig]):
         defaults = {name: field.default for name, field in Qwen3MoeConfig.model_fields.items()}
         values = config.model_dump(mode="json", include={"balancing", "capacity", "expert_files"})
         return {name: value for name, value in values.items() if getattr(config, name) != defaults[name]}
+
+    def layers(self, config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> list[Mapper]:
+        """Mappers of routers and experts, besides; of a SwiGLU, if some layers have one."""
+        # Here, as reading a config must not import torch.
+        from d9d_weights.hugging_face.names import layer_names
+
+        from d9d_qwen3.hugging_face.expert_names import mixtures
+
+        dense = layer_names(SWIGLU) if config.dense_layers else ()
+        return [*super().layers(config, stored), *mixtures(config, stored), *dense]
 
 
 def _experts(data: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Parameter names of transformers' Qwen3 classes and ours. Outside of experts, only names differ.
+"""Names of tensors of transformers' decoders and ours. Outside of experts, only names differ.
 
 Theirs: ``model.embed_tokens``, ``model.layers.N...``, ``model.norm``, and ``lm_head`` or ``score``. Some publish the
 backbone alone, without ``model.`` before each name.
@@ -6,35 +6,16 @@ backbone alone, without ``model.`` before each name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from d9d_nn.heads.config import CausalLMHeadConfig, HeadConfig
 from d9d_weights.graph.base import Mapper, Parallel
 from d9d_weights.graph.mappers import Rename
 from d9d_weights.graph.merging import Chunk
 from d9d_weights.graph.select import Copy, Drop, Either, Explained, Fresh, Share
+from d9d_weights.hugging_face.family import Head, LanguageModel, published_head
 
-from d9d_qwen3.base_config import Qwen3Base
-from d9d_qwen3.hugging_face.config_json import published_head
-from d9d_qwen3.hugging_face.expert_names import mixtures
-from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
+__all__ = ["exporter", "importer", "layer_names"]
 
-#: theirs -> ours, inside a layer.
-_LAYER = {
-    "input_layernorm": "attention_norm",
-    "self_attn.q_proj": "attention.q_proj",
-    "self_attn.k_proj": "attention.k_proj",
-    "self_attn.v_proj": "attention.v_proj",
-    "self_attn.o_proj": "attention.o_proj",
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_DENSE = {
-    "mlp.gate_proj": "ffn.gate_proj",
-    "mlp.up_proj": "ffn.up_proj",
-    "mlp.down_proj": "ffn.down_proj",
-}
 _EMBEDDING, _LM_HEAD, _SCORE = "model.embed_tokens.weight", "lm_head.weight", "score"
 #: Errors about heads that their config.json does not describe.
 _OTHER_HEAD = (
@@ -49,12 +30,17 @@ _NO_HEAD = (
 _CLASSIFIERS = {"classification": ("weight",), "token_classification": ("weight", "bias")}
 
 
-def importer(config: AnyQwen3Config, stored: AnyQwen3Config) -> Mapper:
+def importer(config: LanguageModel, stored: LanguageModel, layers: Sequence[Mapper]) -> Mapper:
     """Mapper from files of a model like ``stored`` to one like ``config``, with other heads and added tokens perhaps.
 
     A head starts from the stored one of its name, or from the only stored one of its kind; else it is fresh. A tied
     head of a model that is not tied any more starts from the head in the files, or where there is none from the
     embedding.
+
+    Args:
+        config: of the model to be filled.
+        stored: of the files.
+        layers: mappers of the tensors in layers.
     """
     bare = [
         Rename(f"{name}", f"model.{name}", optional=True)
@@ -63,42 +49,42 @@ def importer(config: AnyQwen3Config, stored: AnyQwen3Config) -> Mapper:
     first: Mapper = Parallel(*bare)
     if _starts_from_embedding(config, stored):
         first = first >> Either(Rename(_LM_HEAD, _LM_HEAD), Share(_EMBEDDING, (_EMBEDDING, _LM_HEAD)))
-    return first >> _correspondence(config, stored)
+    return first >> _correspondence(config, stored, layers)
 
 
-def exporter(config: AnyQwen3Config) -> Mapper:
-    """Mapper from our names to transformers'. A tied head appears nowhere."""
-    return _correspondence(config, config).inverse()
+def exporter(config: LanguageModel, layers: Sequence[Mapper]) -> Mapper:
+    """Mapper from our names to transformers'. A tied head appears nowhere.
+
+    Args:
+        config: of the model.
+        layers: mappers of the tensors in layers, from files to the model.
+    """
+    return _correspondence(config, config, layers).inverse()
 
 
-def _correspondence(config: AnyQwen3Config, stored: AnyQwen3Config) -> Mapper:
-    kinds = ("weight", "bias") if config.attention_bias else ("weight",)
-    layers = [
-        Rename(f"model.layers.{{layer}}.{theirs}.{kind}", f"layers.{{layer}}.{ours}.{kind}")
-        for theirs, ours in _LAYER.items()
-        for kind in (kinds if theirs.endswith("_proj") else ("weight",))
-    ]
+def layer_names(names: Mapping[str, str], biased: Collection[str] = ()) -> Iterator[Mapper]:
+    """Mappers of weights that only have another name inside a layer.
+
+    Args:
+        names: theirs -> ours.
+        biased: last parts of the names that have a bias, too.
+    """
+    for theirs, ours in names.items():
+        for kind in ("weight", "bias") if ours.rpartition(".")[2] in biased else ("weight",):
+            yield Rename(f"model.layers.{{layer}}.{theirs}.{kind}", f"layers.{{layer}}.{ours}.{kind}")
+
+
+def _correspondence(config: LanguageModel, stored: LanguageModel, layers: Sequence[Mapper]) -> Mapper:
     return Parallel(
         *_words(_EMBEDDING, "embedding", config, stored),
         *layers,
-        *_feed_forward(config, stored),
         Rename("model.norm.weight", "norm.weight"),
         *_heads(config, stored),
         Drop("model.layers.{layer}.self_attn.rotary_emb.inv_freq", optional=True),  # in files of old releases
     )
 
 
-def _feed_forward(config: AnyQwen3Config, stored: AnyQwen3Config) -> Iterator[Mapper]:
-    if isinstance(config, Qwen3MoeConfig):
-        assert isinstance(stored, Qwen3MoeConfig)  # both are of one family
-        yield from mixtures(config, stored)
-        if not config.dense_layers:
-            return
-    for theirs, ours in _DENSE.items():
-        yield Rename(f"model.layers.{{layer}}.{theirs}.weight", f"layers.{{layer}}.{ours}.weight")
-
-
-def _words(theirs: str, ours: str, config: Qwen3Base, stored: Qwen3Base) -> list[Mapper]:
+def _words(theirs: str, ours: str, config: LanguageModel, stored: LanguageModel) -> list[Mapper]:
     """Mapper of weights with one row for each token; rows of added tokens have a tensor of their own."""
     added = config.added_tokens
     if not added:
@@ -109,10 +95,10 @@ def _words(theirs: str, ours: str, config: Qwen3Base, stored: Qwen3Base) -> list
     return [Rename(theirs, regular), Fresh((own,))]  # if the sizes do not fit, the shapes tell
 
 
-def _heads(config: Qwen3Base, stored: Qwen3Base) -> Iterator[Mapper]:
+def _heads(config: LanguageModel, stored: LanguageModel) -> Iterator[Mapper]:
     used = set()
     for name, head in config.heads.items():
-        if isinstance(head, CausalLMHeadConfig):
+        if head.kind == "causal_lm":
             other = _origin(name, head, stored)
             if config.tie_embeddings:
                 used.add(_LM_HEAD)
@@ -142,11 +128,11 @@ def _heads(config: Qwen3Base, stored: Qwen3Base) -> Iterator[Mapper]:
         yield Drop(theirs, optional=True)  # heads that this model lacks
 
 
-def _tensors(head: str, config: Qwen3Base) -> list[str]:
+def _tensors(head: str, config: LanguageModel) -> list[str]:
     return [f"{head}.{part}weight" for part in (("regular.", "added.") if config.added_tokens else ("",))]
 
 
-def _origin(name: str, head: HeadConfig, stored: Qwen3Base) -> str | None:
+def _origin(name: str, head: Head, stored: LanguageModel) -> str | None:
     """Stored head that a head starts from."""
     if name in stored.heads and _alike(head, stored.heads[name]):
         return name
@@ -154,20 +140,20 @@ def _origin(name: str, head: HeadConfig, stored: Qwen3Base) -> str | None:
     return alike[0] if len(alike) == 1 else None
 
 
-def _alike(head: HeadConfig, other: HeadConfig) -> bool:
+def _alike(head: Head, other: Head) -> bool:
     classes = [getattr(h, "num_classes", None) for h in (head, other)]
     return head.kind == other.kind and classes[0] == classes[1]
 
 
-def _stored_name(head: str, stored: Qwen3Base, part: str = "weight") -> str:
+def _stored_name(head: str, stored: LanguageModel, part: str = "weight") -> str:
     """Name of a head's weight or bias in files."""
-    if head != published_head(stored):
+    if head != published_head(stored.heads):
         return f"heads.{head}.{part}"
-    return _LM_HEAD if isinstance(stored.heads[head], CausalLMHeadConfig) else f"{_SCORE}.{part}"
+    return _LM_HEAD if stored.heads[head].kind == "causal_lm" else f"{_SCORE}.{part}"
 
 
-def _starts_from_embedding(config: Qwen3Base, stored: Qwen3Base) -> bool:
+def _starts_from_embedding(config: LanguageModel, stored: LanguageModel) -> bool:
     """Whether a head that was tied gets a weight of its own."""
-    wanted = [name for name, head in config.heads.items() if isinstance(head, CausalLMHeadConfig)]
+    wanted = [name for name, head in config.heads.items() if head.kind == "causal_lm"]
     origins = [_origin(name, config.heads[name], stored) for name in wanted]
     return stored.tie_embeddings and not config.tie_embeddings and any(origin is not None for origin in origins)

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from d9d_core.errors import CheckpointError
+from d9d_weights.hugging_face.family import Family
 from pydantic import ValidationError
 
-from d9d_qwen3.config import Qwen3Config
-from d9d_qwen3.hugging_face.config_json import Family, check_computable, common_fields, common_json, kept_fields
-from d9d_qwen3.moe_config import Qwen3MoeConfig
+from d9d_nn.decoder.config import DecoderConfig
+from d9d_nn.decoder.config_json import check_computable, common_fields, common_json, kept_fields
 
 if TYPE_CHECKING:
     from d9d_weights.graph.base import Mapper
 
-C = TypeVar("C", Qwen3Config, Qwen3MoeConfig)
+C = TypeVar("C", bound=DecoderConfig)
 
 
-class Qwen3Format(ABC, Generic[C]):
+class DecoderFormat(ABC, Generic[C]):
     """Base of :class:`d9d_weights.hugging_face.format.HuggingFaceFormat` for the classes of one family of transformers.
 
     One head is theirs: a language model (``...ForCausalLM``), or a classifier over last tokens
@@ -89,15 +89,21 @@ class Qwen3Format(ABC, Generic[C]):
             problems = (f"{'.'.join(map(str, line['loc']))}: {line['msg']}" for line in error.errors())
             raise CheckpointError(f"config.json: no {name} model has these values: {'; '.join(problems)}") from error
 
-    def importer(self, config: C, stored: C) -> Mapper:
-        """Mapper from files to the model, see :func:`d9d_qwen3.hugging_face.names.importer`."""
+    def layers(self, config: C, stored: C) -> list[Mapper]:  # noqa: ARG002 - some kinds compare the two
+        """Mappers of the tensors in layers, from files of a model like ``stored`` to one like ``config``."""
         # Here, as reading a config must not import torch.
-        from d9d_qwen3.hugging_face.names import importer
+        from d9d_weights.hugging_face.names import layer_names
 
-        return importer(config, stored)
+        return list(layer_names(self.family.layer, config.biased_projections()))
+
+    def importer(self, config: C, stored: C) -> Mapper:
+        """Mapper from files to the model, see :func:`d9d_weights.hugging_face.names.importer`."""
+        from d9d_weights.hugging_face.names import importer
+
+        return importer(config, stored, self.layers(config, stored))
 
     def exporter(self, config: C) -> Mapper:
-        """Mapper from the model to files, see :func:`d9d_qwen3.hugging_face.names.exporter`."""
-        from d9d_qwen3.hugging_face.names import exporter
+        """Mapper from the model to files, see :func:`d9d_weights.hugging_face.names.exporter`."""
+        from d9d_weights.hugging_face.names import exporter
 
-        return exporter(config)
+        return exporter(config, self.layers(config, config))

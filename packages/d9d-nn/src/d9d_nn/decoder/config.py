@@ -1,21 +1,25 @@
-"""Shared config fields of dense and MoE models."""
+"""Config of a decoder: fields of attention, embeddings, norms and heads; of dense ones, of feed-forward layers too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar
 
 from d9d_core.config import ModelConfig
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from d9d_nn.decoder.presets import Presets, fill, sizes_or_preset
 from d9d_nn.heads.config import CausalLMHeadConfig, Heads, check_heads
 from d9d_nn.initialization import Initialization
 from d9d_nn.rope.scaling import RopeScaling
-from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from d9d_qwen3.presets import Presets, fill, sizes_or_preset
+#: Projections of attention, all of which may have biases.
+PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
 
-class Qwen3Base(ModelConfig):
-    """Base config: fields of attention, embeddings, norms and heads; each model adds its feed-forward layers."""
+class DecoderConfig(ModelConfig, ABC):
+    """Base config of a decoder: fields of attention, embeddings, norms and heads; families add feed-forward layers."""
 
     model_config = ConfigDict(json_schema_extra=sizes_or_preset)
 
@@ -115,6 +119,46 @@ class Qwen3Base(ModelConfig):
         check_heads(value, hidden_size=hidden, num_layers=layers, tied=tied)
         return value
 
+    @abstractmethod
+    def feed_forward_parameters(self, layer: int) -> int:
+        """Number of weights of matrices that one token uses in the feed-forward part of this layer."""
+
     def window(self, layer: int) -> int | None:  # noqa: ARG002 - some models have layers of two kinds
         """Number of positions that a token of this layer sees; ``None`` for all."""
         return self.sliding_window
+
+    def kind(self, layer: int) -> Hashable:
+        """Key that is equal for layers that are built alike."""
+        return self.window(layer)
+
+    def biased_projections(self) -> frozenset[str]:
+        """Names of the projections of attention that have a bias."""
+        return PROJECTIONS if self.attention_bias else frozenset()
+
+
+class DenseConfig(DecoderConfig):
+    """Base config of a dense decoder: one SwiGLU in each layer, and a window in all layers or the later ones."""
+
+    intermediate_size: int = Field(gt=0)
+    """Features inside the feed-forward layers."""
+
+    sliding_from_layer: int = Field(default=0, ge=0)
+    """The first layer that slides; earlier ones see all. Hugging Face: ``max_window_layers``."""
+
+    @field_validator("sliding_from_layer")
+    @classmethod
+    def _some_layer_slides(cls, value: int, info: ValidationInfo) -> int:
+        layers, given = info.data.get("num_layers"), "sliding_window" in info.data
+        if given and info.data["sliding_window"] is None and value:
+            raise ValueError(f"{value} has no effect without sliding_window; give a window, or remove this field")
+        if layers is not None and value >= layers:
+            raise ValueError(f"{value} leaves no layer of {layers} that slides; remove sliding_window and this field")
+        return value
+
+    def window(self, layer: int) -> int | None:
+        """Number of positions that a token of this layer sees; ``None`` for all."""
+        return self.sliding_window if layer >= self.sliding_from_layer else None
+
+    def feed_forward_parameters(self, layer: int) -> int:  # noqa: ARG002 - all layers are alike
+        """Number of weights of the three matrices of SwiGLU."""
+        return 3 * self.hidden_size * self.intermediate_size

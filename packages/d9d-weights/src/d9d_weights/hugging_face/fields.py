@@ -1,6 +1,6 @@
 """Fields of ``config.json``: which are read, which change nothing, and which are refused.
 
-The README shows the same as a table, and a test compares the two.
+The README of d9d-qwen3 shows the same as a table, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Any
 
 from d9d_core.errors import CheckpointError
 
-#: Fields that dense and MoE models have and that become part of our config.
+__all__ = ["HARMLESS", "ONLY", "READ", "check_fields"]
+
+#: Fields that become part of our config.
 READ = frozenset(
     {
         "architectures", "attention_bias", "d9d", "head_dim", "hidden_size", "id2label", "initializer_range",
@@ -18,14 +20,6 @@ READ = frozenset(
         "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "num_labels", "rms_norm_eps",
         "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings", "use_sliding_window",
         "vocab_size",
-    }
-)  # fmt: skip
-
-#: Further ones of MoE models.
-READ_OF_EXPERTS = frozenset(
-    {
-        "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
-        "num_experts_per_tok", "num_local_experts",
     }
 )  # fmt: skip
 
@@ -89,7 +83,9 @@ _ADVICE: Mapping[str, str] = {
 _SHOWN = 80
 
 
-def check_fields(data: Mapping[str, Any], model: str, read: frozenset[str]) -> None:
+def check_fields(
+    data: Mapping[str, Any], model: str, read: frozenset[str], more: Mapping[str, tuple[Any, ...]]
+) -> None:
     """Refuse what a ``config.json`` says and we would not do.
 
     Fields that are null say nothing.
@@ -98,22 +94,23 @@ def check_fields(data: Mapping[str, Any], model: str, read: frozenset[str]) -> N
         data: the ``config.json``.
         model: our name of the model, for messages.
         read: fields that become part of its config.
+        more: fields beside :data:`ONLY` that are refused unless they have one of these values.
 
     Raises:
         CheckpointError: a field is unknown, or has a value that is not computed here; names field, value and way out.
     """
-    known = read.union(*HARMLESS.values())
+    known, only = read.union(*HARMLESS.values()), {**ONLY, **more}
     for name, value in data.items():
         if value is None or name in known:
             continue
         shown = repr(value)
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-        if name not in ONLY:
+        if name not in only:
             raise CheckpointError(
                 f"config.json: {name} is {shown}, a field that {model} here does not know; if it changes nothing of "
                 "what the model computes, remove it, else take another model"
             )
-        if value not in ONLY[name]:
-            only = " or ".join(map(repr, ONLY[name])) or "null"
-            advice = _ADVICE.get(name, f"{model} here computes {only} only; take a model that has that")
+        if value not in only[name]:
+            values = " or ".join(map(repr, only[name])) or "null"
+            advice = _ADVICE.get(name, f"{model} here computes {values} only; take a model that has that")
             raise CheckpointError(f"config.json: {name} is {shown}; {advice}")

@@ -1,17 +1,17 @@
-"""Shared ``config.json`` fields of dense and MoE models, as transformers 5 writes them."""
+"""Fields of ``config.json`` that decoders share, as transformers 5 writes them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from d9d_core.errors import CheckpointError
-from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, HeadConfig, TokenClassificationHeadConfig
-from d9d_nn.rope.scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
+from d9d_weights.hugging_face.family import Family, published_head
+from d9d_weights.hugging_face.fields import HARMLESS, check_fields
 
-from d9d_qwen3.base_config import Qwen3Base
-from d9d_qwen3.hugging_face.fields import HARMLESS, READ, check_fields
+from d9d_nn.decoder.config import DecoderConfig, DenseConfig
+from d9d_nn.heads.config import ClassificationHeadConfig, HeadConfig, TokenClassificationHeadConfig
+from d9d_nn.rope.scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
 
 _DTYPES = ("float32", "bfloat16", "float16")
 #: What transformers has no field for.
@@ -20,43 +20,8 @@ _OURS = "d9d"
 _KEPT = ("tokens", "how to generate")
 
 
-@dataclass(frozen=True)
-class Family:
-    """Names by which ``config.json`` calls one model family of transformers.
-
-    Attributes:
-        model_type: in ``config.json``.
-        prefix: prefix of its classes' names.
-        read: fields of ``config.json`` that become part of our config.
-    """
-
-    model_type: str
-    prefix: str
-    read: frozenset[str] = READ
-
-    @property
-    def language_model(self) -> str:
-        """Class of a language model."""
-        return f"{self.prefix}ForCausalLM"
-
-    @property
-    def classifier(self) -> str:
-        """Class of a classifier over last tokens."""
-        return f"{self.prefix}ForSequenceClassification"
-
-    @property
-    def token_classifier(self) -> str:
-        """Class of a classifier of tokens."""
-        return f"{self.prefix}ForTokenClassification"
-
-    @property
-    def backbone(self) -> str:
-        """Class without heads."""
-        return f"{self.prefix}Model"
-
-
-def common_json(config: Qwen3Base, family: Family, dtype: str, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the ``config.json`` fields that dense and MoE models share.
+def common_json(config: DecoderConfig, family: Family, dtype: str, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the ``config.json`` fields that decoders share.
 
     Args:
         config: our config.
@@ -84,10 +49,7 @@ def common_json(config: Qwen3Base, family: Family, dtype: str, ours: Mapping[str
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "attention_bias": config.attention_bias,
         "attention_dropout": 0.0,
-        "use_sliding_window": config.sliding_window is not None,
-        "sliding_window": config.sliding_window,
         "max_position_embeddings": positions,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": rope,
@@ -103,7 +65,7 @@ def common_json(config: Qwen3Base, family: Family, dtype: str, ours: Mapping[str
     }
 
 
-def kept_fields(source: Mapping[str, Any], config: Qwen3Base, family: Family) -> dict[str, Any]:
+def kept_fields(source: Mapping[str, Any], config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Fields of a source that outlive the training: its tokens, how to generate, and the names of unchanged classes."""
     kept = {name: source[name] for about in _KEPT for name in HARMLESS[about] if name in source}
     labels, own = source.get("id2label") or {}, _labels(config)
@@ -121,14 +83,14 @@ def check_computable(data: Mapping[str, Any], family: Family) -> None:
     name = family.model_type
     if data.get("model_type") != name:
         raise CheckpointError(f"config.json: model_type is {data.get('model_type')!r}, expected '{name}'")
-    check_fields(data, name, family.read)
+    check_fields(data, name, family.read, family.only)
     for field in ("rope_parameters", "rope_scaling"):
         if not isinstance(data.get(field) or {}, Mapping):
             raise CheckpointError(f"config.json: {field} is {data[field]!r}, not a mapping")
 
 
 def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Read the fields of our config that dense and MoE models share.
+    """Read the fields of our config that decoders share.
 
     Raises:
         CheckpointError: it describes a variant that we do not compute.
@@ -146,7 +108,6 @@ def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "rms_norm_eps": data["rms_norm_eps"],
         "rope_theta": rope["rope_theta"] if rope.get("rope_theta") is not None else data["rope_theta"],
         "rope_scaling": scaling_from_hugging_face(rope, positions),
-        "attention_bias": bool(data.get("attention_bias")),
         "tie_embeddings": data["tie_word_embeddings"] and "heads" not in ours and is_language_model,
         "max_positions": positions,
         "initialization": {"std": data["initializer_range"]},
@@ -155,21 +116,41 @@ def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
     }
 
 
-def published_head(config: Qwen3Base) -> str | None:
-    """Head that a class of transformers has: the first language model, else the first classifier like theirs.
+def late_windows_json(config: DenseConfig) -> dict[str, Any]:
+    """Write the fields of :func:`late_windows`."""
+    first = config.num_layers if config.sliding_window is None else config.sliding_from_layer
+    return {
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "max_window_layers": first,
+        "layer_types": ["full_attention"] * first + ["sliding_attention"] * (config.num_layers - first),
+    }
 
-    A classifier of samples comes before one of tokens.
+
+def late_windows(data: Mapping[str, Any], family: Family) -> tuple[int | None, int]:
+    """Positions that sliding layers see, and the first such layer, of a family whose later layers may slide.
+
+    Raises:
+        CheckpointError: other layers slide.
     """
-    for name, head in config.heads.items():
-        if isinstance(head, CausalLMHeadConfig):
-            return name
-    for name, head in config.heads.items():
-        if isinstance(head, ClassificationHeadConfig) and head.pooling == "last" and head.layers is None:
-            return name
-    for name, head in config.heads.items():
-        if isinstance(head, TokenClassificationHeadConfig) and head.layers is None:
-            return name
-    return None
+    layers = data["num_hidden_layers"]
+    # What transformers makes of it, its defaults included.
+    window = data.get("sliding_window", 4096) if data.get("use_sliding_window") else None
+    kinds = data.get("layer_types")
+    if kinds is None:
+        first = min(data.get("max_window_layers", 28), layers)
+    else:
+        slides = [kind == "sliding_attention" for kind in kinds]
+        first = slides.index(True) if True in slides else layers
+        odd = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+        if odd or len(kinds) != layers or not all(slides[first:]):
+            raise CheckpointError(
+                f"config.json: layer_types is {kinds}; {family.model_type} here has full_attention first and "
+                "sliding_attention after"
+            )
+    if window is None or first >= layers:
+        return None, 0
+    return window, first
 
 
 def _rope(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -185,16 +166,16 @@ def _rope(data: Mapping[str, Any]) -> Mapping[str, Any]:
     return scaling or parameters
 
 
-def _architecture(config: Qwen3Base, family: Family) -> str:
-    head = published_head(config)
+def _architecture(config: DecoderConfig, family: Family) -> str:
+    head = published_head(config.heads)
     if head is None:
         return family.backbone
     kinds = {"causal_lm": family.language_model, "token_classification": family.token_classifier}
     return kinds.get(config.heads[head].kind, family.classifier)
 
 
-def _labels(config: Qwen3Base) -> dict[str, Any]:
-    name = published_head(config)
+def _labels(config: DecoderConfig) -> dict[str, Any]:
+    name = published_head(config.heads)
     head: HeadConfig | None = None if name is None else config.heads[name]
     if not isinstance(head, ClassificationHeadConfig | TokenClassificationHeadConfig):
         return {}
@@ -206,10 +187,10 @@ def _labels(config: Qwen3Base) -> dict[str, Any]:
     }
 
 
-def _own_fields(config: Qwen3Base) -> dict[str, Any]:
+def _own_fields(config: DecoderConfig) -> dict[str, Any]:
     """Extra fields of ``config.json`` that we need to read the same model back."""
     fields: dict[str, Any] = {}
-    if config.heads != Qwen3Base.model_fields["heads"].default:
+    if config.heads != DecoderConfig.model_fields["heads"].default:
         fields["heads"] = {name: head.model_dump(exclude_none=True) for name, head in config.heads.items()}
         fields["tie_embeddings"] = config.tie_embeddings
     if config.added_tokens:

@@ -1,44 +1,49 @@
-"""Decoder of Qwen3 without heads, whole or as one pipeline stage.
+"""Decoder without heads, whole or as one pipeline stage.
 
 Shapes: B samples, S positions, H features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.model import ContextShare, Stage
 from d9d_core.traits import TensorStyle
 from d9d_core.types import TensorSpec
+from torch import Tensor, nn
+
 from d9d_nn.attention.masks import prepare_masks
+from d9d_nn.decoder.block import DecoderBlock
+from d9d_nn.decoder.config import DecoderConfig
+from d9d_nn.decoder.stages import layers_of
 from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embedding
 from d9d_nn.heads.config import head_layers
 from d9d_nn.heads.layer_mean import Layers, LayerSums, sums_begun
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope.rotary_embedding import RotaryEmbedding
-from torch import Tensor, nn
 
-from d9d_qwen3.block import Qwen3Block
-from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
-from d9d_qwen3.stages import layers_of
+#: Builds the layer of an index in the whole model.
+BuildBlock = Callable[[Any, int], DecoderBlock]
 
 
-class Qwen3Backbone(nn.Module):
+class DecoderBackbone(nn.Module):
     """Backbone of one pipeline stage: its layers, the embedding on the first and the final norm on the last.
 
     Layers are keyed by their index in the whole model, so parameter names do not depend on the stages.
 
     Args:
-        config: config of the whole model; of its heads, only what they read and what they cost matters here.
+        config: config of the whole model. Of the heads, only their input layers and costs are used here.
         stage: pipeline stage to build.
+        block: builds the layer of an index in the whole model.
 
     Raises:
         BuildError: the layers cannot be split over the stages, or not in the way that the job asks for.
     """
 
-    def __init__(self, config: AnyQwen3Config, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
+    def __init__(self, config: DecoderConfig, stage: Stage, block: BuildBlock) -> None:
         super().__init__()
         self.config = config
         self.stage = stage
@@ -50,7 +55,8 @@ class Qwen3Backbone(nn.Module):
             self.embedding = embedding_of(config)
         self.rotary = RotaryEmbedding(config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling)
         self.layer_indices = layers_of(config, stage)
-        self.layers = nn.ModuleDict({str(index): Qwen3Block(config, index) for index in self.layer_indices})
+        self.layers = nn.ModuleDict({str(index): block(config, index) for index in self.layer_indices})
+        self._sees_padding = any(layer.sees_padding for layer in self.layers.values())
         if stage.is_last:
             self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -144,10 +150,11 @@ class Qwen3Backbone(nn.Module):
         """
         if self.stage.is_first:
             if tokens is None:
-                raise ValueError("the first stage of qwen3 needs tokens")
+                raise ValueError(f"the first stage of {self.config.name} needs tokens")
             hidden = self.embedding(tokens)
         if hidden is None:
-            raise ValueError(f"stage {self.stage.index} of qwen3 needs hidden, what the previous stage returned")
+            name = self.config.name
+            raise ValueError(f"stage {self.stage.index} of {name} needs hidden, what the previous stage returned")
         context = self._context
         length = hidden.shape[1] * self._sequence_ranks * (1 if context is None else context.ranks)
         places = torch.arange(length, device=hidden.device).unsqueeze(0)
@@ -158,10 +165,10 @@ class Qwen3Backbone(nn.Module):
         done = range(self.layer_indices.start)
         sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
         rotation = self.rotary(positions, lengths)
-        slots = (layer.attention.core.attention for layer in self.layers.values() if isinstance(layer, Qwen3Block))
+        slots = (layer.attention.core.attention for layer in self.layers.values() if isinstance(layer, DecoderBlock))
         masks = prepare_masks(slots, documents, length, hidden.device)
         padding = None
-        if lengths is not None and isinstance(self.config, Qwen3MoeConfig):  # nothing else sees padding
+        if lengths is not None and self._sees_padding:
             padding = places >= lengths.unsqueeze(1)
         for index, layer in self.layers.items():
             hidden = layer(hidden, rotation, masks, padding)
@@ -171,6 +178,6 @@ class Qwen3Backbone(nn.Module):
         return {"hidden": self.norm(hidden)}, sums.means(self.norm.weight)
 
 
-def embedding_of(config: AnyQwen3Config) -> TokenEmbedding | SplitTokenEmbedding:
+def embedding_of(config: DecoderConfig) -> TokenEmbedding | SplitTokenEmbedding:
     """Embedding of a model; on whichever stage, it starts with the same numbers under the same name."""
     return token_embedding(config.vocab_size, config.added_tokens, config.hidden_size, std=config.initialization.std)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.heads.config import ClassificationHeadConfig, TokenClassificationHeadConfig
 
-from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 
-
-def training_flops_per_token(config: AnyQwen3Config, sequence_length: int) -> float:
+def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> float:
     """Operations of one token, forward and backward: ``6 x matmul parameters + 12 x layers x heads x head_dim x keys``.
 
     A matmul parameter costs one multiply and one add, once forward and twice backward. The embedding look-up is no
@@ -22,27 +21,19 @@ def training_flops_per_token(config: AnyQwen3Config, sequence_length: int) -> fl
     return 6.0 * matmul_parameters + 12.0 * config.num_attention_heads * config.head_dim * keys
 
 
-def layer_parameters(config: AnyQwen3Config) -> int:
+def layer_parameters(config: DecoderConfig) -> int:
     """Matmul parameters of all layers that one token uses."""
     rows = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-    return config.hidden_size * (config.num_layers * rows + _feed_forward(config))
+    feed_forward = sum(map(config.feed_forward_parameters, range(config.num_layers)))
+    return config.num_layers * config.hidden_size * rows + feed_forward
 
 
-def head_parameters(config: AnyQwen3Config, sequence_length: int) -> float:
+def head_parameters(config: DecoderConfig, sequence_length: int) -> float:
     """Matmul parameters of all heads that one token uses; a share of those that work once per sample."""
     words = sum(config.vocab_size for head in config.heads.values() if head.kind == "causal_lm")
     classes = sum(head.num_classes for head in config.heads.values() if isinstance(head, ClassificationHeadConfig))
     tags = sum(head.num_classes for head in config.heads.values() if isinstance(head, TokenClassificationHeadConfig))
     return config.hidden_size * (words + tags + classes / sequence_length)
-
-
-def _feed_forward(config: AnyQwen3Config) -> int:
-    """Matmul parameters of all feed-forward layers that one token uses, for each feature of the hidden state."""
-    if not isinstance(config, Qwen3MoeConfig):
-        return config.num_layers * 3 * config.intermediate_size
-    dense = len(config.dense_layers)
-    active = 3 * config.experts_per_token * config.moe_intermediate_size + config.num_experts
-    return dense * 3 * config.intermediate_size + (config.num_layers - dense) * active
 
 
 def keys_of(window: int | None, sequence_length: int) -> float:

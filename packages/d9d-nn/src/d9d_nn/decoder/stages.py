@@ -1,12 +1,12 @@
-"""Division of a Qwen3 model's layers into pipeline stages."""
+"""Division of a decoder's layers into pipeline stages."""
 
 from __future__ import annotations
 
 from d9d_core.model import Stage
-from d9d_nn.stages import stage_layers
 
-from d9d_qwen3.flops import head_parameters, layer_parameters
-from d9d_qwen3.moe_config import AnyQwen3Config
+from d9d_nn.decoder.config import DecoderConfig
+from d9d_nn.decoder.flops import head_parameters, layer_parameters
+from d9d_nn.stages import stage_layers
 
 #: What the embedding costs in a step, as a part of what a head over the same words costs: an estimate. For each token a
 #: head takes 6 V H floating point operations, and a look-up next to none. But the embedding's gradient is dense: for
@@ -16,7 +16,7 @@ from d9d_qwen3.moe_config import AnyQwen3Config
 _EMBEDDING_PER_HEAD = 1 / 16
 
 
-def layers_of(config: AnyQwen3Config, stage: Stage) -> range:
+def layers_of(config: DecoderConfig, stage: Stage) -> range:
     """Layers of a stage, such that stages cost about the same, heads and embedding included.
 
     An estimate from the matmul parameters that a token uses. Scores of attention are left out, since the sequence's

@@ -1,0 +1,94 @@
+"""Layer of a decoder.
+
+Shapes: B samples, S positions, H features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from d9d_core.traits import TensorStyle
+from torch import Tensor, nn
+
+from d9d_nn.attention.grouped_query import GroupedQueryAttention
+from d9d_nn.attention.masks import AttentionMasks
+from d9d_nn.decoder.config import DecoderConfig
+from d9d_nn.rms_norm import RMSNorm
+from d9d_nn.rope.rotary_embedding import Rotation
+from d9d_nn.swiglu import SwiGLU
+
+
+class DecoderBlock(nn.Module):
+    """Block of attention, then feed-forward, each normalised before and added to the residual stream.
+
+    Args:
+        config: config of the whole model.
+        attention: maps [B, S, H], a rotation and masks to [B, S, H].
+        ffn: maps [B, S, H] to [B, S, H].
+
+    Attributes:
+        sees_padding: whether the layer computes something else where samples are padded.
+    """
+
+    sees_padding: ClassVar[bool] = False
+
+    def __init__(self, config: DecoderConfig, attention: GroupedQueryAttention, ffn: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, residual=True)
+        self.attention = attention
+        self.ffn_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, residual=True)
+        self.ffn = ffn
+
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        """Styles of the norms, between which tokens are split; attention and feed-forward have their own plans."""
+        return {"attention_norm": TensorStyle.SEQUENCE, "ffn_norm": TensorStyle.SEQUENCE}
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        documents: AttentionMasks | Tensor | None,
+        padding: Tensor | None = None,  # noqa: ARG002 - for layers that see it
+    ) -> Tensor:
+        """Map [B, S, H] to [B, S, H].
+
+        Args:
+            hidden: [B, S, H], the residual stream.
+            rotation: see :class:`GroupedQueryAttention`, as for ``documents``.
+            documents: documents, or the masks made of them.
+            padding: bool [B, S], padded positions; ``None`` if there are none.
+        """
+        normed, hidden = self.attention_norm.branch(hidden, for_products=True)
+        attended = self.attention(normed, rotation, documents)
+        normed, hidden = self.ffn_norm.branch(hidden, attended, for_products=True)
+        return hidden + self.ffn(normed)  # type: ignore[no-any-return]
+
+
+def grouped_query_attention(
+    config: DecoderConfig, layer: int, *, head_norm_eps: float | None = None
+) -> GroupedQueryAttention:
+    """Build the attention of a layer.
+
+    Args:
+        config: config of the whole model.
+        layer: index in the whole model.
+        head_norm_eps: see :class:`GroupedQueryAttention`.
+    """
+    return GroupedQueryAttention(
+        config.hidden_size,
+        query_heads=config.num_attention_heads,
+        key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        std=config.initialization.std,
+        output_std=config.initialization.output_std(config.num_layers),
+        head_norm_eps=head_norm_eps,
+        biases=config.biased_projections(),
+        window=config.window(layer),
+    )
+
+
+def swiglu(config: DecoderConfig, intermediate_size: int) -> SwiGLU:
+    """Build a feed-forward part with so many features inside."""
+    output_std = config.initialization.output_std(config.num_layers)
+    return SwiGLU(config.hidden_size, intermediate_size, std=config.initialization.std, output_std=output_std)

@@ -1,0 +1,256 @@
+"""Costs of decoders, from their configs alone. Imports no torch.
+
+A family names what its blocks have: head norms or none, and the cost of its feed-forward layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from d9d_core.cost import BlockCost, Exchange, OpCost, Share, StageCost, Weight
+from d9d_core.errors import BuildError
+from d9d_core.model import Stage
+
+from d9d_nn.costs import (
+    attention,
+    embedding,
+    linear,
+    linear_cross_entropy,
+    rms_norm,
+    rotated_heads,
+    rotation,
+    silu_mul,
+)
+from d9d_nn.decoder.config import DecoderConfig, DenseConfig
+from d9d_nn.decoder.flops import keys_of
+from d9d_nn.decoder.stages import layers_of
+from d9d_nn.heads.config import ClassificationHeadConfig, TokenClassificationHeadConfig
+
+
+class FeedForwardCost(NamedTuple):
+    """Cost of the feed-forward part of a layer, see :class:`~d9d_core.cost.BlockCost`.
+
+    Attributes:
+        name: of layers that have it.
+        ops: its ops.
+        parameters, experts: its parameters, and those of its experts.
+        workspace: bytes at the peak of its backward, but for hidden states.
+        exchanges, backward_exchanges: its collectives.
+    """
+
+    name: str
+    ops: tuple[OpCost, ...]
+    parameters: int
+    experts: int = 0
+    workspace: float = 0.0
+    exchanges: tuple[Exchange, ...] = ()
+    backward_exchanges: tuple[Exchange, ...] = ()
+
+
+#: Cost of the feed-forward part of the layer of an index; raises ``BuildError`` where ranks cannot share it.
+FeedForward = Callable[[Any, int, Share], FeedForwardCost]
+
+
+def decoder_cost(
+    config: DecoderConfig, stage: Stage, share: Share, feed_forward: FeedForward, *, head_norms: bool
+) -> StageCost:
+    """Cost of a stage: embedding, layers, and final norm with heads.
+
+    Args:
+        config: config of the whole model.
+        stage: pipeline stage.
+        share: share of one rank.
+        feed_forward: cost of the feed-forward part of a layer.
+        head_norms: whether attention normalises the heads of queries and keys.
+
+    Raises:
+        BuildError: ranks cannot share the heads, the positions or the feed-forward layers.
+    """
+    _check(config, share)
+    blocks: list[BlockCost] = []
+    if stage.is_first:
+        blocks.append(_embedding(config, share))
+    for first, layers in _alike(config, layers_of(config, stage)).items():
+        names = tuple(f"layers.{layer}" for layer in layers)
+        cost = _layer(config, first, share, feed_forward(config, first, share), head_norms)
+        blocks.append(replace(cost, count=len(layers), names=names))
+    if stage.is_last:
+        blocks.append(_heads(config, stage, share))
+    return StageCost(tuple(blocks), 0.0 if stage.is_last else state_bytes(config, share))
+
+
+def swiglu_cost(config: Any, _layer: int, share: Share) -> FeedForwardCost:
+    """Cost of SwiGLU, whose inner features the ranks of ``tp`` split.
+
+    Raises:
+        BuildError: they cannot split them evenly.
+    """
+    tp, hidden, width, tokens = share.tensor, config.hidden_size, share.width, share.tokens
+    if config.intermediate_size % tp:
+        raise BuildError(f"mesh.tp is {tp}, which does not divide {config.intermediate_size} features of layers")
+    features = config.intermediate_size // tp
+    into, out_of = (
+        _matrices(("gate_proj", "up_proj"), features, hidden, 0),
+        _matrices(("down_proj",), hidden, features, 1),
+    )
+    ops = (
+        linear("gate, up", tokens, hidden, 2 * features, width, weights=into),
+        silu_mul(tokens, features, width, compiled=share.compiled),
+        linear("down", tokens, features, hidden, width, keeps_input=False, weights=out_of),
+    )
+    around = sequence_exchanges(config, share)
+    return FeedForwardCost("layer", ops, 3 * hidden * features, 0, 2 * width * tokens * features, around, around)
+
+
+def dense_cost(config: DenseConfig, stage: Stage, share: Share, *, head_norms: bool) -> StageCost:
+    """Cost of a stage of a dense decoder; see :func:`decoder_cost`.
+
+    Raises:
+        BuildError: ranks cannot share the model, or ``mesh.ep`` asks for experts.
+    """
+    if share.experts > 1:
+        raise BuildError(f"mesh.ep is {share.experts}, but the model has no experts")
+    return decoder_cost(config, stage, share, swiglu_cost, head_norms=head_norms)
+
+
+def state_bytes(config: DecoderConfig, share: Share) -> float:
+    """Bytes of the residual stream of this rank, which holds S / tp positions of each sample."""
+    return share.width * share.tokens / share.tensor * config.hidden_size
+
+
+def sequence_exchanges(config: DecoderConfig, share: Share) -> tuple[Exchange, ...]:
+    """All-gathers and reduce-scatters of positions around one half of a layer, as forward so backward."""
+    if share.tensor == 1:
+        return ()
+    size = share.width * share.tokens * config.hidden_size
+    return Exchange("all_gather", "tp", size), Exchange("reduce_scatter", "tp", size)
+
+
+def _alike(config: DecoderConfig, layers: range) -> dict[int, list[int]]:
+    """First layer of each kind -> all layers of this kind."""
+    kinds: dict[Hashable, list[int]] = {}
+    for layer in layers:
+        kinds.setdefault(config.kind(layer), []).append(layer)
+    return {alike[0]: alike for alike in kinds.values()}
+
+
+def _check(config: DecoderConfig, share: Share) -> None:
+    tp, heads, pairs = share.tensor, config.num_attention_heads, config.num_key_value_heads
+    if heads % tp:
+        raise BuildError(f"mesh.tp is {tp}, which does not divide the {heads} query heads of the model")
+    if pairs % tp and tp % pairs:
+        raise BuildError(f"mesh.tp is {tp}: {pairs} key and value heads can be neither split over it nor repeated")
+    if share.length % (tp * share.context):
+        raise BuildError(f"{share.length} positions cannot be split over tp = {tp} and cp = {share.context}")
+
+
+def _layer(
+    config: DecoderConfig, layer: int, share: Share, feed_forward: FeedForwardCost, head_norms: bool
+) -> BlockCost:
+    width, hidden, own = share.width, config.hidden_size, share.tokens / share.tensor
+    norms = [
+        rms_norm(name, own, hidden, width, weights=(Weight(f"{name}.weight", (hidden,)),))
+        for name in ("attention_norm", "ffn_norm")
+    ]
+    attended = _attention(config, layer, share, head_norms)
+    parameters = sum(weight.numbers for op in attended for weight in op.weights)
+    around, state = sequence_exchanges(config, share), state_bytes(config, share)
+    return BlockCost(
+        feed_forward.name,
+        (norms[0], *attended, norms[1], *feed_forward.ops),
+        parameters + 2 * hidden + feed_forward.parameters,
+        feed_forward.experts,
+        state,
+        3 * state + feed_forward.workspace,
+        (*around, *feed_forward.exchanges),
+        (*around, *feed_forward.backward_exchanges),
+    )
+
+
+def _attention(config: DecoderConfig, layer: int, share: Share, head_norms: bool) -> list[OpCost]:
+    width, hidden, head, tokens = share.width, config.hidden_size, config.head_dim, share.tokens
+    queries = config.num_attention_heads / share.tensor
+    # Where there are fewer key and value heads than ranks, several ranks compute the same one.
+    pairs = max(config.num_key_value_heads / share.tensor, 1)
+    outputs, inside = int(queries) * head, (queries + 2 * pairs) * head
+    sizes = {"q_proj": outputs, "k_proj": int(pairs * head), "v_proj": int(pairs * head)}
+    into = [weight for name, size in sizes.items() for weight in _linear(config, name, size, hidden, 0)]
+    out_of = _linear(config, "o_proj", hidden, outputs, 1)
+    heads = Weight("attention.q_norm.weight", (head,)), Weight("attention.k_norm.weight", (head,))
+    placed = (
+        rotated_heads(tokens, queries + pairs, head, width, weights=heads)
+        if head_norms
+        else rotation(tokens, queries + pairs, head, width)
+    )
+    return [
+        linear("query, key, value", tokens, hidden, inside, width, weights=tuple(into)),
+        placed,
+        attention(tokens, keys_of(config.window(layer), share.length), queries, pairs, head, width),
+        linear("output", tokens, outputs, hidden, width, keeps_input=False, weights=tuple(out_of)),
+    ]
+
+
+def _linear(config: DecoderConfig, name: str, outputs: int, features: int, cut: int) -> list[Weight]:
+    """Weight of a layer of attention, and its bias."""
+    weight = Weight(f"attention.{name}.weight", (outputs, features), "linear", cut)
+    bias = Weight(f"attention.{name}.bias", (outputs,), cut=0 if cut == 0 else None)
+    return [weight, bias] if name in config.biased_projections() else [weight]
+
+
+def _matrices(names: tuple[str, ...], outputs: int, features: int, cut: int) -> tuple[Weight, ...]:
+    """Weights of layers of a feed-forward block."""
+    return tuple(Weight(f"ffn.{name}.weight", (outputs, features), "linear", cut) for name in names)
+
+
+def _embedding(config: DecoderConfig, share: Share) -> BlockCost:
+    words, hidden = -(-config.vocab_size // share.tensor), config.hidden_size
+    table = Weight("embedding.weight", (words, hidden), "embedding", 0)
+    cost = embedding(share.tokens, words, hidden, share.width, weights=(table,))
+    size = share.width * share.tokens * hidden
+    back = (Exchange("all_gather", "tp", size),) if share.tensor > 1 else ()
+    out = (Exchange("reduce_scatter", "tp", size),) if share.tensor > 1 else ()
+    return BlockCost("embedding", (cost,), words * hidden, exchanges=out, backward_exchanges=back, is_block=False)
+
+
+def _classes(name: str, classes: int, hidden: int, share: Share, of_tokens: bool) -> OpCost:
+    """Projection of a classifier of tokens, with a bias, or of pooled samples. Each rank of ``tp`` has all of it."""
+    weights = [Weight(f"{name}.weight", (classes, hidden))]
+    if of_tokens:
+        weights.append(Weight(f"{name}.bias", (classes,)))
+    rows = share.tokens if of_tokens else share.samples
+    return linear("classes", rows, hidden, classes, share.width, weights=tuple(weights))
+
+
+def _heads(config: DecoderConfig, stage: Stage, share: Share) -> BlockCost:
+    hidden, width, tokens = config.hidden_size, share.width, share.tokens
+    words = -(-config.vocab_size // share.tensor)
+    norm = Weight("norm.weight", (hidden,))
+    ops: list[OpCost] = [rms_norm("norm", tokens / share.tensor, hidden, width, weights=(norm,))]
+    workspace, parameters = 0.0, hidden
+    for name, head in config.heads.items():
+        if head.kind == "causal_lm":
+            owner = "embedding" if config.tie_embeddings else f"heads.{name}"
+            projection = (Weight(f"{owner}.weight", (words, hidden), "head", 0),)
+            both, besides = linear_cross_entropy(tokens, hidden, words, width, share.memory, weights=projection)
+            ops += both
+            workspace = max(workspace, besides)
+            # A tied head on another stage than the embedding has a copy of its weight.
+            parameters += 0 if config.tie_embeddings and stage.is_first else words * hidden
+        elif isinstance(head, ClassificationHeadConfig | TokenClassificationHeadConfig):
+            of_tokens = isinstance(head, TokenClassificationHeadConfig)
+            ops.append(_classes(f"heads.{name}", head.num_classes, hidden, share, of_tokens))
+            parameters += sum(weight.numbers for weight in ops[-1].weights)
+    size = width * tokens * hidden
+    ahead = (Exchange("all_gather", "tp", size),) if share.tensor > 1 else ()
+    back = (Exchange("reduce_scatter", "tp", size),) if share.tensor > 1 else ()
+    return BlockCost(
+        "norm and heads",
+        tuple(ops),
+        parameters,
+        workspace=workspace,
+        exchanges=ahead,
+        backward_exchanges=back,
+        is_block=False,
+    )

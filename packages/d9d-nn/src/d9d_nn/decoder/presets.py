@@ -1,0 +1,35 @@
+"""Presets: published sizes of a family of models, which fill the fields of its config. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from d9d_core.config import closest
+
+Presets = Mapping[str, Mapping[str, Any]]
+
+
+def fill(values: Mapping[str, Any], presets: Presets) -> Mapping[str, Any]:
+    """Fill the fields that are not given from their ``preset``.
+
+    Raises:
+        ValueError: there is no such preset, or the sizes are those of ``pretrained`` weights.
+    """
+    name = values.get("preset")
+    if not isinstance(name, str):
+        return values  # what else stands there is the field's to refuse
+    if values.get("pretrained") is not None:
+        raise ValueError(f"the sizes are those of pretrained; remove preset: {name}")
+    if name not in presets:
+        near = closest(name, presets)
+        hint = f"did you mean '{near}'? " if near else ""
+        raise ValueError(f"there is no preset {name!r}; {hint}presets: {', '.join(presets)}")
+    return {**presets[name], **values}
+
+
+def sizes_or_preset(schema: dict[str, Any]) -> None:
+    """Let ``preset`` or ``pretrained`` stand for the required fields in a config's JSON schema."""
+    sizes = schema.pop("required", [])
+    sources = [name for name in ("preset", "pretrained") if name in schema["properties"]]
+    schema["anyOf"] = [*({"required": [name]} for name in sources), {"required": sizes}]

@@ -1,0 +1,110 @@
+"""Families of models in transformers: names of their classes and tensors, and the published head. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from d9d_weights.hugging_face.fields import READ
+
+__all__ = ["ATTENTION", "HEAD_NORMS", "SWIGLU", "Family", "Head", "LanguageModel", "published_head"]
+
+#: Names inside a layer, theirs -> ours: of attention and both norms.
+ATTENTION = {
+    "input_layernorm": "attention_norm",
+    "self_attn.q_proj": "attention.q_proj",
+    "self_attn.k_proj": "attention.k_proj",
+    "self_attn.v_proj": "attention.v_proj",
+    "self_attn.o_proj": "attention.o_proj",
+    "post_attention_layernorm": "ffn_norm",
+}
+#: Of the norms of queries and keys.
+HEAD_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+#: Of a SwiGLU.
+SWIGLU = {"mlp.gate_proj": "ffn.gate_proj", "mlp.up_proj": "ffn.up_proj", "mlp.down_proj": "ffn.down_proj"}
+
+
+class Head(Protocol):
+    """Config of a head. Classifiers also have ``num_classes``; those of samples, and embeddings, ``pooling``."""
+
+    @property
+    def kind(self) -> str:
+        """``causal_lm``, ``classification``, ``token_classification`` or ``embedding``."""
+        ...
+
+
+class LanguageModel(Protocol):
+    """Config of a model, as far as names of tensors outside of its layers depend on it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
+
+    @property
+    def added_tokens(self) -> int:
+        """How many of the last token ids have a weight of their own."""
+        ...
+
+    @property
+    def tie_embeddings(self) -> bool:
+        """Whether the causal_lm head has the embedding's weight."""
+        ...
+
+    @property
+    def heads(self) -> Mapping[str, Head]:
+        """Heads by name."""
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names by which files call one model family of transformers.
+
+    Attributes:
+        model_type: in ``config.json``.
+        prefix: prefix of its classes' names.
+        layer: names inside a layer, theirs -> ours.
+        read: fields of ``config.json`` that become part of our config.
+        only: further fields that are refused unless they have one of these values.
+    """
+
+    model_type: str
+    prefix: str
+    layer: Mapping[str, str]
+    read: frozenset[str] = READ
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    @property
+    def language_model(self) -> str:
+        """Class of a language model."""
+        return f"{self.prefix}ForCausalLM"
+
+    @property
+    def classifier(self) -> str:
+        """Class of a classifier over last tokens."""
+        return f"{self.prefix}ForSequenceClassification"
+
+    @property
+    def token_classifier(self) -> str:
+        """Class of a classifier of tokens."""
+        return f"{self.prefix}ForTokenClassification"
+
+    @property
+    def backbone(self) -> str:
+        """Class without heads."""
+        return f"{self.prefix}Model"
+
+
+def published_head(heads: Mapping[str, Head]) -> str | None:
+    """Head that a class of transformers has: the first language model, else the first classifier like theirs.
+
+    A classifier of samples comes before one of tokens.
+    """
+    for kind in ("causal_lm", "classification", "token_classification"):
+        for name, head in heads.items():
+            plain = getattr(head, "pooling", "last") == "last" and getattr(head, "layers", None) is None
+            if head.kind == kind and plain:
+                return name
+    return None
