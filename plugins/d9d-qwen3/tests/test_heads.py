@@ -14,7 +14,7 @@ from d9d_nn.classification.config import ClassificationConfig
 from d9d_nn.classification.task import Classification
 from d9d_nn.decoder.flops import training_flops_per_token
 from d9d_qwen3.config import Qwen3Config, tiny
-from d9d_qwen3.model import Qwen3, Qwen3Backbone
+from d9d_qwen3.model import Qwen3
 from d9d_testing.suites.model import ModelSuite
 from d9d_testing.suites.support.models import microbatch
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
@@ -71,7 +71,7 @@ def total(outputs: dict[str, Tensor]) -> Tensor:
 
 def test_heads_change_no_name_of_the_backbone() -> None:
     of = config(heads=SEVERAL, num_layers=3)
-    backbone = {name for name, _ in Qwen3Backbone(of).named_parameters()}
+    backbone = {name for name, _ in Qwen3(of, heads=False).named_parameters()}
     assert {name for name, _ in Qwen3(of).named_parameters()} - backbone == {"heads.words.weight", "heads.topic.weight"}
     assert {name for name, _ in Qwen3(config(num_layers=3)).named_parameters()} - backbone == {"heads.causal_lm.weight"}
     assert {"embedding.weight", "layers.1.ffn.up_proj.weight", "norm.weight"} <= backbone
@@ -79,7 +79,7 @@ def test_heads_change_no_name_of_the_backbone() -> None:
 
 def test_the_backbone_alone_gives_what_heads_read() -> None:
     model, inputs = random_model(tiny()), microbatch(tiny())
-    backbone = Qwen3Backbone(tiny())
+    backbone = Qwen3(tiny(), heads=False)
     backbone.load_state_dict({name: t for name, t in model.state_dict().items() if not name.startswith("heads.")})
     tokens = inputs["tokens"]
     hidden = backbone(tokens=tokens)["hidden"]

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from d9d_core.model import Stage
-from d9d_nn.decoder.backbone import DecoderBackbone
 from d9d_nn.decoder.model import DecoderModel
 
 from d9d_qwen3.block import build_block
 from d9d_qwen3.moe_config import AnyQwen3Config
-
-
-class Qwen3Backbone(DecoderBackbone):
-    """Backbone of one pipeline stage, see :class:`~d9d_nn.decoder.backbone.DecoderBackbone`."""
-
-    config: AnyQwen3Config
-
-    def __init__(self, config: AnyQwen3Config, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
-        super().__init__(config, stage, build_block)
 
 
 class Qwen3(DecoderModel):
@@ -24,5 +14,5 @@ class Qwen3(DecoderModel):
 
     config: AnyQwen3Config
 
-    def __init__(self, config: AnyQwen3Config, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
-        super().__init__(config, stage, build_block)
+    def __init__(self, config: AnyQwen3Config, stage: Stage = Stage(), *, heads: bool = True) -> None:  # noqa: B008
+        super().__init__(config, stage, build_block, heads=heads)

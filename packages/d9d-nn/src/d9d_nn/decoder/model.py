@@ -5,37 +5,71 @@ Shapes: B samples, S positions, H features, V words of the vocabulary, C classes
 
 from __future__ import annotations
 
-from d9d_core.model import Stage
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from d9d_nn.decoder.backbone import BuildBlock, DecoderBackbone, embedding_of
+import torch
+from d9d_core.errors import BuildError
+from d9d_core.model import ContextShare, Stage
+from d9d_core.traits import TensorStyle
+from d9d_core.types import TensorSpec
+from torch import Tensor, nn
+
+from d9d_nn.attention.masks import prepare_masks
+from d9d_nn.decoder.block import DecoderBlock
 from d9d_nn.decoder.config import DecoderConfig
+from d9d_nn.decoder.stages import layers_of
+from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embedding
+from d9d_nn.heads.config import head_layers
 from d9d_nn.heads.heads import Heads
+from d9d_nn.heads.layer_mean import Layers, LayerSums, sums_begun
+from d9d_nn.rms_norm import RMSNorm
+from d9d_nn.rope.rotary_embedding import RotaryEmbedding
+
+#: Builds the layer of an index in the whole model.
+BuildBlock = Callable[[Any, int], DecoderBlock]
 
 
-class DecoderModel(DecoderBackbone):
-    """Model of one pipeline stage: its backbone, and the heads on the last.
+class DecoderModel(nn.Module):
+    """Model of one pipeline stage: its layers, the embedding on the first, the final norm and the heads on the last.
 
-    Parameters are called ``embedding.weight``, ``layers.<index>...``, ``norm.weight`` and ``heads.<name>.weight``. A
-    tied causal_lm head has none: it takes the embedding's. If that is on another stage, the last one has a copy, under
-    the same name: whoever trains the stages adds up the gradients of equally named parameters. With ``added_tokens``,
-    the embedding and each causal_lm head have ``regular.weight`` and ``added.weight`` in place of ``weight``.
+    Parameters are called ``embedding.weight``, ``layers.<index>...``, ``norm.weight`` and ``heads.<name>.weight``, with
+    the index in the whole model, so that names do not depend on the stages. A tied causal_lm head has none: it takes
+    the embedding's. If that is on another stage, the last one has a copy, under the same name: whoever trains the
+    stages adds up the gradients of equally named parameters. With ``added_tokens``, the embedding and each causal_lm
+    head have ``regular.weight`` and ``added.weight`` in place of ``weight``.
 
     Args:
         config: config of the whole model.
         stage: pipeline stage to build.
         block: builds the layer of an index in the whole model.
+        heads: whether the last stage has the heads; without, it returns the hidden states that they read.
 
     Raises:
         BuildError: the layers cannot be split over the stages, or not in the way that the job asks for; or a head has a
             name that a module cannot have.
     """
 
-    def __init__(self, config: DecoderConfig, stage: Stage, block: BuildBlock) -> None:
-        super().__init__(config, stage, block)
-        if stage.is_last and not stage.is_first and config.tie_embeddings:
-            self.embedding = embedding_of(config)
+    def __init__(self, config: DecoderConfig, stage: Stage, block: BuildBlock, *, heads: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        self.stage = stage
+        self.has_heads = heads and stage.is_last
+        self._sequence_ranks = 1
+        self._context: ContextShare | None = None
+        read = (head_layers(head, config.num_layers) for head in config.heads.values())
+        self.layer_means: tuple[Layers, ...] = tuple(sorted({layers for layers in read if layers is not None}))
+        if stage.is_first:
+            self.embedding = _embedding(config)
+        self.rotary = RotaryEmbedding(config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling)
+        self.layer_indices = layers_of(config, stage)
+        self.layers = nn.ModuleDict({str(index): block(config, index) for index in self.layer_indices})
+        self._sees_padding = any(layer.sees_padding for layer in self.layers.values())
         if stage.is_last:
+            self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if self.has_heads and not stage.is_first and config.tie_embeddings:
+            self.embedding = _embedding(config)
+        if self.has_heads:
             self.heads = Heads(
                 config.heads,
                 hidden_size=config.hidden_size,
@@ -45,6 +79,52 @@ class DecoderModel(DecoderBackbone):
                 tied=config.tie_embeddings,
                 added_tokens=config.added_tokens,
             )
+
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """Layers of this stage."""
+        return {f"layers.{index}": layer for index, layer in self.layers.items()}
+
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        """Styles of embedding and final norm: split over the vocabulary, if in one piece, and over the sequence."""
+        plan = {}
+        if hasattr(self, "embedding"):
+            whole = isinstance(self.embedding, TokenEmbedding)
+            plan["embedding"] = TensorStyle.VOCAB if whole else TensorStyle.SEQUENCE
+        if self.stage.is_last:
+            plan["norm"] = TensorStyle.SEQUENCE
+        return plan
+
+    def split_sequence(self, ranks: int) -> None:
+        """Take note that hidden states hold S / ``ranks`` positions each."""
+        self._sequence_ranks = ranks
+
+    def split_context(self, share: ContextShare) -> None:
+        """Take a rank's own positions, but all ``documents``.
+
+        Raises:
+            BuildError: the rotation depends on the length of samples.
+        """
+        scaling = self.config.rope_scaling
+        if scaling is not None and scaling.type == "dynamic":
+            raise BuildError(
+                "context_parallel: model.rope_scaling is dynamic, so each sample's length turns all of its positions, "
+                "of which ranks of cp have parts; choose another scaling, such as yarn, or leave mesh.cp out"
+            )
+        self._context = share
+
+    def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+        """Spec of ``hidden`` [B, S, H] in the dtype of this stage's parameters; empty on the last stage.
+
+        If a head reads the mean of several layers, the sum so far travels along, of the same shape and dtype. Where
+        ranks of ``tp`` split positions, it is their part of S; where ranks of ``cp`` do, the microbatch has theirs.
+        """
+        if self.stage.is_last:
+            return {}
+        dtype = next(self.parameters()).dtype
+        samples, length = microbatch["tokens"].shape
+        state = TensorSpec((samples, length // self._sequence_ranks, self.config.hidden_size), dtype)
+        done = range(self.layer_indices.stop)
+        return dict.fromkeys(("hidden", *sums_begun(self.layer_means, done)), state)
 
     def forward(
         self,
@@ -73,7 +153,8 @@ class DecoderModel(DecoderBackbone):
             layer_sums: [B, S, H] each, for later stages: what else the previous one returned.
 
         Returns:
-            Before the last stage what :meth:`boundary` names. From the last one, if it has one head:
+            Before the last stage what :meth:`boundary` names. From the last one without heads the normalised
+            ``{"hidden": [B, S, H]}``. With one head:
             ``{"token_loss": float32 [B, S]}`` with targets, else ``{"logits": [B, S, V]}``, or
             ``{"class_logits": float32 [B, C]}``, of a token_classification head [B, S, C], or
             ``{"embedding": float32 [B, D]}``. Several heads answer as ``"<head>/<name>"``, causal_lm heads among them
@@ -83,8 +164,8 @@ class DecoderModel(DecoderBackbone):
             ValueError: the first stage got no tokens, or a later one not all that the previous one returned.
             TypeError: an input is unknown.
         """
-        states, means = self.run(tokens, hidden, positions, documents, lengths, layer_sums)
-        if not self.stage.is_last:
+        states, means = self._run(tokens, hidden, positions, documents, lengths, layer_sums)
+        if not self.has_heads:
             return states
         outputs: dict[str, Tensor] = self.heads(
             states["hidden"],
@@ -95,3 +176,47 @@ class DecoderModel(DecoderBackbone):
             tied_weight=self.embedding.vocabulary_weight() if self.config.tie_embeddings else None,
         )
         return outputs
+
+    def _run(
+        self,
+        tokens: Tensor | None,
+        hidden: Tensor | None,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        lengths: Tensor | None,
+        layer_sums: Mapping[str, Tensor],
+    ) -> tuple[dict[str, Tensor], dict[Layers, Tensor]]:
+        """Run this stage without heads; on the last one also return the layer means [B, S, H] that heads read."""
+        if self.stage.is_first:
+            if tokens is None:
+                raise ValueError(f"the first stage of {self.config.name} needs tokens")
+            hidden = self.embedding(tokens)
+        if hidden is None:
+            name = self.config.name
+            raise ValueError(f"stage {self.stage.index} of {name} needs hidden, what the previous stage returned")
+        context = self._context
+        length = hidden.shape[1] * self._sequence_ranks * (1 if context is None else context.ranks)
+        places = torch.arange(length, device=hidden.device).unsqueeze(0)
+        if context is not None:
+            places = context.own(places)  # [1, S / cp]
+        if positions is None:
+            positions = places
+        done = range(self.layer_indices.start)
+        sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
+        rotation = self.rotary(positions, lengths)
+        slots = (layer.attention.core.attention for layer in self.layers.values() if isinstance(layer, DecoderBlock))
+        masks = prepare_masks(slots, documents, length, hidden.device)
+        padding = None
+        if lengths is not None and self._sees_padding:
+            padding = places >= lengths.unsqueeze(1)
+        for index, layer in self.layers.items():
+            hidden = layer(hidden, rotation, masks, padding)
+            sums.add(int(index), hidden)
+        if not self.stage.is_last:
+            return {"hidden": hidden, **sums.to_send()}, {}
+        return {"hidden": self.norm(hidden)}, sums.means(self.norm.weight)
+
+
+def _embedding(config: DecoderConfig) -> TokenEmbedding | SplitTokenEmbedding:
+    """Embedding of a model; on whichever stage, it starts with the same numbers under the same name."""
+    return token_embedding(config.vocab_size, config.added_tokens, config.hidden_size, std=config.initialization.std)
