@@ -45,7 +45,15 @@ LAYERS = {
         {"cli"},
         {"__main__"},
     ),
-    "d9d_weights": ({"files", "graph", "templates"}, {"sharding"}, {"hugging_face"}),
+    "d9d_weights": (
+        {"files", "graph", "progress", "templates"},
+        {"sharding"},
+        {"hugging_face"},
+        {"checkpoint"},
+        {"model_card"},
+        {"state"},
+        {"plugin"},
+    ),
     "d9d_engine": (
         {"compat", "figures", "process_env", "sparklines"},
         {"supervision"},

@@ -86,7 +86,7 @@ def test_the_reference_names_every_event_in_order_with_its_fields() -> None:
 def test_the_reference_names_every_command_with_its_package_and_option() -> None:
     tool = import_tool("option_table")
     offered = {
-        f"d9d {name}": "d9d-core" if command.callback.__module__.startswith("d9d_core.") else "d9d-engine"
+        f"d9d {name}": command.callback.__module__.partition(".")[0].replace("_", "-")
         for name, command in tool.commands().items()
     }
     rows = tables(CORE, "command", "package", "what it does")

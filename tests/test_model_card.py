@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import yaml
-from d9d_engine.checkpoint.tensors import CheckpointTensors
-from d9d_engine.compose.model_card.card import ModelCard
-from d9d_engine.compose.model_card.markdown import inline, table, yaml_block
-from d9d_engine.compose.model_card.public_job import base_name, changed_fields, last_component, public_job
-from d9d_engine.compose.model_card.stored import card_of
 from d9d_engine.job import Job
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.toy.runs import metrics_of, quiet, toy_job, toy_registry
+from d9d_weights.checkpoint.tensors import CheckpointTensors
+from d9d_weights.model_card.card import ModelCard
+from d9d_weights.model_card.markdown import inline, table, yaml_block
+from d9d_weights.model_card.public_job import base_name, changed_fields, last_component, public_job
+from d9d_weights.model_card.stored import card_of
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt

@@ -46,8 +46,6 @@ from d9d_core.untrusted import parse_json, visible
 from d9d_data.sources.records import read_records
 from d9d_data.tokenizer.file import find_tokenizer_file, load_tokenizer
 from d9d_engine.checkpoint.store import CheckpointStore
-from d9d_engine.checkpoint.tensors import CheckpointTensors
-from d9d_engine.cli.tensors import Conversion, convert_state
 from d9d_engine.job import Job
 from d9d_inference.config import JsonlWriterConfig, ParquetWriterConfig
 from d9d_inference.generation.language_model import Decoding, LanguageModel, row_of
@@ -60,9 +58,11 @@ from d9d_reports.runs.record import find_runs
 from d9d_testing.hostile.files import Draw, damage, damage_checkpoint
 from d9d_testing.hostile.judge import Judge, Verdict, WrongLoad
 from d9d_testing.hostile.values import edited, edited_job, hostile_values
+from d9d_weights.checkpoint.tensors import CheckpointTensors
 from d9d_weights.hugging_face.adapter_bounds import bounded_fields
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.index import read_object
+from d9d_weights.state.tensors import Conversion, convert_state
 from d9d_weights.templates.process import TemplateError, TemplateLimits, TemplateProcess
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st

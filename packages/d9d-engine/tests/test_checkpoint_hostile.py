@@ -14,8 +14,8 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_engine.checkpoint.store import CheckpointStore
-from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_testing.hostile.files import sign
+from d9d_weights.checkpoint.tensors import CheckpointTensors, is_checkpoint
 
 Manifest = dict[str, Any]
 FOLDER = "step-00000005"

@@ -15,10 +15,10 @@ import torch
 import yaml
 from d9d_core.errors import CheckpointError, JobError
 from d9d_engine.checkpoint.store import CheckpointStore
-from d9d_engine.checkpoint.tensors import CheckpointTensors
 from d9d_engine.job import Job
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.toy.runs import final_tensors, metrics_of, noted, quiet
+from d9d_weights.checkpoint.tensors import CheckpointTensors
 from d9d_weights.graph.base import Mapper, Parallel
 from d9d_weights.graph.compute import Compute
 from d9d_weights.graph.graph import StateGraph, map_tensors, specs_of

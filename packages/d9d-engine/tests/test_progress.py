@@ -14,7 +14,8 @@ import sys
 import termios
 
 import pytest
-from d9d_engine.run.progress import ProgressBar, SampleBar
+from d9d_engine.run.progress import ProgressBar
+from d9d_weights.progress import SampleBar
 
 
 class ZMQInteractiveShell:

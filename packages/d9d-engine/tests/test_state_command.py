@@ -13,10 +13,10 @@ import pytest
 import torch
 from d9d_core.cli import main as cli
 from d9d_core.errors import CheckpointError
-from d9d_engine.checkpoint.stored_model import model_of
-from d9d_engine.cli.tensors import parse_dtype, parse_size
 from d9d_engine.job import Job
 from d9d_testing.toy.runs import quiet, toy_registry
+from d9d_weights.checkpoint.stored_model import model_of
+from d9d_weights.state.tensors import parse_dtype, parse_size
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -65,7 +65,7 @@ def test_tensors_are_listed_with_layers_together(d9d: Run, run: Path) -> None:
 def test_on_a_narrow_terminal_the_names_of_tensors_are_kept_longest(
     d9d: Run, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("d9d_engine.cli.tensors.console_for", lambda: Console(width=30, markup=False))
+    monkeypatch.setattr("d9d_weights.state.tensors.console_for", lambda: Console(width=30, markup=False))
     status, text = d9d("show", run / "model")
     assert status == 0
     assert any(line.strip().startswith("toy.layers.{0..1}") for line in text.splitlines())

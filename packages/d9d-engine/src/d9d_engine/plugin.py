@@ -129,9 +129,3 @@ def d9d_commands() -> Iterator[CommandSpec]:
         requires=TORCH,
         app=Ref("d9d_engine.cli.plan:explain_app"),
     )
-    yield CommandSpec(
-        name="state",
-        summary="Look at checkpoints, convert them, compare them.",
-        requires=TORCH,
-        app=Ref("d9d_engine.cli.state:app"),
-    )

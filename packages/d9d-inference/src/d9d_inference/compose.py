@@ -27,7 +27,6 @@ from d9d_core.inference import (
 from d9d_core.job_file.inference import InferenceConfig
 from d9d_core.job_file.resolve import InferenceSelection
 from d9d_core.subscriber import Subscriber
-from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_engine.compose.assemble import Assembly
 from d9d_engine.compose.forward import ForwardModel, assemble_forward, build_forward
 from d9d_engine.compose.root import Root
@@ -35,6 +34,7 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.subscribers.event_bus import Events
+from d9d_weights.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_weights.hugging_face.adapter import AdapterFormat
 from d9d_weights.sharding.agreement import on_main
 

@@ -21,8 +21,8 @@ from d9d_engine.distributed.determinism import deterministic_algorithms
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher
-from d9d_engine.run.progress import SampleBar
 from d9d_engine.subscribers.event_bus import Events
+from d9d_weights.progress import SampleBar
 from d9d_weights.sharding.agreement import on_main
 from torch import Tensor, nn
 from torch import distributed as dist

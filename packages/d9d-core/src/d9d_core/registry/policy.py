@@ -14,7 +14,16 @@ __all__ = ["PluginPolicy"]
 
 #: Distributions of d9d itself, of which the installed ones are always loaded: what a job means, and the commands.
 FOUNDATION = frozenset(
-    {"d9d-core", "d9d-engine", "d9d-inference", "d9d-planner", "d9d-reports", "d9d-testing", "d9d-verify"}
+    {
+        "d9d-core",
+        "d9d-engine",
+        "d9d-inference",
+        "d9d-planner",
+        "d9d-reports",
+        "d9d-testing",
+        "d9d-verify",
+        "d9d-weights",
+    }
 )
 
 

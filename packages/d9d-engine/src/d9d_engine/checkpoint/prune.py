@@ -1,45 +1,16 @@
-"""Names of checkpoints, and removal of those that are kept no longer."""
+"""Removal of checkpoints that are not kept."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable
 
 from d9d_core.errors import CheckpointError
-from d9d_weights.files.directory import DirectoryStore, is_set_aside
+from d9d_weights.checkpoint.manifest import read_manifest
+from d9d_weights.checkpoint.names import folder, steps_in
+from d9d_weights.files.directory import DirectoryStore
 from d9d_weights.sharding.agreement import reason
 
-from d9d_engine.checkpoint.manifest import read_manifest
 from d9d_engine.checkpoint.retention import Retention
-
-_PREFIX = "step-"
-_NAME = re.compile(rf"{_PREFIX}([0-9]{{8,18}})")
-
-
-def folder(step: int) -> str:
-    """Name of the checkpoint of a step, such as ``step-00000100``."""
-    return f"{_PREFIX}{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """Step of the checkpoint that has this name; ``None`` if no checkpoint is called so."""
-    match = _NAME.fullmatch(name)
-    step = int(match[1]) if match else None
-    return step if step is not None and folder(step) == name else None
-
-
-def steps_in(storage: DirectoryStore) -> list[int]:
-    """Steps of the checkpoints that exist, newest first, unverified."""
-    return sorted((step for name in storage.names() if (step := step_of(name)) is not None), reverse=True)
-
-
-def strays_in(storage: DirectoryStore) -> list[str]:
-    """Names that look like checkpoints, but are none that is written or set aside here."""
-    return sorted(
-        name
-        for name in storage.names()
-        if name.startswith(_PREFIX) and step_of(name) is None and not is_set_aside(name)
-    )
 
 
 class Pruner:

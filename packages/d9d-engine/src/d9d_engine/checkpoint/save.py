@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from d9d_core.errors import CheckpointError
+from d9d_weights.checkpoint.manifest import manifest_bytes, tensors_file
+from d9d_weights.checkpoint.manifest_model import VALUES, piece_key
 from d9d_weights.files.directory import MANIFEST, Draft
 from d9d_weights.files.safetensors import Written, write_tensors
 from d9d_weights.sharding.shards import LocalShards, dtype_name
@@ -31,9 +33,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
-
-from d9d_engine.checkpoint.manifest import manifest_bytes, tensors_file
-from d9d_engine.checkpoint.manifest_model import VALUES, piece_key
 
 #: Where a shard is: file, key in it, bytes of the file, checksum of the file.
 _Location = tuple[str, str, int, str]

@@ -6,13 +6,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from d9d_core.errors import CheckpointError
+from d9d_weights.checkpoint.manifest import read_state
 from d9d_weights.files.directory import DirectoryStore
 from d9d_weights.sharding.agreement import is_known_to_all, on_all, on_main, reason
 from d9d_weights.sharding.shards import describe
 from torch import Tensor
 from torch import distributed as dist
-
-from d9d_engine.checkpoint.manifest import read_state
 
 
 class Checkpoint:

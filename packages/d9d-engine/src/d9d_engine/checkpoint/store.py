@@ -25,6 +25,8 @@ from typing import Any
 
 from d9d_core.errors import CheckpointError
 from d9d_core.events import SaveReport
+from d9d_weights.checkpoint.manifest import read_manifest, readable_bytes, verify_file, with_values
+from d9d_weights.checkpoint.names import folder, steps_in, strays_in
 from d9d_weights.files.open import open_store
 from d9d_weights.sharding.agreement import on_all, on_main
 from d9d_weights.sharding.collectives import all_gather_objects
@@ -34,8 +36,7 @@ from torch import distributed as dist
 
 from d9d_engine.checkpoint.attempts import Attempts
 from d9d_engine.checkpoint.background import Background
-from d9d_engine.checkpoint.manifest import read_manifest, readable_bytes, verify_file, with_values
-from d9d_engine.checkpoint.prune import Pruner, folder, steps_in, strays_in
+from d9d_engine.checkpoint.prune import Pruner
 from d9d_engine.checkpoint.retention import Retention
 from d9d_engine.checkpoint.save_job import SaveJob, unwritten
 from d9d_engine.checkpoint.saved import Checkpoint

@@ -22,11 +22,11 @@ from d9d_weights.hugging_face.index import read_object
 from d9d_weights.hugging_face.layout import some
 from d9d_weights.hugging_face.load import load_tensors
 from d9d_weights.hugging_face.writer import ModelWriter
+from d9d_weights.model_card.card import MODEL_CARD, ModelCard
 from d9d_weights.sharding.agreement import on_all
 from d9d_weights.sharding.model_tensors import model_tensors
 
 from d9d_engine.compose.assemble import Assembly
-from d9d_engine.compose.model_card.card import MODEL_CARD, ModelCard
 from d9d_engine.distributed.mesh import Topology
 
 #: Its readers know one file only.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from d9d_core.data import DataStream
 from d9d_core.errors import BuildError, SaveError
 from d9d_core.job_file.job import JobConfig
@@ -19,14 +21,14 @@ from d9d_core.untrusted import parse_json
 from d9d_weights.graph.graph import StateGraph, specs_of
 from d9d_weights.hugging_face.export import ModelFiles, export_model
 from d9d_weights.hugging_face.writer import ModelWriter
+from d9d_weights.model_card.card import MODEL_CARD, ModelCard
+from d9d_weights.model_card.public_job import changed_fields
+from d9d_weights.model_card.stored import versions_of
 from d9d_weights.sharding.model_tensors import model_tensors
 
 from d9d_engine.compose.adapter import save_adapter
 from d9d_engine.compose.assemble import Assembly
 from d9d_engine.compose.merging import merged
-from d9d_engine.compose.model_card.card import MODEL_CARD, ModelCard
-from d9d_engine.compose.model_card.public_job import changed_fields
-from d9d_engine.compose.model_card.versions import versions_now
 from d9d_engine.compose.weights import Published
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Progress
@@ -35,6 +37,8 @@ Kind = Literal["model", "adapter"]
 GENERATION_CONFIG = "generation_config.json"
 #: Fact of a dataset: ids of the tokens that end the replies it teaches.
 STOPS = "stop_token_ids"
+#: Packages that train and that no manifest of plugins needs to name.
+_FOUNDATION = ("d9d-core", "d9d-engine", "d9d-weights")
 
 
 class Exporter:
@@ -158,7 +162,7 @@ class Exporter:
             step=progress.step,
             tokens=progress.tokens,
             losses=progress.losses(),
-            versions=versions_now(self._manifest),
+            versions=_versions_now(self._manifest),
         )
 
     def _write_model(self, directory: Path, card: ModelCard, config: Mapping[str, Any]) -> None:
@@ -208,3 +212,9 @@ def _names_of_classes(config: Mapping[str, Any], facts: State) -> dict[str, Any]
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {str(name): number for number, name in enumerate(names)},
     }
+
+
+def _versions_now(manifest: Manifest) -> dict[str, str]:
+    """Versions of torch, of d9d and of the loaded plugins, by package; a plugin that is a file has its digest."""
+    own = {name: version(name) for name in _FOUNDATION}
+    return {**own, "torch": torch.__version__, **versions_of(manifest.plugins)}

@@ -8,35 +8,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-from d9d_core.components.instantiate import instantiate
 from d9d_core.config import ModelConfig
-from d9d_core.errors import CheckpointError
-from d9d_core.job_file.job import BaseJob, JobConfig
-from d9d_core.job_file.resolve import Parts, select
-from d9d_core.model import Stage
+from d9d_core.job_file.job import BaseJob
+from d9d_core.job_file.resolve import Parts
 from d9d_core.plugin import ModelSpec
 from d9d_core.registry.registry import Registry
 from d9d_core.tensors import local
 from d9d_core.types import TensorSpec
-from d9d_core.untrusted import Place
-from d9d_weights.graph.base import Mapper
+from d9d_weights.checkpoint.pretrained import open_source
 from d9d_weights.graph.expressions import TensorSource
 from d9d_weights.graph.graph import StateGraph, specs_of
-from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.format import KeepsFields
-from d9d_weights.hugging_face.load import check_duplicates, load_tensors
+from d9d_weights.hugging_face.load import load_tensors
+from d9d_weights.progress import ByteBar
 from d9d_weights.sharding.agreement import on_all
 from d9d_weights.sharding.model_tensors import model_tensors
 from torch import nn
 
-from d9d_engine.checkpoint.stored_model import merger_of, model_of
-from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_engine.distributed.mesh import Topology
-from d9d_engine.run.progress import ByteBar
 
 
 @dataclass(frozen=True)
@@ -126,45 +117,25 @@ def pretrained_weights(
         CheckpointError: it is damaged or absent, or does not fit the model, on any rank.
     """
     spec = selection.model.spec
-    if not isinstance(job.model, ModelConfig) or job.model.pretrained is None or not isinstance(spec, ModelSpec):
+    model = job.model
+    if not isinstance(model, ModelConfig) or model.pretrained is None or not isinstance(spec, ModelSpec):
         yield None
         return
     assert spec.hugging_face is not None  # the config was resolved with it
     layout = spec.hugging_face.load()()
-    location = job.model.pretrained
 
     def open_and_compare() -> Pretrained:
-        if is_checkpoint(location):
-            tensors = opened.enter_context(CheckpointTensors(location, "model/"))
-            of_run, stored = model_of(tensors, registry)
-            published = merger_of(tensors, registry) >> of_run.exporter(stored)
-            graph = fitting(published >> layout.importer(job.model, stored), tensors)
-            exported = _export_of(location)
-            if exported is None:
-                return Pretrained(tensors, tensors.location, graph, {}, {})
-            return Pretrained(
-                tensors, tensors.location, graph, *beside(opened.enter_context(ModelDirectory.open(exported)))
-            )
-        directory = opened.enter_context(ModelDirectory.open(location))
-        graph = fitting(layout.importer(job.model, layout.config_from_json(directory.config())), directory)
-        return Pretrained(directory, directory.location, graph, *beside(directory))
-
-    def beside(directory: ModelDirectory) -> tuple[dict[str, bytes], Mapping[str, Any]]:
+        source = open_source(model, layout, registry, opened)
+        graph = None
+        if job.loading.weights:
+            graph = source.graph(_expected(stage, injected), duplicates=topology.is_main)
+        directory = source.directory
+        if directory is None:
+            return Pretrained(source.tensors, source.tensors.location, graph, {}, {})
         others = directory.other_files() if topology.is_main else ()
-        kept = layout.kept_fields(directory.config(), job.model) if isinstance(layout, KeepsFields) else {}
-        return {name: directory.read_file(name) for name in others}, kept
-
-    def fitting(mapper: Mapper, source: CheckpointTensors | ModelDirectory) -> StateGraph | None:
-        if not job.loading.weights:
-            return None
-        try:
-            graph = StateGraph(mapper, source.specs)
-            graph.check(_expected(stage, injected))
-            if topology.is_main:
-                check_duplicates(graph, source)
-        except CheckpointError as error:
-            raise CheckpointError(f"model.pretrained: {source.location}: {error}") from error
-        return graph
+        kept = layout.kept_fields(directory.config(), model) if isinstance(layout, KeepsFields) else {}
+        files = {name: directory.read_file(name) for name in others}
+        return Pretrained(source.tensors, source.tensors.location, graph, files, kept)
 
     with ExitStack() as opened:
         yield on_all(open_and_compare, None if topology.simulated else topology.world)
@@ -177,29 +148,5 @@ def listed(names: Sequence[str], shown: int = 5) -> str:
     return ", ".join(few) + (f" and {len(counts) - shown} more kinds" if len(counts) > shown else "")
 
 
-def _export_of(location: str) -> Path | None:
-    """Model that the run of a checkpoint has exported, with its tokenizer; ``None`` if it has not, or not here."""
-    run = Place.of(location).run
-    return run / "model" if run is not None and (run / "model" / "config.json").is_file() else None
-
-
 def _expected(stage: nn.Module, injected: frozenset[str]) -> dict[str, TensorSpec]:
     return {name: spec for name, spec in specs_of(model_tensors(stage)).items() if name not in injected}
-
-
-def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
-    """State graph from the weights that a job starts from to its model; without any, from its model to its export.
-
-    Raises:
-        CheckpointError: the weights do not fit, or the model has no published form.
-    """
-    selection = select(job, registry)
-    spec = selection.model.spec
-    with torch.device("meta"):
-        stage = instantiate(selection.model, job.model, Stage())
-    with pretrained_weights(job, selection, registry, stage, frozenset(), Topology()) as pretrained:
-        if pretrained is not None and pretrained.graph is not None:
-            return pretrained.graph
-    if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
-        raise CheckpointError(f"model {selection.model.entry} has no Hugging Face layout")
-    return StateGraph(spec.hugging_face.load()().exporter(job.model), specs_of(model_tensors(stage)))

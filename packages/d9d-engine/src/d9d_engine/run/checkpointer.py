@@ -18,12 +18,13 @@ from d9d_core.registry.manifest import Manifest
 from d9d_core.schedule import Program
 from d9d_core.subscriber import StatefulSubscriber
 from d9d_core.types import State
+from d9d_weights.checkpoint.manifest import are_losses
+from d9d_weights.checkpoint.manifest_model import average_of
 from d9d_weights.sharding.agreement import on_main
 from d9d_weights.sharding.collectives import all_gather_objects
 from d9d_weights.sharding.model_tensors import model_tensors
 from torch import Tensor, nn
 
-from d9d_engine.checkpoint.manifest_model import average_of
 from d9d_engine.checkpoint.retention import BestOf, Retention
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.store import CheckpointStore
@@ -383,15 +384,10 @@ def checked_values(values: Mapping[str, Any], location: str) -> Mapping[str, Any
     sound = isinstance(subscribers, dict) and all(map(_is_table, subscribers.values()))
     wrong += [] if sound else ["subscribers"]
     wrong += ["skips"] if not is_state(values.get("skips", Skips().state())) else []  # likewise
-    wrong += ["losses"] if not _are_losses(values.get("losses", {})) else []  # earlier checkpoints have none
+    wrong += ["losses"] if not are_losses(values.get("losses", {})) else []  # earlier checkpoints have none
     if wrong:
         raise CheckpointError(f"{location}: state.json has no usable {', '.join(wrong)}; copy the checkpoint again")
     return values
-
-
-def _are_losses(values: Any) -> bool:
-    """Whether a value of a checkpoint is a table of series and numbers."""
-    return isinstance(values, dict) and all(type(value) is float and math.isfinite(value) for value in values.values())
 
 
 def _is_table(value: object) -> bool:

@@ -77,8 +77,8 @@ def generate(
     from d9d_core.cli.interrupts import interrupts_deferred
 
     with interrupts_deferred():
-        from d9d_engine.cli.tensors import parse_dtype
         from d9d_engine.distributed.devices import choose_device
+        from d9d_weights.state.tensors import parse_dtype
 
         from d9d_inference.commands.model_files import found_model
         from d9d_inference.generation.chat import chat as converse

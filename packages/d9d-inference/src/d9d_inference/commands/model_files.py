@@ -12,12 +12,12 @@ from d9d_core.errors import CheckpointError, D9dError
 from d9d_core.job_file.document import Document
 from d9d_core.registry.registry import Registry
 from d9d_core.untrusted import Place, read_regular
-from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
-from d9d_engine.cli.tensors import Conversion, convert_state
 from d9d_engine.run.directory import JOB, TOKENIZER
+from d9d_weights.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_weights.hugging_face.adapter import ADAPTER_FILES
 from d9d_weights.hugging_face.index import read_object
 from d9d_weights.hugging_face.layout import CONFIG
+from d9d_weights.state.tensors import Conversion, convert_state
 
 _SHARD = 5 * 10**9
 _THREADS = 4

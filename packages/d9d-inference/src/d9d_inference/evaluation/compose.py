@@ -23,13 +23,13 @@ from d9d_engine.compose.root import compose_root
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import open_store
 from d9d_engine.run.evaluation import Evaluator, likelihood_of
-from d9d_engine.run.progress import SampleBar
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.metrics import Statistics
 from d9d_engine.step.ownership import DATA_AXES
 from d9d_engine.step.tied import find_ties
+from d9d_weights.progress import SampleBar
 from d9d_weights.sharding.model_tensors import model_tensors
 from torch import Tensor
 from torch import distributed as dist

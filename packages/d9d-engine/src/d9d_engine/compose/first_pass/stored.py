@@ -12,6 +12,7 @@ from d9d_core.data import DataStream
 from d9d_core.errors import JobError
 from d9d_core.job_file.job import JobConfig
 from d9d_weights.files.atomic import replacing
+from d9d_weights.progress import SampleBar
 from d9d_weights.sharding.agreement import on_all, on_main
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.prefetch import DevicePrefetcher
-from d9d_engine.run.progress import SampleBar
 from d9d_engine.step.first_pass import FirstForward, GroupRanks, StoredOutputs
 
 #: Name of the samples' numbers in microbatches, and of their count among the facts of a dataset.

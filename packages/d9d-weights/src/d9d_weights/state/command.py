@@ -1,4 +1,4 @@
-"""``d9d state``: its commands; :mod:`d9d_engine.cli.tensors`, which imports torch, implements them."""
+"""``d9d state``: its commands; :mod:`d9d_weights.state.tensors`, which imports torch, implements them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def state_show(
     no_plugins: NoPlugins = False,
 ) -> None:
     """List tensors; of a job file, show how its model and the published layout correspond."""
-    from d9d_engine.cli.tensors import show_state
+    from d9d_weights.state.tensors import show_state
 
     show_state(source, discover_plugins(plugin, no_plugins), picture, as_json)
 
@@ -48,7 +48,7 @@ def state_convert(
     no_plugins: NoPlugins = False,
 ) -> None:
     """Write a model anew: from a training checkpoint, in another number format, in files of another size. No GPU."""
-    from d9d_engine.cli.tensors import Conversion, convert_state, parse_dtype, parse_size
+    from d9d_weights.state.tensors import Conversion, convert_state, parse_dtype, parse_size
 
     asked = Conversion(source, target, parse_dtype(dtype), parse_size(shard_size), threads, keep_from)
     echo(convert_state(asked, discover_plugins(plugin, no_plugins)))
@@ -64,7 +64,7 @@ def state_diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare names, shapes, number formats and numbers. Exit status 1 if they differ."""
-    from d9d_engine.cli.tensors import diff_states
+    from d9d_weights.state.tensors import diff_states
 
     if not diff_states(left, right, tolerance, as_json):
         raise typer.Exit(1)

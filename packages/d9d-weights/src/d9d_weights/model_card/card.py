@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from d9d_engine.compose.model_card.markdown import inline, table, yaml_block, yaml_text
-from d9d_engine.compose.model_card.public_job import base_name, public_job, without_paths
+from d9d_weights.model_card.markdown import inline, table, yaml_block, yaml_text
+from d9d_weights.model_card.public_job import base_name, public_job, without_paths
 
 MODEL_CARD = "README.md"
 #: Ends of the names of transformers' classes -> the Hub's name of what the model is for.

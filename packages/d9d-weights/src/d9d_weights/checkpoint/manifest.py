@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from d9d_core.errors import CheckpointError
 from d9d_core.untrusted import parse_json
+
+from d9d_weights.checkpoint.manifest_model import FORMAT, VALUES, VERSION, check_form
 from d9d_weights.files.atomic import json_bytes
 from d9d_weights.files.directory import MANIFEST, DirectoryStore
 from d9d_weights.files.safetensors import Written
-
-from d9d_engine.checkpoint.manifest_model import FORMAT, VALUES, VERSION, check_form
 
 #: Bytes of the largest JSON file of a checkpoint: thousands of ranks with thousands of tensors each.
 MAX_BYTES = 1 << 30
@@ -140,3 +141,8 @@ def verify_file(storage: DirectoryStore, name: str, file: str, facts: Mapping[st
 def _digest(manifest: Mapping[str, Any]) -> str:
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def are_losses(values: Any) -> bool:
+    """Whether a value of a checkpoint is a table of series and numbers."""
+    return isinstance(values, dict) and all(type(value) is float and math.isfinite(value) for value in values.values())

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.optimizer import AveragesWeights, Optimizer
-from d9d_weights.files.safetensors import DTYPE_NAMES, is_possible
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from d9d_weights.files.safetensors import DTYPE_NAMES, is_possible
 
 FORMAT = "d9d-checkpoint"
 #: Version 1 had whole tensors in one file; no release ever wrote it.

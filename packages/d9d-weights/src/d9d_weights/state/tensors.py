@@ -16,11 +16,18 @@ import torch
 from d9d_core.cli.options import say
 from d9d_core.config import PluginConfig
 from d9d_core.errors import CheckpointError
+from d9d_core.job import JobFile
 from d9d_core.job_file.job import Precision
 from d9d_core.registry.registry import Registry
 from d9d_core.terminal.console import console_for
 from d9d_core.types import TensorSpec
 from d9d_core.untrusted import visible
+from pydantic import ValidationError
+from rich.table import Table
+
+from d9d_weights.checkpoint.pretrained import job_state_graph
+from d9d_weights.checkpoint.stored_model import job_of, merger_of, model_of
+from d9d_weights.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_weights.files.open import open_directory
 from d9d_weights.graph.base import Mapper, Parallel
 from d9d_weights.graph.graph import StateGraph
@@ -29,16 +36,9 @@ from d9d_weights.graph.pictures import Line, graph_mermaid, graph_text, tensor_l
 from d9d_weights.hugging_face.convert import convert, deviation
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.format import HuggingFaceFormat, KeepsFields
-from pydantic import ValidationError
-from rich.table import Table
-
-from d9d_engine.checkpoint.stored_model import job_of, merger_of, model_of
-from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
-from d9d_engine.compose.model_card.card import MODEL_CARD
-from d9d_engine.compose.model_card.stored import card_of
-from d9d_engine.compose.pretrained import job_state_graph
-from d9d_engine.job import Job
-from d9d_engine.run.progress import ByteBar
+from d9d_weights.model_card.card import MODEL_CARD
+from d9d_weights.model_card.stored import card_of
+from d9d_weights.progress import ByteBar
 
 JOB_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 _SIZE = re.compile(r"([0-9.]+)\s*([KMGT]?)(i?)B", re.IGNORECASE)
@@ -61,7 +61,7 @@ def show_state(location: str, registry: Registry, picture: Path | None, as_json:
         D9dError: it cannot be read.
     """
     if location.endswith(JOB_SUFFIXES):
-        graph = job_state_graph(Job.load(location, registry=registry), registry)
+        graph = job_state_graph(JobFile.load(location, registry=registry), registry)
         if picture is not None:
             picture.write_text(graph_mermaid(graph), "utf-8")
         text = {name: value.text() for name, value in graph.outputs.items()}

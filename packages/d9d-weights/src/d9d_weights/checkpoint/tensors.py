@@ -14,14 +14,14 @@ import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
 from d9d_core.untrusted import Place
+from torch import Tensor
+
+from d9d_weights.checkpoint.manifest import read_manifest, read_state
+from d9d_weights.checkpoint.names import folder, steps_in
 from d9d_weights.files.directory import MANIFEST, DirectoryStore
 from d9d_weights.files.open import open_directory, open_store
 from d9d_weights.files.safetensors import TensorFile
 from d9d_weights.hugging_face.layout import CONFIG
-from torch import Tensor
-
-from d9d_engine.checkpoint.manifest import read_manifest, read_state
-from d9d_engine.checkpoint.prune import folder, steps_in
 
 _MODEL = "model/"
 _FOLDER = re.compile(r"step-\d+")

@@ -12,13 +12,13 @@ from d9d_core.job_file.inner import choose
 from d9d_core.job_file.lookup import load_config
 from d9d_core.plugin import ModelSpec
 from d9d_core.registry.registry import Registry
+from pydantic import ValidationError
+
+from d9d_weights.checkpoint.tensors import CheckpointTensors
 from d9d_weights.graph.base import Mapper
 from d9d_weights.graph.mappers import Identity
 from d9d_weights.hugging_face.adapter import MergesTensors
 from d9d_weights.hugging_face.format import HuggingFaceFormat
-from pydantic import ValidationError
-
-from d9d_engine.checkpoint.tensors import CheckpointTensors
 
 
 def job_of(tensors: CheckpointTensors) -> Mapping[str, Any]:

@@ -9,11 +9,10 @@ from typing import Any
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
 
-from d9d_engine.checkpoint.stored_model import job_of
-from d9d_engine.checkpoint.tensors import CheckpointTensors
-from d9d_engine.compose.model_card.card import ModelCard
-from d9d_engine.compose.model_card.versions import versions_of
-from d9d_engine.run.checkpointer import checked_values
+from d9d_weights.checkpoint.manifest import are_losses
+from d9d_weights.checkpoint.stored_model import job_of
+from d9d_weights.checkpoint.tensors import CheckpointTensors
+from d9d_weights.model_card.card import ModelCard
 
 
 def card_of(
@@ -35,7 +34,7 @@ def card_of(
     """
     values: Mapping[str, Any] = {}
     try:
-        values = checked_values(tensors.values(), tensors.location)
+        values = _checked(tensors.values(), tensors.location)
     except CheckpointError as error:
         note(f"warning: the model card lacks tokens and losses: {error}")
     return ModelCard(
@@ -47,3 +46,19 @@ def card_of(
         losses=values.get("losses", {}),
         versions=versions_of(tensors.manifest.get("plugins") or {}),
     )
+
+
+def _checked(values: Mapping[str, Any], location: str) -> Mapping[str, Any]:
+    """Values of a checkpoint, after a look at the kinds of those that a card states."""
+    tokens = values.get("tokens")
+    wrong = [] if type(tokens) is int and tokens >= 0 else ["tokens"]
+    wrong += [] if are_losses(values.get("losses", {})) else ["losses"]  # earlier checkpoints have none
+    if wrong:
+        raise CheckpointError(f"{location}: state.json has no usable {', '.join(wrong)}; copy the checkpoint again")
+    return values
+
+
+def versions_of(plugins: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Versions of the plugins in a manifest, by package; those that have neither version nor digest are left out."""
+    found = {name: facts["version"] or facts["sha256"][:12] for name, facts in plugins.items()}
+    return {name: text for name, text in found.items() if text}

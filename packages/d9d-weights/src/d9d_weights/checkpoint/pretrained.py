@@ -1,0 +1,115 @@
+"""Weights that a job starts from: a model directory or a training checkpoint, and how they become the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from d9d_core.components.instantiate import instantiate
+from d9d_core.config import ModelConfig
+from d9d_core.errors import CheckpointError
+from d9d_core.job_file.job import JobConfig
+from d9d_core.job_file.resolve import select
+from d9d_core.model import Stage
+from d9d_core.plugin import ModelSpec
+from d9d_core.registry.registry import Registry
+from d9d_core.types import TensorSpec
+from d9d_core.untrusted import Place
+
+from d9d_weights.checkpoint.stored_model import merger_of, model_of
+from d9d_weights.checkpoint.tensors import CheckpointTensors, is_checkpoint
+from d9d_weights.graph.base import Mapper
+from d9d_weights.graph.graph import StateGraph, specs_of
+from d9d_weights.hugging_face.directory import ModelDirectory
+from d9d_weights.hugging_face.format import HuggingFaceFormat
+from d9d_weights.hugging_face.load import check_duplicates
+from d9d_weights.sharding.model_tensors import model_tensors
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights that a job starts from.
+
+    Attributes:
+        tensors: opened files.
+        mapper: from their names and layouts to the model's.
+        directory: model directory with a tokenizer and other files that an export keeps; ``None`` without one.
+    """
+
+    tensors: CheckpointTensors | ModelDirectory
+    mapper: Mapper
+    directory: ModelDirectory | None
+
+    def graph(self, expected: Mapping[str, TensorSpec], duplicates: bool = True) -> StateGraph:
+        """State graph to the model's tensors.
+
+        Args:
+            expected: tensors of the model.
+            duplicates: whether to compare tensors that the files hold more than once.
+
+        Raises:
+            CheckpointError: the weights do not fit the model.
+        """
+        try:
+            graph = StateGraph(self.mapper, self.tensors.specs)
+            graph.check(expected)
+            if duplicates:
+                check_duplicates(graph, self.tensors)
+        except CheckpointError as error:
+            raise CheckpointError(f"model.pretrained: {self.tensors.location}: {error}") from error
+        return graph
+
+
+def open_source(model: ModelConfig, layout: HuggingFaceFormat, registry: Registry, opened: ExitStack) -> Source:
+    """Open what ``model.pretrained`` names. A training checkpoint is read as the model that its run would export.
+
+    Args:
+        model: config of the model; ``pretrained`` is given.
+        layout: published form of the model.
+        registry: has the fine-tuning methods that a checkpoint may be of.
+        opened: closes the files.
+
+    Raises:
+        CheckpointError: the weights are damaged or absent.
+    """
+    location = model.pretrained
+    assert location is not None
+    if is_checkpoint(location):
+        tensors = opened.enter_context(CheckpointTensors(location, "model/"))
+        of_run, stored = model_of(tensors, registry)
+        published = merger_of(tensors, registry) >> of_run.exporter(stored)
+        exported = _export_of(location)
+        beside = None if exported is None else opened.enter_context(ModelDirectory.open(exported))
+        return Source(tensors, published >> layout.importer(model, stored), beside)
+    directory = opened.enter_context(ModelDirectory.open(location))
+    mapper = layout.importer(model, layout.config_from_json(directory.config()))
+    return Source(directory, mapper, directory)
+
+
+def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
+    """State graph from the weights that a job starts from to its model; without any, from its model to its export.
+
+    Raises:
+        CheckpointError: the weights do not fit, or the model has no published form.
+    """
+    selection = select(job, registry)
+    spec = selection.model.spec
+    if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
+        raise CheckpointError(f"model {selection.model.entry} has no Hugging Face layout")
+    with torch.device("meta"):
+        stage = instantiate(selection.model, job.model, Stage())
+    layout: HuggingFaceFormat = spec.hugging_face.load()()
+    tensors = specs_of(model_tensors(stage))
+    if not isinstance(job.model, ModelConfig) or job.model.pretrained is None or not job.loading.weights:
+        return StateGraph(layout.exporter(job.model), tensors)
+    with ExitStack() as opened:
+        return open_source(job.model, layout, registry, opened).graph(tensors)
+
+
+def _export_of(location: str) -> Path | None:
+    """Model that the run of a checkpoint has exported, with its tokenizer; ``None`` if it has not, or not here."""
+    run = Place.of(location).run
+    return run / "model" if run is not None and (run / "model" / "config.json").is_file() else None

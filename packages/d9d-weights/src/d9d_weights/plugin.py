@@ -1,0 +1,20 @@
+"""Declaration of the command ``state``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from d9d_core.plugin import CommandSpec, Ref, hookimpl
+
+D9D_API = 2
+
+
+@hookimpl
+def d9d_commands() -> Iterator[CommandSpec]:
+    """Command ``state``."""
+    yield CommandSpec(
+        name="state",
+        summary="Look at checkpoints, convert them, compare them.",
+        requires=frozenset({"import:torch"}),
+        app=Ref("d9d_weights.state.command:app"),
+    )

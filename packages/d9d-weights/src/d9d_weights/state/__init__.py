@@ -1,0 +1,1 @@
+"""Command ``d9d state``."""
