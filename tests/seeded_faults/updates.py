@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from d9d_core.tensors import local
 from d9d_engine.job import Job
-from d9d_engine.step.totals import Clipper
+from d9d_engine.step.clip import Clipper
 from torch import Tensor
 from torch import distributed as dist
 

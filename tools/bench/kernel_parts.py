@@ -263,7 +263,7 @@ def measure_optimizers(bench: Bench, rate: float) -> list[Row]:
 
 def gradient_norms(bench: Bench, rate: float) -> list[Row]:
     """Sums of the squares of all gradients, as torch and as the kernel compute them."""
-    from d9d_engine.step.totals import gradient_power
+    from d9d_engine.step.clip import gradient_power
     from d9d_triton.gradient_power import SumOfSquares
 
     device, count = torch.device(bench.device), max(1, int(bench.sizes.billions * 1e9 / bench.sizes.hidden**2))

@@ -16,10 +16,10 @@ from d9d_core.tensors import local
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.distributed.simulate import simulated_world
 from d9d_engine.plugin import d9d_views
+from d9d_engine.step.clip import Clipper, GradientNorm
 from d9d_engine.step.executor import StageLoss
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.ownership import settle
-from d9d_engine.step.totals import Clipper, GradientNorm
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

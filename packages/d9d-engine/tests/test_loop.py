@@ -11,8 +11,8 @@ from d9d_core.errors import JobError, NonFiniteError
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.job import Job
+from d9d_engine.step.clip import Clipper, GradientNorm
 from d9d_engine.step.executor import StageLoss
-from d9d_engine.step.totals import Clipper, GradientNorm
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, quiet
 
 MakeJob = Callable[..., Job]

@@ -24,7 +24,7 @@ from d9d_engine.step.checked_task import LossTask
 from d9d_engine.step.executor import Executor
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.metrics import Statistics
-from d9d_engine.step.randomness import derive_seed
+from d9d_engine.step.randomness import MicrobatchSeeds
 
 
 def build_executor(
@@ -108,19 +108,9 @@ def build_frozen_executor(
     )
 
 
-def _draws(job: BaseJob, topology: Topology) -> Callable[[int, int, int], int]:
-    """Seed the draws of a microbatch from the step, its first sample's position in the batch, the stage and the part.
-
-    Ranks of ``cp`` have parts of the same samples; with one seed, their positions would share each dropout.
-    """
+def _draws(job: BaseJob, topology: Topology) -> MicrobatchSeeds:
     first = topology.data_parallel_rank * (job.batch.size // topology.data_parallel_size)
-    part = topology.coordinate["cp"]
-
-    def seed(step: int, index: int, stage: int) -> int:
-        keys = ("step", step, "sample", first + index * job.microbatch_size)
-        return derive_seed(job.seed, *keys, *(("stage", stage) if stage else ()), *(("part", part) if part else ()))
-
-    return seed
+    return MicrobatchSeeds(job.seed, first, job.microbatch_size, topology.coordinate["cp"])
 
 
 def _schedule_handlers(

@@ -36,7 +36,8 @@ from d9d_engine.compose.pretrained import pretrained_weights
 from d9d_engine.compose.root import Root
 from d9d_engine.costs.flops import tuning_flops
 from d9d_engine.step.checked_task import CheckedTask
-from d9d_engine.step.totals import GradientNorm
+from d9d_engine.step.clip import GradientNorm
+from d9d_engine.step.step import constant_lr
 
 __all__ = ["MemoryEstimate", "Plan"]
 
@@ -175,7 +176,7 @@ def _frozen_bytes(root: Root[JobConfig, Selection], assembly: Assembly, task: ob
 def build_lr_schedule(job: JobConfig, selection: Selection, steps: int) -> LrSchedule:
     """Build the learning-rate schedule of a run of so many steps; a constant one by default."""
     if selection.lr_schedule is None or job.lr_schedule is None:
-        return lambda _step: 1.0
+        return constant_lr
     schedule: LrSchedule = instantiate(selection.lr_schedule, job.lr_schedule, steps)
     return schedule
 

@@ -48,11 +48,11 @@ from d9d_engine.run.trainer import Trainer
 from d9d_engine.sleep.sleeper import Sleeper
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.checked_task import CheckedTask
+from d9d_engine.step.clip import Clipper, division_of
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.loss import LossScale
 from d9d_engine.step.ownership import DATA_AXES
 from d9d_engine.step.step import TrainStep
-from d9d_engine.step.totals import Clipper, division_of
 from d9d_engine.subscribers.event_bus import Events
 from d9d_engine.trackers.hub import TrackerHub
 from d9d_engine.trackers.run_log import HubLog

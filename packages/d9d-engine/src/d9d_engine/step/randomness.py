@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,6 +20,32 @@ def derive_seed(seed: int, *keys: str | int) -> int:
     """A 63-bit seed from the job's seed and what it is for."""
     text = "\0".join(map(str, (seed, *keys)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+@dataclass(frozen=True)
+class MicrobatchSeeds:
+    """Seeds of what a microbatch draws, such as dropout: from the step, its first sample, the stage and the part.
+
+    Ranks of ``cp`` have parts of the same samples; with one seed, their positions would share each dropout.
+
+    Attributes:
+        seed: of the job.
+        first: position in the batch of this rank's first sample.
+        microbatch_size: samples in a microbatch.
+        part: coordinate of this rank along ``cp``.
+    """
+
+    seed: int
+    first: int
+    microbatch_size: int
+    part: int
+
+    def __call__(self, step: int, index: int, stage: int) -> int:
+        """Seed of microbatch ``index`` of this rank on a stage."""
+        keys: list[str | int] = ["step", step, "sample", self.first + index * self.microbatch_size]
+        keys += ["stage", stage] if stage else []  # without pipeline and context parallelism, the keys of one process
+        keys += ["part", self.part] if self.part else []
+        return derive_seed(self.seed, *keys)
 
 
 def seed_generators(device: torch.device, seed: int) -> None:

@@ -12,13 +12,13 @@ from d9d_core.types import Pack
 from d9d_engine.profiling.ranges import OPTIMIZER, Ranges
 from d9d_engine.step.auxiliary_losses import Tallies
 from d9d_engine.step.checked_task import CheckedTask
+from d9d_engine.step.clip import Clipper
 from d9d_engine.step.executor import Executor
 from d9d_engine.step.first_pass import FirstPassRunner
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.loss import LossScale
 from d9d_engine.step.metrics import Statistics
 from d9d_engine.step.tied import Ties
-from d9d_engine.step.totals import Clipper
 from d9d_engine.subscribers.event_bus import Events
 
 
@@ -122,3 +122,8 @@ class TrainStep:
         self.gradients.reset()
         self.events.emit(ev.StepEnds(step, result))
         return result
+
+
+def constant_lr(step: int) -> float:  # noqa: ARG001 - a schedule takes the step
+    """Learning-rate schedule of a job that names none: the base learning rate at every step."""
+    return 1.0

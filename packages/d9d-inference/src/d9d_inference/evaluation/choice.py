@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Literal
 
 from d9d_core.errors import CheckpointError
-from d9d_engine.checkpoint.prune import folder
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_weights.checkpoint.manifest import read_manifest
+from d9d_weights.checkpoint.names import folder
 from d9d_weights.files.open import open_store
 from d9d_weights.sharding.agreement import on_main
 

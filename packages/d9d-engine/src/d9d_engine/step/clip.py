@@ -1,4 +1,4 @@
-"""All-reduce of a step's totals: loss, gradient norm, flags; and the clipping that follows from it."""
+"""Gradient clipping: the norm, its all-reduce with the step's other totals (loss, flags), and the division."""
 
 from __future__ import annotations
 
