@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from d9d_engine.compose import training as build
+from d9d_engine.compose import weights as build
 from d9d_engine.job import Job
 from d9d_engine.step.tied import Ties
 from d9d_pipeline.runtime.handlers import SplitBackwardHandlers
