@@ -42,15 +42,8 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 __all__ = [
-    "LoadsCode",
-    "ModelConfig",
-    "PathOrAddress",
-    "PathText",
-    "PluginConfig",
-    "ScheduleConfig",
-    "Section",
-    "closest",
-]
+    "LoadsCode", "ModelConfig", "PathOrAddress", "PathText", "PluginConfig", "ScheduleConfig", "Section", "closest",
+]  # fmt: skip
 
 #: Place of a value in a job file.
 Location = tuple[int | str, ...]

@@ -14,20 +14,9 @@ from typing import Literal, Protocol
 from d9d_core.schedule import Program
 
 __all__ = [
-    "AdapterCost",
-    "AttentionShape",
-    "BlockCost",
-    "ContextCost",
-    "Exchange",
-    "ModelCosts",
-    "OpCost",
-    "OptimizerCost",
-    "Share",
-    "StageCost",
-    "StageTimes",
-    "StrategyCost",
-    "Weight",
-]
+    "AdapterCost", "AttentionShape", "BlockCost", "ContextCost", "Exchange", "ModelCosts", "OpCost", "OptimizerCost",
+    "Share", "StageCost", "StageTimes", "StrategyCost", "Weight",
+]  # fmt: skip
 
 #: Which rate of a device bounds an op beside that of its memory: dense products, grouped ones, attention, or none.
 OpKind = Literal["product", "grouped_product", "attention", "memory"]

@@ -60,16 +60,9 @@ from typing import Literal, Protocol, runtime_checkable
 from d9d_core.types import Pack, State
 
 __all__ = [
-    "ChoosesTensors",
-    "DataContext",
-    "DataStream",
-    "PacksDocuments",
-    "SampleLengths",
-    "StatesLengths",
-    "TextInputs",
-    "packs_documents",
-    "sample_lengths",
-]
+    "ChoosesTensors", "DataContext", "DataStream", "PacksDocuments", "SampleLengths", "StatesLengths", "TextInputs",
+    "packs_documents", "sample_lengths",
+]  # fmt: skip
 
 #: Tokens of a text that are inputs. ``own``: those that the dataset trains with, where a predicted last token is none;
 #: ``with_end``: all of them and the end of text; ``as_encoded``: those that the tokenizer gives, without an end of text

@@ -16,16 +16,9 @@ Texts say where (file, line, field, parameter), why, which distribution is conce
 from __future__ import annotations
 
 __all__ = [
-    "BuildError",
-    "CheckpointError",
-    "D9dError",
-    "DataError",
-    "JobError",
-    "NonFiniteError",
-    "PluginError",
-    "SaveError",
+    "BuildError", "CheckpointError", "D9dError", "DataError", "JobError", "NonFiniteError", "PluginError", "SaveError",
     "TrainingError",
-]
+]  # fmt: skip
 
 
 class D9dError(Exception):

@@ -35,17 +35,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "ROW",
-    "Columns",
-    "Continuation",
-    "ContinuesRows",
-    "InferenceTask",
-    "JoinsPositions",
-    "ReadsModules",
-    "ReadsTexts",
-    "Writer",
-    "WritesText",
-]
+    "ROW", "Columns", "Continuation", "ContinuesRows", "InferenceTask", "JoinsPositions", "ReadsModules", "ReadsTexts",
+    "Writer", "WritesText",
+]  # fmt: skip
 
 #: Rows of a table by column: name -> one value for each row. Values are what JSON can hold, or lists of numbers.
 Columns = Mapping[str, Sequence[Any]]

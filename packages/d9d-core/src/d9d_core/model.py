@@ -34,24 +34,10 @@ if TYPE_CHECKING:
     from d9d_core.deferral import Deferral
 
 __all__ = [
-    "ContextShare",
-    "HasHeads",
-    "HasLinearTerms",
-    "LendsProduct",
-    "PositionShare",
-    "SeesContext",
-    "SeesSequence",
-    "SequenceShare",
-    "SharesAttention",
-    "SharesInputs",
-    "SplitsContext",
-    "SplitsFeatures",
-    "SplitsSequence",
-    "SplitsVocabulary",
-    "Stage",
-    "TermKind",
-    "VocabularyShare",
-]
+    "ContextShare", "HasHeads", "HasLinearTerms", "LendsProduct", "PositionShare", "SeesContext", "SeesSequence",
+    "SequenceShare", "SharesAttention", "SharesInputs", "SplitsContext", "SplitsFeatures", "SplitsSequence",
+    "SplitsVocabulary", "Stage", "TermKind", "VocabularyShare",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

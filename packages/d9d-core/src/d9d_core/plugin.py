@@ -39,32 +39,11 @@ from d9d_core.errors import interrupt_behind
 from d9d_core.untrusted import visible
 
 __all__ = [
-    "ANCHORS",
-    "CapabilitySpec",
-    "CommandSpec",
-    "ConfiguredSpec",
-    "DatasetSpec",
-    "HealthCheckSpec",
-    "InferenceTaskSpec",
-    "JobCheckSpec",
-    "KernelSpec",
-    "LrScheduleSpec",
-    "MetricSpec",
-    "ModelSpec",
-    "OptimizerSpec",
-    "PeftSpec",
-    "Ref",
-    "ScheduleSpec",
-    "Spec",
-    "StrategySpec",
-    "SubscriberSpec",
-    "TaskSpec",
-    "TrackerSpec",
-    "ViewDim",
-    "ViewSpec",
-    "WriterSpec",
-    "hookimpl",
-]
+    "ANCHORS", "CapabilitySpec", "CommandSpec", "ConfiguredSpec", "DatasetSpec", "HealthCheckSpec",
+    "InferenceTaskSpec", "JobCheckSpec", "KernelSpec", "LrScheduleSpec", "MetricSpec", "ModelSpec", "OptimizerSpec",
+    "PeftSpec", "Ref", "ScheduleSpec", "Spec", "StrategySpec", "SubscriberSpec", "TaskSpec", "TrackerSpec", "ViewDim",
+    "ViewSpec", "WriterSpec", "hookimpl",
+]  # fmt: skip
 
 _NAME = re.compile(r"[0-9]*[a-z][a-z0-9_]*(\.v[0-9]+)?")
 

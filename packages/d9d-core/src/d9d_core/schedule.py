@@ -34,25 +34,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 __all__ = [
-    "Action",
-    "Backward",
-    "Forward",
-    "InputBackward",
-    "MicrobatchAction",
-    "Overlap",
-    "Program",
-    "ReceiveActivation",
-    "ReceiveGradient",
-    "Reduce",
-    "Schedule",
-    "SendActivation",
-    "SendGradient",
-    "WeightBackward",
-    "compute_parts",
-    "count_stages",
-    "forward_only",
-    "single_stage",
-]
+    "Action", "Backward", "Forward", "InputBackward", "MicrobatchAction", "Overlap", "Program", "ReceiveActivation",
+    "ReceiveGradient", "Reduce", "Schedule", "SendActivation", "SendGradient", "WeightBackward", "compute_parts",
+    "count_stages", "forward_only", "single_stage",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

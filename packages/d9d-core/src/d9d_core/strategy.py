@@ -31,20 +31,9 @@ if TYPE_CHECKING:
     from d9d_core.topology import Topology
 
 __all__ = [
-    "Applied",
-    "Collective",
-    "CommunicatesAlone",
-    "CommunicatesInContext",
-    "Communication",
-    "ContextCall",
-    "GradientOwner",
-    "Kind",
-    "Pass",
-    "Reducer",
-    "StepShape",
-    "Strategy",
-    "no_collectives",
-]
+    "Applied", "Collective", "CommunicatesAlone", "CommunicatesInContext", "Communication", "ContextCall",
+    "GradientOwner", "Kind", "Pass", "Reducer", "StepShape", "Strategy", "no_collectives",
+]  # fmt: skip
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "receive"]
 """Kind of a collective, or of one side of an exchange between two ranks."""

@@ -36,18 +36,9 @@ if TYPE_CHECKING:
     from d9d_core.topology import Topology
 
 __all__ = [
-    "FinishesTraining",
-    "HasHparams",
-    "LanguageModelTask",
-    "OwnsMetrics",
-    "SeesSteps",
-    "SplitsPositions",
-    "StageInputs",
-    "StatefulTask",
-    "Task",
-    "UsesTopology",
-    "WeighsOutputs",
-]
+    "FinishesTraining", "HasHparams", "LanguageModelTask", "OwnsMetrics", "SeesSteps", "SplitsPositions",
+    "StageInputs", "StatefulTask", "Task", "UsesTopology", "WeighsOutputs",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,24 +34,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "Histogram",
-    "LogsValues",
-    "Picture",
-    "RunInfo",
-    "RunLog",
-    "SeriesName",
-    "TakesFiles",
-    "TakesHistograms",
-    "TakesPictures",
-    "TakesTables",
-    "TakesTexts",
-    "Tracker",
-    "TrackerRun",
-    "flatten",
-    "shortened",
-    "split_tags",
+    "Histogram", "LogsValues", "Picture", "RunInfo", "RunLog", "SeriesName", "TakesFiles", "TakesHistograms",
+    "TakesPictures", "TakesTables", "TakesTexts", "Tracker", "TrackerRun", "flatten", "shortened", "split_tags",
     "storable",
-]
+]  # fmt: skip
 
 #: Picture: uint8 [height, width, 3], red, green and blue.
 Picture: TypeAlias = "Tensor"

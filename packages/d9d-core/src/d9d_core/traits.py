@@ -34,31 +34,11 @@ if TYPE_CHECKING:
     from d9d_core.types import TensorSpec
 
 __all__ = [
-    "TRAITS",
-    "Adapts",
-    "AddsLosses",
-    "ContextParallelizable",
-    "DefersWeights",
-    "Dispatched",
-    "Dispatcher",
-    "Divisible",
-    "HasAdjacentWeights",
-    "HasBanks",
-    "HasBlocks",
-    "HasExperts",
-    "HasOps",
-    "HasTallies",
-    "LateInit",
-    "LayoutDependent",
-    "LossTerm",
-    "ObservesOnDemand",
-    "PipelineStage",
-    "Routing",
-    "TensorParallelizable",
-    "TensorStyle",
-    "Transfer",
-    "modules_with",
-]
+    "TRAITS", "Adapts", "AddsLosses", "ContextParallelizable", "DefersWeights", "Dispatched", "Dispatcher",
+    "Divisible", "HasAdjacentWeights", "HasBanks", "HasBlocks", "HasExperts", "HasOps", "HasTallies", "LateInit",
+    "LayoutDependent", "LossTerm", "ObservesOnDemand", "PipelineStage", "Routing", "TensorParallelizable",
+    "TensorStyle", "Transfer", "modules_with",
+]  # fmt: skip
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -12,12 +12,9 @@ from torch._higher_order_ops import wrap  # nothing public tells
 from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
-    "keep_fsdp_gradients",
-    "prepare_fsdp_gradients",
-    "recomputes_inside_functions",
-    "reduce_fsdp_gradients",
+    "keep_fsdp_gradients", "prepare_fsdp_gradients", "recomputes_inside_functions", "reduce_fsdp_gradients",
     "settle_fsdp_reduction",
-]
+]  # fmt: skip
 
 
 def prepare_fsdp_gradients(root: nn.Module) -> None:

@@ -15,13 +15,8 @@ from d9d_verify.tolerances import TOLERANCES, Tolerance, compare_directions
 from torch import Tensor
 
 __all__ = [
-    "TOLERANCES",
-    "Tolerance",
-    "assert_close_gradients",
-    "assert_close_values",
-    "compare_directions",
-    "tolerance",
-]
+    "TOLERANCES", "Tolerance", "assert_close_gradients", "assert_close_values", "compare_directions", "tolerance",
+]  # fmt: skip
 
 
 def tolerance(*tensors: Tensor) -> Tolerance:
