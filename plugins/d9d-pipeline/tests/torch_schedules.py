@@ -6,16 +6,56 @@ objects stand in for stages, and no process group is needed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from d9d_core.schedule import Program
-from d9d_pipeline.schedule.from_torch import from_torch
-from d9d_pipeline.schedule.placement import loop, vee
+from d9d_core.schedule import (
+    Action,
+    Backward,
+    Forward,
+    InputBackward,
+    MicrobatchAction,
+    Overlap,
+    Program,
+    WeightBackward,
+)
+from d9d_pipeline.schedule.insert_transfers import insert_transfers
+from d9d_pipeline.schedule.placement import Placement, loop, vee
 
 torch = pytest.importorskip("torch")
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+
+
+TYPES: Mapping[str, type[MicrobatchAction]] = {
+    "F": Forward, "B": Backward, "I": InputBackward, "W": WeightBackward,
+}  # fmt: skip
+
+
+def from_torch(pipeline_order: Mapping[int, Iterable[Any]], placement: Placement) -> list[Program]:
+    """Programs with the order of computation of a torch schedule, and transfers inserted by our pass.
+
+    Args:
+        pipeline_order: rank -> the ``_Action`` of a schedule, or ``None`` for a pause, which says nothing here.
+        placement: stages of each rank.
+    """
+    return insert_transfers([translate(pipeline_order[rank]) for rank in range(len(placement))], placement)
+
+
+def translate(order: Iterable[Any]) -> list[Action]:
+    found: list[Action] = []
+    for action in order:
+        if action is None:
+            continue
+        if action.sub_actions:
+            forward, backward = translate(action.sub_actions)
+            assert isinstance(forward, Forward)
+            assert isinstance(backward, Backward | InputBackward)
+            found.append(Overlap(forward, backward))
+        elif kind := TYPES.get(action.computation_type.value):  # the rest is communication and memory
+            found.append(kind(action.stage_index, action.microbatch_index))
+    return found
 
 
 def torch_programs(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> list[Program]:

@@ -295,10 +295,6 @@ class Trainer:
         self.events.emit(ev.WakeEnds(step, chosen, taken))
         return taken
 
-    def is_asleep(self, tag: Tag) -> bool:
-        """Whether what a tag stands for is asleep."""
-        return tag in self._parts.sleeper.settle([tag]) and tag in self._parts.sleeper.asleep
-
     def finish(self) -> Outcome:
         """Save, export what the job asks for if all steps are done, and close the run. Collective over all ranks.
 

@@ -6,24 +6,22 @@ Shapes: B samples, S positions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from d9d_core.model import PositionShare
-from d9d_core.task import StageInputs
-from d9d_core.types import Microbatch, State
+from d9d_core.types import Microbatch
 from torch import Tensor
 
 from d9d_nn.causal_lm.config import CausalLMConfig
 from d9d_nn.heads.causal_lm import RANKS
-from d9d_nn.heads.choice import check_language_model, read_output
-from d9d_nn.microbatch import check_fields, count_positions, own_positions, stage_inputs
+from d9d_nn.heads.choice import read_output
+from d9d_nn.microbatch import check_fields
 from d9d_nn.ops.linear_cross_entropy import IGNORE
+from d9d_nn.text_task import TextTask
 
 _TERM = "cross_entropy"
 
 
-class CausalLM:
+class CausalLM(TextTask):
     """Next-token prediction with one loss term, ``cross_entropy``: the mean negative log-likelihood of the targets.
 
     Microbatches with ``weights`` float32 [B, S], not negative, weight the targets; then the mean is a weighted one.
@@ -37,30 +35,16 @@ class CausalLM:
         config: config with the head's name.
     """
 
+    term = _TERM
+    further_inputs = ("targets",)
+
     def __init__(self, config: CausalLMConfig) -> None:
         self.config = config
-
-    @property
-    def coefficients(self) -> Mapping[str, float]:
-        """Coefficient of the loss term."""
-        return {_TERM: 1.0}
 
     @property
     def likelihood(self) -> str:
         """Term whose exponential is the perplexity."""
         return _TERM
-
-    def check(self, model: Any, facts: State) -> None:
-        """Find the head, and compare vocabulary and sequence length of model and data, as far as both state them.
-
-        Raises:
-            JobError: the head cannot be found, or the data has token ids or positions that the model has not.
-        """
-        check_language_model(model, "causal_lm", self.config.head, facts)
-
-    def count(self, microbatch: Microbatch) -> int | Tensor:
-        """Number of positions, ignored targets included and padding not."""
-        return count_positions(microbatch)
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of targets that are predicted, or the sum of their weights.
@@ -73,18 +57,6 @@ class CausalLM:
         if "weights" in microbatch:
             return {_TERM: (microbatch["weights"] * predicted).sum(dtype=torch.float32)}
         return {_TERM: predicted.sum(dtype=torch.float32)}
-
-    def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
-        return stage_inputs(microbatch, "targets")
-
-    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions: each target is beside its token, and the loss is a sum over targets.
-
-        Raises:
-            ValueError: the ranks cannot share the positions evenly.
-        """
-        return own_positions(microbatch, share)
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Sum of the token losses, each times its weight; ignored targets have none.

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from d9d_core.errors import JobError
 from d9d_core.model import PositionShare
-from d9d_core.task import StageInputs
 from d9d_core.types import Microbatch, State
 from torch import Tensor
 from torch.nn import functional
@@ -20,18 +19,17 @@ from d9d_nn.classification.config import ClassificationConfig, TokenClassificati
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
 from d9d_nn.microbatch import (
     check_fields,
-    count_positions,
     counts_samples,
     own_positions,
     own_positions_of_samples,
-    stage_inputs,
 )
 from d9d_nn.ops.linear_cross_entropy import IGNORE
+from d9d_nn.text_task import TextTask
 
 _TERM = "cross_entropy"
 
 
-class Classification:
+class Classification(TextTask):
     """Classification with one loss term, ``cross_entropy``: the mean negative log-likelihood of the labels.
 
     Microbatches hold ``tokens`` int64 [B, S], right-padded, and ``labels`` int64 [B], -100 for a sample that does not
@@ -42,17 +40,13 @@ class Classification:
         config: config with the head's name.
     """
 
-    #: Kind of head that the task trains, and shape of the labels.
-    kind = "classification"
+    term = _TERM
+    head_kind = "classification"
+    #: Shape of the labels.
     label_shape: tuple[str, ...] = ("B",)
 
     def __init__(self, config: ClassificationConfig | TokenClassificationConfig) -> None:
         self.config = config
-
-    @property
-    def coefficients(self) -> Mapping[str, float]:
-        """Coefficient of the loss term."""
-        return {_TERM: 1.0}
 
     def check(self, model: Any, facts: State) -> None:
         """Find the head, and compare classes, vocabulary and sequence length, as far as model and data state them.
@@ -60,7 +54,7 @@ class Classification:
         Raises:
             JobError: the head cannot be found, or the data has classes, token ids or positions that the model has not.
         """
-        head = choose_head(model, self.kind, self.config.head)
+        head = choose_head(model, self.head_kind, self.config.head)
         problems = exceeded(model, facts)
         if getattr(head, "num_classes", None) == 1:
             problems.append("model.heads: a head of one class has nothing to learn from labels; give it 2 or more")
@@ -71,10 +65,6 @@ class Classification:
             )
         if problems:
             raise JobError("\n".join(problems))
-
-    def count(self, microbatch: Microbatch) -> int | Tensor:
-        """Number of positions without padding."""
-        return count_positions(microbatch)
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of labels that are predicted.
@@ -90,10 +80,6 @@ class Classification:
                 f"labels of shape {list(labels.shape)}; use a dataset for this task, or another task"
             )
         return {_TERM: (labels != IGNORE).sum(dtype=torch.float32)}
-
-    def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens enter the first one; positions, documents and lengths reach every stage."""
-        return stage_inputs(microbatch)
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
         """This rank's positions; the head pools those of all ranks, and one of them counts the labels.
@@ -132,7 +118,7 @@ class TokenClassification(Classification):
         config: config with the head's name.
     """
 
-    kind = "token_classification"
+    head_kind = "token_classification"
     label_shape = ("B", "S")
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:

@@ -13,33 +13,31 @@ Shapes: B queries, N texts for each (the first belongs to it, others are negativ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from d9d_core.errors import JobError
 from d9d_core.first_pass import DataRanks, FirstPass
 from d9d_core.model import PositionShare
 from d9d_core.task import StageInputs
-from d9d_core.types import Microbatch, State
+from d9d_core.types import Microbatch
 from torch import Tensor
 
 from d9d_nn.contrastive.config import EmbeddingConfig
 from d9d_nn.contrastive.loss import contrast
-from d9d_nn.heads.choice import check_language_model, read_output
+from d9d_nn.heads.choice import read_output
 from d9d_nn.microbatch import (
     check_fields,
-    count_positions,
     counts_samples,
     own_positions_of_samples,
-    stage_inputs,
 )
+from d9d_nn.text_task import TextTask
 
 _TERM = "contrastive"
 #: Tensors that the first pass adds to a microbatch.
 _LOSS, _GRADIENT, _HITS = "contrastive_loss", "embedding_gradient", "retrieval_hits"
 
 
-class Embedding:
+class Embedding(TextTask):
     """Contrastive training with one loss term, ``contrastive``: the mean over the queries.
 
     Microbatches hold ``tokens`` int64 [B (1 + N), S], right-padded, ``samples`` int64 [B], and may hold ``lengths``
@@ -50,35 +48,17 @@ class Embedding:
         config: temperature and direction.
     """
 
+    term = _TERM
+    head_kind = "embedding"
+
     def __init__(self, config: EmbeddingConfig) -> None:
         self.config = config
-
-    @property
-    def coefficients(self) -> Mapping[str, float]:
-        """Coefficient of the loss term."""
-        return {_TERM: 1.0}
-
-    def check(self, model: Any, facts: State) -> None:
-        """Find the head, and compare vocabulary and sequence length of model and data, as far as both state them.
-
-        Raises:
-            JobError: the head cannot be found, or the data has token ids or positions that the model has not.
-        """
-        check_language_model(model, "embedding", self.config.head, facts)
-
-    def count(self, microbatch: Microbatch) -> int | Tensor:
-        """Number of positions without padding, of all texts."""
-        return count_positions(microbatch)
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of queries that, like their texts, have a token."""
         present = _present(microbatch)
         counted = (present[:, 0] & present[:, 1]).sum(dtype=torch.float32)
         return {_TERM: counted if counts_samples(microbatch) else torch.zeros_like(counted)}
-
-    def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens enter the first one; positions, documents and lengths reach every stage."""
-        return stage_inputs(microbatch)
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
         """This rank's positions; the head pools those of all ranks, and one of them counts the queries.

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from d9d_core.errors import JobError
 from d9d_core.first_pass import DataRanks, FirstPass
-from d9d_core.model import PositionShare
 from d9d_core.task import StageInputs
 from d9d_core.types import Microbatch, State
 from torch import Tensor
@@ -20,15 +19,16 @@ from d9d_nn.distillation.config import DistillationConfig
 from d9d_nn.distillation.divergence import divergence
 from d9d_nn.distillation.vocabularies import check_vocabularies
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
-from d9d_nn.microbatch import check_fields, count_positions, own_positions, stage_inputs
+from d9d_nn.microbatch import check_fields
 from d9d_nn.ops.linear_cross_entropy import IGNORE
+from d9d_nn.text_task import TextTask
 
 _SOFT, _HARD = "divergence", "cross_entropy"
 #: Tensors that the first pass adds to a microbatch.
 _LOGITS, _WORDS = "teacher_logits", "teacher_words"
 
 
-class Distillation:
+class Distillation(TextTask):
     """Distillation with the loss term ``divergence``, the mean over the targets; maybe also ``cross_entropy``.
 
     Microbatches are those of ``causal_lm``, weights included: positions without a target do not count. The models' last
@@ -70,27 +70,11 @@ class Distillation:
         if problems:
             raise JobError("\n".join(problems))
 
-    def count(self, microbatch: Microbatch) -> int | Tensor:
-        """Number of positions, ignored targets included and padding not."""
-        return count_positions(microbatch)
-
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of targets, or the sum of their weights, for each term."""
         counted = microbatch["targets"] != IGNORE
         weights = microbatch["weights"] * counted if "weights" in microbatch else counted
         return dict.fromkeys(self.coefficients, weights.sum(dtype=torch.float32))
-
-    def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage, without targets: tokens enter the first one; all else reaches every stage."""
-        return stage_inputs(microbatch)
-
-    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions: the teacher sees the same ones, and the losses are sums over targets.
-
-        Raises:
-            ValueError: the ranks cannot share the positions evenly.
-        """
-        return own_positions(microbatch, share)
 
     @property
     def first_pass(self) -> FirstPass:

@@ -6,7 +6,6 @@ Shapes: B pairs, S positions; rows 2i and 2i + 1 of a microbatch are the chosen 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from d9d_core.errors import JobError
@@ -14,22 +13,21 @@ from d9d_core.first_pass import DataRanks, FirstPass
 from d9d_core.model import PositionShare
 from d9d_core.task import StageInputs
 from d9d_core.topology import Topology
-from d9d_core.types import Microbatch, State
+from d9d_core.types import Microbatch
 from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional
 
-from d9d_nn.heads.choice import check_language_model, read_output
+from d9d_nn.heads.choice import read_output
 from d9d_nn.microbatch import (
     check_fields,
-    count_positions,
     counts_samples,
     own_positions_of_samples,
-    stage_inputs,
 )
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 from d9d_nn.preference.config import DpoConfig
 from d9d_nn.preference.sums import summed
+from d9d_nn.text_task import TextTask
 
 _TERM = "dpo"
 #: Number of targets of each text, int64 [2B], where a rank has some positions only.
@@ -38,7 +36,7 @@ _TARGETS = "text_targets"
 REFERENCE = "reference_logps"
 
 
-class Dpo:
+class Dpo(TextTask):
     """Direct preference optimisation with one loss term, ``dpo``: the mean over the pairs.
 
     Microbatches hold ``tokens`` and ``targets``, int64 [2B, S], and ``samples`` int64 [B]; they may hold ``positions``
@@ -49,6 +47,9 @@ class Dpo:
         config: variant of the loss, and the reference model.
     """
 
+    term = _TERM
+    further_inputs = ("targets",)
+
     def __init__(self, config: DpoConfig) -> None:
         self.config = config
         self._context: dist.ProcessGroup | None = None
@@ -58,31 +59,10 @@ class Dpo:
         if topology.sizes["cp"] > 1:
             self._context = topology.axes_group("cp")
 
-    @property
-    def coefficients(self) -> Mapping[str, float]:
-        """Coefficient of the loss term."""
-        return {_TERM: 1.0}
-
-    def check(self, model: Any, facts: State) -> None:
-        """Find the head, and compare vocabulary and sequence length of model and data, as far as both state them.
-
-        Raises:
-            JobError: the head cannot be found, or the data has token ids or positions that the model has not.
-        """
-        check_language_model(model, "causal_lm", self.config.head, facts)
-
-    def count(self, microbatch: Microbatch) -> int | Tensor:
-        """Number of positions without padding, of both texts."""
-        return count_positions(microbatch)
-
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of pairs that have a target."""
         counted = _counted(microbatch).sum(dtype=torch.float32)
         return {_TERM: counted if counts_samples(microbatch) else torch.zeros_like(counted)}
-
-    def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
-        return stage_inputs(microbatch, "targets")
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
         """This rank's positions; log-probabilities are summed over the ranks, and one of them counts the pairs.

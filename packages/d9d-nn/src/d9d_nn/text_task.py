@@ -1,0 +1,62 @@
+"""Part that the tasks on texts share: one loss term, a head, and how a microbatch of tokens reaches the ranks.
+
+Shapes: B samples, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from d9d_core.model import PositionShare
+from d9d_core.task import StageInputs
+from d9d_core.types import Microbatch, State
+from torch import Tensor
+
+from d9d_nn.heads.choice import check_language_model
+from d9d_nn.microbatch import count_positions, own_positions, stage_inputs
+
+
+class TextTask:
+    """Base of a task whose microbatches hold ``tokens`` int64 [B, S].
+
+    Attributes:
+        term: loss term.
+        head_kind: kind of head that the task trains.
+        further_inputs: fields of a microbatch that the model takes besides tokens, positions, documents and lengths.
+        config: config with ``head``, the head's name.
+    """
+
+    term: ClassVar[str]
+    head_kind: ClassVar[str] = "causal_lm"
+    further_inputs: ClassVar[tuple[str, ...]] = ()
+    config: Any
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """Coefficient of the loss term."""
+        return {self.term: 1.0}
+
+    def check(self, model: Any, facts: State) -> None:
+        """Find the head, and compare vocabulary and sequence length of model and data, as far as both state them.
+
+        Raises:
+            JobError: the head cannot be found, or the data has token ids or positions that the model has not.
+        """
+        check_language_model(model, self.head_kind, self.config.head, facts)
+
+    def count(self, microbatch: Microbatch) -> int | Tensor:
+        """Number of positions without padding, ignored targets included, of all rows."""
+        return count_positions(microbatch)
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Inputs of a stage: tokens enter the first one; positions, documents and lengths reach every stage."""
+        return stage_inputs(microbatch, *self.further_inputs)
+
+    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
+        """This rank's positions: each target is beside its token, and the loss is a sum over targets.
+
+        Raises:
+            ValueError: the ranks cannot share the positions evenly.
+        """
+        return own_positions(microbatch, share)
