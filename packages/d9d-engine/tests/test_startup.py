@@ -152,6 +152,12 @@ def test_meta_tensors_are_not_drawn_and_others_are() -> None:
             layer = nn.Linear(2, 2)
             nn.init.trunc_normal_(layer.weight)
             assert layer.weight.normal_().is_meta
+            like = torch.zeros_like(layer.weight.T, dtype=torch.int16)
+        assert (like.is_meta, like.shape, like.stride(), like.dtype) == (True, (2, 2), (1, 2), torch.int16)
+        same = torch.zeros_like(layer.bias, memory_format=torch.preserve_format, requires_grad=False)
+        assert (same.is_meta, same.shape, same.requires_grad) == (True, (2,), False)
+        assert torch.zeros_like(layer.bias, device="cpu").tolist() == [0, 0]
+        assert torch.zeros_like(layer.bias, requires_grad=True).requires_grad
         drawn = nn.init.ones_(torch.zeros(3))
         filled = torch.zeros(3).uniform_(1, 2)
     assert drawn.tolist() == [1, 1, 1]

@@ -18,6 +18,7 @@ from d9d_engine.step.randomness import derive_seed, generators_kept
 __all__ = ["initialise"]
 
 _IN_PLACE = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.bernoulli_, Tensor.random_})
+_LIKE = frozenset({torch.empty_like, torch.zeros_like})
 
 
 def initialise(stage: nn.Module, seed: int, device: torch.device) -> None:
@@ -80,9 +81,9 @@ def _full_parameters(module: nn.Module, device: torch.device, sharded: Set[int])
 
 
 class Undrawn(TorchFunctionMode):
-    """Mode in which drawing the values of a meta tensor does nothing, as it has none.
+    """Mode in which drawing the values of a meta tensor does nothing, as it has none; nor does a tensor like one.
 
-    torch runs such draws in Python on the meta device, and imports its compiler for the first: two seconds.
+    torch runs both in Python on the meta device, and imports its compiler for the first: two seconds.
     """
 
     def __torch_function__(
@@ -92,10 +93,19 @@ class Undrawn(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, unless it would only draw the values of a meta tensor."""
+        """Call ``func``, unless it would only fill a meta tensor."""
         given = dict(kwargs or {})
+        if func in _LIKE and _keeps_layout(args[0], given):
+            return torch.empty(args[0].shape, dtype=given.get("dtype") or args[0].dtype, device="meta")
         if func in _IN_PLACE or getattr(func, "__module__", None) == torch.nn.init.__name__:
             tensor = args[0] if args else given.get("tensor")
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 return tensor
         return func(*args, **given)
+
+
+def _keeps_layout(tensor: Tensor, given: Mapping[str, Any]) -> bool:
+    """Whether a tensor like this one, of these arguments, is another contiguous meta tensor of its shape."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.is_meta and tensor.is_contiguous()
+    default = {"dtype": given.get("dtype"), "memory_format": torch.preserve_format, "requires_grad": False}
+    return plain and {**default, **given} == default

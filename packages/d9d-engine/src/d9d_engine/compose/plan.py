@@ -30,6 +30,7 @@ from d9d_engine.compose.communication.nodes import node_warning, processes_of_no
 from d9d_engine.compose.communication.placements import Placed, placed_parameters
 from d9d_engine.compose.communication.step import StepCollectives, step_collectives
 from d9d_engine.compose.first_pass.frozen import assemble_frozen, settle_first_pass
+from d9d_engine.compose.initialise import Undrawn
 from d9d_engine.compose.kernels import KernelChoice, bind_kernels, refuse_unused
 from d9d_engine.compose.parts.series import check_series
 from d9d_engine.compose.pretrained import pretrained_weights
@@ -121,7 +122,8 @@ def plan(root: Root[JobConfig, Selection]) -> Plan:
     here = dict(assembly.model.named_parameters())
     trained = assembly.trained()
     optimizer, _, step_kernels = choose_optimizer(root, assembly)
-    optimizer.init_state()
+    with Undrawn():
+        optimizer.init_state()
     check_optimizer(selection.optimizer, optimizer)
     memory = MemoryEstimate(
         parameters=sum(local(parameter).nbytes for parameter in here.values()),
