@@ -183,6 +183,8 @@ def counts(parameter: Tensor, topology: Topology, view: str | None = None) -> bo
     dimensions of its view) that its mesh does not span, the first rank counts. Pipeline ranks hold different
     parameters.
     """
+    if topology.world_size == 1:
+        return True
     grid = Grid({axis: topology.sizes[axis] for axis in AXES}) if view is None else topology.grid(view)
     own = grid.coordinate(topology.rank)
     spanned = {"pp"}
