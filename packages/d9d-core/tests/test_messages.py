@@ -14,7 +14,6 @@ from d9d_core.config import PluginConfig
 from d9d_core.errors import PluginError
 from d9d_core.job_file.lookup import load_config
 from d9d_core.job_file.open_union import Named
-from d9d_core.registry.kernels import find_kernel
 from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
@@ -113,14 +112,14 @@ def test_an_unknown_op_is_called_so() -> None:
     with pytest.raises(
         PluginError, match=r"^kernels.bogus: unknown op 'bogus', .*; ops with kernels: adamw, add_rms_norm, attention, "
     ):
-        find_kernel(Registry.of(), "bogus", "x")
+        Registry.of().find_kernel("bogus", "x")
 
 
 def test_an_op_that_a_broken_plugin_may_have_is_not_called_unknown(install: Callable[..., None]) -> None:
     install("acme-broken", "1.0", "1 / 0")
     registry = discover(PluginPolicy(allow=frozenset({"acme-broken"})))
     with pytest.raises(PluginError, match=r"^kernels.bogus: (?!unknown op)"):
-        find_kernel(registry, "bogus", "x")
+        registry.find_kernel("bogus", "x")
 
 
 def test_a_health_check_that_misses_a_module_is_not_run(

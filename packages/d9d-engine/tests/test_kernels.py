@@ -16,8 +16,14 @@ from d9d_core.registry.registry import Registry
 from d9d_core.strategy import Applied
 from d9d_engine.cli.report import print_kernel
 from d9d_engine.compose.assemble import changed_modules
-from d9d_engine.compose.kernels import KernelChoice, bind_kernels, refuse_unused
-from d9d_engine.compose.parts.slots import holders_alike, ops_elsewhere, slot_facts
+from d9d_engine.compose.kernels import (
+    KernelChoice,
+    bind_kernels,
+    holders_alike,
+    ops_elsewhere,
+    refuse_unused,
+    slot_facts,
+)
 from rich.console import Console
 from torch import nn
 

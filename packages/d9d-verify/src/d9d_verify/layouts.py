@@ -18,8 +18,8 @@ from d9d_core.job_file.resolve import Selection, select
 from d9d_core.model import Stage
 from d9d_core.plugin import ModelSpec
 from d9d_core.program.placement import checked_programs
-from d9d_core.registry.kernels import REFERENCE
 from d9d_core.registry.policy import FOUNDATION
+from d9d_core.registry.registry import REFERENCE
 from d9d_core.schedule import Schedule, count_stages
 from d9d_core.task import Task
 from d9d_core.traits import HasOps, LayoutDependent, modules_with

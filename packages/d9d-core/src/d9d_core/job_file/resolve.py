@@ -16,7 +16,6 @@ from d9d_core.job_file.job import BaseJob, JobConfig
 from d9d_core.metric import ChoosesObservations
 from d9d_core.plugin import DatasetSpec, InferenceTaskSpec, MetricSpec, ModelSpec, TaskSpec
 from d9d_core.registry.capabilities import Chosen, Circumstances, Judge, Verdict, order
-from d9d_core.registry.kernels import find_kernel
 from d9d_core.registry.registry import Registry
 
 __all__ = ["tensors_given"]
@@ -121,7 +120,7 @@ def resolve(
         raise JobError(f"export: model {model.entry} has no Hugging Face layout; set 'export: false'")
     resolution = judged(selection, registry, circumstances)
     for op, selector in job.kernels.items():
-        find_kernel(registry, op, selector)
+        registry.find_kernel(op, selector)
     return resolution
 
 

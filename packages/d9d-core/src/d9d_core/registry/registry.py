@@ -19,6 +19,8 @@ from d9d_core.registry.policy import FOUNDATION, normalise
 
 __all__ = ["Registry"]
 
+#: Every op's own implementation; it runs everywhere and belongs to no plugin.
+REFERENCE = "reference"
 #: Characters of a name that a message repeats.
 _LONGEST = 200
 #: Kind that stands at the same place of another kind of job -> that other kind, and the command for its jobs.
@@ -127,6 +129,27 @@ class Registry:
             raise PluginError(f"unknown {kind} '{selector[:40]}...': a name of {len(selector):,} characters is no name")
         self._raise_missing(kind, name, distribution)
         raise AssertionError("unreachable")
+
+    def find_kernel(self, op: str, selector: str) -> Entry | None:
+        """Backend of ``op`` that ``name`` or ``distribution/name`` selects; ``None`` for the reference.
+
+        Raises:
+            PluginError: it is unknown, ambiguous, or comes from a plugin that is absent, blocked or broken.
+        """
+        if selector == REFERENCE:
+            return None
+        distribution, slash, name = selector.rpartition("/")
+        try:
+            return self.find("kernel", f"{distribution}{slash}{op}.{name}")
+        except PluginError as error:
+            # A named or broken plugin may be the only one that offers the op; the error speaks of it.
+            if not distribution and all(problem.loaded for problem in self.problems):
+                names = {*self._table["kernel"], *KnownPlugins.shipped().names("kernel")}
+                ops = sorted({known.partition(".")[0] for known in names})
+                if op not in ops:
+                    text = f"kernels.{op}: unknown op '{op}', no kernel is for it; ops with kernels: {', '.join(ops)}"
+                    raise PluginError(text) from None
+            raise plugin_error(f"kernels.{op}: {error}", error.origin) from error.origin
 
     def _raise_missing(self, kind: str, name: str, distribution: str) -> None:
         known = self._known.home(kind, name)

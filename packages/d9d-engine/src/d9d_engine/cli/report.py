@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from d9d_core.cli.output import length_of, mesh_line
-from d9d_core.registry.kernels import REFERENCE
+from d9d_core.registry.registry import REFERENCE
 from d9d_core.terminal.console import console_for
 from rich.console import Console
 from rich.table import Table

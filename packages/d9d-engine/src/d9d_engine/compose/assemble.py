@@ -29,11 +29,10 @@ from torch import nn
 
 from d9d_engine.compose.initialise import Undrawn
 from d9d_engine.compose.joined_stages import JoinedStages, joined_stages
-from d9d_engine.compose.kernels import KernelChoice, bind_kernels
+from d9d_engine.compose.kernels import KernelChoice, bind_kernels, holders_alike, ops_elsewhere, slot_facts
 from d9d_engine.compose.parts.cuda_graphs import check_cuda_graphs
 from d9d_engine.compose.parts.data import documents_of
 from d9d_engine.compose.parts.sample_lengths import check_lengths
-from d9d_engine.compose.parts.slots import holders_alike, ops_elsewhere, slot_facts
 from d9d_engine.compose.root import Root
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.ownership import Ownership, check_replicas, settle

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+from d9d_core.components.instantiate import instantiate
 from d9d_core.data import DataStream, TextInputs
-from d9d_core.job_file.job import BaseJob
-from d9d_core.job_file.resolve import Parts, Resolution, Selected, resolve
+from d9d_core.job_file.job import BaseJob, JobConfig
+from d9d_core.job_file.resolve import Parts, Resolution, Selected, Selection, resolve
 from d9d_core.registry.capabilities import Circumstances
 from d9d_core.registry.registry import Registry
+from d9d_core.task import Task, UsesTopology
 
 from d9d_engine.compose.parts.data import open_data
 from d9d_engine.distributed.mesh import Topology
@@ -86,6 +88,17 @@ def compose_root(
     topology.watchdog.phase("startup")
     around = around or circumstances(job, topology.device)
     return Root(job, registry, topology, resolve(job, selection, registry, around), note)
+
+
+def build_task(job: JobConfig, selection: Selection, topology: Topology) -> Task:
+    """Build a job's task, and tell it the topology if it wants to know. Collective over all ranks.
+
+    Losses may depend on what a task communicates, so whoever asks for them builds the task here.
+    """
+    task: Task = instantiate(selection.task, job.task)
+    if isinstance(task, UsesTopology):
+        task.attach(topology)
+    return task
 
 
 def circumstances(job: BaseJob, device: torch.device | None) -> Circumstances:

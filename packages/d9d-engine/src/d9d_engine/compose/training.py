@@ -27,14 +27,12 @@ from d9d_engine.compose.executor import build_executor
 from d9d_engine.compose.export import Exporter
 from d9d_engine.compose.first_pass.build import build_first_pass
 from d9d_engine.compose.parts.cuda_graphs import step_mark
-from d9d_engine.compose.parts.data import documents_of, split_of
+from d9d_engine.compose.parts.data import count_steps, documents_of, split_of
 from d9d_engine.compose.parts.evaluator import build_evaluator
-from d9d_engine.compose.parts.length import count_steps
 from d9d_engine.compose.parts.series import check_series
 from d9d_engine.compose.parts.statistics import build_statistics, unique_name
-from d9d_engine.compose.parts.task import build_task
 from d9d_engine.compose.plan import build_lr_schedule, choose_optimizer, flops_per_token
-from d9d_engine.compose.root import Root
+from d9d_engine.compose.root import Root, build_task
 from d9d_engine.compose.weights import start_model
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.profiling.profiler import StepProfiler

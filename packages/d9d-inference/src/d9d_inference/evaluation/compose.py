@@ -18,8 +18,7 @@ from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.compose.first_pass.build import build_first_pass
 from d9d_engine.compose.forward import ForwardModel, assemble_forward, build_forward
 from d9d_engine.compose.parts.evaluator import Surroundings, build_set
-from d9d_engine.compose.parts.task import build_task
-from d9d_engine.compose.root import compose_root
+from d9d_engine.compose.root import build_task, compose_root
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import open_store
 from d9d_engine.run.evaluation import Evaluator, likelihood_of
