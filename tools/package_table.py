@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "README.md"
 KNOWN = ROOT / "packages" / "d9d-core" / "src" / "d9d_core" / "registry" / "known_plugins.json"
 BEGIN, END = "<!-- packages: begin, by tools/package_table.py -->", "<!-- packages: end -->"
-#: Kinds whose names a user writes into a job file or on the command line, and the words before one name and before several.
+#: Kinds whose names a user writes into a job file or on the command line; words before one name and before several.
 WORDS = {
     "command": ("command", "commands"),
     "model": ("model", "models"),
