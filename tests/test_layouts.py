@@ -63,6 +63,19 @@ def test_the_table_shows_these_layouts_only(table: ModuleType) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_further_families_compute_what_one_process_does(table: ModuleType, tmp_path: Path, family: str) -> None:
+    chosen = [layout for layout in table.LAYOUTS if layout.name in {"tp 4", "hsdp 2 x 2, tp 2", "cp 2, ring, tp 2"}]
+    model, corpus = table.FAMILIES[family], tmp_path / "corpus"
+    rows = table.run(corpus, chosen, ["float32"], [3], model=model)
+    rows += table.run_pipelines(
+        corpus, [table.Piped("zb1p", 2, 3, tied=model.get("tie_embeddings", False), model=model)]
+    )
+    assert len(rows) == 4
+    assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
+
+
+@pytest.mark.thorough
 def test_a_bfloat16_run_that_changes_its_layout_computes_every_step_as_one_process_does(
     table: ModuleType, tmp_path: Path
 ) -> None:

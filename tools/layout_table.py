@@ -29,7 +29,7 @@ PIPELINE_MARKS = "<!-- pipeline layouts: begin -->", "<!-- pipeline layouts: end
 
 PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin",
-    "d9d_pipeline.plugin", "d9d_qwen3.plugin",
+    "d9d_pipeline.plugin", "d9d_qwen3.plugin", "d9d_llama.plugin",
 )  # fmt: skip
 
 
@@ -130,6 +130,13 @@ EXPERTS = {key: value for key, value in DENSE.items() if key != "intermediate_si
         {"name": "bias_update", "rate": 0.001},
     ],
 }  # fmt: skip
+
+#: Further families of dense models.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": DENSE | {"name": "llama"},
+    "mistral": DENSE | {"name": "mistral", "sliding_window": 8},
+    "qwen2": DENSE | {"name": "qwen2", "tie_embeddings": True},
+}
 
 
 def job(corpus: Path, dtype: str, device: str = "cpu", model: Mapping[str, Any] = DENSE) -> dict[str, Any]:
@@ -358,7 +365,7 @@ def run_pipelines(
     """Layouts with pipelines, each against one process that computes the same batch in one microbatch."""
     cases = [*pipelines(), *special_pipelines()] if cases is None else cases
     rows: dict[int, Row] = {}
-    for model in (DEEP_DENSE, DEEP_EXPERTS):
+    for model in {id(case.model): case.model for case in cases}.values():
         places = sorted((p for p, case in enumerate(cases) if case.model is model), key=lambda p: cases[p].layout.ranks)
         harness = Harness(job(corpus, dtype, device, model), PLUGINS, steps)
         references = list({cases[p].reference.overrides: cases[p].reference for p in places}.values())

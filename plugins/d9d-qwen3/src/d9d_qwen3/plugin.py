@@ -5,23 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from d9d_core.plugin import ModelSpec, Ref, hookimpl
+from d9d_nn.decoder.capabilities import CAPABILITIES
 
 D9D_API = 2
-
-_PROVIDES = frozenset(
-    {
-        "model:blocks",
-        "model:causal_lm",
-        "model:context_parallel",
-        "model:late_init",
-        "model:ops",
-        "model:divisible",
-        "model:adjacent_weights",
-        "model:pipeline",
-        "model:split_backward",
-        "model:tensor_parallel",
-    }
-)
 
 
 @hookimpl
@@ -36,7 +22,7 @@ def d9d_models() -> Iterable[ModelSpec]:
         flops=Ref("d9d_nn.decoder.flops:training_flops_per_token"),
         cost=Ref("d9d_qwen3.costs:stage_cost"),
         tiny=Ref("d9d_qwen3.config:tiny"),
-        provides=_PROVIDES,
+        provides=CAPABILITIES,
     )
     yield ModelSpec(
         name="qwen3_moe",
@@ -47,6 +33,6 @@ def d9d_models() -> Iterable[ModelSpec]:
         flops=Ref("d9d_nn.decoder.flops:training_flops_per_token"),
         cost=Ref("d9d_qwen3.costs:stage_cost"),
         tiny=Ref("d9d_qwen3.moe_config:tiny"),
-        provides=_PROVIDES
+        provides=CAPABILITIES
         | {"model:adapts", "model:banks", "model:layout_dependent", "model:experts", "model:losses", "model:tallies"},
     )

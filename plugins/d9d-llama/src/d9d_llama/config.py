@@ -1,0 +1,100 @@
+"""Configs and costs of Llama, Mistral and Qwen2, whose published sizes are in :mod:`d9d_llama.presets`. No torch."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from d9d_core.cost import Share, StageCost
+from d9d_core.model import Stage
+from d9d_nn.decoder.config import DenseConfig
+from d9d_nn.decoder.costs import dense_cost
+from d9d_nn.decoder.presets import Presets
+
+from d9d_llama.presets import LLAMA, MISTRAL, QWEN2
+
+
+class LlamaConfig(DenseConfig):
+    """Llama 3 (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.2)."""
+
+    presets: ClassVar[Presets] = LLAMA
+
+    name: Literal["llama"] = "llama"
+    """Selects the plugin."""
+
+    preset: str | None = None
+    """A published size: 1b, 3b, 8b, 70b or 405b. Fills every field that is not given."""
+
+    sliding_window: None = None
+    """Null: all layers see all positions. For windows, take mistral."""
+
+
+class MistralConfig(DenseConfig):
+    """Mistral (Jiang et al. 2023, "Mistral 7B"): Llama, all of whose layers may have a window."""
+
+    presets: ClassVar[Presets] = MISTRAL
+
+    name: Literal["mistral"] = "mistral"
+    """Selects the plugin."""
+
+    preset: str | None = None
+    """A published size: 7b or 7b-v0.1. Fills every field that is not given."""
+
+    attention_bias: Literal[False] = False
+    """False: no projection has a bias. For biases, take llama."""
+
+    sliding_from_layer: Literal[0] = 0
+    """0: all layers slide, if there is a window."""
+
+
+class Qwen2Config(DenseConfig):
+    """Qwen2 and Qwen2.5 (Qwen team 2024, "Qwen2.5 Technical Report"): queries, keys and values have biases."""
+
+    presets: ClassVar[Presets] = QWEN2
+
+    name: Literal["qwen2"] = "qwen2"
+    """Selects the plugin."""
+
+    preset: str | None = None
+    """A published size of Qwen2.5: 0.5b, 1.5b, 3b, 7b, 14b, 32b or 72b. Fills every field that is not given."""
+
+    attention_bias: Literal[True] = True
+    """True: the projections of queries, keys and values have biases."""
+
+    def biased_projections(self) -> frozenset[str]:
+        """Names of the projections of attention that have a bias."""
+        return frozenset({"q_proj", "k_proj", "v_proj"})
+
+
+def stage_cost(config: DenseConfig, stage: Stage, share: Share) -> StageCost:
+    """Cost of a stage.
+
+    Raises:
+        BuildError: ranks cannot share it.
+    """
+    return dense_cost(config, stage, share, head_norms=False)
+
+
+_TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_positions": 64,
+}
+
+
+def tiny_llama() -> LlamaConfig:
+    """Config of a Llama that runs in milliseconds on a CPU."""
+    return LlamaConfig.model_validate(_TINY)
+
+
+def tiny_mistral() -> MistralConfig:
+    """Config of a Mistral that runs in milliseconds on a CPU, with a window."""
+    return MistralConfig.model_validate(_TINY | {"sliding_window": 4})
+
+
+def tiny_qwen2() -> Qwen2Config:
+    """Config of a Qwen2 that runs in milliseconds on a CPU."""
+    return Qwen2Config.model_validate(_TINY)

@@ -1,0 +1,83 @@
+"""Hugging Face formats of Llama, Mistral and Qwen2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+from d9d_nn.decoder.config import DenseConfig
+from d9d_nn.decoder.config_json import late_windows, late_windows_json
+from d9d_nn.decoder.format import DecoderFormat
+from d9d_weights.hugging_face.family import ATTENTION, SWIGLU, Family
+from d9d_weights.hugging_face.fields import READ
+
+from d9d_llama.config import LlamaConfig, MistralConfig, Qwen2Config
+
+C = TypeVar("C", bound=DenseConfig)
+_LAYER = ATTENTION | SWIGLU
+_WINDOWS = {"layer_types", "max_window_layers", "use_sliding_window"}
+
+
+class _Format(DecoderFormat[C]):
+    def special_json(self, config: C) -> dict[str, Any]:
+        """Write the sizes of feed-forward layers."""
+        return {"intermediate_size": config.intermediate_size}
+
+    def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Read the sizes of feed-forward layers and heads."""
+        return {"intermediate_size": data["intermediate_size"], "head_dim": data.get("head_dim") or 0}
+
+    def config_from_json(self, data: Mapping[str, Any]) -> C:
+        """Read our config; what old files leave out is what transformers takes then."""
+        absent = {"rope_theta": 10_000.0, "tie_word_embeddings": False}
+        return super().config_from_json({**absent, "num_key_value_heads": data.get("num_attention_heads"), **data})
+
+
+class LlamaHuggingFace(_Format[LlamaConfig]):
+    """Format of transformers' ``LlamaForCausalLM`` and the other classes of its family."""
+
+    family: ClassVar[Family] = Family(
+        "llama", "Llama", _LAYER, READ - _WINDOWS - {"sliding_window"}, {"pretraining_tp": (1,), "sliding_window": ()}
+    )
+    config = LlamaConfig
+
+    def special_json(self, config: LlamaConfig) -> dict[str, Any]:
+        """Write whether projections have biases, besides."""
+        return super().special_json(config) | {"attention_bias": config.attention_bias}
+
+    def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Read whether projections have biases, besides."""
+        return super().special_fields(data) | {"attention_bias": bool(data.get("attention_bias"))}
+
+
+class MistralHuggingFace(_Format[MistralConfig]):
+    """Format of transformers' ``MistralForCausalLM`` and the other classes of its family."""
+
+    family: ClassVar[Family] = Family(
+        "mistral", "Mistral", _LAYER, READ - _WINDOWS - {"attention_bias"}, {"attention_bias": (False,)}
+    )
+    config = MistralConfig
+
+    def special_json(self, config: MistralConfig) -> dict[str, Any]:
+        """Write the window, besides."""
+        return super().special_json(config) | {"sliding_window": config.sliding_window}
+
+    def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Read the window, besides: 4096 if none is stated."""
+        return super().special_fields(data) | {"sliding_window": data.get("sliding_window", 4096)}
+
+
+class Qwen2HuggingFace(_Format[Qwen2Config]):
+    """Format of transformers' ``Qwen2ForCausalLM`` and the other classes of its family."""
+
+    family: ClassVar[Family] = Family("qwen2", "Qwen2", _LAYER, READ - {"attention_bias"}, {"attention_bias": (True,)})
+    config = Qwen2Config
+
+    def special_json(self, config: Qwen2Config) -> dict[str, Any]:
+        """Write which layers slide, besides."""
+        return super().special_json(config) | late_windows_json(config)
+
+    def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Read which layers slide, besides."""
+        window, first = late_windows(data, self.family)
+        return super().special_fields(data) | {"sliding_window": window, "sliding_from_layer": first}

@@ -1,0 +1,27 @@
+"""Llama, whole or as one pipeline stage; Mistral and Qwen2 are the same modules."""
+
+from __future__ import annotations
+
+from d9d_core.model import Stage
+from d9d_nn.decoder.block import DecoderBlock, grouped_query_attention, swiglu
+from d9d_nn.decoder.config import DenseConfig
+from d9d_nn.decoder.model import DecoderModel
+
+
+class LlamaBlock(DecoderBlock):
+    """Block of attention without head norms, and SwiGLU.
+
+    Args:
+        config: config of the whole model.
+        layer: index in the whole model.
+    """
+
+    def __init__(self, config: DenseConfig, layer: int) -> None:
+        super().__init__(config, grouped_query_attention(config, layer), swiglu(config, config.intermediate_size))
+
+
+class Llama(DecoderModel):
+    """Model of one pipeline stage, see :class:`~d9d_nn.decoder.model.DecoderModel`."""
+
+    def __init__(self, config: DenseConfig, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
+        super().__init__(config, stage, LlamaBlock)

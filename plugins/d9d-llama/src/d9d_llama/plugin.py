@@ -1,0 +1,31 @@
+"""Declaration of the models ``llama``, ``mistral`` and ``qwen2``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from d9d_core.plugin import ModelSpec, Ref, hookimpl
+from d9d_nn.decoder.capabilities import CAPABILITIES
+
+D9D_API = 2
+
+
+@hookimpl
+def d9d_models() -> Iterable[ModelSpec]:
+    """Dense models of grouped queries, rotary positions and SwiGLU."""
+    for name, prefix, summary in (
+        ("llama", "Llama", "Llama 3: grouped queries, rotary positions, SwiGLU."),
+        ("mistral", "Mistral", "Mistral: as llama, with a sliding window in all layers or none."),
+        ("qwen2", "Qwen2", "Qwen2 and Qwen2.5: as llama, with biases of queries, keys and values."),
+    ):
+        yield ModelSpec(
+            name=name,
+            summary=summary,
+            config=Ref(f"d9d_llama.config:{prefix}Config"),
+            build=Ref("d9d_llama.model:Llama"),
+            hugging_face=Ref(f"d9d_llama.hugging_face:{prefix}HuggingFace"),
+            flops=Ref("d9d_nn.decoder.flops:training_flops_per_token"),
+            cost=Ref("d9d_llama.config:stage_cost"),
+            tiny=Ref(f"d9d_llama.config:tiny_{name}"),
+            provides=CAPABILITIES,
+        )

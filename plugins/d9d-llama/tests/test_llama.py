@@ -1,0 +1,117 @@
+"""Llama, Mistral and Qwen2 keep what holds for every model and compute what transformers computes."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from d9d_core.cost import Share
+from d9d_core.errors import CheckpointError
+from d9d_core.model import Stage
+from d9d_llama import config as configs
+from d9d_llama import hugging_face
+from d9d_llama.config import stage_cost
+from d9d_llama.model import Llama
+from d9d_llama.plugin import d9d_models
+from d9d_nn.rope.scaling import Llama3Scaling
+from d9d_testing.suites.model import ModelSuite
+from d9d_testing.suites.plugin import PluginSuite
+from d9d_testing.suites.support.models import export_to, random_model
+from pydantic import ValidationError
+
+#: Parameters of the published files.
+PUBLISHED = {
+    "Llama": {
+        "1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800,
+    },
+    "Mistral": {"7b": 7_248_023_552, "7b-v0.1": 7_241_732_096},
+    "Qwen2": {
+        "0.5b": 494_032_768, "1.5b": 1_543_714_304, "3b": 3_085_938_688, "7b": 7_615_616_512, "14b": 14_770_033_664,
+        "32b": 32_763_876_352, "72b": 72_706_203_648,
+    },
+}  # fmt: skip
+SPECS = {spec.name: spec for spec in d9d_models()}
+SCALING = Llama3Scaling(factor=8.0, original_max_positions=16, low_freq_factor=1.0, high_freq_factor=4.0)
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("Llama", {"rope_scaling": SCALING, "rope_theta": 5e5, "tie_embeddings": True}),
+    ("Llama", {"attention_bias": True, "head_dim": 24}),
+    ("Mistral", {"sliding_window": None, "rms_norm_eps": 1e-5}),
+    ("Mistral", {"sliding_window": 3}),
+    ("Qwen2", {"num_layers": 3, "sliding_window": 4, "sliding_from_layer": 1, "tie_embeddings": True}),
+]
+
+
+def config_of(family: str, **fields: Any) -> Any:
+    tiny = getattr(configs, f"tiny_{family.lower()}")()
+    return type(tiny).model_validate(tiny.model_dump() | fields)
+
+
+class Suite(ModelSuite):
+    plugin = "d9d_llama.plugin"
+    reference = "transformers:AutoModelForCausalLM"
+    initial_std: ClassVar = {"*.[qkv]_proj.weight": 0.02, "*.o_proj.weight": 0.01, "*.down_proj.weight": 0.01}
+
+
+class TestLlama(Suite):
+    target = "llama"
+
+
+class TestMistral(Suite):
+    target = "mistral"
+
+
+class TestQwen2(Suite):
+    target = "qwen2"
+
+
+class TestPlugin(PluginSuite):
+    plugin = "d9d_llama.plugin"
+    builds_on = ("d9d_nn.plugin",)
+
+
+@pytest.mark.parametrize(("family", "fields"), VARIANTS)
+def test_transformers_computes_the_same_from_an_export_and_back(
+    family: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config, form = config_of(family, **fields), getattr(hugging_face, f"{family}HuggingFace")()
+    model, tokens = random_model(SPECS[family.lower()], config), torch.randint(64, (2, 16))
+    export_to(tmp_path, form, config, model, "float32")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert type(theirs).__name__ == f"{family}ForCausalLM"
+    torch.testing.assert_close(model(tokens=tokens)["logits"], theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert form.config_from_json(json.loads((tmp_path / "theirs" / "config.json").read_text())) == config
+
+
+@pytest.mark.parametrize(
+    ("family", "preset"), [(family, name) for family, sizes in PUBLISHED.items() for name in sizes]
+)
+def test_a_preset_has_the_published_number_of_parameters(family: str, preset: str) -> None:
+    config = getattr(configs, f"{family}Config").model_validate({"preset": preset})
+    with torch.device("meta"):
+        model = Llama(config)
+    count = sum(prod(p.shape) for p in model.parameters())
+    assert count == PUBLISHED[family][preset]
+    blocks = stage_cost(config, Stage(), Share(1, 32)).blocks
+    assert sum(block.count * block.parameters for block in blocks) == count
+
+
+def test_old_files_leave_out_what_transformers_fills_in() -> None:
+    form = hugging_face.LlamaHuggingFace()
+    data = form.config_json(config_of("Llama", num_key_value_heads=4, rope_theta=1e4), "float32")
+    absent = ("rope_theta", "rope_parameters", "tie_word_embeddings", "num_key_value_heads", "head_dim")
+    old = {name: value for name, value in data.items() if name not in absent}
+    assert form.config_from_json(old | {"pretraining_tp": 1}) == form.config_from_json(data)
+    with pytest.raises(CheckpointError, match="sliding_window is 8"):
+        form.config_from_json(data | {"sliding_window": 8})
+
+
+def test_fields_that_a_family_lacks_are_refused() -> None:
+    for family, fields in (("Llama", {"sliding_window": 4}), ("Mistral", {"attention_bias": True})):
+        with pytest.raises(ValidationError, match=next(iter(fields))):
+            config_of(family, **fields)
