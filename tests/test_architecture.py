@@ -30,11 +30,11 @@ ROOT = Path(__file__).parents[1]
 #: Rooms of the foundation, lowest layer first. A module imports lower layers and its own; neighbours on one line too.
 LAYERS = {
     "d9d_core": (
-        {"errors", "interpreter", "types", "untrusted"},
+        {"errors", "interpreter", "trees", "types", "untrusted"},
         {"config", "containment", "deferral", "health", "kernel", "metric", "peft", "schedule", "tensors"},
         {"accumulators", "cost", "data", "forward", "model", "plugin", "subscriber", "terminal", "tracker", "traits"},
         {"grid", "registry"},
-        {"failures", "job_file", "scaffold", "topology"},
+        {"failures", "job_file", "topology"},
         {"strategy", "task"},
         {"first_pass", "inference", "optimizer"},
         {"events"},

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from d9d_core.peft import PeftMethod
 from d9d_core.tensors import local
+from d9d_core.trees import leaves
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 @contextmanager
@@ -108,7 +108,7 @@ class _Originals(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - torch has no public one
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[number] if number < len(args) else kwargs.get(argument.name)
-                for tensor in tree_leaves(written):
+                for tensor in leaves(written):
                     self._keep(tensor)
         return func(*args, **kwargs)
 

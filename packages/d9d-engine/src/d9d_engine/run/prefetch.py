@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import torch
 from d9d_core.data import DataStream
 from d9d_core.errors import DataError
+from d9d_core.trees import leaves, map_tree
 from d9d_core.types import Microbatch, Pack, State
 
 WaitingFor = Callable[[threading.Thread], AbstractContextManager[object]]
@@ -165,14 +166,10 @@ class _Transfer:
 
     def _copy(self, pack: Pack) -> Pack:
         # Only copies from pinned memory are asynchronous.
-        pinned = self._has_streams
-        return [
-            {
-                name: (tensor.pin_memory() if pinned else tensor).to(self._device, non_blocking=pinned)
-                for name, tensor in microbatch.items()
-            }
-            for microbatch in pack
-        ]
+        pack = list(pack)  # of whatever kind of sequence
+        if not self._has_streams:
+            return cast("Pack", map_tree(lambda tensor: tensor.to(self._device), pack))
+        return cast("Pack", map_tree(lambda tensor: tensor.pin_memory().to(self._device, non_blocking=True), pack))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +191,9 @@ class _Transferred:
         if self.device is not None and self.copied is not None:
             current = torch.accelerator.current_stream(self.device)
             current.wait_event(self.copied)
-            for microbatch in self.pack:
-                for tensor in microbatch.values():
-                    # The allocator would otherwise give the memory to the next copy while this stream still reads it.
-                    tensor.record_stream(current)
+            for tensor in leaves(self.pack):
+                # The allocator would otherwise give the memory to the next copy while this stream still reads it.
+                tensor.record_stream(current)
         return self.pack
 
 

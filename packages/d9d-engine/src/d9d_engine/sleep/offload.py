@@ -9,6 +9,8 @@ import torch
 from d9d_core.tensors import local
 from torch import Tensor
 
+__all__ = ["Offloaded", "offload"]
+
 #: Bytes of a piece of the host's memory. The pinned allocator of torch rounds each piece up to a power of two.
 CHUNK = 2**28
 

@@ -19,6 +19,7 @@ from d9d_core.errors import BuildError, NonFiniteError
 from d9d_core.grid import AXES
 from d9d_core.inference import Continuation
 from d9d_core.topology import Topology
+from d9d_core.trees import map_tree, split
 from d9d_core.types import Microbatch, Pack
 from d9d_engine.step.randomness import derive_seed
 from torch import Tensor
@@ -248,5 +249,4 @@ def padded_prompts(prompts: Sequence[Sequence[int]], microbatches: int, device: 
         "lengths": torch.tensor([len(ids) for ids in given]),
         "rows": torch.tensor([*range(len(prompts)), *[-1] * fillers]),
     }
-    parts = {name: tensor.to(device).chunk(microbatches) for name, tensor in whole.items()}
-    return [{name: chunks[index] for name, chunks in parts.items()} for index in range(microbatches)]
+    return split(map_tree(lambda tensor: tensor.to(device), whole), 0, microbatches)

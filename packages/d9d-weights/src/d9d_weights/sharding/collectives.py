@@ -19,6 +19,11 @@ from d9d_core.types import Json
 from torch import Tensor
 from torch import distributed as dist
 
+__all__ = [
+    "PendingTensors", "all_gather_objects", "all_gather_tensors", "gather_objects", "gather_tensors",
+    "start_all_gather",
+]  # fmt: skip
+
 _MAX_DIMS = 16
 # The longest name of a dtype has 16 characters.
 _NAME_BYTES = 24

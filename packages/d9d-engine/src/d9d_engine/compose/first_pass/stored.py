@@ -11,6 +11,7 @@ import torch
 from d9d_core.data import DataStream
 from d9d_core.errors import JobError
 from d9d_core.job_file.job import JobConfig
+from d9d_core.trees import join
 from d9d_weights.files.atomic import replacing
 from d9d_weights.progress import SampleBar
 from d9d_weights.sharding.agreement import on_all, on_main
@@ -119,8 +120,8 @@ def _gathered(
     found = torch.zeros(count, dtype=torch.bool, device=places.device)
     found[places] = True
     table: dict[str, Tensor] = {}
-    for name in rows[0]:
-        values = ranks.all_gather(torch.cat([row[name] for row in rows]))
+    for name, rows_here in join(rows, 0).items():
+        values = ranks.all_gather(rows_here)
         table[name] = values.new_zeros(count, *values.shape[1:])
         table[name][places] = values
     if not found.all():
