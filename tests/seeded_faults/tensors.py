@@ -7,7 +7,7 @@ from typing import Any
 
 from d9d_core.strategy import GradientOwner
 from d9d_engine.job import Job
-from d9d_engine.step import totals
+from d9d_engine.step import clip
 from d9d_nn.ops import vocabulary_parallel
 from d9d_parallel.tensor_parallel import forwards, strategy
 from d9d_parallel.tensor_parallel.collectives import OwnPositions
@@ -86,4 +86,4 @@ def positions_of_another(_job: Job, patch: Patch) -> None:
 
 def norm_of_the_first_share(_job: Job, patch: Patch) -> None:
     """Only gradients on the first rank of tp count in the norm."""
-    patch.setattr(totals, "counts", lambda _parameter, topology, _view=None: topology.coordinate["tp"] == 0)
+    patch.setattr(clip, "counts", lambda _parameter, topology, _view=None: topology.coordinate["tp"] == 0)
