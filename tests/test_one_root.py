@@ -63,8 +63,9 @@ def values(tmp_path: Path, published: Callable[[Path], Path]) -> dict[str, Any]:
     }
 
 
-def test_training_resolves_and_judges_its_job_once(values: dict[str, Any]) -> None:
+def test_planning_and_training_resolve_and_judge_their_job_once(values: dict[str, Any]) -> None:
     job = Job.from_values({**values, "steps": 1, "task": "causal_lm", "optimizer": {"name": "adamw", "lr": 0.1}})
+    assert calls(job.plan) == dict.fromkeys(ONCE, 1)
     assert calls(lambda: job.build(silent)) == dict.fromkeys(ONCE, 1)
 
 

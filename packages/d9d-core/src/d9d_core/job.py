@@ -167,7 +167,7 @@ class LoadedJob(BaseJob):
         return views
 
     def check_layout(self, world_size: int) -> Any:
-        """Records behind the job's names, whose mesh, strategies, schedule and batch fit a number of processes.
+        """Records behind the job's names, whose mesh, views, strategies, schedule and batch fit a number of processes.
 
         Returns:
             :class:`~d9d_core.job_file.resolve.Parts` of the job's kind.
@@ -177,6 +177,8 @@ class LoadedJob(BaseJob):
         """
         selection = select_parts(self, self.registry)
         check_layout(self, selection, self.registry, world_size, self._source)
+        for view in self.views().values():
+            Grid.of_view(view, self.mesh.sizes())
         return selection
 
     def resolve(self, world_size: int) -> Resolution[Any]:
@@ -197,10 +199,7 @@ class LoadedJob(BaseJob):
         Raises:
             D9dError: the job cannot run.
         """
-        resolution = self.resolve(self.mesh.world_size if world_size is None else world_size)
-        for view in self.views().values():
-            Grid.of_view(view, self.mesh.sizes())
-        return resolution
+        return self.resolve(self.mesh.world_size if world_size is None else world_size)
 
 
 class JobFile(LoadedJob, JobConfig):

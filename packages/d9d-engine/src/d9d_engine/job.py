@@ -57,7 +57,7 @@ class Job(JoinsProcesses, JobFile):
             D9dError: the job cannot run, or there is no such rank.
         """
         size = self.mesh.world_size if world_size is None else world_size
-        selection = self.check(size).selection
+        selection = self.check_layout(size)
         if not 0 <= rank < size:
             raise JobError(f"rank {rank}: the job has the ranks 0 to {size - 1}")
         from d9d_engine.compose.plan import plan
