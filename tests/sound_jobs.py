@@ -78,6 +78,8 @@ class SoundJobs:
             if kind in self._where:
                 section, several = self._where[kind]
                 values[section] = [self.component(kind, name)] if several else self.component(kind, name)
+            if kind == "schedule":  # some need more microbatches than a random batch often has
+                values["batch"] = {"size": 16, "microbatch": self._random.choice((1, 2))}
             self._use_axes(values)
             try:
                 job = Job.from_values(values, registry=self.registry)
