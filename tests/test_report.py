@@ -17,7 +17,8 @@ from d9d_core.program.text import parse_programs
 from d9d_core.schedule import Backward, Forward
 from d9d_reports.report.series import series_charts, thinned
 from d9d_reports.report.timeline import ideal_boxes
-from d9d_testing.browser import chromium, find_chromium
+
+from tests.browser import chromium, find_chromium
 
 Run = Callable[..., tuple[int, str, str]]
 HOSTILE = "</script><img src=x onerror='document.title=1'><a href=\"https://example.org\">x</a>"

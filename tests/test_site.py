@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from d9d_testing.browser import chromium, find_chromium
+
+from tests.browser import chromium, find_chromium
 
 pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[1]

@@ -127,7 +127,7 @@ def chromium(program: str, profile: Path) -> Iterator[Browser]:
     from_us, to_browser = os.pipe()
     # Chromium reads from descriptor 3 and writes to 4.
     command = f'exec "{program}" {_OPTIONS} --user-data-dir="{profile}" 3<&{from_us} 4>&{to_us}'
-    process = subprocess.Popen(["bash", "-c", command], pass_fds=(from_us, to_us), stderr=subprocess.DEVNULL)  # noqa: S603, S607
+    process = subprocess.Popen(["bash", "-c", command], pass_fds=(from_us, to_us), stderr=subprocess.DEVNULL)
     os.close(from_us)
     os.close(to_us)
     try:
