@@ -241,12 +241,14 @@ class NamedOptimizer(ABC):
         found_inf: Tensor,
         divisor: Tensor | None,
     ) -> Batch:
-        params = [self._parameters[name] for name in names]
+        layouts: list[Tensor] = [self._parameters[name] for name in names]
+        params = [local(parameter) for parameter in layouts]
+        grads = [local(parameter.grad) for parameter in layouts if parameter.grad is not None]
         return Batch(
             names=names,
-            layouts=list(params),
-            params=[local(parameter) for parameter in params],
-            grads=[_laid_out(local(p.grad), local(p)) for p in params if p.grad is not None],
+            layouts=layouts,
+            params=params,
+            grads=[_laid_out(grad, parameter) for grad, parameter in zip(grads, params, strict=True)],
             slots={slot: [local(state[name][slot]) for name in names] for slot in self.slots_of(names[0])},
             lr=self._lr_of(group),
             weight_decay=group.weight_decay,
