@@ -97,3 +97,8 @@ def has_hooks(layer: nn.Module) -> bool:
     return bool(
         layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks  # noqa: SLF001
     )
+
+
+def are_only_products(*layers: Linear) -> bool:
+    """Whether calls of the layers are products and nothing else now: no weight gradient is deferred, nobody watches."""
+    return not any(layer.defers or has_hooks(layer) for layer in layers)

@@ -11,10 +11,10 @@ from d9d_core.kernel import OpSlot
 from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
 
-from d9d_nn.linear import Linear, has_hooks, is_plain
-from d9d_nn.ops.deferred import as_autocast, as_autocast_together
+from d9d_nn.linear import Linear, is_plain
 from d9d_nn.ops.silu_mul import silu_mul
-from d9d_nn.ops.swiglu import swiglu
+from d9d_nn.ops.swiglu import SwiGLUSlot
+from d9d_nn.ops.whole import in_one_op
 
 
 class SwiGLU(nn.Module):
@@ -33,7 +33,7 @@ class SwiGLU(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, std=std)
         self.down_proj = Linear(intermediate_size, hidden_size, std=output_std)
         self.silu_mul = OpSlot("silu_mul", silu_mul, features=intermediate_size)
-        self.swiglu = OpSlot("swiglu", swiglu, parts=("silu_mul",), hidden=hidden_size, features=intermediate_size)
+        self.swiglu = SwiGLUSlot(hidden_size, intermediate_size)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Slot of the gate, and of the whole layer unless somebody has changed one of its projections."""
@@ -48,16 +48,12 @@ class SwiGLU(nn.Module):
         """Styles of the projections: the inner features are split."""
         return {"gate_proj": TensorStyle.COLUMN, "up_proj": TensorStyle.COLUMN, "down_proj": TensorStyle.ROW}
 
+    @in_one_op("swiglu")
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [..., H] to [..., H]."""
-        layers = self._projections()
-        alone = any(layer.defers or has_hooks(layer) for layer in layers)
-        if self.swiglu.backend != "reference" and not alone:
-            gate_and_up = as_autocast_together([self.gate_proj.weight, self.up_proj.weight])
-            whole: Tensor = self.swiglu(as_autocast(hidden), *gate_and_up, as_autocast(self.down_proj.weight))
-            return whole
-        out: Tensor = self.down_proj(self.silu_mul(self.gate_proj(hidden), self.up_proj(hidden)))
-        return out
+        gate = self.gate_proj(hidden)  # [..., I]
+        up = self.up_proj(hidden)  # [..., I]
+        return self.down_proj(self.silu_mul(gate, up))  # type: ignore[no-any-return]  # [..., H]
 
     def _projections(self) -> tuple[Linear, Linear, Linear]:
         return self.gate_proj, self.up_proj, self.down_proj

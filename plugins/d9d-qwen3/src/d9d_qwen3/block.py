@@ -41,7 +41,7 @@ class Qwen3MoeBlock(DecoderBlock):
         layer: index in the whole model.
     """
 
-    sees_padding: ClassVar[bool] = True
+    routes: ClassVar[bool] = True
 
     def __init__(self, config: Qwen3MoeConfig, layer: int) -> None:
         super().__init__(config, _attention(config, layer), _experts(config))
@@ -54,11 +54,10 @@ class Qwen3MoeBlock(DecoderBlock):
         padding: Tensor | None = None,
     ) -> Tensor:
         """Map [B, S, H] to [B, S, H]; experts leave out ``padding``, bool [B, S]."""
-        normed, hidden = self.attention_norm.branch(hidden, for_products=True)
-        attended = self.attention(normed, rotation, documents)
-        # A router's scores are not products with weights alone.
-        normed, hidden = self.ffn_norm.branch(hidden, attended)
-        return hidden + self.ffn(normed, padding)  # type: ignore[no-any-return]
+        normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
+        attended = self.attention(normed, rotation, documents)  # [B, S, H]
+        normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: of the sum, and the sum
+        return hidden + self.ffn(normed, padding)  # type: ignore[no-any-return]  # [B, S, H]
 
 
 def build_block(config: AnyQwen3Config, layer: int) -> DecoderBlock:

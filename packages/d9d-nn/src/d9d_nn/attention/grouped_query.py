@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import AttentionMasks
-from d9d_nn.linear import Linear, has_hooks, is_plain
-from d9d_nn.ops.attention_inputs import attention_inputs
-from d9d_nn.ops.deferred import as_autocast, as_autocast_together
-from d9d_nn.ops.normed_rope import normed_rope
+from d9d_nn.linear import Linear, is_plain
+from d9d_nn.ops.attention_inputs import AttentionInputsSlot
+from d9d_nn.ops.normed_rope import NormedRopeSlot
 from d9d_nn.ops.rope import rope
+from d9d_nn.ops.whole import in_one_op
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope.rotary_embedding import Rotation
 
@@ -63,23 +63,9 @@ class GroupedQueryAttention(nn.Module):
             query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim, window=window
         )
         self.rope = OpSlot("rope", rope, head_dim=head_dim)
-        self.normed_rope = OpSlot(
-            "normed_rope",
-            normed_rope,
-            parts=("rms_norm", "rope"),
-            head_dim=head_dim,
-            query_heads=query_heads,
-            key_heads=key_value_heads,
-        )
-        self.attention_inputs = OpSlot(
-            "attention_inputs",
-            attention_inputs,
-            parts=("normed_rope", "rms_norm", "rope"),
-            hidden=hidden_size,
-            head_dim=head_dim,
-            query_heads=query_heads,
-            key_heads=key_value_heads,
-        )
+        heads = {"head_dim": head_dim, "query_heads": query_heads, "key_heads": key_value_heads}
+        self.normed_rope = NormedRopeSlot(**heads)
+        self.attention_inputs = AttentionInputsSlot(hidden_size, **heads)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Slots of the rotation, and with head norms of both in one.
@@ -131,47 +117,26 @@ class GroupedQueryAttention(nn.Module):
         Returns:
             [B, S, H].
         """
-        query, key, value = self._inputs(hidden, rotation)
-        out: Tensor = self.o_proj(self.core(query, key, value, documents).flatten(2))
-        return out
+        query, key, value = self._inputs(hidden, rotation)  # [B, S, N, D], [B, S, K, D], [B, S, K, D]
+        mixed = self.core(query, key, value, documents)  # [B, S, N, D]
+        return self.o_proj(mixed.flatten(2))  # type: ignore[no-any-return]  # [B, S, H]
 
+    @in_one_op("attention_inputs")
     def _inputs(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values with their norms and positions."""
-        layers = self._projections()
-        alone = any(layer.defers or has_hooks(layer) for layer in layers)
-        if (
-            self.q_norm is not None
-            and self.k_norm is not None
-            and self.attention_inputs.backend != "reference"
-            and not alone
-        ):
-            weights = (
-                *as_autocast_together([layer.weight for layer in layers]),
-                self.q_norm.weight,
-                self.k_norm.weight,
-            )
-            found: tuple[Tensor, Tensor, Tensor] = self.attention_inputs(
-                as_autocast(hidden), *weights, rotation.cos, rotation.sin, self.q_norm.eps
-            )
-            return found
-        # The number of heads is inferred: a tensor-parallel rank holds only some of them.
-        heads = (*hidden.shape[:2], -1, self.head_dim)
-        query, key, value = (layer(hidden).view(heads) for layer in layers)
+        heads = (*hidden.shape[:2], -1, self.head_dim)  # their number is inferred: a tensor-parallel rank holds some
+        query = self.q_proj(hidden).view(heads)  # [B, S, N, D]
+        key = self.k_proj(hidden).view(heads)  # [B, S, K, D]
+        value = self.v_proj(hidden).view(heads)  # [B, S, K, D]
         return *self._placed(query, key, rotation), value
 
-    def _projections(self) -> tuple[Linear, Linear, Linear]:
-        return self.q_proj, self.k_proj, self.v_proj
-
+    @in_one_op("normed_rope")
     def _placed(self, query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Query and key with their norms and positions."""
         if self.q_norm is not None and self.k_norm is not None:
-            if self.normed_rope.backend != "reference":
-                weights = self.q_norm.weight, self.k_norm.weight
-                placed: tuple[Tensor, Tensor] = self.normed_rope(
-                    query, key, *weights, rotation.cos, rotation.sin, self.q_norm.eps
-                )
-                return placed
-            # The same in two ops, of which each may have a kernel of its own.
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = self.rope(query, key, rotation.cos, rotation.sin)
         return query, key
+
+    def _projections(self) -> tuple[Linear, Linear, Linear]:
+        return self.q_proj, self.k_proj, self.v_proj

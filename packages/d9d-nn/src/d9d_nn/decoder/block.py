@@ -6,6 +6,7 @@ Shapes: B samples, S positions, H features.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar
 
 from d9d_core.traits import TensorStyle
@@ -28,16 +29,18 @@ class DecoderBlock(nn.Module):
         ffn: maps [B, S, H] to [B, S, H].
 
     Attributes:
-        sees_padding: whether the layer computes something else where samples are padded.
+        routes: whether the feed-forward part routes tokens. It then leaves out padding, and the scores of its router,
+            which are not products alone, read its input, too.
     """
 
-    sees_padding: ClassVar[bool] = False
+    routes: ClassVar[bool] = False
 
     def __init__(self, config: DecoderConfig, attention: GroupedQueryAttention, ffn: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, residual=True)
+        norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, residual=True)
+        self.attention_norm = norm(for_products=True)
         self.attention = attention
-        self.ffn_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, residual=True)
+        self.ffn_norm = norm(for_products=not self.routes)
         self.ffn = ffn
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
@@ -49,7 +52,7 @@ class DecoderBlock(nn.Module):
         hidden: Tensor,
         rotation: Rotation,
         documents: AttentionMasks | Tensor | None,
-        padding: Tensor | None = None,  # noqa: ARG002 - for layers that see it
+        padding: Tensor | None = None,  # noqa: ARG002 - for layers that route
     ) -> Tensor:
         """Map [B, S, H] to [B, S, H].
 
@@ -59,10 +62,10 @@ class DecoderBlock(nn.Module):
             documents: documents, or the masks made of them.
             padding: bool [B, S], padded positions; ``None`` if there are none.
         """
-        normed, hidden = self.attention_norm.branch(hidden, for_products=True)
-        attended = self.attention(normed, rotation, documents)
-        normed, hidden = self.ffn_norm.branch(hidden, attended, for_products=True)
-        return hidden + self.ffn(normed)  # type: ignore[no-any-return]
+        normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
+        attended = self.attention(normed, rotation, documents)  # [B, S, H]
+        normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: of the sum, and the sum
+        return hidden + self.ffn(normed)  # type: ignore[no-any-return]  # [B, S, H]
 
 
 def grouped_query_attention(

@@ -64,7 +64,7 @@ class DecoderModel(nn.Module):
         self.rotary = RotaryEmbedding(config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling)
         self.layer_indices = layers_of(config, stage)
         self.layers = nn.ModuleDict({str(index): block(config, index) for index in self.layer_indices})
-        self._sees_padding = any(layer.sees_padding for layer in self.layers.values())
+        self._routes = any(layer.routes for layer in self.layers.values())
         if stage.is_last:
             self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if self.has_heads and not stage.is_first and config.tie_embeddings:
@@ -207,7 +207,7 @@ class DecoderModel(nn.Module):
         slots = (layer.attention.core.attention for layer in self.layers.values() if isinstance(layer, DecoderBlock))
         masks = prepare_masks(slots, documents, length, hidden.device)
         padding = None
-        if lengths is not None and self._sees_padding:
+        if lengths is not None and self._routes:
             padding = places >= lengths.unsqueeze(1)
         for index, layer in self.layers.items():
             hidden = layer(hidden, rotation, masks, padding)

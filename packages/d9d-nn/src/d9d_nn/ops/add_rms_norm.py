@@ -7,10 +7,15 @@ Shapes: D features, ``...`` any leading dims. The slot's static fact is ``featur
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from d9d_nn.linear import has_hooks
+from d9d_nn.ops.deferred import autocast_dtype
 from d9d_nn.ops.rms_norm import rms_norm
+from d9d_nn.ops.whole import WholeSlot
 
 
 def add_rms_norm(
@@ -32,3 +37,25 @@ def add_rms_norm(
     total = x if added is None else x + added
     normed = rms_norm(total, weight, eps)
     return normed if dtype is None else normed.to(dtype), total
+
+
+class AddRMSNormSlot(WholeSlot):
+    """Slot of the addition and the norm at a branch.
+
+    Args:
+        features: D.
+        for_products: whether products with weights are all that reads the norm. Autocast rounds their arguments, so a
+            kernel may round the norm at once.
+    """
+
+    def __init__(self, features: int, *, for_products: bool) -> None:
+        super().__init__("add_rms_norm", add_rms_norm, parts=("rms_norm",), features=features)
+        self._for_products = for_products
+
+    def fits(self, module: Any) -> bool:
+        """Whether the norm's forward is its own, and nobody watches it."""
+        return module.is_plain() and not has_hooks(module)
+
+    def compute(self, module: Any, x: Tensor, added: Tensor | None = None) -> Any:
+        """Map stream and addition [..., D] to the norm and the sum."""
+        return self(x, added, module.weight, module.eps, autocast_dtype(x) if self._for_products else None)

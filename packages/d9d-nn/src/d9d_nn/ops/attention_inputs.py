@@ -9,10 +9,15 @@ are ``hidden``, ``head_dim``, ``query_heads`` and ``key_heads``.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional
 
+from d9d_nn.linear import are_only_products
+from d9d_nn.ops.deferred import as_autocast, as_autocast_together
 from d9d_nn.ops.normed_rope import normed_rope
+from d9d_nn.ops.whole import WholeSlot
 
 
 def attention_inputs(
@@ -49,3 +54,34 @@ def attention_inputs(
 def project(x: Tensor, weight: Tensor, features: int) -> Tensor:
     """Heads [B, S, heads, ``features``] of rows x [B, S, H], by a weight [heads * ``features``, H]."""
     return functional.linear(x, weight).view(*x.shape[:-1], weight.shape[0] // features, features)
+
+
+class AttentionInputsSlot(WholeSlot):
+    """Slot of ``q_proj``, ``k_proj`` and ``v_proj``, the norms ``q_norm`` and ``k_norm``, and the rotation.
+
+    Args:
+        hidden: H.
+        head_dim: D.
+        query_heads: N.
+        key_heads: K.
+    """
+
+    def __init__(self, hidden: int, *, head_dim: int, query_heads: int, key_heads: int) -> None:
+        facts: dict[str, Any] = {
+            "hidden": hidden,
+            "head_dim": head_dim,
+            "query_heads": query_heads,
+            "key_heads": key_heads,
+        }
+        super().__init__("attention_inputs", attention_inputs, parts=("normed_rope", "rms_norm", "rope"), **facts)
+
+    def fits(self, module: Any) -> bool:
+        """Whether the projections are only products now."""
+        return are_only_products(module.q_proj, module.k_proj, module.v_proj)
+
+    def compute(self, module: Any, hidden: Tensor, rotation: Any) -> Any:
+        """Map hidden [B, S, H] and a rotation to queries, keys and values."""
+        layers = module.q_proj, module.k_proj, module.v_proj
+        norms = module.q_norm, module.k_norm
+        weights = *as_autocast_together([layer.weight for layer in layers]), *(norm.weight for norm in norms)
+        return self(as_autocast(hidden), *weights, rotation.cos, rotation.sin, module.q_norm.eps)

@@ -8,10 +8,13 @@ Shapes: B samples, S positions, N query heads, K key heads, D features of a head
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from d9d_nn.ops.rms_norm import rms_norm
 from d9d_nn.ops.rope import rope
+from d9d_nn.ops.whole import WholeSlot
 
 
 def normed_rope(
@@ -32,3 +35,26 @@ def normed_rope(
         Query and key, shapes and dtypes unchanged.
     """
     return rope(rms_norm(query, query_weight, eps), rms_norm(key, key_weight, eps), cos, sin)
+
+
+class NormedRopeSlot(WholeSlot):
+    """Slot of the norms ``q_norm`` and ``k_norm`` and the rotation.
+
+    Args:
+        head_dim: D.
+        query_heads: N.
+        key_heads: K.
+    """
+
+    def __init__(self, *, head_dim: int, query_heads: int, key_heads: int) -> None:
+        facts: dict[str, Any] = {"head_dim": head_dim, "query_heads": query_heads, "key_heads": key_heads}
+        super().__init__("normed_rope", normed_rope, parts=("rms_norm", "rope"), **facts)
+
+    def fits(self, module: Any) -> bool:  # noqa: ARG002 - a layer without head norms does not offer the slot
+        """Always."""
+        return True
+
+    def compute(self, module: Any, query: Tensor, key: Tensor, rotation: Any) -> Any:
+        """Map queries [B, S, N, D], keys [B, S, K, D] and their rotation to queries and keys."""
+        weights = module.q_norm.weight, module.k_norm.weight
+        return self(query, key, *weights, rotation.cos, rotation.sin, module.q_norm.eps)

@@ -8,10 +8,15 @@ Shapes: H features, I features inside, ``...`` any leading dims.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional
 
+from d9d_nn.linear import are_only_products
+from d9d_nn.ops.deferred import as_autocast, as_autocast_together
 from d9d_nn.ops.silu_mul import silu_mul
+from d9d_nn.ops.whole import WholeSlot
 
 
 def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
@@ -28,3 +33,24 @@ def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tenso
     """
     gate, up = functional.linear(x, gate_weight), functional.linear(x, up_weight)
     return functional.linear(silu_mul(gate, up), down_weight)
+
+
+class SwiGLUSlot(WholeSlot):
+    """Slot of a feed-forward layer with ``gate_proj``, ``up_proj`` and ``down_proj``.
+
+    Args:
+        hidden: H.
+        features: I.
+    """
+
+    def __init__(self, hidden: int, features: int) -> None:
+        super().__init__("swiglu", swiglu, parts=("silu_mul",), hidden=hidden, features=features)
+
+    def fits(self, module: Any) -> bool:
+        """Whether the projections are only products now."""
+        return are_only_products(module.gate_proj, module.up_proj, module.down_proj)
+
+    def compute(self, module: Any, hidden: Tensor) -> Any:
+        """Map hidden [..., H] to [..., H]."""
+        gate_and_up = as_autocast_together([module.gate_proj.weight, module.up_proj.weight])
+        return self(as_autocast(hidden), *gate_and_up, as_autocast(module.down_proj.weight))
