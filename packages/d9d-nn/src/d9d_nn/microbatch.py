@@ -9,6 +9,8 @@ from d9d_core.task import StageInputs
 from d9d_core.types import Microbatch
 from torch import Tensor
 
+from d9d_nn.ops.linear_cross_entropy import IGNORE
+
 #: Fields of whole samples, also where they have as many columns as there are positions.
 _WHOLE = ("documents", "ends")
 #: Number of a rank's own positions of each sample that are no padding, int64 [B].
@@ -54,6 +56,12 @@ def stage_inputs(microbatch: Microbatch, *more: str) -> StageInputs:
     names = ("positions", "documents", "lengths", *more)
     shared = {name: microbatch[name] for name in names if name in microbatch}
     return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+
+
+def counted_targets(microbatch: Microbatch) -> Tensor:
+    """Number of targets that count, or the sum of their ``weights``: float32, 0-d."""
+    counted = microbatch["targets"] != IGNORE
+    return (microbatch["weights"] * counted if "weights" in microbatch else counted).sum(dtype=torch.float32)
 
 
 def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from d9d_core.types import Microbatch
 from torch import Tensor
 
 from d9d_nn.causal_lm.config import CausalLMConfig
 from d9d_nn.heads.causal_lm import RANKS
 from d9d_nn.heads.choice import read_output
-from d9d_nn.microbatch import check_fields
-from d9d_nn.ops.linear_cross_entropy import IGNORE
+from d9d_nn.microbatch import check_fields, counted_targets
 from d9d_nn.text_task import TextTask
 
 _TERM = "cross_entropy"
@@ -53,10 +51,7 @@ class CausalLM(TextTask):
             JobError: the dataset gives no targets.
         """
         check_fields(microbatch, self.config.name, "targets")
-        predicted = microbatch["targets"] != IGNORE
-        if "weights" in microbatch:
-            return {_TERM: (microbatch["weights"] * predicted).sum(dtype=torch.float32)}
-        return {_TERM: predicted.sum(dtype=torch.float32)}
+        return {_TERM: counted_targets(microbatch)}
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Sum of the token losses, each times its weight; ignored targets have none.

@@ -19,7 +19,7 @@ from d9d_nn.distillation.config import DistillationConfig
 from d9d_nn.distillation.divergence import divergence
 from d9d_nn.distillation.vocabularies import check_vocabularies
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
-from d9d_nn.microbatch import check_fields
+from d9d_nn.microbatch import check_fields, counted_targets
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 from d9d_nn.text_task import TextTask
 
@@ -72,9 +72,7 @@ class Distillation(TextTask):
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of targets, or the sum of their weights, for each term."""
-        counted = microbatch["targets"] != IGNORE
-        weights = microbatch["weights"] * counted if "weights" in microbatch else counted
-        return dict.fromkeys(self.coefficients, weights.sum(dtype=torch.float32))
+        return dict.fromkeys(self.coefficients, counted_targets(microbatch))
 
     @property
     def first_pass(self) -> FirstPass:
