@@ -8,7 +8,7 @@ import torch
 from d9d_core.kernel import OpSlot
 from torch import Tensor, nn
 
-from d9d_nn.ops.add_rms_norm import AddRMSNormSlot
+from d9d_nn.ops.add_rms_norm import add_rms_norm_slot
 from d9d_nn.ops.rms_norm import rms_norm
 from d9d_nn.ops.whole import in_one_op
 
@@ -20,7 +20,7 @@ class RMSNorm(nn.Module):
         features: size of the last dim.
         eps: added to the mean square.
         residual: whether :meth:`branch` is what is called, so that kernels may add and normalise at once.
-        for_products: see :class:`~d9d_nn.ops.add_rms_norm.AddRMSNormSlot`.
+        for_products: see :func:`~d9d_nn.ops.add_rms_norm.add_rms_norm_slot`.
     """
 
     def __init__(self, features: int, *, eps: float, residual: bool = False, for_products: bool = False) -> None:
@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(features))
         self.rms_norm = OpSlot("rms_norm", rms_norm, features=features)
-        self.add_rms_norm = AddRMSNormSlot(features, for_products=for_products)
+        self.add_rms_norm = add_rms_norm_slot(features, for_products=for_products)
         self._residual = residual
 
     def reset_parameters(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from d9d_nn.linear import Linear, is_plain
 from d9d_nn.ops.silu_mul import silu_mul
-from d9d_nn.ops.swiglu import SwiGLUSlot
+from d9d_nn.ops.swiglu import swiglu_slot
 from d9d_nn.ops.whole import in_one_op
 
 
@@ -33,7 +33,7 @@ class SwiGLU(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, std=std)
         self.down_proj = Linear(intermediate_size, hidden_size, std=output_std)
         self.silu_mul = OpSlot("silu_mul", silu_mul, features=intermediate_size)
-        self.swiglu = SwiGLUSlot(hidden_size, intermediate_size)
+        self.swiglu = swiglu_slot(hidden_size, intermediate_size)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Slot of the gate, and of the whole layer unless somebody has changed one of its projections."""

@@ -8,7 +8,7 @@ from d9d_core.cost import Share, StageCost
 from d9d_core.model import Stage
 from d9d_nn.decoder.config import DenseConfig
 from d9d_nn.decoder.costs import dense_cost
-from d9d_nn.decoder.presets import Presets
+from d9d_nn.decoder.presets import TINY, Presets
 
 from d9d_llama.presets import LLAMA, MISTRAL, QWEN2
 
@@ -74,15 +74,7 @@ def stage_cost(config: DenseConfig, stage: Stage, share: Share) -> StageCost:
     return dense_cost(config, stage, share, head_norms=False)
 
 
-_TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_positions": 64,
-}
+_TINY = TINY | {"intermediate_size": 48}
 
 
 def tiny_llama() -> LlamaConfig:

@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from d9d_nn.decoder.presets import Presets
-
-
-def _sizes(hidden: int, intermediate: int, layers: int, heads: int, pairs: int, **more: Any) -> Mapping[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": pairs,
-        **more,
-    }
+from d9d_nn.decoder.presets import Presets, sizes
 
 
 def _scaled(factor: float) -> Mapping[str, Any]:
@@ -31,23 +20,23 @@ def _scaled(factor: float) -> Mapping[str, Any]:
 
 
 LLAMA: Presets = {
-    "1b": _sizes(2048, 8192, 16, 32, 8, tie_embeddings=True, **_scaled(32.0)),
-    "3b": _sizes(3072, 8192, 28, 24, 8, tie_embeddings=True, **_scaled(32.0)),
-    "8b": _sizes(4096, 14336, 32, 32, 8, **_scaled(8.0)),
-    "70b": _sizes(8192, 28672, 80, 64, 8, **_scaled(8.0)),
-    "405b": _sizes(16384, 53248, 126, 128, 8, **_scaled(8.0)),
+    "1b": sizes(2048, 8192, 16, 32, 8, tie_embeddings=True, **_scaled(32.0)),
+    "3b": sizes(3072, 8192, 28, 24, 8, tie_embeddings=True, **_scaled(32.0)),
+    "8b": sizes(4096, 14336, 32, 32, 8, **_scaled(8.0)),
+    "70b": sizes(8192, 28672, 80, 64, 8, **_scaled(8.0)),
+    "405b": sizes(16384, 53248, 126, 128, 8, **_scaled(8.0)),
 }
-_MISTRAL = _sizes(4096, 14336, 32, 32, 8, rms_norm_eps=1e-5, max_positions=32_768)
+_MISTRAL = sizes(4096, 14336, 32, 32, 8, rms_norm_eps=1e-5, max_positions=32_768)
 MISTRAL: Presets = {
     "7b": {**_MISTRAL, "vocab_size": 32_768, "rope_theta": 1_000_000.0},
     "7b-v0.1": {**_MISTRAL, "vocab_size": 32_000, "rope_theta": 10_000.0, "sliding_window": 4096},
 }
 QWEN2: Presets = {
-    "0.5b": _sizes(896, 4864, 24, 14, 2, vocab_size=151_936, tie_embeddings=True),
-    "1.5b": _sizes(1536, 8960, 28, 12, 2, vocab_size=151_936, tie_embeddings=True),
-    "3b": _sizes(2048, 11008, 36, 16, 2, vocab_size=151_936, tie_embeddings=True),
-    "7b": _sizes(3584, 18944, 28, 28, 4, vocab_size=152_064),
-    "14b": _sizes(5120, 13824, 48, 40, 8, vocab_size=152_064, rms_norm_eps=1e-5),
-    "32b": _sizes(5120, 27648, 64, 40, 8, vocab_size=152_064, rms_norm_eps=1e-5),
-    "72b": _sizes(8192, 29568, 80, 64, 8, vocab_size=152_064, rms_norm_eps=1e-5),
+    "0.5b": sizes(896, 4864, 24, 14, 2, vocab_size=151_936, tie_embeddings=True),
+    "1.5b": sizes(1536, 8960, 28, 12, 2, vocab_size=151_936, tie_embeddings=True),
+    "3b": sizes(2048, 11008, 36, 16, 2, vocab_size=151_936, tie_embeddings=True),
+    "7b": sizes(3584, 18944, 28, 28, 4, vocab_size=152_064),
+    "14b": sizes(5120, 13824, 48, 40, 8, vocab_size=152_064, rms_norm_eps=1e-5),
+    "32b": sizes(5120, 27648, 64, 40, 8, vocab_size=152_064, rms_norm_eps=1e-5),
+    "72b": sizes(8192, 29568, 80, 64, 8, vocab_size=152_064, rms_norm_eps=1e-5),
 }

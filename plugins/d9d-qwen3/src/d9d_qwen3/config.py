@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from d9d_nn.decoder.config import DenseConfig
-from d9d_nn.decoder.presets import Presets
+from d9d_nn.decoder.presets import TINY, Presets
 
 from d9d_qwen3.presets import PRESETS
 
@@ -24,12 +24,4 @@ class Qwen3Config(DenseConfig):
 
 def tiny() -> Qwen3Config:
     """Config of a model that runs in milliseconds on a CPU, with grouped heads and an untied head."""
-    return Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_positions=64,
-    )
+    return Qwen3Config.model_validate(TINY | {"intermediate_size": 48})

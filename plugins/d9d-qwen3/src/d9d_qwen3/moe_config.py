@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from d9d_moe.balancing.config import Balancing, BiasUpdateConfig
 from d9d_nn.decoder.config import DecoderConfig
-from d9d_nn.decoder.presets import Presets
+from d9d_nn.decoder.presets import TINY, Presets
 from pydantic import Field, ValidationInfo, field_validator
 
 from d9d_qwen3.config import Qwen3Config
@@ -133,14 +133,5 @@ AnyQwen3Config = Qwen3Config | Qwen3MoeConfig
 
 def tiny() -> Qwen3MoeConfig:
     """Config of a model that runs in milliseconds on a CPU, with experts in all layers and an untied head."""
-    return Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=8,
-        experts_per_token=2,
-        moe_intermediate_size=24,
-        max_positions=64,
-    )
+    experts = {"num_experts": 8, "experts_per_token": 2, "moe_intermediate_size": 24}
+    return Qwen3MoeConfig.model_validate(TINY | experts)

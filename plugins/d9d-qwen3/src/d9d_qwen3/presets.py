@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from d9d_nn.decoder.presets import Presets
+from d9d_nn.decoder.presets import Presets, sizes
 
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "vocab_size": 151_936,
     "head_dim": 128,
     "rope_theta": 1_000_000.0,
@@ -20,28 +20,12 @@ _COMMON = {
 
 
 def _dense(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> Mapping[str, Any]:
-    return _COMMON | {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "tie_embeddings": tied,
-    }
+    return sizes(hidden, intermediate, layers, heads, 8, tie_embeddings=tied, **_COMMON)
 
 
 def _moe(hidden: int, intermediate: int, of_experts: int, layers: int, heads: int) -> Mapping[str, Any]:
-    return _COMMON | {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "moe_intermediate_size": of_experts,
-        "num_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "experts_per_token": 8,
-        "tie_embeddings": False,
-    }
+    experts = {"moe_intermediate_size": of_experts, "num_experts": 128, "experts_per_token": 8}
+    return sizes(hidden, intermediate, layers, heads, 4, tie_embeddings=False, **experts, **_COMMON)
 
 
 PRESETS: Presets = {

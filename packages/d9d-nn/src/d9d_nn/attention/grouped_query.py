@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.linear import Linear, is_plain
-from d9d_nn.ops.attention_inputs import AttentionInputsSlot
-from d9d_nn.ops.normed_rope import NormedRopeSlot
+from d9d_nn.ops.attention_inputs import attention_inputs_slot
+from d9d_nn.ops.normed_rope import normed_rope_slot
 from d9d_nn.ops.rope import rope
 from d9d_nn.ops.whole import in_one_op
 from d9d_nn.rms_norm import RMSNorm
@@ -64,8 +64,8 @@ class GroupedQueryAttention(nn.Module):
         )
         self.rope = OpSlot("rope", rope, head_dim=head_dim)
         heads = {"head_dim": head_dim, "query_heads": query_heads, "key_heads": key_value_heads}
-        self.normed_rope = NormedRopeSlot(**heads)
-        self.attention_inputs = AttentionInputsSlot(hidden_size, **heads)
+        self.normed_rope = normed_rope_slot(**heads)
+        self.attention_inputs = attention_inputs_slot(hidden=hidden_size, **heads)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Slots of the rotation, and with head norms of both in one.

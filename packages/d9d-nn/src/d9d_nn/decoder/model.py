@@ -164,29 +164,6 @@ class DecoderModel(nn.Module):
             ValueError: the first stage got no tokens, or a later one not all that the previous one returned.
             TypeError: an input is unknown.
         """
-        states, means = self._run(tokens, hidden, positions, documents, lengths, layer_sums)
-        if not self.has_heads:
-            return states
-        outputs: dict[str, Tensor] = self.heads(
-            states["hidden"],
-            means,
-            targets=targets,
-            lengths=lengths,
-            ends=ends,
-            tied_weight=self.embedding.vocabulary_weight() if self.config.tie_embeddings else None,
-        )
-        return outputs
-
-    def _run(
-        self,
-        tokens: Tensor | None,
-        hidden: Tensor | None,
-        positions: Tensor | None,
-        documents: Tensor | None,
-        lengths: Tensor | None,
-        layer_sums: Mapping[str, Tensor],
-    ) -> tuple[dict[str, Tensor], dict[Layers, Tensor]]:
-        """Run this stage without heads; on the last one also return the layer means [B, S, H] that heads read."""
         if self.stage.is_first:
             if tokens is None:
                 raise ValueError(f"the first stage of {self.config.name} needs tokens")
@@ -213,8 +190,19 @@ class DecoderModel(nn.Module):
             hidden = layer(hidden, rotation, masks, padding)
             sums.add(int(index), hidden)
         if not self.stage.is_last:
-            return {"hidden": hidden, **sums.to_send()}, {}
-        return {"hidden": self.norm(hidden)}, sums.means(self.norm.weight)
+            return {"hidden": hidden, **sums.to_send()}
+        final = self.norm(hidden)
+        if not self.has_heads:
+            return {"hidden": final}
+        outputs: dict[str, Tensor] = self.heads(
+            final,
+            sums.means(self.norm.weight),
+            targets=targets,
+            lengths=lengths,
+            ends=ends,
+            tied_weight=self.embedding.vocabulary_weight() if self.config.tie_embeddings else None,
+        )
+        return outputs
 
 
 def _embedding(config: DecoderConfig) -> TokenEmbedding | SplitTokenEmbedding:

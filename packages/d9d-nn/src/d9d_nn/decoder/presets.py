@@ -9,6 +9,24 @@ from d9d_core.config import closest
 
 Presets = Mapping[str, Mapping[str, Any]]
 
+#: Sizes of models that run in milliseconds on a CPU, with grouped heads.
+TINY = {
+    "vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_positions": 64,
+}  # fmt: skip
+
+
+def sizes(hidden: int, intermediate: int, layers: int, heads: int, pairs: int, **more: Any) -> dict[str, Any]:
+    """Sizes of a model as its config has them, and further fields."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": pairs,
+        **more,
+    }
+
 
 def fill(values: Mapping[str, Any], presets: Presets) -> Mapping[str, Any]:
     """Fill the fields that are not given from their ``preset``.

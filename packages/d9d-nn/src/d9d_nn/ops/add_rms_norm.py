@@ -39,7 +39,7 @@ def add_rms_norm(
     return normed if dtype is None else normed.to(dtype), total
 
 
-class AddRMSNormSlot(WholeSlot):
+def add_rms_norm_slot(features: int, *, for_products: bool) -> WholeSlot:
     """Slot of the addition and the norm at a branch.
 
     Args:
@@ -48,14 +48,12 @@ class AddRMSNormSlot(WholeSlot):
             kernel may round the norm at once.
     """
 
-    def __init__(self, features: int, *, for_products: bool) -> None:
-        super().__init__("add_rms_norm", add_rms_norm, parts=("rms_norm",), features=features)
-        self._for_products = for_products
+    def arguments(module: Any, x: Tensor, added: Tensor | None = None) -> tuple[Any, ...]:
+        return x, added, module.weight, module.eps, autocast_dtype(x) if for_products else None
 
-    def fits(self, module: Any) -> bool:
-        """Whether the norm's forward is its own, and nobody watches it."""
+    def fits(module: Any) -> bool:
         return module.is_plain() and not has_hooks(module)
 
-    def compute(self, module: Any, x: Tensor, added: Tensor | None = None) -> Any:
-        """Map stream and addition [..., D] to the norm and the sum."""
-        return self(x, added, module.weight, module.eps, autocast_dtype(x) if self._for_products else None)
+    return WholeSlot(
+        "add_rms_norm", add_rms_norm, arguments=arguments, fits=fits, parts=("rms_norm",), features=features
+    )

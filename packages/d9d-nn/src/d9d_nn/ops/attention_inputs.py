@@ -56,32 +56,18 @@ def project(x: Tensor, weight: Tensor, features: int) -> Tensor:
     return functional.linear(x, weight).view(*x.shape[:-1], weight.shape[0] // features, features)
 
 
-class AttentionInputsSlot(WholeSlot):
-    """Slot of ``q_proj``, ``k_proj`` and ``v_proj``, the norms ``q_norm`` and ``k_norm``, and the rotation.
+def attention_inputs_slot(**facts: Any) -> WholeSlot:
+    """Slot of ``q_proj``, ``k_proj`` and ``v_proj``, the norms ``q_norm`` and ``k_norm``, and the rotation."""
+    parts = ("normed_rope", "rms_norm", "rope")
+    return WholeSlot("attention_inputs", attention_inputs, arguments=_arguments, fits=_fits, parts=parts, **facts)
 
-    Args:
-        hidden: H.
-        head_dim: D.
-        query_heads: N.
-        key_heads: K.
-    """
 
-    def __init__(self, hidden: int, *, head_dim: int, query_heads: int, key_heads: int) -> None:
-        facts: dict[str, Any] = {
-            "hidden": hidden,
-            "head_dim": head_dim,
-            "query_heads": query_heads,
-            "key_heads": key_heads,
-        }
-        super().__init__("attention_inputs", attention_inputs, parts=("normed_rope", "rms_norm", "rope"), **facts)
+def _arguments(module: Any, hidden: Tensor, rotation: Any) -> tuple[Any, ...]:
+    layers = module.q_proj, module.k_proj, module.v_proj
+    norms = module.q_norm.weight, module.k_norm.weight
+    weights = *as_autocast_together([layer.weight for layer in layers]), *norms
+    return as_autocast(hidden), *weights, rotation.cos, rotation.sin, module.q_norm.eps
 
-    def fits(self, module: Any) -> bool:
-        """Whether the projections are only products now."""
-        return are_only_products(module.q_proj, module.k_proj, module.v_proj)
 
-    def compute(self, module: Any, hidden: Tensor, rotation: Any) -> Any:
-        """Map hidden [B, S, H] and a rotation to queries, keys and values."""
-        layers = module.q_proj, module.k_proj, module.v_proj
-        norms = module.q_norm, module.k_norm
-        weights = *as_autocast_together([layer.weight for layer in layers]), *(norm.weight for norm in norms)
-        return self(as_autocast(hidden), *weights, rotation.cos, rotation.sin, module.q_norm.eps)
+def _fits(module: Any) -> bool:
+    return are_only_products(module.q_proj, module.k_proj, module.v_proj)

@@ -37,24 +37,11 @@ def normed_rope(
     return rope(rms_norm(query, query_weight, eps), rms_norm(key, key_weight, eps), cos, sin)
 
 
-class NormedRopeSlot(WholeSlot):
-    """Slot of the norms ``q_norm`` and ``k_norm`` and the rotation.
+def normed_rope_slot(**facts: Any) -> WholeSlot:
+    """Slot of the norms ``q_norm`` and ``k_norm`` and the rotation; a layer without head norms does not offer it."""
+    return WholeSlot("normed_rope", normed_rope, arguments=_arguments, parts=("rms_norm", "rope"), **facts)
 
-    Args:
-        head_dim: D.
-        query_heads: N.
-        key_heads: K.
-    """
 
-    def __init__(self, *, head_dim: int, query_heads: int, key_heads: int) -> None:
-        facts: dict[str, Any] = {"head_dim": head_dim, "query_heads": query_heads, "key_heads": key_heads}
-        super().__init__("normed_rope", normed_rope, parts=("rms_norm", "rope"), **facts)
-
-    def fits(self, module: Any) -> bool:  # noqa: ARG002 - a layer without head norms does not offer the slot
-        """Always."""
-        return True
-
-    def compute(self, module: Any, query: Tensor, key: Tensor, rotation: Any) -> Any:
-        """Map queries [B, S, N, D], keys [B, S, K, D] and their rotation to queries and keys."""
-        weights = module.q_norm.weight, module.k_norm.weight
-        return self(query, key, *weights, rotation.cos, rotation.sin, module.q_norm.eps)
+def _arguments(module: Any, query: Tensor, key: Tensor, rotation: Any) -> tuple[Any, ...]:
+    weights = module.q_norm.weight, module.k_norm.weight
+    return query, key, *weights, rotation.cos, rotation.sin, module.q_norm.eps

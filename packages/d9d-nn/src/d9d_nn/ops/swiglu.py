@@ -35,22 +35,16 @@ def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tenso
     return functional.linear(silu_mul(gate, up), down_weight)
 
 
-class SwiGLUSlot(WholeSlot):
-    """Slot of a feed-forward layer with ``gate_proj``, ``up_proj`` and ``down_proj``.
+def swiglu_slot(hidden: int, features: int) -> WholeSlot:
+    """Slot of a feed-forward layer with ``gate_proj``, ``up_proj`` and ``down_proj``, of H and I features."""
+    facts = {"hidden": hidden, "features": features}
+    return WholeSlot("swiglu", swiglu, arguments=_arguments, fits=_fits, parts=("silu_mul",), **facts)
 
-    Args:
-        hidden: H.
-        features: I.
-    """
 
-    def __init__(self, hidden: int, features: int) -> None:
-        super().__init__("swiglu", swiglu, parts=("silu_mul",), hidden=hidden, features=features)
+def _arguments(module: Any, hidden: Tensor) -> tuple[Any, ...]:
+    gate_and_up = as_autocast_together([module.gate_proj.weight, module.up_proj.weight])
+    return as_autocast(hidden), *gate_and_up, as_autocast(module.down_proj.weight)
 
-    def fits(self, module: Any) -> bool:
-        """Whether the projections are only products now."""
-        return are_only_products(module.gate_proj, module.up_proj, module.down_proj)
 
-    def compute(self, module: Any, hidden: Tensor) -> Any:
-        """Map hidden [..., H] to [..., H]."""
-        gate_and_up = as_autocast_together([module.gate_proj.weight, module.up_proj.weight])
-        return self(as_autocast(hidden), *gate_and_up, as_autocast(module.down_proj.weight))
+def _fits(module: Any) -> bool:
+    return are_only_products(module.gate_proj, module.up_proj, module.down_proj)

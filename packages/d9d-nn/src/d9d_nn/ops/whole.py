@@ -6,7 +6,6 @@ method calls; so it may compute only where the layers do nothing besides, and ge
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -19,16 +18,26 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class WholeSlot(OpSlot, ABC):
-    """Slot of an op in the place of a method's lines; see :func:`in_one_op`."""
+class WholeSlot(OpSlot):
+    """Slot of an op in the place of a method's lines; see :func:`in_one_op`.
 
-    @abstractmethod
-    def fits(self, module: Any) -> bool:
-        """Whether the bound backend computes what the lines would at this call."""
+    Args:
+        op, reference, facts: see :class:`~d9d_core.kernel.OpSlot`.
+        arguments: module and inputs of the method -> arguments of the op.
+        fits: module -> whether a backend computes what the lines would at this call.
+    """
 
-    @abstractmethod
-    def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the bound backend with the weights of the module, the first argument, and the method's inputs."""
+    def __init__(
+        self,
+        op: str,
+        reference: Callable[..., Any],
+        *,
+        arguments: Callable[..., tuple[Any, ...]],
+        fits: Callable[[Any], bool] = lambda _: True,
+        **facts: Any,
+    ) -> None:
+        super().__init__(op, reference, **facts)
+        self.arguments, self.fits = arguments, fits
 
 
 def in_one_op(name: str) -> Callable[[Callable[Concatenate[M, P], R]], Callable[Concatenate[M, P], R]]:
@@ -43,7 +52,7 @@ def in_one_op(name: str) -> Callable[[Callable[Concatenate[M, P], R]], Callable[
         def method(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
             slot = getattr(self, name)
             if slot.backend != "reference" and slot.fits(self):
-                return cast("R", slot.compute(self, *args, **kwargs))
+                return cast("R", slot(*slot.arguments(self, *args, **kwargs)))
             return lines(self, *args, **kwargs)
 
         return method
