@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from d9d_parallel.blocks import find_blocks
-from d9d_parallel.data_parallel.collectives import FsdpCommunication, Unit
+from d9d_parallel.data_parallel.communication import FsdpCommunication, Unit
 from d9d_parallel.data_parallel.config import DataParallelConfig, FsdpConfig, HsdpConfig, ReplicateConfig
 from d9d_parallel.data_parallel.direct_gather import DirectGather, gather_directly
 from d9d_parallel.data_parallel.direct_reduce import reduce_directly
