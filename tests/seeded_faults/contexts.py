@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from d9d_engine.job import Job
-from d9d_nn.causal_lm import task
+from d9d_nn import text_task
 from d9d_nn.ops.attention.sdpa import Sdpa
 from d9d_parallel.context_parallel import ring, share
 from torch import Tensor
@@ -48,14 +48,14 @@ def leaking_document_in_a_ring(_job: Job, patch: Patch) -> None:
 
 def unsplit_positions(_job: Job, patch: Patch) -> None:
     """Each rank takes the position ids of a sample's first positions, whichever it has."""
-    own = task.own_positions
+    own = text_task.own_positions
 
     def first(microbatch: Any, of: Any) -> Any:
         part = own(microbatch, of)
         length = part["tokens"].shape[1]
         return {**part, "positions": microbatch["positions"][:, :length]} if of.ranks > 1 else part
 
-    patch.setattr(task, "own_positions", first)
+    patch.setattr(text_task, "own_positions", first)
 
 
 def own_gradient_of_gathered_keys(_job: Job, patch: Patch) -> None:
