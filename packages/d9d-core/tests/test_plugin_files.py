@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import py_compile
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,25 @@ def test_a_single_file_is_a_plugin_and_its_content_is_in_the_manifest(tmp_path: 
     assert first.digest != second.digest
     (line,) = first.differences(second, "rank 0 (node-a)", "rank 12 (node-b)")
     assert line.startswith("mine.py: rank 0 (node-a) sha256 ")
+
+
+def test_a_single_file_runs_as_it_was_hashed(tmp_path: Path) -> None:
+    """Whatever bytecode of an earlier version lies beside it, for a source of the same size and time of change."""
+    file = tmp_path / "mine.py"
+    policy = PluginPolicy(autoload=False, files=(file,))
+    for summary in ("one", "two"):
+        file.write_text(FILE.replace("NAME", "mine").replace('summary="x"', f'summary="{summary}"'))
+        os.utime(file, (1, 1))
+        if summary == "one":
+            py_compile.compile(str(file))
+        assert discover(policy).find("task", "mine").spec.summary == summary  # type: ignore[union-attr]
+
+
+def test_a_single_file_of_an_older_api_says_what_to_write(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("D9D_API = 1\n" + FILE.replace("NAME", "mine"))
+    with pytest.raises(PluginError, match=r"offers API 2; correct its imports and write D9D_API = 2"):
+        discover(PluginPolicy(autoload=False, files=(file,)))
 
 
 def test_a_single_file_that_fails_is_an_error_with_its_cause(tmp_path: Path) -> None:

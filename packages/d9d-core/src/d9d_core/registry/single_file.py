@@ -7,12 +7,25 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
+from types import CodeType
 
 from d9d_core.errors import PluginError
 from d9d_core.registry.entries import Origin
 
 __all__ = ["file_plugin"]
+
+
+class _Loader(SourceFileLoader):
+    """Loader of bytes that were read and hashed: cached bytecode might be that of an earlier version of the file."""
+
+    def __init__(self, name: str, path: str, content: bytes) -> None:
+        super().__init__(name, path)
+        self._content = content
+
+    def get_code(self, fullname: str) -> CodeType | None:  # noqa: ARG002 - one loader for each module
+        return self.source_to_code(self._content, self.path)
 
 
 def file_plugin(path: Path) -> tuple[Origin, Callable[[], object]]:
@@ -33,13 +46,15 @@ def file_plugin(path: Path) -> tuple[Origin, Callable[[], object]]:
     def load() -> object:
         if name in sys.modules:
             return sys.modules[name]
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
+        if path.suffix != ".py":
             raise ImportError(f"{path} is not a Python file")
+        loader = _Loader(name, str(path), content)
+        spec = ModuleSpec(name, loader, origin=str(path))
+        spec.has_location = True  # of its __file__
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
-            spec.loader.exec_module(module)
+            loader.exec_module(module)
         except BaseException:
             del sys.modules[name]
             raise
