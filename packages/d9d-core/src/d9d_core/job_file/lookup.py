@@ -9,6 +9,7 @@ from d9d_core.containment import FOREIGN_FAILURES
 from d9d_core.errors import PluginError
 from d9d_core.plugin import ConfiguredSpec
 from d9d_core.registry.entries import Entry, plugin_error, shown
+from d9d_core.registry.imports import import_advice
 
 __all__ = ["load_config"]
 
@@ -24,7 +25,7 @@ def load_config(entry: Entry) -> type[PluginConfig]:
     try:
         config = entry.spec.config.load()
     except FOREIGN_FAILURES as error:
-        raise plugin_error(f"{subject} failed to load: {shown(error)}", error) from error
+        raise plugin_error(f"{subject} failed to load: {shown(error)}{import_advice(error)}", error) from error
     if not (isinstance(config, type) and issubclass(config, PluginConfig)):
         raise PluginError(f"{subject} is no subclass of d9d_core.config.PluginConfig")
     name = config.model_fields["name"].default

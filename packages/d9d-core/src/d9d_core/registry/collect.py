@@ -22,6 +22,7 @@ from d9d_core.containment import FOREIGN_FAILURES, directory_kept, exits_raised
 from d9d_core.errors import PluginError, interrupt_behind
 from d9d_core.registry import hooks
 from d9d_core.registry.entries import Entry, Origin, Problem, Record, plugin_error, shown
+from d9d_core.registry.imports import import_advice
 from d9d_core.registry.known import KnownPlugins
 
 #: Modules that a declaration must not import.
@@ -75,12 +76,7 @@ class Collector:
         try:
             return load()
         except FOREIGN_FAILURES as error:
-            hint = ""
-            if isinstance(error, ImportError) and (error.name or "").startswith("d9d_core"):
-                hint = (
-                    f"; it was written for another plugin API than {hooks.API_VERSION}: install another release of it"
-                )
-            raise RefusedError(f"failed to import: {shown(error)}{hint}") from error
+            raise RefusedError(f"failed to import: {shown(error)}{import_advice(error)}") from error
 
     def _collect(self, plugin: object, origin: Origin) -> list[Entry]:
         self._check_api(plugin, origin)
@@ -112,13 +108,14 @@ class Collector:
             raise RefusedError(f"does not state its plugin API; write D9D_API = {offered} in {origin.module}")
         if type(written_for) is not int:
             raise RefusedError(f"states D9D_API = {shown(written_for)}, which is no number; write D9D_API = {offered}")
-        text = f"was written for plugin API {written_for}, this d9d-core offers API {offered}; install "
+        text = f"was written for plugin API {written_for}, this d9d-core offers API {offered}; "
         if written_for > offered:
-            raise RefusedError(text + "a newer d9d-core")
+            raise RefusedError(text + "install a newer d9d-core")
+        if not origin.version:
+            raise RefusedError(f"{text}correct its imports and write D9D_API = {offered}")
         minimum = self.known.versions.get(origin.distribution)
-        raise RefusedError(
-            text + (f"{origin.distribution}>={minimum}" if minimum else f"a newer {origin.distribution}")
-        )
+        release = f"{origin.distribution}>={minimum}" if minimum else f"a newer {origin.distribution}"
+        raise RefusedError(f"{text}install {release}")
 
     @staticmethod
     def _call(manager: pluggy.PluginManager, kind: hooks.Kind) -> list[Record]:

@@ -1,0 +1,36 @@
+"""Advice about imports of d9d's own modules and names that fail in a plugin."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from d9d_core.registry.hooks import API_VERSION
+
+_PACKAGES = ("d9d_core", "d9d_weights", "d9d_engine")
+_NAME = re.compile(r"cannot import name '(\w+)'")
+
+
+def import_advice(error: BaseException) -> str:
+    """Advice to put behind the text of an error: the module that defines a name, or how to find it; else empty."""
+    if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] not in _PACKAGES:
+        return ""
+    name = _NAME.search(str(error))
+    if name is None:
+        return f"; plugin API {API_VERSION} has no module {error.name}: import names from the modules that define them"
+    homes = [f"{module}.{name[1]}" for module in _modules_with(name[1])]
+    return f"; plugin API {API_VERSION} has {' and '.join(homes) or f'no name {name[1]}'}"
+
+
+def _modules_with(name: str) -> list[str]:
+    """Modules with a name in their ``__all__``; the sources are read, since importing them may take seconds."""
+    found = []
+    for package in _PACKAGES:
+        spec = find_spec(package)
+        for root in map(Path, (spec and spec.submodule_search_locations) or ()):
+            for file in sorted(root.rglob("*.py")):
+                declared = re.search(r"^__all__ = \[(.*?)\]", file.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+                if declared and f'"{name}"' in declared[1]:
+                    found.append(".".join([package, *file.relative_to(root).with_suffix("").parts]))
+    return found
