@@ -21,6 +21,7 @@ from d9d_testing.toy.data import ToyStream
 from d9d_testing.toy.observers import ToyTracker
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, noted, quiet
 from d9d_testing.toy.task import ToyMetric
+from d9d_weights.graph.mappers import Rename
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -61,6 +62,20 @@ def test_a_model_that_cannot_be_exported_is_refused_when_planning(job: MakeJob) 
     with pytest.raises(JobError, match="export: model 'toy_model' .* has no Hugging Face layout; set 'export: false'"):
         job().use(registry).plan()
     assert job("export=false").use(registry).plan().parameters == (33, 33)
+
+
+def test_a_layout_that_forgets_a_tensor_is_refused_before_training(
+    job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the job is planned, and where it is built."""
+    forgetful = lambda _self, _config: Rename("layers.0.weight", "first")  # noqa: E731
+    monkeypatch.setattr("d9d_testing.toy.format.ToyFormat.exporter", forgetful)
+    text = r"export: the Hugging Face layout d9d_testing.toy.format:ToyFormat of model (.|\n)*nothing takes"
+    with pytest.raises(BuildError, match=text):
+        job().plan()
+    with pytest.raises(BuildError, match=text):
+        job().build()
+    job("export=false").plan()
 
 
 def test_a_metric_cannot_take_a_name_of_the_loop(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from d9d_core.data import DataStream
-from d9d_core.errors import BuildError, SaveError
+from d9d_core.errors import BuildError, CheckpointError, SaveError
 from d9d_core.job_file.job import JobConfig
 from d9d_core.job_file.resolve import Selection
 from d9d_core.plugin import ModelSpec
@@ -55,6 +55,7 @@ class Exporter:
         note: prints a warning.
 
     Raises:
+        BuildError: the model's Hugging Face layout does not fit its tensors, and the job asks for the model.
         JobError: the job asks for the adapter alone, and its method has none in a file of its own.
         CheckpointError: likewise, and what this method added has no place in such a file.
     """
@@ -79,6 +80,8 @@ class Exporter:
         self._manifest = manifest
         spec = selection.model.spec
         self._spec = spec.hugging_face if isinstance(spec, ModelSpec) else None
+        if job.export is True:
+            check_names(job, selection, assembly)
         self._find_adapter = partial(save_adapter, job, selection, assembly, topology, note, self._stops_of_adapter())
         self._save_adapter = self._find_adapter() if job.export and self._spec is not None else None
 
@@ -174,6 +177,26 @@ class Exporter:
             files = ModelFiles(config, {**self._beside(), MODEL_CARD: card.text()}, self._stream.save_assets)
             writer = ModelWriter(directory, graph.specs)
             export_model(writer, graph, tensors, files, self._topology.world, assembly.stage_holders(self._topology))
+
+
+def check_names(job: JobConfig, selection: Selection, assembly: Assembly) -> None:
+    """Check that the Hugging Face layout of a model, if it has one, places all of its tensors, before it is trained.
+
+    Raises:
+        BuildError: it lacks some, or names some that the model has not.
+    """
+    spec = selection.model.spec
+    if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
+        return
+    tensors = model_tensors(assembly.full_model)
+    own = {name: tensor for name, tensor in tensors.items() if name not in assembly.injected}
+    try:
+        StateGraph(spec.hugging_face.load()().exporter(job.model), specs_of(own))
+    except CheckpointError as error:
+        raise BuildError(
+            f"export: the Hugging Face layout {spec.hugging_face} of model {selection.model.entry} does not fit the "
+            f"model's tensors: {error}; correct the layout, or set 'export: false'"
+        ) from error
 
 
 def end_of_text(config: Mapping[str, Any], facts: State) -> dict[str, Any]:

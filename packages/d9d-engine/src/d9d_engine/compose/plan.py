@@ -29,6 +29,7 @@ from d9d_engine.compose.assemble import Assembly, assemble
 from d9d_engine.compose.communication.nodes import node_warning, processes_of_node
 from d9d_engine.compose.communication.placements import Placed, placed_parameters
 from d9d_engine.compose.communication.step import StepCollectives, step_collectives
+from d9d_engine.compose.export import check_names
 from d9d_engine.compose.first_pass.frozen import assemble_frozen, settle_first_pass
 from d9d_engine.compose.initialise import Undrawn
 from d9d_engine.compose.kernels import KernelChoice, bind_kernels, refuse_unused
@@ -119,6 +120,8 @@ def plan(root: Root[JobConfig, Selection]) -> Plan:
     warnings = idle_parts(job.mesh, selection)
     if job.export and isinstance(spec := selection.model.spec, ModelSpec) and spec.hugging_face is not None:
         save_adapter(job, selection, assembly, topology, warnings.append, {})
+    if job.export is True:
+        check_names(job, selection, assembly)
     here = dict(assembly.model.named_parameters())
     trained = assembly.trained()
     optimizer, _, step_kernels = choose_optimizer(root, assembly)
