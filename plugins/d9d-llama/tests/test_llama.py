@@ -111,6 +111,26 @@ def test_old_files_leave_out_what_transformers_fills_in() -> None:
         form.config_from_json(data | {"sliding_window": 8})
 
 
+@pytest.mark.parametrize("family", PUBLISHED)
+@pytest.mark.parametrize("says", ["nothing", "null"])
+def test_heads_that_a_file_does_not_state_are_as_many_as_in_transformers(family: str, says: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    form = getattr(hugging_face, f"{family}HuggingFace")()
+    data = form.config_json(config_of(family, num_attention_heads=32, num_key_value_heads=4), "float32")
+    del data["num_key_value_heads"]
+    theirs = getattr(transformers, f"{family}Config")(**data)
+    stated = data if says == "nothing" else data | {"num_key_value_heads": None, "tie_word_embeddings": None}
+    assert form.config_from_json(stated).num_key_value_heads == theirs.num_key_value_heads
+
+
+def test_words_are_no_truth_values() -> None:
+    for family, name in (("Llama", "attention_bias"), ("Qwen2", "use_sliding_window")):
+        form = getattr(hugging_face, f"{family}HuggingFace")()
+        data = form.config_json(config_of(family), "float32")
+        with pytest.raises(CheckpointError, match=f"{name} is 'no', which is neither true nor false"):
+            form.config_from_json(data | {name: "no"})
+
+
 def test_fields_that_a_family_lacks_are_refused() -> None:
     for family, fields in (("Llama", {"sliding_window": 4}), ("Mistral", {"attention_bias": True})):
         with pytest.raises(ValidationError, match=next(iter(fields))):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from d9d_nn.decoder.config import DenseConfig
-from d9d_nn.decoder.config_json import late_windows, late_windows_json
+from d9d_nn.decoder.config_json import flag, late_windows, late_windows_json
 from d9d_nn.decoder.format import DecoderFormat
 from d9d_weights.hugging_face.family import ATTENTION, SWIGLU, Family
 from d9d_weights.hugging_face.fields import READ
@@ -19,6 +19,9 @@ _WINDOWS = {"layer_types", "max_window_layers", "use_sliding_window"}
 
 
 class _Format(DecoderFormat[C]):
+    #: Key and value heads where a file states none; ``None`` for as many as query heads.
+    key_value_heads: ClassVar[int | None] = None
+
     def special_json(self, config: C) -> dict[str, Any]:
         """Write the sizes of feed-forward layers."""
         return {"intermediate_size": config.intermediate_size}
@@ -29,8 +32,10 @@ class _Format(DecoderFormat[C]):
 
     def config_from_json(self, data: Mapping[str, Any]) -> C:
         """Read our config; what old files leave out is what transformers takes then."""
-        absent = {"rope_theta": 10_000.0, "tie_word_embeddings": False}
-        return super().config_from_json({**absent, "num_key_value_heads": data.get("num_attention_heads"), **data})
+        heads = self.key_value_heads or data.get("num_attention_heads")
+        absent = {"rope_theta": 10_000.0, "tie_word_embeddings": False, "num_key_value_heads": heads}
+        stated = {name: value for name, value in data.items() if value is not None or name not in absent}
+        return super().config_from_json(absent | stated)
 
 
 class LlamaHuggingFace(_Format[LlamaConfig]):
@@ -47,7 +52,7 @@ class LlamaHuggingFace(_Format[LlamaConfig]):
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """Read whether projections have biases, besides."""
-        return super().special_fields(data) | {"attention_bias": bool(data.get("attention_bias"))}
+        return super().special_fields(data) | {"attention_bias": flag(data, "attention_bias")}
 
 
 class MistralHuggingFace(_Format[MistralConfig]):
@@ -57,6 +62,7 @@ class MistralHuggingFace(_Format[MistralConfig]):
         "mistral", "Mistral", _LAYER, READ - _WINDOWS - {"attention_bias"}, {"attention_bias": (False,)}
     )
     config = MistralConfig
+    key_value_heads = 8
 
     def special_json(self, config: MistralConfig) -> dict[str, Any]:
         """Write the window, besides."""
@@ -72,6 +78,7 @@ class Qwen2HuggingFace(_Format[Qwen2Config]):
 
     family: ClassVar[Family] = Family("qwen2", "Qwen2", _LAYER, READ - {"attention_bias"}, {"attention_bias": (True,)})
     config = Qwen2Config
+    key_value_heads = 32
 
     def special_json(self, config: Qwen2Config) -> dict[str, Any]:
         """Write which layers slide, besides."""

@@ -116,6 +116,18 @@ def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
     }
 
 
+def flag(data: Mapping[str, Any], name: str) -> bool:
+    """Read a field that is true or false; false if it is null or absent.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    value = data.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {name} is {value!r}, which is neither true nor false")
+    return bool(value)
+
+
 def late_windows_json(config: DenseConfig) -> dict[str, Any]:
     """Write the fields of :func:`late_windows`."""
     first = config.num_layers if config.sliding_window is None else config.sliding_from_layer
@@ -135,7 +147,7 @@ def late_windows(data: Mapping[str, Any], family: Family) -> tuple[int | None, i
     """
     layers = data["num_hidden_layers"]
     # What transformers makes of it, its defaults included.
-    window = data.get("sliding_window", 4096) if data.get("use_sliding_window") else None
+    window = data.get("sliding_window", 4096) if flag(data, "use_sliding_window") else None
     kinds = data.get("layer_types")
     if kinds is None:
         first = min(data.get("max_window_layers", 28), layers)
