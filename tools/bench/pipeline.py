@@ -92,12 +92,12 @@ class TorchStage(nn.Module):
     def __init__(self, stage: Any, scale: float) -> None:
         super().__init__()
         self.stage = stage
+        self.stage.has_heads = False  # torch calls the loss on its own
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens or hidden states -> hidden states."""
-        first = self.stage.stage.is_first
-        hidden: Tensor = self.stage.run(x if first else None, None if first else x, None, None, None, {})[0]["hidden"]
+        hidden: Tensor = self.stage(**{"tokens" if self.stage.stage.is_first else "hidden": x})["hidden"]
         return hidden
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
