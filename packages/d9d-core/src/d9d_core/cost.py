@@ -26,7 +26,7 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Share of one rank in the work on one microbatch.
+    """Share of one rank in the work on one microbatch, whose cost is described.
 
     Attributes:
         samples: samples of the microbatch.
@@ -59,7 +59,7 @@ WeightKind = Literal["linear", "embedding", "head", "bank", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Parameter that an op computes with.
+    """Weight in a description of costs: a parameter that an op computes with.
 
     Attributes:
         name: qualified name within its block, such as ``attention.q_proj.weight``; outside of blocks, within the model.
@@ -138,7 +138,7 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Collective of a block.
+    """Exchange in the cost of a block: a collective along one mesh axis.
 
     Attributes:
         operation: which one.

@@ -32,7 +32,7 @@ __all__ = ["Decision", "OpSignature", "OpSlot"]
 
 @dataclass(frozen=True, slots=True)
 class OpSignature:
-    """Signature of an op's call: what is known before it happens.
+    """Signature of an op's call, for the choice of a kernel: all that is known before it happens.
 
     Attributes:
         op: name of the op, for example ``attention``.
@@ -70,7 +70,7 @@ class Decision:
 
 
 class OpSlot:
-    """Slot of one op in one module, bound to a backend.
+    """Slot of one op in one module, bound to a backend, the op's kernel.
 
     Args:
         op: name of the op.

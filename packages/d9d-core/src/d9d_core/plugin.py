@@ -64,7 +64,7 @@ RESERVED = ("mesh", "strategy", "device", "import")
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Reference ``"package.module:attribute"``: lets a declaration name heavy code without importing it.
+    """Reference ``"package.module:attribute"``: a plugin's declaration names heavy code without importing it.
 
     Raises:
         ValueError: the text does not have that form.
@@ -212,7 +212,7 @@ class ModelSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySpec(ConfiguredSpec):
-    """Record of a parallel strategy. ``build(config) -> Strategy``.
+    """Record by which a plugin declares a parallel strategy. ``build(config) -> Strategy``.
 
     Attributes:
         anchor: the point in :data:`ANCHORS` it belongs to.
@@ -259,7 +259,7 @@ class ScheduleSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec(ConfiguredSpec):
-    """A task. ``build(config) -> Task``.
+    """Record by which a plugin declares a task. ``build(config) -> Task``.
 
     Attributes:
         observes: names of what :meth:`d9d_core.task.Task.observations` returns, so that a metric that cannot work
@@ -378,7 +378,7 @@ class SubscriberSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSpec(Spec):
-    """A backend of one op.
+    """Record by which a plugin declares a kernel: a backend of one op.
 
     Attributes:
         op: the op it implements, for example ``attention``.
@@ -461,7 +461,7 @@ class ViewSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class CapabilitySpec:
-    """Record of a capability token of a plugin's own, so that it is not taken for a typing error.
+    """Record by which a plugin declares a capability token of its own, so that it is not taken for a typing error.
 
     Attributes:
         token: ``namespace:word``. The namespace is the plugin's own, or ``model`` for something that models of several

@@ -43,7 +43,7 @@ Pass = Literal["forward", "backward", "input_backward"]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Calls of one collective in a step: same operation, same ranks, same size. For ``d9d explain``.
+    """Collective, as strategies tell theirs for ``d9d explain``: calls in a step of one operation, ranks and size.
 
     Bytes are those of one rank's call: of what an all-gather returns, of what a reduce-scatter or an all-to-all takes,
     of what an all-reduce reduces and of what a send or a receive carries. A call among one rank sends nothing and is
@@ -187,7 +187,7 @@ class GradientOwner:
 
 
 class Reducer(Protocol):
-    """Reducer of gradients over ranks while a backward runs; it is told which backward is coming."""
+    """Reducer of a strategy: reduces gradients over ranks while a backward runs; it is told which one is coming."""
 
     def before_backward(self, last: bool, complete: bool = True) -> None:
         """Prepare for a backward of the stage, which is about to start.

@@ -180,7 +180,9 @@ class Transfer(Protocol[T_co]):
 
 
 class Dispatcher(Protocol):
-    """Dispatch of tokens to their experts, and combine of the experts' outputs. Gradients take the same way back.
+    """Protocol, beside the trait of experts, of a dispatcher: dispatch of tokens, and combine of the experts' outputs.
+
+    Gradients take the same way back.
 
     A dispatcher that reaches other ranks has their process group as attribute ``group``: so a schedule that overlaps a
     forward with a backward knows that there is communication to hide.

@@ -63,7 +63,7 @@ def visible(text: str) -> str:
 
 
 def open_regular(path: str | Path, links: Links = "any") -> int:
-    """Open a regular file for reading, and return its descriptor. Waits for nobody.
+    """Open an untrusted file for reading if it is a regular one, and return its descriptor. Never waits for a writer.
 
     Args:
         path: of the file.
@@ -122,7 +122,7 @@ def read_regular(path: str | Path, limit: int = MAX_JSON_BYTES, links: Links = "
 
 
 def parse_json(content: bytes, strict: bool = False, limit: int = MAX_JSON_BYTES) -> Any:
-    """Parse JSON in UTF-8, with or without a byte-order mark.
+    """Parse JSON of an untrusted file, in UTF-8, with or without a byte-order mark.
 
     Args:
         content: of the file.
@@ -195,7 +195,7 @@ Kind = Literal["model", "adapter", "checkpoint", "checkpoints", "run", "file", "
 
 @dataclass(frozen=True)
 class Place:
-    """Directory, file or address that a command was given.
+    """Place that a command was given, maybe untrusted: a directory, a file or an address.
 
     Attributes:
         kind: ``model`` in Hugging Face layout; ``adapter``; one ``checkpoint``, or the folder of all ``checkpoints``

@@ -60,7 +60,7 @@ def reduce_fsdp_gradients(root: FSDPModule) -> None:
 
 
 def settle_fsdp_reduction(group: Any, kept: Any, event: torch.Event | None, stream: Any) -> None:
-    """Have FSDP2 treat a reduction that was made in its place as its own, in an ``FSDPParamGroup``.
+    """Compatibility with an ``FSDPParamGroup``: have FSDP2 treat a reduction that was made in its place as its own.
 
     The next reduction and the end of the backward wait for it. It waits for the one before, whose tensors are let go.
 

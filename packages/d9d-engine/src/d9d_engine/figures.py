@@ -14,7 +14,7 @@ __all__ = ["figure_svg", "new_figure"]
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make an empty figure.
+    """Make an empty figure of matplotlib.
 
     Args:
         width: in inches.

@@ -37,7 +37,7 @@ _STARTED = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnv:
-    """Process among all processes of a job; by default the only one.
+    """Process among all processes of a job, by the environment that its launcher set; by default the only one.
 
     Attributes:
         rank: number of this process.
@@ -194,7 +194,7 @@ def _mpi_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def refuse_one_of_several_machines(environ: Mapping[str, str], arguments: Sequence[str]) -> str | None:
-    """Refuse to run on this machine alone where it is one of several that a launcher has started alike.
+    """Refuse to run alone where environment variables say that a launcher has started several machines alike.
 
     Args:
         environ: environment variables of a process that no launcher gave a rank.

@@ -188,7 +188,7 @@ def check_columns(task: InferenceTask) -> None:
 
 
 def check_data(stream: DataStream, job: InferenceConfig) -> int:
-    """Number of samples of data that are read once and in order.
+    """Check the data of an inference job, read once and in order: its number of samples.
 
     Raises:
         DataError: they are not, they are empty, or rows are longer than a sample or left out.

@@ -47,7 +47,7 @@ class OneForward:
 
 
 class ManyForwards:
-    """A forward for each new token of the sequences of microbatches, a few microbatches at a time.
+    """Many forwards of inference: one for each new token of its sequences, a few microbatches at a time.
 
     Args:
         executor: runs the model.

@@ -69,7 +69,7 @@ class Standing:
 
 
 class PartStore:
-    """Store of an inference run in a directory that all ranks share.
+    """Store of the parts of an inference run, in a directory that all ranks share.
 
     Args:
         directory: of the run.

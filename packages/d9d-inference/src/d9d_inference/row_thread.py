@@ -110,7 +110,7 @@ class RowThread:
 
 
 def joined_rows(task: InferenceTask, microbatches: Sequence[Mapping[str, Tensor]]) -> Columns:
-    """Rows of several microbatches, without fillers, in order.
+    """Rows for the row thread: several microbatches joined, without fillers, in order.
 
     Raises:
         BuildError: the task's columns are not those it declares, or not equally long.

@@ -57,7 +57,7 @@ class InferenceOutcome:
 
 
 class Inference:
-    """Inference of a built job. Its collaborators are public, so that they can be used alone.
+    """Runner of a built inference job. Its collaborators are public, so that they can be used alone.
 
     Made by :func:`d9d_inference.compose.build_inference`.
 

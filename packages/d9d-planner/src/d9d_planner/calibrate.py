@@ -17,7 +17,7 @@ _REPEATS = 7
 
 
 def calibrated(device: torch.device, known: Device, devices: int) -> tuple[Device, list[str]]:
-    """Rates of a device, and the names of those that were measured. Takes seconds and 4 GiB of an accelerator.
+    """Calibrate a device: its rates, and the names of the measured ones. Takes seconds and 4 GiB of an accelerator.
 
     Measured are products, attention, copies, memory and, with several devices, the collectives between them, in a
     process for each. Grouped products and elementwise ops keep their ratio to products and copies; the network stays

@@ -46,7 +46,7 @@ def check_predictions(job: JobFile, _world_size: int | None, memory: int | None)
 
 
 def predicted(job: JobFile, memory: int | None, node: int | None = None) -> list[str]:
-    """Lines about the predicted memory of a job, and about the time that tensor parallelism between nodes takes.
+    """Lines of ``d9d check`` about a job's predicted memory, and the time of tensor parallelism between nodes.
 
     Where nothing can be predicted, the line says why.
 
@@ -86,7 +86,7 @@ def _between_nodes(prediction: Prediction) -> Iterator[str]:
 
 
 def check_memory(prediction: Prediction) -> None:
-    """Refuse a job that does not fit.
+    """Check a job's predicted memory, and refuse one that does not fit.
 
     Raises:
         JobError: it does not; the text has the cheapest ways out, with what they are predicted to cost.

@@ -19,7 +19,7 @@ AnyJob = TypeVar("AnyJob", bound=BaseJob)
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a job.
+    """Layout of a job to compare with others: mesh, strategies, schedule and microbatch.
 
     Attributes:
         mesh: sizes of its axes.
@@ -86,7 +86,7 @@ def view_group(mesh: Mesh, view: ViewSpec, dim: str) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class DataGroups:
-    """Groups over which parameters are sharded and gradients reduced.
+    """Groups of ranks in a layout over which parameters are sharded and gradients reduced.
 
     Attributes:
         shards, replicas: of parameters that all tokens use.

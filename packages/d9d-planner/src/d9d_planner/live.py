@@ -22,7 +22,7 @@ class Moment(NamedTuple):
 
 
 def moments(program: Program) -> list[Moment]:
-    """Moments at which backwards of a program begin, without those at which another one holds as much or more.
+    """Live activations of a program: moments when backwards begin, without any where another holds as much or more.
 
     Activations are held up to the end of their backward, or of its weight gradients where those come apart.
     """

@@ -83,7 +83,7 @@ class _Sums:
 
 
 class MemoryModel:
-    """Memory of the ranks of a layout.
+    """Model of the memory of the ranks of a layout.
 
     Args:
         workload: the job.

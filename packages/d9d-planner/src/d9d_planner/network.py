@@ -28,7 +28,7 @@ class Group:
 
 
 def seconds(operation: Operation, size: float, group: Group, device: Device) -> float:
-    """Time of a collective.
+    """Time of a collective over the network between machines, or the links within one.
 
     Ring algorithms: each rank receives what the others have once, for an all-reduce twice. Ranks of a group on one
     machine share what the network brings there; ranks of an all-to-all do not.

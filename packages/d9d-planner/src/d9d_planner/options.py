@@ -19,7 +19,7 @@ _OF_LAYOUTS = {"tensor", "context", "expert", "checkpointing", "data"}
 
 
 class Options:
-    """Strategies and schedules that a search may use."""
+    """Options of a search for layouts: strategies and schedules that it may use."""
 
     def __init__(self, job: JobConfig, registry: Registry) -> None:
         self._job, self._registry = job, registry

@@ -19,7 +19,7 @@ from d9d_planner.workload import Workload
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction for one layout of a job.
+    """Prediction of memory and time for one layout of a job.
 
     Attributes:
         workload: the job.

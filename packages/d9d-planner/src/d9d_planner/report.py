@@ -58,7 +58,7 @@ def time_line(prediction: Prediction) -> str:
 
 
 def plan_table(found: Found, rows: Sequence[Prediction]) -> Table:
-    """Table of layouts, the fastest first; those of the Pareto front of time and memory are marked."""
+    """Report layouts in a table, the fastest first; the Pareto front of time and memory is marked."""
     front = {id(prediction) for prediction in found.pareto}
     table = Table(box=None, header_style="bold")
     for name in ("", "seconds", "tokens/s", "GiB", "", "mesh", "strategies", "microbatch", "bound by"):

@@ -27,7 +27,7 @@ _SMALL = 2
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search.
+    """Result of a search for layouts.
 
     Attributes:
         ranked: those that fit, the fastest first.

@@ -65,7 +65,7 @@ class _Tally:
 
 
 class TimeModel:
-    """Time of a step of a layout.
+    """Model of the time of a step of a layout.
 
     Args:
         workload: the job.

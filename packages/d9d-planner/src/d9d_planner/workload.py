@@ -33,7 +33,7 @@ _WIDTHS = {"float32": 4, "bfloat16": 2}
 
 
 class Workload:
-    """Work of a job, from which the costs of any of its layouts follow.
+    """Workload of a job, from which the costs of any of its layouts follow.
 
     Args:
         job: the job.

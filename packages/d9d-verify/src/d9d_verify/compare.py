@@ -53,7 +53,7 @@ class Verdict:
 
 
 def compare(layout: str, measured: Measurement, reference: Measurement, limits: Limits) -> Verdict:
-    """Compare all that two runs computed, step by step.
+    """Compare what a layout computed with the reference, step by step.
 
     Initial weights and what ranks share have to be equal bit for bit, the rest within limits.
 

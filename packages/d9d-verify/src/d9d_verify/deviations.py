@@ -100,7 +100,7 @@ class Limits:
 
 
 def deviations(measured: Measurement, reference: Measurement) -> Iterator[Deviation]:
-    """Deviations in the order in which a run computes; names and shapes have to be equal."""
+    """Deviations between two measurements, in the order in which a run computes; names and shapes have to be equal."""
     parameters = {name for step in range(reference.steps) for name in reference.under(f"{step}/gradients")}
     for step in range(reference.steps):
         yield Deviation("loss", "", step, _of_number(f"{step}/loss", measured, reference))

@@ -122,7 +122,7 @@ class Witness:
 
 
 class Jitter:
-    """Jittering subscriber: moves what each layer returns by up to half of its last bit, up or down at random.
+    """Jitter for a measurement: moves what each layer returns by up to half of its last bit, up or down at random.
 
     Kernels, layouts and orders of sums that are all right differ by that much. What follows from it, such as a token
     that goes to another expert, is no fault.

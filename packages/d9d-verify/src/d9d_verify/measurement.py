@@ -24,7 +24,7 @@ _AT = "@"
 
 @dataclass
 class Record:
-    """Record of one rank.
+    """Record of one rank in a measurement.
 
     Attributes:
         numbers: values that all ranks should agree about.

@@ -52,7 +52,7 @@ def launch_processes(directory: Path, ranks: int) -> str | None:
 def verify(
     job: Job, layouts: Sequence[Layout], steps: int, note: Callable[[str], None], launch: Launch = launch_processes
 ) -> list[Verdict]:
-    """Compare layouts with one process that runs reference ops, from the same weights and data.
+    """Run layouts, and compare them with one process that runs reference ops, from the same weights and data.
 
     Args:
         job: the user's; it is scaled down, see :func:`d9d_verify.layouts.scaled_values`.

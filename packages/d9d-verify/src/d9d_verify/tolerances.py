@@ -45,7 +45,7 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
 def compare_directions(
     actual: Tensor, expected: Tensor, by: Literal["tensor", "row"] = "tensor"
 ) -> tuple[float, float]:
-    """Compare directions and norms: the worst ``1 - cos`` and relative difference, over the tensor or its rows.
+    """Compare directions and norms for tolerances: worst ``1 - cos`` and relative difference, of a tensor or its rows.
 
     Two zero vectors agree in both; a zero and a non-zero vector differ by 1 in both.
     """

@@ -43,7 +43,7 @@ class CellStream:
 
 
 def bar_of(columns: Sequence[ProgressColumn], shown: bool) -> Progress:
-    """Bar on standard error if it is a terminal, in the output of a notebook's cell, or else nothing.
+    """Progress bar on standard error if it is a terminal, in the output of a notebook's cell, or else nothing.
 
     Args:
         columns: of the bar.

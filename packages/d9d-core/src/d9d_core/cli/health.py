@@ -18,7 +18,7 @@ from d9d_core.terminal.console import console_for
 
 
 def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:
-    """Run every health check and report every plugin problem; false if anything is wrong.
+    """Run every health check of ``d9d doctor`` and report every plugin problem; false if anything is wrong.
 
     Args:
         registry: what is installed.

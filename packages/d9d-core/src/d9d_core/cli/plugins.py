@@ -44,7 +44,7 @@ def list_records(registry: Registry, as_json: bool) -> None:
 
 
 def show_records(registry: Registry, selector: str, as_json: bool) -> None:
-    """Print every record of one name in full.
+    """Print every record of one name in full, for ``d9d plugins show``.
 
     Raises:
         PluginError: there is none.
@@ -69,7 +69,7 @@ def show_records(registry: Registry, selector: str, as_json: bool) -> None:
 
 
 def check_plugins(registry: Registry, name: str | None, as_json: bool, own_commands: Collection[str] = ()) -> bool:
-    """Load everything that the records of one plugin, or of all, refer to; false if anything is broken.
+    """Check plugins: load all that the records of one, or of all, refer to; false if anything is broken.
 
     Args:
         registry: what is installed.

@@ -15,7 +15,7 @@ _GONE = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ECONNRESET}
 
 
 class SurvivingFile(io.FileIO):
-    """File whose failing writes lose what they write, and raise nothing.
+    """File under a standard stream: its failing writes lose what they write, and raise nothing.
 
     Attributes:
         lost: error of the last write that failed although somebody may still want to read.

@@ -76,7 +76,7 @@ def _check_model(chosen: Chosen, component: object) -> None:
 
 
 def deviations(component: object, protocol: type) -> list[str]:
-    """Deviations of a component from its protocol: members that it lacks or has otherwise, one line each."""
+    """Deviations of a component from its contract, a protocol: members that it lacks or has otherwise, one a line."""
     name = type(component).__name__
     source = f"{protocol.__module__}:{protocol.__name__}"
     problems = []

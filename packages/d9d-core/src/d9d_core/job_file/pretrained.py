@@ -83,7 +83,7 @@ def _sizes_of_checkpoint(name: str, manifest: Path) -> dict[str, Any]:
 
 
 def read_config_json(location: str) -> dict[str, Any]:
-    """Read ``config.json`` in a directory, beside a file, or at an fsspec address.
+    """Read the ``config.json`` of pretrained weights: in a directory, beside a file, or at an fsspec address.
 
     Raises:
         CheckpointError: it is absent or no JSON object.

@@ -45,7 +45,7 @@ _Loader.add_implicit_resolver(_TAG + "float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+
 
 
 def read_yaml(text: str, source: str) -> tuple[Any, dict[Location, int]]:
-    """Values of a YAML text, and the line of each.
+    """Read YAML text of a job file: its values, and the line of each.
 
     Args:
         text: one document.

@@ -27,7 +27,7 @@ Selected_co = TypeVar("Selected_co", bound="Parts", covariant=True)
 
 @dataclass(frozen=True)
 class Parts:
-    """Records that the names of a job of any kind resolve to.
+    """Parts of a resolved job: the records that the names of a job of any kind resolve to.
 
     Attributes:
         model, dataset, schedule, peft: one record each, where the job has one.

@@ -15,7 +15,7 @@ __all__ = ["job_schema"]
 
 
 def job_schema(registry: Registry, skipped: Callable[[PluginError], None] | None = None) -> dict[str, Any]:
-    """JSON schema with a discriminated union per extension point.
+    """JSON schema of a job file, with a discriminated union per extension point.
 
     Loads the config class of every installed plugin.
 

@@ -36,7 +36,7 @@ class Problem:
 def layout_problems(
     job: BaseJob, selection: Parts, registry: Registry, world_size: int, auto: str | None = None
 ) -> list[Problem]:
-    """Problems of a job's layout on that many processes; none if it can run, as far as sizes go.
+    """Check a job's layout on that many processes: its problems; none if it can run, as far as sizes go.
 
     Args:
         job: validated, section by section.

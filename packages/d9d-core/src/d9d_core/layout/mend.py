@@ -25,7 +25,7 @@ _SECTIONS = ("mesh", "parallel", "pipeline", "batch")
 
 
 def mended(job: BaseJob, registry: Registry, world_size: int) -> BaseJob | None:
-    """The job with the nearest layout that fits these processes; ``None`` if none was found.
+    """Mend the layout of a job: the job with the nearest one that fits these processes; ``None`` if none was found.
 
     Axes that nothing uses get a strategy or a schedule where one is installed, else one rank. What the mesh leaves or
     lacks is taken from data parallelism. Of the batch, its division is changed before its size is.

@@ -13,7 +13,7 @@ from d9d_core.registry.registry import Registry
 
 
 def check_layout(job: BaseJob, selection: Parts, registry: Registry, world_size: int, source: Source) -> None:
-    """Check mesh, strategies, schedule and batch together.
+    """Report a layout that does not fit, after a check of mesh, strategies, schedule and batch together.
 
     Requirements that do not hold are added to other problems, because a layout that is mended must hold them; they
     alone are left to the check of capabilities.

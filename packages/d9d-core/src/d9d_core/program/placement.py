@@ -88,7 +88,7 @@ class Pipeline:
 
 
 def plan_pipeline(job: BaseJob, selection: Parts) -> Pipeline:
-    """Plan the placement of the stages of a job's model; one stage by default.
+    """Plan the placement of a job's pipeline stages on ranks, and their programs; one stage by default.
 
     Raises:
         BuildError: the mesh has pipeline ranks, but the job names no schedule; the schedule is wrong; or it asks for

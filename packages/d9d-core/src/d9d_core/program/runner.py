@@ -42,7 +42,7 @@ class Visit:
 
 @dataclass
 class StepState:
-    """State of one step that a program's actions share while a runner interprets them.
+    """State of one step that the handlers of a program's actions share while a runner interprets them.
 
     Attributes:
         step: 0-based; -1 in a forward that belongs to no training step.

@@ -57,7 +57,7 @@ _DEVICE = re.compile(r"device:([a-z]+)(?:>=(\d+)\.(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Record that the job selects, and the field that selects it.
+    """Chosen record, whose capabilities are judged: a job selects it, by one of its fields.
 
     Attributes:
         where: the field.

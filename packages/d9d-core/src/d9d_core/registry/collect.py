@@ -33,7 +33,7 @@ _SECONDS = "120"
 
 
 class Collector:
-    """Collector of records, one plugin at a time, so that a broken one leaves nothing behind."""
+    """Collector of records from plugins, one plugin at a time, so that a broken one leaves nothing behind."""
 
     def __init__(self, known: KnownPlugins) -> None:
         self.known = known
@@ -152,7 +152,7 @@ class _TooLongError(BaseException):
 
 @contextmanager
 def contained(who: str) -> Iterator[None]:
-    """Contain code of a plugin that only declares things: what it prints goes to standard error, its time is limited.
+    """Contain code of a plugin that only declares things, for collection: prints go to standard error, time is limited.
 
     Signals, and so the limit, work in the main thread only, and where nobody else handles them.
 

@@ -20,7 +20,7 @@ __all__ = ["discover"]
 
 
 def discover(policy: PluginPolicy | None = None, *, known: KnownPlugins | None = None) -> Registry:
-    """Load the records of the foundation, the installed plugins that ``policy`` admits, and its single-file plugins.
+    """Load the plugins: records of the foundation, of installed ones that ``policy`` admits, and of its single files.
 
     Raises:
         PluginError: the policy names a plugin that is not installed; a required plugin is missing or broken; a

@@ -29,7 +29,7 @@ class _Loader(SourceFileLoader):
 
 
 def file_plugin(path: Path) -> tuple[Origin, Callable[[], object]]:
-    """Origin of a file's plugin, and the function that imports it.
+    """Single-file plugin: its origin, and the function that imports the file.
 
     Raises:
         PluginError: the file cannot be read.

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Background thread of one function; it does not keep the process alive.
+    """Background thread that runs one function; it does not keep the process alive.
 
     Args:
         work: the function.

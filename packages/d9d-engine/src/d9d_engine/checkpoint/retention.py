@@ -24,7 +24,7 @@ class BestOf:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Rules of retention; a checkpoint stays if any of them says so.
+    """Rules of retention of checkpoints; one stays if any of them says so.
 
     Attributes:
         newest: how many of the newest; ``None`` keeps all.

@@ -21,7 +21,7 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Staged copies, maybe still under way.
+    """Staged copies of a checkpoint's shards, in the host's memory and maybe still under way.
 
     Attributes:
         local_shards: copies in the host's memory.
@@ -46,7 +46,7 @@ class Staged:
 
 
 class Stager:
-    """Stager of copies, always into the same memory: the copies before must not be needed any more."""
+    """Stager of copies of shards, always into the same memory: the copies before must not be needed any more."""
 
     def __init__(self) -> None:
         self._copies: dict[str, LocalShards] = {}

@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 def print_plan(job: Job, plan: Plan) -> None:
-    """Report the numbers of a plan, and its warnings."""
+    """Report a plan, for ``d9d check`` and ``d9d explain``: its numbers and its warnings."""
     from d9d_engine.cli.stages import pipeline_line  # imports torch, which a wrong job never needs
 
     console = console_for()
@@ -55,7 +55,7 @@ def print_plan(job: Job, plan: Plan) -> None:
 
 
 def print_explanation(job: Job, plan: Plan) -> None:
-    """Report where each component of a plan comes from, what was done with it, and why."""
+    """Report for ``d9d explain`` where each component of a plan comes from, what was done with it, and why."""
     from d9d_engine.cli.stages import pipeline_line, print_stages
 
     console = console_for()
@@ -100,7 +100,7 @@ def print_explanation(job: Job, plan: Plan) -> None:
 
 
 def print_communication(console: Console, job: Job, plan: Plan) -> None:
-    """Placements of parameters, and the collectives of a step and of a log entry."""
+    """Report communication for ``d9d explain``: placements of parameters, collectives of a step and of a log entry."""
     if job.mesh.world_size == 1:
         return
     from d9d_engine.compose.communication.rows import grouped

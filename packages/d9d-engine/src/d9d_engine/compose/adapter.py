@@ -84,7 +84,7 @@ def save_adapter(
 def start_method(
     job: BaseJob, selection: Parts, assembly: Assembly, topology: Topology, note: Callable[[str], None]
 ) -> None:
-    """Fill the fine-tuning method's tensors from the model's weights, or from the adapter that it is to start from.
+    """Fill an adapter, a fine-tuning method's tensors, from the model's weights or the adapter it is to start from.
 
     Collective over all ranks.
 

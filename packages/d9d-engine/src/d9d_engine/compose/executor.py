@@ -83,7 +83,7 @@ def build_frozen_executor(
     inputs: Callable[[Microbatch], StageInputs],
     group: dist.ProcessGroup | None,
 ) -> Executor:
-    """Build the executor of a model that never trains; see :func:`build_executor`.
+    """Build the executor of a frozen model, which never trains; see :func:`build_executor`.
 
     Args:
         job: has the number format and the sizes of batches.

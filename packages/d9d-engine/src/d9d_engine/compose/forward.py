@@ -25,7 +25,7 @@ Inputs = Callable[[Microbatch], StageInputs]
 
 @dataclass(frozen=True)
 class ForwardModel:
-    """Model that runs forward only.
+    """Model that is built to run forward only, with its executor.
 
     Attributes:
         assembly: its stages, with strategies applied.
@@ -59,7 +59,7 @@ def assemble_forward(root: Root[BaseJob, Parts]) -> Assembly:
 def build_forward(
     root: Root[BaseJob, Parts], assembly: Assembly, inputs: Inputs, task: CheckedTask | None = None
 ) -> ForwardModel:
-    """Give an assembled model its memory and its weights. Collective over all ranks.
+    """Build a model to run forward only: an assembled one gets memory and weights. Collective over all ranks.
 
     Args:
         root: the job in this process.
@@ -83,7 +83,7 @@ def build_forward(
 
 
 class WithoutLoss:
-    """Task of a model that only runs: it has inputs and no loss.
+    """Task of a model that only runs forward: it has inputs and no loss.
 
     Args:
         inputs: keyword arguments of the model for a microbatch.

@@ -81,7 +81,7 @@ def _full_parameters(module: nn.Module, device: torch.device, sharded: Set[int])
 
 
 class Undrawn(TorchFunctionMode):
-    """Mode in which drawing the values of a meta tensor does nothing, as it has none; nor does a tensor like one.
+    """Mode in which initialising a meta tensor draws no values, as it has none; nor does making one like it.
 
     torch runs both in Python on the meta device, and imports its compiler for the first: two seconds.
     """

@@ -17,7 +17,7 @@ def joined_stages(stages: Sequence[nn.Module]) -> nn.Module:
 
 
 class JoinedStages(nn.Module):
-    """Stages of a model as one module, to be looked at together: it has no forward.
+    """Joined stages of a model: one module, to be looked at together; it has no forward.
 
     Modules, parameters and buffers are called what they are called in the full model, which is what each stage calls
     them. A name that several stages have, such as that of a tied embedding, stands for the first of them; the stages

@@ -24,7 +24,7 @@ Site = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Choice of the backend of one op of the model.
+    """Choice of a kernel: the backend of one op of the model.
 
     Attributes:
         op: the op.

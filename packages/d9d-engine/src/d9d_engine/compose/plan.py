@@ -61,7 +61,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a job.
+    """Plan of a job: its records, assembled model, memory, kernels, collectives and warnings.
 
     Attributes:
         selection: records behind the job's names.
@@ -189,7 +189,7 @@ def build_lr_schedule(job: JobConfig, selection: Selection, steps: int) -> LrSch
 def choose_optimizer(
     root: Root[JobConfig, Selection], assembly: Assembly
 ) -> tuple[Optimizer, GradientNorm, list[KernelChoice]]:
-    """Choose the optimizer of the trained parameters, which has no state yet, and kernels for its ops and the norm's.
+    """Choose the optimizer of a plan's trained parameters, without state yet, and kernels for its ops and the norm's.
 
     Args:
         root: the job in this process.

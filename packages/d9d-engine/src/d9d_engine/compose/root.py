@@ -72,7 +72,7 @@ def compose_root(
     note: Callable[[str], None],
     around: Circumstances | None = None,
 ) -> Root[AnyJob, Selected]:
-    """Judge a job's records for this process.
+    """Compose the root: judge a job's records for this process.
 
     Args:
         job: validated.

@@ -63,7 +63,7 @@ def build(
     interrupts: Interrupts | None = None,
     owning: bool = False,
 ) -> Trainer:
-    """Compose everything a run needs; nothing is looked up by name afterwards. Collective over all ranks.
+    """Compose a training: all that a run needs; nothing is looked up by name afterwards. Collective over all ranks.
 
     Args:
         root: the job in this process.

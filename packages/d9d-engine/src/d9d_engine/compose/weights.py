@@ -68,7 +68,7 @@ def _start_weights(root: Root[BaseJob, Parts], assembly: Assembly) -> Published:
 
 
 def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: torch.device) -> None:
-    """Give an assembled stage its memory and its initial values, the same in every layout.
+    """Give an assembled stage its memory and its initial weights, the same in every layout.
 
     Args:
         stage: on the meta device.

@@ -23,7 +23,7 @@ _WIDTH = 4
 
 
 def tuning_flops(job: JobConfig, peft: PluginConfig, length: int, registry: Registry) -> float:
-    """Difference of the FLOPs of a token with a fine-tuning method and without, as MFU counts them.
+    """FLOPs of a token with a fine-tuning method less the FLOPs without it, as MFU counts them.
 
     A frozen weight has no gradient of its own: two FLOPs of six are left out. Before the first weight that trains there
     is no backward at all. Products that the method adds count like the rest.

@@ -19,7 +19,7 @@ _Effects = tuple[tuple[AdapterCost, ...], ...]
 
 
 def adapter_costs(config: PluginConfig, registry: Registry) -> AdapterCosts:
-    """Costs of a fine-tuning method, and of the methods inside of it.
+    """Costs of tuning: of a fine-tuning method, and of the methods inside of it.
 
     Args:
         config: config of the method.

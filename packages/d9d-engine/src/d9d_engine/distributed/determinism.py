@@ -16,7 +16,7 @@ _SIZES = (":4096:8", ":16:8")
 
 
 def prepare_determinism(device: str) -> None:
-    """Set what cuBLAS reads when it starts. To be called before the device is used.
+    """Prepare determinism: set what cuBLAS reads when it starts. To be called before the device is used.
 
     Args:
         device: as in the job file.

@@ -106,7 +106,7 @@ def intended_device(name: str) -> torch.device:
 
 
 def device_of(name: str, local_rank: int, local_world_size: int) -> torch.device:
-    """Device of one of several processes on a machine; makes it the current one.
+    """Choose the device of one of several processes on a machine, and make it the current one.
 
     Args:
         name: as in the job file.

@@ -19,7 +19,7 @@ __all__ = ["ZigzagPositions"]
 
 @dataclass(frozen=True, slots=True)
 class ZigzagPositions:
-    """Positions of one rank, a :class:`~d9d_core.model.PositionShare`.
+    """Positions of samples that one rank of ``cp`` has, a :class:`~d9d_core.model.PositionShare`.
 
     Attributes:
         ranks: R.

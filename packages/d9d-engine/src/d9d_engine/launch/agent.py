@@ -30,7 +30,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Launch of processes on this machine.
+    """Launch of processes by the agent on this machine, and of all again after a failure.
 
     Attributes:
         arguments: of the Python interpreter.
@@ -82,7 +82,7 @@ def run_ranks(
     environ: Mapping[str, str] | None = None,
     output: IO[str] | None = None,
 ) -> Ended:
-    """Run processes with torchrun's variables on this machine until all have ended.
+    """Run processes as torchrun's agent does, with its variables, on this machine until all have ended.
 
     Args:
         arguments: of the Python interpreter.
@@ -108,7 +108,7 @@ def run_module(
     output: IO[str] | None = None,
     patience: float = 600.0,
 ) -> Failure | None:
-    """Run a module in processes with torchrun's variables on this machine, which nothing outside of it can reach.
+    """Run a module in processes as torchrun's agent does, with its variables, out of reach of other machines.
 
     Args:
         module: name for ``python -m``.
@@ -133,7 +133,7 @@ def run_module(
 
 @contextmanager
 def signals_received() -> Iterator[list[int]]:
-    """Numbers of the signals that ask this process to stop, as they arrive within the block.
+    """Signals that ask the agent of launched processes to stop: their numbers, as they arrive within the block.
 
     Outside the main thread signals cannot be caught, and none arrives.
     """
@@ -154,7 +154,7 @@ def signals_received() -> Iterator[list[int]]:
 
 
 def cause(failed: Sequence[Rank], name_of: Callable[[int], str]) -> Failure:
-    """Cause among failed processes: the failure that led to the others.
+    """Cause of a launch's end among failed processes: the failure that led to the others.
 
     Args:
         failed: at least one, without those that the launcher ended.

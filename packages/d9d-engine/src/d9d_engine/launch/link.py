@@ -22,7 +22,7 @@ VARIABLE = "D9D_LAUNCH_FD"
 
 
 class Link:
-    """One end of a link. Messages are JSON objects, one a line.
+    """One end of a link between a launcher and its process. Messages are JSON objects, one a line.
 
     Args:
         connection: connected to the other end.

@@ -33,7 +33,7 @@ _HIDDEN = {
 
 
 class Process:
-    """Process of a job among several; made by :func:`running`.
+    """Process that a launcher started among several for a job; made by :func:`running`.
 
     Args:
         env: which one.

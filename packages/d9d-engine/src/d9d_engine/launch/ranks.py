@@ -30,7 +30,7 @@ _PAUSE = 0.05
 
 @dataclass
 class Rank:
-    """Process that was started, and what is known about it.
+    """Rank that a launcher started: its process, and what is known about it.
 
     Attributes:
         number: its rank.
@@ -88,7 +88,7 @@ class Ended:
 
 
 class Ranks:
-    """Processes of one attempt, each with a rank.
+    """Ranks that a launcher started in one attempt, each a process.
 
     Args:
         arguments: of the Python interpreter.

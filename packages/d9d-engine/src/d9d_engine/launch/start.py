@@ -38,7 +38,7 @@ Alone = Annotated[
 
 
 def process_of_launcher(environ: MutableMapping[str, str], alone: bool) -> ProcessEnv:
-    """This process among those that a launcher started; it is refused where it would be alone by mistake.
+    """Process that starts, among all that its launcher started; it is refused where it would be alone by mistake.
 
     Args:
         environ: environment variables; with ``alone``, the variables of launchers are removed.
@@ -92,7 +92,7 @@ def joined_process(
     import_modules: Callable[[], None],
     nothing: str = "trained",
 ) -> Iterator[Joined[Runs]]:
-    """Load a job and join its processes inside the block, with the time of each phase.
+    """Start a launched process: load a job and join its processes inside the block, with the time of each phase.
 
     Args:
         process: this one.
@@ -143,7 +143,7 @@ def start_up(interrupts: Interrupts | None = None, alone: bool = False, nothing:
 
 
 def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None) -> Runs:
-    """The job, checked for the processes that will be started.
+    """Load a job for its start, and check it for the processes that will be started.
 
     Args:
         load: number of processes, if known, and whether the job is read again -> the job.

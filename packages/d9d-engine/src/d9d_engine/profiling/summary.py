@@ -70,7 +70,7 @@ def kind_of(span: Span) -> Kind | None:
 
 
 def time_by_kind(spans: Iterable[Span], count: int) -> tuple[dict[str, float], float]:
-    """Split the time of the recorded steps by kind: every moment counts once.
+    """Sum up profiled steps: split their recorded time by kind; every moment counts once.
 
     The time is that of the accelerator if anything ran there, and of the CPU otherwise. Communication counts where
     nothing else runs beside it, the optimizer where its range is open, ``idle`` where no operation runs.

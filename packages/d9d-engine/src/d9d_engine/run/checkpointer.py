@@ -45,7 +45,7 @@ _FREE = frozenset({"pretrained"})
 
 @dataclass
 class Progress:
-    """Counters of a run, and its last logged values.
+    """Counters of a run, and its last logged values, as its checkpointer saves them.
 
     Attributes:
         step: optimizer steps done.
@@ -75,7 +75,7 @@ def open_store(
     write: bool = True,
     owning: bool = False,
 ) -> CheckpointStore:
-    """Open the checkpoint store that the job asks for. Collective over all ranks.
+    """Open the checkpoint store for a run's checkpointer, as the job asks. Collective over all ranks.
 
     Args:
         job: validated.

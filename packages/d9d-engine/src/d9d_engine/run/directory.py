@@ -26,7 +26,7 @@ FILE = "finished.json"
 def write_start(
     job: JobConfig, manifest: Manifest, programs: Sequence[Program], save_assets: Callable[[Path], None]
 ) -> None:
-    """Write the job, all defaults filled in, the plugins, the tokenizer, and the programs of a pipeline.
+    """Write a run's directory at its start: the job, all defaults filled in, plugins, tokenizer, pipeline programs.
 
     The run is not done then.
 

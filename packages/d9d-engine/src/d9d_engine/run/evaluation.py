@@ -27,7 +27,7 @@ Seen = Callable[[str, Mapping[str, Tensor], Microbatch], None]
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Data of an evaluation.
+    """Set of data of an evaluation, with its metrics.
 
     Attributes:
         prefetcher: the data, at its start.

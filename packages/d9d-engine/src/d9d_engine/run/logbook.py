@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Skips:
-    """Skipped steps of a run, as far as their flags have been read. Steps are 1-based.
+    """Skipped steps of a run, as far as the logbook has read their flags. Steps are 1-based.
 
     Attributes:
         total: all of them.
@@ -74,7 +74,7 @@ class _Entry:
 
 
 class Logbook:
-    """Log of steps: watches every one, and writes some.
+    """Logbook of steps: watches every one, and writes some.
 
     All ranks read the values of a step after the same later step, so that what follows from them (an error, a stop)
     happens everywhere at once.

@@ -39,7 +39,7 @@ Export = Callable[[Progress, Literal["model", "adapter"] | None, Path | None], l
 
 @dataclass(frozen=True)
 class Collaborators:
-    """Collaborators of a trainer.
+    """Collaborators of a trainer, for its open run.
 
     Attributes:
         job: the resolved job.
@@ -89,7 +89,7 @@ class Collaborators:
 
 
 class OpenRun:
-    """Run between its start and its end.
+    """Open run, between its start and its end.
 
     Args:
         parts: of the trainer.

@@ -83,7 +83,7 @@ class RealSamples:
 
 
 def only(tensors: Mapping[str, Tensor], microbatch: Microbatch, places: Sequence[int]) -> dict[str, Tensor]:
-    """Take some places of the tensors of a microbatch, or of what the model gives for it. Does not wait for the device.
+    """Take only real samples, by place, of a microbatch or of a model's outputs for it. Does not wait for the device.
 
     Args:
         tensors: of B places along dim 0, or of the B / T samples where a sample has T texts; others stay as they are.

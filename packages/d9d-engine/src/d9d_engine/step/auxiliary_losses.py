@@ -91,7 +91,7 @@ class AuxiliaryLosses:
 
 
 class Tallies:
-    """Tallies of modules, for metrics and for the modules that adapt to them once per step.
+    """Tallies of modules, beside their auxiliary losses: for metrics, and for modules that adapt to them once per step.
 
     Args:
         stages: those of this rank, materialised, by index.

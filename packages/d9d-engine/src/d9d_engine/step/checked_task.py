@@ -42,7 +42,7 @@ class LossTask(Task, Protocol):
 
 
 class CheckedTask:
-    """Task as the loop sees it: each method is checked on its first call, and later ones go straight to the task.
+    """Checked task, as the loop sees it: each method is checked on its first call; later ones go straight to the task.
 
     Args:
         chosen: the task's record.

@@ -123,7 +123,7 @@ class Clipper:
 
 
 class GradientNorm:
-    """Norm of gradients before ranks add theirs up.
+    """Norm of a rank's gradients for clipping, before ranks add their shares up.
 
     Args:
         p: which norm.
@@ -177,7 +177,7 @@ def division_of(optimizer: Optimizer, events: Events) -> Callable[[Tensor], None
 
 
 def counts(parameter: Tensor, topology: Topology, view: str | None = None) -> bool:
-    """Whether this rank is the first of those that hold the same shard of a parameter.
+    """Whether the norm for clipping counts a parameter's shard on this rank: it is the first that holds this shard.
 
     Along mesh dimensions that shard it, every rank holds another part. Along the others, and along base axes (or
     dimensions of its view) that its mesh does not span, the first rank counts. Pipeline ranks hold different

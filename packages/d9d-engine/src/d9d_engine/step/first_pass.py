@@ -34,7 +34,7 @@ def no_first_pass(pack: Pack, step: int | None) -> Pack:  # noqa: ARG001 - see F
 
 
 class FirstForward:
-    """Forward over all microbatches of a pack, before the one that is trained.
+    """First pass over a pack: a forward over all its microbatches, before the one that is trained.
 
     Args:
         task: says what is kept, and what becomes of it.
@@ -95,7 +95,7 @@ class StoredOutputs:
 
 @dataclass(frozen=True)
 class GroupRanks:
-    """Ranks that see different samples; see :class:`d9d_core.first_pass.DataRanks`.
+    """Ranks of a first pass that see different samples; see :class:`d9d_core.first_pass.DataRanks`.
 
     Attributes:
         rank: number of this rank among them.

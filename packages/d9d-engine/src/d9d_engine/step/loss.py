@@ -17,7 +17,7 @@ from d9d_engine.step.gradients import Gradients
 
 
 class LossScale:
-    """Scale of each loss sum, so that gradients need no scaling pass.
+    """Scale of each sum of the loss, so that gradients need no scaling pass.
 
     A term's factor is its coefficient over its weight in all ranks' packs. A term without weight gets the factor zero.
     Only where the weight follows from outputs (:class:`~d9d_core.task.WeighsOutputs`) gradients are scaled

@@ -26,7 +26,7 @@ def _is_taken(series: str) -> bool:
 
 
 class Statistics:
-    """Statistics of a job: all its metrics.
+    """Metrics of a job as one object: updated in a step's forward, logged, saved and merged together.
 
     States of all metrics are merged together, with one all-reduce for each operation and dtype. On a GPU this, and all
     that is computed of merged states, may run on a stream of its own, beside the following steps, for nothing but the

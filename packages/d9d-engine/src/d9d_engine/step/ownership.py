@@ -48,7 +48,7 @@ class Ownership:
 
 
 def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tuple[str, Applied]]) -> Ownership:
-    """Give every reduction its owner. What nobody claims over a data axis, the synchroniser sums.
+    """Settle the ownership of reductions. What no strategy claims over a data axis, the synchroniser sums.
 
     Args:
         parameters: names of the trained parameters.
@@ -91,7 +91,7 @@ def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tupl
 def check_replicas(
     parameters: Mapping[str, Tensor], ownership: Ownership, topology: Topology, applied: Iterable[tuple[str, Applied]]
 ) -> None:
-    """Refuse strategies that let replicas of a parameter drift apart and never make them equal again.
+    """Check ownership: refuse strategies that let replicas of a parameter drift apart and never make them equal again.
 
     A checkpoint holds one replica of each parameter, so the others would be lost without a word.
 

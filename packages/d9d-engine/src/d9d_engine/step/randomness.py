@@ -24,7 +24,7 @@ def derive_seed(seed: int, *keys: str | int) -> int:
 
 @dataclass(frozen=True)
 class MicrobatchSeeds:
-    """Seeds of what a microbatch draws, such as dropout: from the step, its first sample, the stage and the part.
+    """Seeds of a microbatch's random numbers, as for dropout: from the step, its first sample, the stage and the part.
 
     Ranks of ``cp`` have parts of the same samples; with one seed, their positions would share each dropout.
 

@@ -93,7 +93,7 @@ def find_ties(
     topology: Topology,
     accumulate: torch.dtype | None = None,
 ) -> Ties:
-    """Find the ties of this rank. Collective over all ranks.
+    """Find the tied parameters of this rank. Collective over all ranks.
 
     Args:
         stages: those of this rank.

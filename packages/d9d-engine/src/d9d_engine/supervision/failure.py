@@ -75,7 +75,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ErrorFile:
-    """File that an elastic agent asked for with ``TORCHELASTIC_ERROR_FILE``.
+    """File for a rank's failure that an elastic agent asked for with ``TORCHELASTIC_ERROR_FILE``.
 
     Attributes:
         path: of the file.

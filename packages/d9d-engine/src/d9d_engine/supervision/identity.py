@@ -24,7 +24,7 @@ _ERRORS: Mapping[str, type[D9dError]] = {kind.__name__: kind for kind in (JobErr
 
 
 class Store(Protocol):
-    """Protocol of a ``torch.distributed`` store. All of it raises RuntimeError if the store is gone."""
+    """Protocol of a ``torch.distributed`` store for identities. All of it raises RuntimeError if the store is gone."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write a value."""
@@ -53,7 +53,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of a process: what must be equal on all ranks.
+    """Identity of a rank's process: what must be equal on all ranks.
 
     Attributes:
         software: versions of the interpreter and of torch.

@@ -16,7 +16,7 @@ _KINDS = ("write", "write_texts", "write_histograms")
 
 
 class Backlog:
-    """Entries since the last flush of a tracker, which a checkpoint keeps if the tracker is behind.
+    """Backlog of a tracker: entries since its last flush, which a checkpoint keeps if the tracker is behind.
 
     Filled by the thread of the training, and emptied by that of the tracker.
 

@@ -20,7 +20,7 @@ _LONGEST = 1 << 26
 
 
 class LineFile:
-    """File of lines that is cut back to the resumed step.
+    """File of lines of logged steps, which is cut back to the resumed step.
 
     What cannot be written, because the disk is full or fails for a while, waits in memory for the next call.
 

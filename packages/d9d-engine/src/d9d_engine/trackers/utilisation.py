@@ -35,7 +35,7 @@ _STATUS = Path("/proc/self/status")
 
 
 class Utilisation:
-    """Series ``mfu`` and ``memory/...`` of a log entry, from what the host knows.
+    """Utilisation of the device: series ``mfu`` and ``memory/...`` of a log entry, from what the host knows.
 
     ``mfu`` is model FLOPs utilisation (Chowdhery et al. 2022, "PaLM", appendix B): the tokens of a second times the
     model's FLOPs per token, forward and backward, over the peak of all devices. What is computed twice does not count.

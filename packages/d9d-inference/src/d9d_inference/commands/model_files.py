@@ -42,7 +42,7 @@ class FoundModel:
 def found_model(
     location: str, registry: Registry, note: Callable[[str], None], base: str | None = None
 ) -> Iterator[FoundModel]:
-    """Find a model; a checkpoint is exported to a temporary directory that lives as long as the block.
+    """Find the files of a command's model; a checkpoint is exported to a temporary directory for the block.
 
     A run's export is taken if it is there, else its adapter, else its newest checkpoint.
 

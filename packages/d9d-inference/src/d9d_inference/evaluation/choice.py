@@ -18,7 +18,7 @@ Which = Literal["newest", "best"] | int
 
 
 def choose_checkpoint(store: CheckpointStore, which: Which, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Open a checkpoint; ``None`` if the newest is asked for and there is none. Collective over all ranks.
+    """Choose and open a checkpoint; ``None`` if the newest is asked for and none is there. Collective over all ranks.
 
     Args:
         store: of the run; its retention says by which series, and in which direction, the best one is chosen.

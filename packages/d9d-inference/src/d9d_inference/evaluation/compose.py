@@ -59,7 +59,7 @@ class Options:
 def evaluate(
     subject: Subject, topology: Topology, note: Note, limit: int | None = None, other: Subject | None = None
 ) -> Report:
-    """Evaluate a model, and perhaps compare it with another on the same samples. Collective over all ranks.
+    """Compose the evaluation of a model, perhaps compared with another, and run it. Collective over all ranks.
 
     Args:
         subject: the model and the data.

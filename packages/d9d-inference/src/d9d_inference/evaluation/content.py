@@ -20,7 +20,7 @@ _MOST = 64 * 2**20
 
 
 def dataset_of(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Dataset of a file, as a job file would write it: conversations or documents, every one a sample of its own.
+    """Dataset of a file by its content, as a job file would have it: conversations or documents, each its own sample.
 
     JSON lines with ``messages``, or with ``prompt`` and ``completion``, are conversations; those with ``text``, and
     files of text, are documents.

@@ -32,7 +32,7 @@ def evaluate(
     note: Callable[[str], None] = print_note,
     topology: Topology | None = None,
 ) -> Report:
-    """Measure losses and metrics of a trained model on whole datasets. Collective over all ranks.
+    """Evaluate as a library: losses and metrics of a trained model on whole datasets. Collective over all ranks.
 
     The values of dataset ``name`` are in ``report.first.sets[name]``.
 

@@ -29,7 +29,7 @@ _FEWEST = 5
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of two mean losses, with its confidence interval.
+    """Paired difference of two models' mean losses on the same samples, with its confidence interval.
 
     Attributes:
         mean: of the first model less that of the other; below 0 the first one is better.
@@ -53,7 +53,7 @@ class Difference:
 
 
 def compare(first: Values, other: Values, weights: Values, coefficients: Values, confidence: float) -> Difference:
-    """Compare two models; see the module.
+    """Compare two models by paired samples; see the module.
 
     Args:
         first: [n, T] sums of the loss terms of each sample under the first model.

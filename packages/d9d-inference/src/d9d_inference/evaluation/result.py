@@ -11,7 +11,7 @@ from d9d_inference.evaluation.paired import Difference
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Values of a model.
+    """Result of the evaluation of one model: its values.
 
     Attributes:
         name: of the model, as the user gave it.
@@ -37,7 +37,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of ``d9d evaluate``.
+    """Result of ``d9d evaluate``: the report on one model, or on two that are compared.
 
     Attributes:
         first: the model.

@@ -25,7 +25,7 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SampleLosses:
-    """Losses of the samples of a set.
+    """Losses of the single samples of an evaluation's set.
 
     Attributes:
         rows: int64 [n], first row of each sample, ascending.
@@ -67,7 +67,7 @@ class SampleLosses:
 
 
 class SampleRecorder:
-    """Recorder of the losses of single samples: those of outputs and microbatches cut to one sample.
+    """Recorder of the losses of single samples, from outputs and microbatches that are cut to one sample.
 
     Args:
         task: turns microbatches into losses.

@@ -51,7 +51,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Request:
-    """Request of the command line.
+    """Request for the subject of ``d9d evaluate``: the options beside its target.
 
     Attributes:
         files: of samples, in place of the datasets of a job.
@@ -85,7 +85,7 @@ class Request:
 
 
 def find_subject(target: str | Job, request: Request, registry: Registry) -> Subject:
-    """Find out what is to be evaluated.
+    """Find the subject of ``d9d evaluate``: a job, a run or a published model.
 
     Args:
         target: job or its file, directory of a run or of one of its checkpoints, or a model in Hugging Face layout.

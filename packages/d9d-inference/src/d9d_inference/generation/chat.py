@@ -17,7 +17,7 @@ def chat(
     system: str | None,
     note: Callable[[str], None],
 ) -> None:
-    """Answer each line of standard input until it ends; the whole conversation is kept.
+    """Chat with a model: it answers each line of standard input until it ends; the whole conversation is kept.
 
     Args:
         model: that answers.

@@ -39,7 +39,7 @@ _GROWTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Sequences of one microbatch, which grow.
+    """Sequences of one microbatch of the decoder, which grow.
 
     Attributes:
         tokens: int64 [B, S + N] on the device, and maybe padding behind.
@@ -106,7 +106,7 @@ class Sequences:
 
 
 class Decoder:
-    """Decoder of continuations.
+    """Decoder of continuations of token sequences, over a forward pass.
 
     Args:
         forward: runs the model; all ranks call it equally often, with as many microbatches.

@@ -20,7 +20,7 @@ from d9d_inference.generation.prompts import Prompt
 
 @dataclass(frozen=True)
 class FileJob:
-    """Generation of a whole file.
+    """Job that completes a whole file of prompts.
 
     The output appears when it is complete. Until then ``OUTPUT.partial`` has the lines of whole batches, and
     ``OUTPUT.partial.json`` says what they were made from: the same command goes on there. Draws are seeded for each

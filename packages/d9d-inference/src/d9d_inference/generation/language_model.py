@@ -47,7 +47,7 @@ _MOST_INHERITED = {"num_beams": 16, "num_return_sequences": 1, "num_beam_groups"
 
 @dataclass(frozen=True)
 class Decoding:
-    """Settings of a generation; ``None`` leaves the model's own (``generation_config.json``).
+    """Decoding settings of a language model; ``None`` leaves the model's own (``generation_config.json``).
 
     Attributes:
         max_new_tokens: most tokens of a completion.
@@ -85,7 +85,7 @@ class Decoding:
 
 
 def generation_settings(assignments: Sequence[str], library: Any) -> dict[str, Any]:
-    """Settings that the command line gives besides those with options of their own.
+    """Settings of a language model's generation from the command line, besides those with options of their own.
 
     Args:
         assignments: ``field=value``; values are YAML.
@@ -107,7 +107,7 @@ def generation_settings(assignments: Sequence[str], library: Any) -> dict[str, A
 
 
 class LanguageModel:
-    """Model and tokenizer of a directory in Hugging Face layout, loaded by transformers.
+    """Language model and tokenizer of a directory in Hugging Face layout, loaded by transformers.
 
     No code of the directory runs and no pickle is read.
 

@@ -36,7 +36,7 @@ class _Encoded:
 
 
 class Samples:
-    """Observer that continues fixed prompts every some steps, before the first step and after the last.
+    """Subscriber ``samples``: continues fixed prompts every some steps, before the first step and after the last.
 
     Losses, weights, random numbers and the order of the data are those of a run without it. The time that it takes
     counts as that of the step.

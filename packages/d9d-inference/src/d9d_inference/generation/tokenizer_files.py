@@ -20,7 +20,7 @@ _FILE = "tokenizer.json"
 
 
 def tokenizer_of(job: BaseJob, stream: DataStream, user: str) -> Any | None:
-    """Tokenizer of the library ``tokenizers``; ``None`` if the run has none.
+    """Tokenizer of a run, from its files by the library ``tokenizers``; ``None`` if the run has none.
 
     Args:
         job: names the weights that the run starts from.

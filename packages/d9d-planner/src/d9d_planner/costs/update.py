@@ -10,7 +10,7 @@ from d9d_core.cost import BlockCost, OptimizerCost, Weight
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Update of some parameters on one rank, in bytes and operations of the rank.
+    """Cost of an optimizer's update of some parameters on one rank, in bytes and operations of the rank.
 
     Attributes:
         state: bytes of the optimizer's state.
@@ -33,7 +33,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """Costs of updates on one layout.
+    """Costs of an optimizer's updates on one layout.
 
     Attributes:
         cost: of the optimizer.

@@ -16,7 +16,7 @@ _PATIENCE = 180.0
 
 
 def measured_link(device: str, ranks: int) -> dict[str, float]:
-    """Rates of the collectives between devices of this machine, as fields of a device: ``link`` and ``link_latency``.
+    """Measure links between devices of this machine by collectives: a device's fields ``link`` and ``link_latency``.
 
     Takes seconds, most of them to start the processes, and 1 GiB of each accelerator.
 

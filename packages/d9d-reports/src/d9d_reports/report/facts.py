@@ -31,7 +31,7 @@ def table(rows: Iterable[Sequence[object]], titles: Sequence[str] = ()) -> str:
 
 
 def overview(runs: Mapping[str, RunRecord]) -> str:
-    """Make a table of the figures of some runs, a column for each."""
+    """Make a table of facts, the figures of some runs, with a column for each run."""
     rows: dict[str, list[str]] = {
         "status": [record.status for record in runs.values()],
         "steps": [f"{record.step:,}" + (f" of {record.total:,}" if record.total else "") for record in runs.values()],

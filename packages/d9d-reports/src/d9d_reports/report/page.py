@@ -68,7 +68,7 @@ dark.addEventListener("change", draw);
 
 
 def report_page(runs: Mapping[str, RunRecord], made: datetime | None = None) -> str:
-    """Make the page of some runs.
+    """Make the page of a report on some runs, in HTML.
 
     Args:
         runs: by the name that the page shows.

@@ -59,7 +59,7 @@ def timeline_charts(runs: dict[str, Path]) -> list[Chart]:
 
 
 def ideal_boxes(programs: Sequence[Program]) -> list[Box]:
-    """Place the computations of all ranks: each starts as soon as it can, and transfers take no time.
+    """Place all ranks' computations on a timeline: each starts as soon as it can, and transfers take no time.
 
     Args:
         programs: of all ranks along ``pp``; what waits for itself is left out.

@@ -12,7 +12,7 @@ from d9d_reports.runs.grid import SweepRun
 def array_script(
     runs: Sequence[SweepRun], command: Sequence[str], options: Sequence[str], directory: Path, at_once: int | None
 ) -> str:
-    """Write the script as text: one task for each run, in their order.
+    """Write the script of an array job as text: one task for each run, in their order.
 
     Tasks that are submitted again skip what is finished and continue the rest, as ``d9d train`` does. SIGTERM, which
     Slurm sends before the time is over, lets a run save.

@@ -37,7 +37,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One combination.
+    """Run of a sweep: one combination of values of its grid.
 
     Attributes:
         name: of the run, from its values.
@@ -82,7 +82,7 @@ def combine(
     directory: Path | None,
     checked: Callable[[Callable[[int | None, bool], Job]], Job],
 ) -> list[SweepRun]:
-    """Load and check the job with every combination of values.
+    """Load and check the job with every combination of values of a grid.
 
     Args:
         job: file of the job.

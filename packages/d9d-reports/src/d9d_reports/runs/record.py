@@ -26,7 +26,7 @@ Status = Literal["running", "finished", "failed", "stopped", "started", "damaged
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Run on this machine.
+    """Record of a run on this machine, read from its directory.
 
     Attributes:
         directory: of the run.

@@ -51,7 +51,7 @@ class Piece(_Part):
 
 
 class Entry(_Part):
-    """Tensor: its form, and pieces that cover each number once."""
+    """Entry of a manifest for one tensor: its form, and pieces that cover each number once."""
 
     dtype: str
     shape: Shape
@@ -100,7 +100,7 @@ class Average(_Part):
 
 
 class ManifestModel(_Part):
-    """Contents of ``manifest.json``, its own checksum compared already."""
+    """Model of a manifest: the contents of ``manifest.json``, its own checksum compared already."""
 
     format: Literal["d9d-checkpoint"]
     version: Literal[2]
@@ -133,7 +133,7 @@ def piece_key(name: str, offset: Sequence[int], is_whole: bool) -> str:
 
 
 def check_form(manifest: Any, where: str) -> None:
-    """Check the form of a manifest.
+    """Check the form of a manifest by its model.
 
     Args:
         manifest: as the file has it.

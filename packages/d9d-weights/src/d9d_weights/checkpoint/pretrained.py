@@ -31,7 +31,7 @@ from d9d_weights.sharding.model_tensors import model_tensors
 
 @dataclass(frozen=True)
 class Source:
-    """Weights that a job starts from.
+    """Pretrained weights that a job starts from, opened, and the mapper to the model's.
 
     Attributes:
         tensors: opened files.

@@ -34,7 +34,7 @@ def job_of(tensors: CheckpointTensors) -> Mapping[str, Any]:
 
 
 def merger_of(tensors: CheckpointTensors, registry: Registry) -> Mapper:
-    """Mapper that merges what the run's fine-tuning method added.
+    """Mapper that merges into a checkpoint's stored model what the run's fine-tuning method added.
 
     Raises:
         CheckpointError: the checkpoint lacks frozen weights, or the method merges in memory only.
@@ -67,7 +67,7 @@ def merger_of(tensors: CheckpointTensors, registry: Registry) -> Mapper:
 
 
 def model_of(tensors: CheckpointTensors, registry: Registry) -> tuple[HuggingFaceFormat, PluginConfig]:
-    """Hugging Face format and config of the model that a checkpoint is of.
+    """Stored model of a checkpoint: its Hugging Face format and its config.
 
     Raises:
         CheckpointError: it names none that is installed and has such a format.

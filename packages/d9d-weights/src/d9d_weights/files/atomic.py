@@ -85,7 +85,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a file in one step when the block ends; if the block raises, nothing is changed.
+    """Replace a file atomically, in one step when the block ends; if the block raises, nothing is changed.
 
     One process at a time may do so.
 

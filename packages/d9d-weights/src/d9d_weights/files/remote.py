@@ -89,7 +89,7 @@ class RemoteFile:
 
 
 class RemoteDraft:
-    """Draft of a directory behind an fsspec address: its files mean nothing until the last one is there.
+    """Remote draft of a directory behind an fsspec address: its files mean nothing until the last one is there.
 
     Args:
         files: fsspec file system.

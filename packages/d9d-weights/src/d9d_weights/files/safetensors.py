@@ -107,7 +107,7 @@ class Layout:
 
 
 def plan_layout(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> Layout:
-    """Lay tensors out in a file one after the other, in the order given.
+    """Lay tensors out in a safetensors file one after the other, in the order given.
 
     Args:
         specs: widest dtype first, so that every entry is aligned.

@@ -22,7 +22,7 @@ _HINTS = 3
 
 
 class Scope:
-    """Base of every application of a mapper: the values that it may take, by name, and the list of problems.
+    """Base of every application of a mapper: the scope of values that it may take, by name, and the list of problems.
 
     Args:
         values: in the order in which they come.

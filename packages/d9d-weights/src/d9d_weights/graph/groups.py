@@ -27,7 +27,7 @@ class Group:
 
 
 def group_values(values: Mapping[str, Value]) -> list[Group]:
-    """Group values in the order of the first outputs; nothing depends on hashes. Linear in the number of names."""
+    """Group a graph's outputs in the order of the first; nothing depends on hashes. Linear in the number of names."""
     parent: dict[str, str] = {}  # of sources; a forest
 
     def root(name: str) -> str:

@@ -30,7 +30,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 
 @dataclass
 class Line:
-    """Line of a graph's picture in text: outputs that differ in indices only.
+    """Line of a state graph's picture in text: outputs that differ in indices only.
 
     Attributes:
         value: the first of them.

@@ -123,7 +123,7 @@ class Copy(Mapper):
 
 @dataclass(frozen=True)
 class Explained(Mapper):
-    """Mapper whose complaints are replaced by a text of its own, which names files and fields rather than mappers.
+    """Selection, or another mapper, whose complaints become a text of its own, which names files and fields.
 
     Attributes:
         mapper: that may fail.

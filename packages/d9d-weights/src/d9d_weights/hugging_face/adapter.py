@@ -75,7 +75,7 @@ class MergesTensors(Protocol):
 
 
 def published_names(exporter: Mapper, specs: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """Names that tensors of a model have in published files.
+    """Names, for an adapter's files, that tensors of a model have in published files.
 
     They are those of tensors that are the same there; and those of banks [experts, in, out] that are a matrix [out, in]
     for each expert there, with ``*`` in place of its number.

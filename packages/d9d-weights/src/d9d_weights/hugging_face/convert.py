@@ -94,7 +94,7 @@ def _write(
 
 
 def deviation(name: str, left: _Tensors, right: _Tensors, on_bytes: Callable[[int], None]) -> float:
-    """Largest deviation of two equally shaped tensors, in float64; infinite where only one is NaN.
+    """Largest deviation of tensors of one shape, such as converted ones, in float64; infinite where only one is NaN.
 
     Different integers differ by at least 1, also where float64 cannot tell them apart.
 

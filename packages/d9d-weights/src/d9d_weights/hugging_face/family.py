@@ -35,7 +35,7 @@ class Head(Protocol):
 
 
 class LanguageModel(Protocol):
-    """Config of a model, as far as names of tensors outside of its layers depend on it."""
+    """Config of a model of any family, as far as names of tensors outside of its layers depend on it."""
 
     @property
     def vocab_size(self) -> int:

@@ -86,7 +86,7 @@ _SHOWN = 80
 def check_fields(
     data: Mapping[str, Any], model: str, read: frozenset[str], more: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Refuse what a ``config.json`` says and we would not do.
+    """Check the fields of a ``config.json``: refuse what it says and we would not do.
 
     Fields that are null say nothing.
 

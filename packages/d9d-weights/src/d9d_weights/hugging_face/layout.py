@@ -27,7 +27,7 @@ _PASSED_THROUGH = ("generation_config.json", *_TOKENIZER)
 
 @dataclass(frozen=True, slots=True)
 class FileNames:
-    """Names of the files of a directory with weights.
+    """Names of files in the layout of a directory with weights.
 
     Attributes:
         config: what describes them.

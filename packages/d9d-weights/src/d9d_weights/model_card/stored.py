@@ -21,7 +21,7 @@ def card_of(
     published: Mapping[str, TensorSpec],
     note: Callable[[str], None],
 ) -> ModelCard:
-    """Model card of a checkpoint; it has no facts of the data, and all fields of the job.
+    """Model card of a stored checkpoint; it has no facts of the data, and all fields of the job.
 
     Args:
         tensors: the checkpoint.

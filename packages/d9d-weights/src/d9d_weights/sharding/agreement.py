@@ -19,7 +19,7 @@ T = TypeVar("T")
 def on_all(
     action: Callable[[], T], group: dist.ProcessGroup | None, of_storage: type[CheckpointError] = CheckpointError
 ) -> T:
-    """Run a function on every rank. Collective over ``group``; ``None`` stands for one process.
+    """Run a function on every rank, in agreement on errors. Collective over ``group``; ``None`` is one process.
 
     Args:
         action: the function.
@@ -41,7 +41,7 @@ def on_all(
 def on_main(
     action: Callable[[], Any], group: dist.ProcessGroup | None, of_storage: type[CheckpointError] = CheckpointError
 ) -> Any:
-    """Run a function on the first rank; all get its JSON value. Collective over ``group``; ``None`` is one process.
+    """Run a function on the first rank; all agree on its JSON value. Collective over ``group``; ``None``: one process.
 
     Args:
         action: the function.

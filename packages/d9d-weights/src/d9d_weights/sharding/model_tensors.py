@@ -22,7 +22,7 @@ def model_tensors(stage: nn.Module) -> dict[str, Tensor]:
 
 
 def gathered(tensors: Mapping[str, Tensor], keep: bool, stage_holders: StageHolders | None = None) -> dict[str, Tensor]:
-    """Gather full tensors into the host's memory, one after the other.
+    """Gather a model's full tensors into the host's memory, one after the other.
 
     Collective over the ranks of DTensors' meshes, and of ``stage_holders``.
 

@@ -20,7 +20,7 @@ __all__ = ["StageHolders"]
 
 @dataclass(frozen=True)
 class StageHolders:
-    """Holders of the tensors of a model that is split over pipeline ranks.
+    """Holders of the tensors of a model whose stages are split over pipeline ranks.
 
     Attributes:
         specs: shape and dtype of each tensor of the full model, in an order that all ranks share.

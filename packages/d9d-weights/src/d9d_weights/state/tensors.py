@@ -193,7 +193,7 @@ def _taken_over(
 
 
 def diff_states(left: str, right: str, tolerance: float, as_json: bool) -> bool:
-    """Print how the tensors of two checkpoints differ; returns whether they agree.
+    """Compare the tensors of two checkpoints' states: print how they differ; returns whether they agree.
 
     Raises:
         CheckpointError: one cannot be read.

@@ -70,7 +70,7 @@ class Rendered:
 
 
 class TemplateProcess:
-    """Chat templates that are rendered by a process of their own, which imports no torch.
+    """Process of its own that renders chat templates, and imports no torch.
 
     The process serves all renderings, one at a time, and is started anew after it has ended. It ends with this object,
     and with the process that made it.

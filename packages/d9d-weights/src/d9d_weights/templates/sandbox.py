@@ -32,7 +32,7 @@ _WIDTH = re.compile(r"\d{5,}|%[^%]*\*|\{[^{}]*\{")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Environment of a template: one rendering at a time.
+    """Sandboxed environment of a template: one rendering at a time.
 
     Args:
         max_steps: most iterations of loops and calls of one rendering.

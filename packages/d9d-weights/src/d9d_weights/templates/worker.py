@@ -20,7 +20,7 @@ from d9d_weights.templates.sandbox import Sandbox
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
+    """Worker that renders templates: answers requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks decides what Ctrl-C ends
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     first = _read(requests)

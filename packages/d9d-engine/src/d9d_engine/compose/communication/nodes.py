@@ -26,7 +26,7 @@ def processes_of_node(device: str, environ: Mapping[str, str] = os.environ) -> i
 
 
 def node_warning(tp: int, per_node: int | None, collectives: StepCollectives) -> str | None:
-    """Warning that ranks of ``tp`` are on several machines, with the bytes of a step; ``None`` if they are not.
+    """Warning that ``tp`` communicates between nodes, with the bytes of a step; ``None`` if it does not.
 
     Ranks are numbered along ``tp`` first, so that it lies within a machine if it divides the processes there.
 

@@ -11,7 +11,7 @@ from d9d_engine.compose.communication.step import Entry
 
 @dataclass
 class Row:
-    """Row of the table.
+    """Row of the table of collectives: calls that differ in numbers of layers only.
 
     Attributes:
         source: who communicates.

@@ -65,7 +65,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class StepCollectives:
-    """Collectives of a rank.
+    """Collectives of a step, and of a log entry, on one rank.
 
     Attributes:
         rank: number of the rank.
@@ -124,7 +124,7 @@ def step_collectives(
 
 
 def shape_of(job: JobConfig, assembly: Assembly, program: Program, stage: int) -> StepShape:
-    """Shape of a step on one of a rank's stages."""
+    """Shape of a step on one of a rank's stages, from which its communication follows."""
     lengths = sample_lengths(job.data)
     most = None if lengths is None else lengths.most
     parameters = getattr(torch, job.precision.parameters)

@@ -28,7 +28,7 @@ from d9d_engine.step.metrics import Statistics
 
 @dataclass(frozen=True)
 class BuiltFirstPass:
-    """First pass of a job, if its task makes one.
+    """Built first pass of a job, if its task makes one.
 
     Attributes:
         forward: runs the model; ``None`` if there is no first pass.

@@ -38,7 +38,7 @@ def stored_outputs(
     topology: Topology,
     note: Callable[[str], None],
 ) -> StoredOutputs:
-    """Results of a first pass for every sample of a dataset: read from the run's directory, or computed and written.
+    """Stored outputs of a first pass for each sample of a dataset: read in the run's directory or computed and written.
 
     Collective over all ranks.
 

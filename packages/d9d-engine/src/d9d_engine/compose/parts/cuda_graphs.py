@@ -21,7 +21,7 @@ def records_graphs(applied: Sequence[tuple[Chosen, Applied]]) -> bool:
 
 
 def check_cuda_graphs(applied: Sequence[tuple[Chosen, Applied]], pipeline: Pipeline, device: str | None) -> None:
-    """Refuse recorded modules where a replay would compute with other memory than the recording, or write over it.
+    """Refuse CUDA graphs of modules where a replay would use other memory than the recording, or write over it.
 
     A replay repeats the addresses of the recording. So parameters must stay where they are, nothing but the device's
     kernels may run inside of a module, and outputs must be done with when the next step begins. A model that only runs

@@ -48,7 +48,7 @@ def open_data(
     one_pass: bool = False,
     inputs: TextInputs = "own",
 ) -> DataStream:
-    """Open a dataset for this rank.
+    """Open the data of a job for this rank: one dataset.
 
     Args:
         job: has the sizes of batches, the seed and the model.
@@ -79,7 +79,7 @@ def open_data(
 
 
 def count_steps(job: JobConfig, dataset: Chosen, facts: State, note: Callable[[str], None]) -> int:
-    """Number of optimizer steps of a run: as the job says, or as many as its epochs need, the last one rounded up.
+    """Count a job's optimizer steps over its data: as it says, or as its epochs need, the last one rounded up.
 
     Args:
         job: validated.

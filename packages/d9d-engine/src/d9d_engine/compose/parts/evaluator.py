@@ -81,7 +81,7 @@ def build_set(
     first: BuiltFirstPass,
     limit: int | None = None,
 ) -> EvaluationSet:
-    """Open the data of an evaluation, and build its metrics. Collective over all ranks.
+    """Build a set of the evaluator: open its data, and build its metrics. Collective over all ranks.
 
     Args:
         around: what it is built with.

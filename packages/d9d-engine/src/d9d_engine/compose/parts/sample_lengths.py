@@ -15,7 +15,7 @@ from d9d_core.strategy import Applied
 
 
 def check_lengths(job: BaseJob, applied: Sequence[tuple[Chosen, Applied]]) -> None:
-    """Compare the lengths of microbatches, as far as the configs of data tell them, with the ranks that split them.
+    """Compare sample lengths of microbatches, as far as configs of data tell them, with the ranks that split them.
 
     The data is that of training and of each evaluation.
 

@@ -27,7 +27,7 @@ def build_statistics(
     when: Literal["training", "evaluation"],
     own: Callable[[], Mapping[str, Metric]] = dict,
 ) -> Statistics:
-    """Build the metrics of a section, and have the model's modules compute what they read.
+    """Build the statistics of a job: a section's metrics; and have the model's modules compute what they read.
 
     Args:
         parts: their records and configs.
