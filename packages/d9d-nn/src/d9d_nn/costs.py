@@ -112,7 +112,7 @@ def embedding(rows: float, words: float, features: int, width: int, *, weights: 
 def linear_cross_entropy(
     rows: float, features: int, words: float, width: int, memory: float, *, weights: tuple[Weight, ...] = ()
 ) -> tuple[tuple[OpCost, OpCost], float]:
-    """Cost of projection and loss in chunks, and bytes that the backward needs besides.
+    """Cost of linear cross-entropy: projection and loss in chunks, and bytes that the backward needs besides.
 
     Logits that fit a part of the device's memory are kept and become their own gradient; those of other tokens are
     computed again in the backward. Below a frozen projection the forward computes the gradient of the hidden states,

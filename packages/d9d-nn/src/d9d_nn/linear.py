@@ -12,7 +12,7 @@ from d9d_nn.ops.deferred import linear, may_defer
 
 
 class Linear(nn.Linear):
-    """Linear map ``x @ weight.T + bias``; weight [out_features, in_features], bias [out_features] if there is one.
+    """Linear layer ``x @ weight.T + bias``; weight [out_features, in_features], bias [out_features] if there is one.
 
     Args:
         in_features: features of the input.

@@ -65,7 +65,7 @@ def counted_targets(microbatch: Microbatch) -> Tensor:
 
 
 def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
-    """A rank's part of a microbatch whose fields are of positions, see :class:`d9d_core.task.SplitsPositions`.
+    """Split a microbatch by positions and return a rank's part, see :class:`d9d_core.task.SplitsPositions`.
 
     Fields [B, S, ...] are split, ``documents`` and ``ends`` stay whole, and so do fields of samples, such as
     ``lengths``. ``positions`` are there afterwards.

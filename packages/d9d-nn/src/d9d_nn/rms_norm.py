@@ -14,7 +14,7 @@ from d9d_nn.ops.whole import in_one_op
 
 
 class RMSNorm(nn.Module):
-    """Norm that scales the last dim to a root mean square of one, then by a weight per feature.
+    """RMSNorm layer: scales the last dim to a root mean square of one, then by a weight per feature.
 
     Args:
         features: size of the last dim.

@@ -18,7 +18,7 @@ from d9d_nn.ops.whole import in_one_op
 
 
 class SwiGLU(nn.Module):
-    """Feed-forward layer ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, equation 6).
+    """SwiGLU feed-forward layer ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, equation 6).
 
     Args:
         hidden_size: H.

@@ -18,7 +18,7 @@ from d9d_nn.microbatch import count_positions, own_positions, stage_inputs
 
 
 class TextTask:
-    """Base of a task whose microbatches hold ``tokens`` int64 [B, S].
+    """Base of tasks over text, whose microbatches hold ``tokens`` int64 [B, S].
 
     Attributes:
         term: loss term.

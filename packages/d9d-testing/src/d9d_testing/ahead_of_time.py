@@ -26,7 +26,7 @@ _SECONDS = 600
 def compile_launches(
     package: str, file: str | Path, function: str, capabilities: Iterable[int] = (80, 90)
 ) -> dict[str, list[int]]:
-    """Compile the kernels that a function launches, for all of these GPUs, in a process of its own.
+    """Compile Triton kernels ahead of time: those that a function launches, for all of these GPUs, in a new process.
 
     Args:
         package: name of the package whose kernels are meant, all of its modules.

@@ -33,7 +33,7 @@ from d9d_testing.world import World
 
 @dataclass(frozen=True)
 class Harness:
-    """A job that is run in many layouts.
+    """Harness of layouts: a job that is run in many layouts.
 
     Attributes:
         values: the job file; mesh and parallel are those of each layout.
@@ -163,7 +163,7 @@ def measure_all(
     guides: Sequence[Mapping[str, Any] | None],
     elsewhere: bool,
 ) -> list[dict[str, Any]]:
-    """Measure several jobs one after the other; runs on every rank of a world."""
+    """Measure several jobs in their layouts, one after the other; runs on every rank of a world."""
     found = []
     for values, guide in zip(jobs, guides, strict=True):
         job = job_of(values, plugins)

@@ -12,7 +12,7 @@ CHAT_TEMPLATE = (
 
 
 def write_published(directory: Path, padded_vocabulary: int | None = None, **sizes: int) -> Path:
-    """Write a tiny Qwen3 with random weights, its tokenizer and its chat template, as transformers saves them.
+    """Write a tiny Qwen3 as published models are: random weights, tokenizer and chat template, saved by transformers.
 
     Args:
         directory: to write.

@@ -45,7 +45,7 @@ def world() -> type[World]:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
-    """``registry("d9d_qwen3.plugin", my_module)`` holds exactly these plugins and core's own records.
+    """Pytest fixture: ``registry("d9d_qwen3.plugin", my_module)`` holds exactly these plugins and core's own records.
 
     While the test runs, looking for installed plugins is an error: what happens to be installed decides no test.
     """

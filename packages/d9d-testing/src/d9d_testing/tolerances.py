@@ -54,7 +54,7 @@ def assert_close_gradients(
     within: Tolerance | None = None,
     by: Literal["tensor", "row"] = "tensor",
 ) -> None:
-    """Compare gradients by angle and norm. A gradient that should be zero must be zero.
+    """Assert that gradients are within tolerances of angle and norm. One that should be zero must be zero.
 
     Args:
         actual: parameter name -> gradient.

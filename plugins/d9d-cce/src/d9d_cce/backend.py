@@ -24,7 +24,7 @@ def build_filtered(_signature: OpSignature) -> CutCrossEntropy:
 
 
 class CutCrossEntropy:
-    """Loss of each token, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
+    """Cut Cross-Entropy (CCE) backend of :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
 
     The library's own function looks for tokens without a target first, and waits for the device to count them. What it
     calls then is called here instead, with all tokens: those without a target cost what others do.

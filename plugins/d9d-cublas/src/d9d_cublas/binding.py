@@ -93,7 +93,7 @@ def find_library() -> Path:
 
 
 class Functions:
-    """The library's functions, with their types.
+    """Binding of cuBLASLt: the shared library's functions, with their types.
 
     Args:
         path: of the shared library.

@@ -67,7 +67,7 @@ def cache_file() -> Path:
 
 
 class Choices:
-    """Choices of this user, and behind them those that come with the package.
+    """Choices of cuBLAS algorithms: this user's, and behind them those that come with the package.
 
     Args:
         cache: file of this user's choices; need not exist. Processes that share it agree: the first to record one wins.
@@ -150,7 +150,7 @@ def read(path: Path) -> dict[Key, Choice]:
 
 
 def write(path: Path, choices: Mapping[Key, Choice]) -> None:
-    """Write a file of choices, whole or not at all.
+    """Write a file of choices of cuBLAS algorithms, whole or not at all.
 
     Raises:
         OSError: it cannot be written.

@@ -57,7 +57,7 @@ class _Plan:
 
 
 class DeviceProducts:
-    """Products of one device.
+    """Products of one device by chosen cuBLAS algorithms.
 
     Args:
         library: offers algorithms.

@@ -45,7 +45,7 @@ class Algorithm:
 
 
 class Description:
-    """Description of a product for the library; owns the library's descriptors.
+    """Description of a product for the library cuBLASLt; owns the library's descriptors.
 
     Args:
         functions: of the library.
@@ -68,7 +68,7 @@ class Description:
 
 
 class Library:
-    """The library's algorithms on one device.
+    """Library cuBLASLt: its algorithms on one device.
 
     Args:
         functions: of the library.

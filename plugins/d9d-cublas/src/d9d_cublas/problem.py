@@ -22,7 +22,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of one of the library's algorithms, by numbers of its header ``cublasLt.h``.
+    """Settings of an algorithm that solves a cuBLAS problem, by numbers of the header ``cublasLt.h``.
 
     Attributes:
         id: number of the algorithm.
@@ -49,7 +49,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Product that an algorithm is chosen for.
+    """Problem of cuBLAS: a product that an algorithm is chosen for.
 
     Attributes:
         layout: one of :data:`LAYOUTS`.

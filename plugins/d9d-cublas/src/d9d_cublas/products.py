@@ -30,7 +30,7 @@ class Multiplies(Protocol):
 
 
 class Products:
-    """Products of all devices of a process.
+    """Products by cuBLAS on all devices of a process.
 
     Args:
         open_device: products of a device when it is first needed; ``None``: as torch computes them.

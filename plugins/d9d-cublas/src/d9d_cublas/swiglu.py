@@ -13,7 +13,7 @@ from d9d_cublas import products
 
 
 class CuBlasProducts:
-    """Products by the algorithms of :mod:`d9d_cublas.products`; see :class:`d9d_triton.joint.swiglu.Products`."""
+    """SwiGLU's products by cuBLAS (:mod:`d9d_cublas.products`); see :class:`d9d_triton.joint.swiglu.Products`."""
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
         """``rows @ weight.T``: [R, K] and [N, K] to [R, N]."""

@@ -28,7 +28,7 @@ _PIECE = 16
 
 
 class DeepEPDispatcher(OutsideGraph, PermutingDispatcher):
-    """Dispatcher by DeepEP; rank r of W has the experts from ``r * E / W`` on.
+    """Dispatcher of tokens by DeepEP; rank r of W has the experts from ``r * E / W`` on.
 
     A token travels once to each rank that has some of its experts. There its weighted outputs are summed; DeepEP adds
     up the sums of the ranks. The backward of a dispatch is a combine and the other way round, along the same handle.
@@ -99,7 +99,7 @@ class DeepEPHandle(NamedTuple):
 
 
 class PendingDispatch:
-    """Dispatch that was started. The kernel is launched by :meth:`wait`, which knows where it begins.
+    """Dispatch that a DeepEP dispatcher has started. :meth:`wait` launches the kernel, as it knows where it begins.
 
     DeepEP's dispatch makes the host wait for sizes; what is to overlap has been launched by then.
     """

@@ -16,7 +16,7 @@ from d9d_deepep.dispatcher import DeepEPDispatcher
 
 
 class DeepEP:
-    """Strategy that replaces the dispatcher of every layer with experts; layers share one, and so one buffer."""
+    """Strategy ``deepep``: replaces the dispatcher of every layer with experts; layers share one, and so one buffer."""
 
     def __init__(self, config: DeepEPConfig) -> None:
         """Take the config, which has no fields."""

@@ -18,7 +18,7 @@ from d9d_flash_attention.starts import document_starts
 
 
 class Attend(Protocol):
-    """Causal attention by a library."""
+    """Contract of a FlashAttention library in the backend: causal attention."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, length: int, window: int | None
@@ -63,7 +63,7 @@ def _build(signature: OpSignature, attend: Attend) -> FlashAttention:
 
 
 class FlashAttention:
-    """Attention by one of the libraries.
+    """FlashAttention backend: attention by one of the libraries.
 
     Args:
         attend: the library.

@@ -73,7 +73,7 @@ def backward(
     length: int,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, contiguous.
+    """Backward of FlashAttention by CuTe kernels: gradients of query, key and value, contiguous.
 
     Args:
         grad: gradient of the output, of any strides.

@@ -20,7 +20,7 @@ _HEAD_MULTIPLE = 8
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Library, what it computes, and its priorities.
+    """Rules of a FlashAttention library: the signatures that it computes, and its priorities.
 
     Attributes:
         name: name of the library, as people say it.

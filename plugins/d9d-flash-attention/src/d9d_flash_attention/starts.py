@@ -28,7 +28,7 @@ def most_documents(samples: int, length: int) -> int:
 
 
 def document_starts(documents: Tensor) -> Tensor:
-    """Positions where documents start in samples that lie one behind the other, then B * S up to the end.
+    """Starts of documents in samples that lie one behind the other for FlashAttention, then B * S up to the end.
 
     How many documents there are is not known without waiting for the device. So there is room for
     :func:`most_documents`, and documents that are not there are empty ones at the end. More than that is an error: on a

@@ -74,7 +74,7 @@ def grouped(
     deferral: Deferral | None = None,
     emulate: bool = False,
 ) -> Tensor:
-    """Grouped linear map, see :func:`d9d_nn.ops.grouped_linear.grouped_linear`; counts stay on the device.
+    """Grouped linear map in float8, see :func:`d9d_nn.ops.grouped_linear.grouped_linear`; counts stay on the device.
 
     Emulated, the host waits for the counts.
     """

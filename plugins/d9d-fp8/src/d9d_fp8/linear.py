@@ -18,7 +18,7 @@ from d9d_fp8.recipes import output, rows_gradient, weight_gradient
 
 
 class Float8:
-    """Part of the class of a layer in float8; it goes before a subclass of :class:`d9d_nn.linear.Linear`.
+    """Linear layer in float8: part of its class that goes before a subclass of :class:`d9d_nn.linear.Linear`.
 
     Attributes:
         float8_recipe: name in :data:`d9d_fp8.recipes.RECIPES`.

@@ -27,7 +27,7 @@ _SHOWN = 4
 
 
 class Fp8:
-    """Strategy that makes the chosen linear layers compute in float8."""
+    """Strategy ``fp8``: makes the chosen linear layers compute in float8."""
 
     def __init__(self, config: Fp8Config) -> None:
         self._config = config
@@ -71,7 +71,7 @@ class Fp8:
 
 
 def check_device(device: torch.device, recipe: str) -> None:
-    """Refuse a device without products in float8, or without those of the recipe.
+    """Refuse a device for the strategy ``fp8`` if it lacks products in float8, or those of the recipe.
 
     Raises:
         BuildError: it has none; the text says what to do.

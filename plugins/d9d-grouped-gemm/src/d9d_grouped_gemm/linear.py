@@ -33,7 +33,7 @@ def build(_signature: OpSignature) -> Callable[..., Tensor]:
 
 
 class GroupedGemm:
-    """Grouped linear map, see :func:`d9d_nn.ops.grouped_linear.grouped_linear`. The host waits for the counts.
+    """Grouped linear map by grouped_gemm, see :func:`d9d_nn.ops.grouped_linear.grouped_linear`; host waits for counts.
 
     Args:
         gmm: the library's ``(a [R, I], b [E, I, O], batch_sizes int64 [E] on the CPU, trans_b) -> [R, O]``, with a

@@ -22,7 +22,7 @@ def build(_signature: OpSignature) -> Callable[..., Tensor]:
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Loss of each token, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
+    """Linear cross-entropy by Liger, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
 
     Exact for any gradient of the losses: the library computes nothing but losses first, and in the backward the logits
     again, with the gradient of each token at hand. In both it asks the device how many tokens have a target.

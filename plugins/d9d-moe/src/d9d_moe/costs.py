@@ -38,7 +38,7 @@ def grouped_swiglu(
     compiled: bool,
     weights: tuple[Weight, ...] = (),
 ) -> tuple[OpCost, ...]:
-    """Cost of SwiGLU experts.
+    """Cost of the grouped SwiGLU of MoE experts.
 
     Args:
         rows: rows of all experts of this rank.
@@ -95,7 +95,7 @@ class Dispatch(NamedTuple):
 
 
 def dispatch(tokens: float, experts: int, per_token: int, features: int, ranks: int, width: int) -> Dispatch:
-    """Cost of a dispatch by all-to-all: a token travels once to each rank that has experts of it, and a sum returns.
+    """Cost of a MoE dispatch by all-to-all: a token travels once to each rank with experts of it, and a sum returns.
 
     The time in which the host waits for the numbers of rows is not counted.
 

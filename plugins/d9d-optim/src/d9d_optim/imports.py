@@ -11,7 +11,7 @@ from d9d_core.errors import JobError
 
 
 def import_path(where: str, path: str) -> Any:
-    """Import what a path names: ``package.module.name`` or ``package.module:name``.
+    """Import the object that a path names: ``package.module.name`` or ``package.module:name``.
 
     Args:
         where: field of the job file, for errors.

@@ -14,7 +14,7 @@ from d9d_peft.patterns import select
 
 
 class FullTune:
-    """Method that trains all parameters of the modules that patterns name, or single parameters."""
+    """Full tuning: method that trains all parameters of the modules that patterns name, or single parameters."""
 
     def __init__(self, config: FullTuneConfig) -> None:
         self._match = config.match

@@ -16,7 +16,7 @@ from d9d_peft.config import StackConfig
 
 
 class Stack:
-    """Method that injects others in order and merges them in reverse.
+    """Stack of fine-tuning methods: injects others in order and merges them in reverse.
 
     It has ``off`` and ``merger`` if each of them has.
 

@@ -20,7 +20,7 @@ def build(_signature: OpSignature) -> RmsNorm:
 
 
 class RmsNorm:
-    """RMSNorm, see :func:`d9d_nn.ops.rms_norm.rms_norm`; computed in float32, rounded once.
+    """RMSNorm by QuACK, see :func:`d9d_nn.ops.rms_norm.rms_norm`; computed in float32, rounded once.
 
     Args:
         rmsnorm: the library's ``(x [..., D], weight [D], *, eps) -> [..., D]``, with a gradient.

@@ -29,7 +29,7 @@ def build(_signature: OpSignature) -> Callable[..., Tensor]:
 
 
 def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
-    """SwiGLU feed-forward layer, see :func:`d9d_nn.ops.swiglu.swiglu`; the gate is computed from float32 sums.
+    """SwiGLU layer by QuACK, see :func:`d9d_nn.ops.swiglu.swiglu`; the gate is computed from float32 sums.
 
     Args:
         x: [..., H], bfloat16 or float16.

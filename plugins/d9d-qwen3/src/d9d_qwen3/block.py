@@ -34,7 +34,7 @@ class Qwen3Block(DecoderBlock):
 
 
 class Qwen3MoeBlock(DecoderBlock):
-    """Block of attention with head norms, and experts.
+    """Block of Qwen3-MoE: attention with head norms, and experts.
 
     Args:
         config: config of the whole model.

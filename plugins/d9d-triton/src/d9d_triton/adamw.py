@@ -46,7 +46,7 @@ def build_stochastic(_signature: OpSignature) -> Callable[..., None]:
 
 
 class FusedAdamW:
-    """AdamW step of a batch of tensors; it keeps tables of where blocks of work begin.
+    """AdamW step of a batch of tensors by Triton; it keeps tables of where blocks of work begin.
 
     Args:
         stochastic: whether to round bfloat16 weights and moments stochastically. The batch then has the slot

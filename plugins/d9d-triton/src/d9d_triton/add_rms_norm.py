@@ -27,7 +27,7 @@ def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
 def add_rms_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Add and normalise, see :func:`d9d_nn.ops.add_rms_norm.add_rms_norm`; the sum is rounded before its norm is taken.
+    """Add and RMSNorm by Triton, see :func:`d9d_nn.ops.add_rms_norm.add_rms_norm`; the sum is rounded before its norm.
 
     Args:
         x: [..., D], of any strides.

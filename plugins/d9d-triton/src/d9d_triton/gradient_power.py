@@ -31,7 +31,7 @@ def build(_signature: OpSignature) -> Callable[[Sequence[Tensor], torch.device],
 
 
 class SumOfSquares:
-    """Sum of squares of tensors; it keeps tables of where blocks of work begin."""
+    """Gradient power by Triton: sum of squares of tensors; it keeps tables of where blocks of work begin."""
 
     def __init__(self) -> None:
         self._block = _BLOCK_INTERPRETED if interpreted() else _BLOCK

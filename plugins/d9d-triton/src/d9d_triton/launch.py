@@ -27,7 +27,7 @@ _TABLES = 32
 
 
 class Blocks:
-    """Tables of the blocks that one launch over many tensors is divided into; the last ones are kept.
+    """Blocks of one Triton launch over many tensors: tables of them; the last ones are kept.
 
     Args:
         size: elements of a block, the work of one program.

@@ -38,7 +38,7 @@ def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
 def normed_rope(
     query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Norm and rotate heads, see :func:`d9d_nn.ops.normed_rope.normed_rope`; in float32, rounded once.
+    """Normed RoPE by Triton, see :func:`d9d_nn.ops.normed_rope.normed_rope`; in float32, rounded once.
 
     Angles that are trained go through the reference, which has their gradients.
 
@@ -68,7 +68,7 @@ def normed_rope(
 def forward(
     query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Custom op of :func:`normed_rope`, which has no gradient of the angles."""
+    """Custom op of :func:`normed_rope` by Triton, which has no gradient of the angles."""
     _check(query, key, query_weight, key_weight, cos, sin)
     out = empty_like(query), empty_like(key)
     samples, positions, _, features = query.shape
@@ -98,7 +98,7 @@ def backward(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query [B, S, N, D], key [B, S, K, D] and both weights [D], in their dtypes.
+    """Normed RoPE, backward: gradients of query [B, S, N, D], key [B, S, K, D] and both weights [D], in their dtypes.
 
     ``grad_query`` and ``grad_key`` are those of the outputs; the other arguments are the forward's.
     """
@@ -122,7 +122,7 @@ def fill_gradients(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of both weights [D]; those of query and key are written where the caller wants them.
+    """Normed RoPE: gradients of both weights [D]; gradients of query and key are written where the caller wants them.
 
     ``of_query`` and ``of_key`` receive them: [B, S, N, D] and [B, S, K, D], where each token's heads are contiguous
     and tokens follow each other at any distance. The other arguments are those of :func:`backward`.

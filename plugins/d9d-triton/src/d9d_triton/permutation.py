@@ -57,7 +57,7 @@ def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = Fal
 def unpermute(
     rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor | None = None, *, absent: bool = False
 ) -> Tensor:
-    """Sum each token's rows, times its weights if any, see :func:`d9d_moe.dispatch.permutation.unpermute`.
+    """Undo a permutation by Triton: sum each token's rows, see :func:`d9d_moe.dispatch.permutation.unpermute`.
 
     Args:
         rows: [R, H], of any strides.
@@ -124,7 +124,7 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, absent: bool) ->
 def weighted_sum_backward(
     grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor, absent: bool, of_rows: bool, of_weights: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`unpermute`.
+    """Permutation by Triton: gradients of the weighted sum of :func:`unpermute`.
 
     Args:
         grad: [T, H], gradient of the sums; of any strides, expanded ones too.

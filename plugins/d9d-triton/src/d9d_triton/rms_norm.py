@@ -34,7 +34,7 @@ def build(_signature: OpSignature) -> Callable[..., Tensor]:
 
 @torch.library.custom_op("d9d_triton::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm, see :func:`d9d_nn.ops.rms_norm.rms_norm`.
+    """RMSNorm by Triton, see :func:`d9d_nn.ops.rms_norm.rms_norm`.
 
     Args:
         x: [..., D], of any strides.
@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fill_norm(
     out: Tensor, x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None, total: Tensor | None = None
 ) -> None:
-    """Launch of the forward, which writes the norm, and the sum if there is one.
+    """RMSNorm by Triton: launch of the forward, which writes the norm, and the sum if there is one.
 
     Args:
         out: [..., D], contiguous, is filled.
@@ -94,7 +94,7 @@ def rms_norm_backward(
     residual: Tensor | None = None,
     also: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`rms_norm`.
+    """RMSNorm by Triton: gradients of :func:`rms_norm`.
 
     Args:
         grad: [..., D], gradient of the output; of any strides, expanded ones too.

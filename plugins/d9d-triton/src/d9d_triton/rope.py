@@ -29,7 +29,7 @@ def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys, see :func:`d9d_nn.ops.rope.rope`; in float32, rounded once.
+    """RoPE by Triton: rotate queries and keys, see :func:`d9d_nn.ops.rope.rope`; in float32, rounded once.
 
     Angles that are trained go through the reference, which has their gradients.
 
@@ -52,7 +52,7 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 @torch.library.custom_op("d9d_triton::rope", mutates_args=())
 def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    """Custom op of :func:`rope`, which has no gradient of the angles.
+    """Custom op of :func:`rope` by Triton, which has no gradient of the angles.
 
     Args:
         query: [B, S, N, D].

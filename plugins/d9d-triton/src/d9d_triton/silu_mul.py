@@ -27,7 +27,7 @@ def build(_signature: OpSignature) -> Callable[..., Tensor]:
 
 @torch.library.custom_op("d9d_triton::silu_mul", mutates_args=())
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Gate of SwiGLU, see :func:`d9d_nn.ops.silu_mul.silu_mul`; rounded once.
+    """SiLU-mul, gate of SwiGLU, by Triton, see :func:`d9d_nn.ops.silu_mul.silu_mul`; rounded once.
 
     Args:
         gate: [..., I], of any strides.

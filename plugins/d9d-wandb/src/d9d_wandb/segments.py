@@ -19,7 +19,7 @@ _WHOLE, _FIRST, _LAST = 1, 2, 4
 
 
 class Segment:
-    """Reader of one file, which may still grow.
+    """Segment of a W&B run: reader of one file, which may still grow.
 
     Args:
         path: of the file.

@@ -18,7 +18,7 @@ from d9d_nn.ops.attention.slot import AttentionSlot
 
 
 class AttentionCore(nn.Module):
-    """Causal attention inside documents. A module of its own, so that context parallelism can wrap it.
+    """Core of attention: causal, inside documents; a module of its own, so that context parallelism can wrap it.
 
     Args:
         query_heads: N.

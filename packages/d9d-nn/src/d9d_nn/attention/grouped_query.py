@@ -23,7 +23,7 @@ from d9d_nn.rope.rotary_embedding import Rotation
 
 
 class GroupedQueryAttention(nn.Module):
-    """Attention of N query heads that share K key/value heads (Ainslie et al. 2023), with head norms if asked for.
+    """Grouped-query attention: N query heads share K key/value heads (Ainslie et al. 2023); head norms if asked for.
 
     Args:
         hidden_size: H.

@@ -34,7 +34,7 @@ class AttentionMasks:
 def prepare_masks(
     slots: Iterable[AttentionSlot], documents: Tensor | None, length: int, device: torch.device
 ) -> AttentionMasks:
-    """Make the masks that the layers of these slots need.
+    """Make the attention masks that the layers of these slots need, once per forward.
 
     Models call it once per forward, before their layers, so that a mask is neither made again in each layer nor, with
     activation checkpointing, in the backward.

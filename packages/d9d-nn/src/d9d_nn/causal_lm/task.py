@@ -20,7 +20,7 @@ _TERM = "cross_entropy"
 
 
 class CausalLM(TextTask):
-    """Next-token prediction with one loss term, ``cross_entropy``: the mean negative log-likelihood of the targets.
+    """Task of causal language modelling with one loss term, ``cross_entropy``: mean negative log-likelihood of targets.
 
     Microbatches with ``weights`` float32 [B, S], not negative, weight the targets; then the mean is a weighted one.
     Either all microbatches of a batch have them or none.

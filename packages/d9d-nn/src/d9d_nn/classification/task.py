@@ -30,7 +30,7 @@ _TERM = "cross_entropy"
 
 
 class Classification(TextTask):
-    """Classification with one loss term, ``cross_entropy``: the mean negative log-likelihood of the labels.
+    """Task of classification with one loss term, ``cross_entropy``: the mean negative log-likelihood of the labels.
 
     Microbatches hold ``tokens`` int64 [B, S], right-padded, and ``labels`` int64 [B], -100 for a sample that does not
     count. They may hold ``lengths`` int64 [B], and ``positions`` and ``documents``, int64 [B, S]; a sample is one text.
@@ -109,7 +109,7 @@ class Classification(TextTask):
 
 
 class TokenClassification(Classification):
-    """Classification of tokens with one loss term, ``cross_entropy``: the mean over all labels of all samples.
+    """Task of token classification with one loss term, ``cross_entropy``: the mean over all labels of all samples.
 
     As :class:`Classification`, but ``labels`` are int64 [B, S], -100 where a token has none, and the model
     returns ``class_logits`` [B, S, C].

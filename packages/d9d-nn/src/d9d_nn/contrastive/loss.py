@@ -41,7 +41,7 @@ def contrast(
     symmetric: bool,
     present: Tensor | None = None,
 ) -> Contrast:
-    """Compare each query with the texts of all queries of all ranks.
+    """Contrastive loss: compare each query with the texts of all queries of all ranks.
 
     Collective over ``ranks``. The loss of query i is ``-log softmax_j(q_i . t_j / temperature)`` at its own text; with
     ``symmetric`` the mean of that and of the same with queries and first texts exchanged.

@@ -38,7 +38,7 @@ _LOSS, _GRADIENT, _HITS = "contrastive_loss", "embedding_gradient", "retrieval_h
 
 
 class Embedding(TextTask):
-    """Contrastive training with one loss term, ``contrastive``: the mean over the queries.
+    """Task of contrastive training with one loss term, ``contrastive``: the mean over the queries.
 
     Microbatches hold ``tokens`` int64 [B (1 + N), S], right-padded, ``samples`` int64 [B], and may hold ``lengths``
     int64 [B (1 + N)], ``positions`` and ``documents``. The model's last stage returns ``embedding`` float32

@@ -21,7 +21,7 @@ from d9d_nn.swiglu import SwiGLU
 
 
 class DecoderBlock(nn.Module):
-    """Block of attention, then feed-forward, each normalised before and added to the residual stream.
+    """Decoder block: attention, then feed-forward, each normalised before and added to the residual stream.
 
     Args:
         config: config of the whole model.
@@ -71,7 +71,7 @@ class DecoderBlock(nn.Module):
 def grouped_query_attention(
     config: DecoderConfig, layer: int, *, head_norm_eps: float | None = None
 ) -> GroupedQueryAttention:
-    """Build the attention of a layer.
+    """Build the grouped-query attention of a decoder block.
 
     Args:
         config: config of the whole model.

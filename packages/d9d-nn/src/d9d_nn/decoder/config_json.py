@@ -90,7 +90,7 @@ def check_computable(data: Mapping[str, Any], family: Family) -> None:
 
 
 def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Read the fields of our config that decoders share.
+    """Read the fields of our config that decoders share from a ``config.json``.
 
     Raises:
         CheckpointError: it describes a variant that we do not compute.
@@ -140,7 +140,7 @@ def late_windows_json(config: DenseConfig) -> dict[str, Any]:
 
 
 def late_windows(data: Mapping[str, Any], family: Family) -> tuple[int | None, int]:
-    """Positions that sliding layers see, and the first such layer, of a family whose later layers may slide.
+    """Sliding window of a ``config.json``, and the first layer that slides, where only later layers may slide.
 
     Raises:
         CheckpointError: other layers slide.

@@ -56,7 +56,7 @@ FeedForward = Callable[[Any, int, Share], FeedForwardCost]
 def decoder_cost(
     config: DecoderConfig, stage: Stage, share: Share, feed_forward: FeedForward, *, head_norms: bool
 ) -> StageCost:
-    """Cost of a stage: embedding, layers, and final norm with heads.
+    """Cost of a stage of a decoder: embedding, layers, and final norm with heads.
 
     Args:
         config: config of the whole model.
@@ -82,7 +82,7 @@ def decoder_cost(
 
 
 def swiglu_cost(config: Any, _layer: int, share: Share) -> FeedForwardCost:
-    """Cost of SwiGLU, whose inner features the ranks of ``tp`` split.
+    """Cost of the SwiGLU of a decoder layer, whose inner features the ranks of ``tp`` split.
 
     Raises:
         BuildError: they cannot split them evenly.

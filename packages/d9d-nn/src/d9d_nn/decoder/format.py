@@ -20,7 +20,7 @@ C = TypeVar("C", bound=DecoderConfig)
 
 
 class DecoderFormat(ABC, Generic[C]):
-    """Base of :class:`d9d_weights.hugging_face.format.HuggingFaceFormat` for the classes of one family of transformers.
+    """Base of the Hugging Face formats of decoders: the model classes of one family of transformers.
 
     One head is theirs: a language model (``...ForCausalLM``), or a classifier over last tokens
     (``...ForSequenceClassification``) or of tokens (``...ForTokenClassification``). Others are kept under names of our

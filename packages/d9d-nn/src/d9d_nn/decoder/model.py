@@ -31,7 +31,7 @@ BuildBlock = Callable[[Any, int], DecoderBlock]
 
 
 class DecoderModel(nn.Module):
-    """Model of one pipeline stage: its layers, the embedding on the first, the final norm and the heads on the last.
+    """Decoder model of one pipeline stage: layers, embedding on the first, final norm and heads on the last.
 
     Parameters are called ``embedding.weight``, ``layers.<index>...``, ``norm.weight`` and ``heads.<name>.weight``, with
     the index in the whole model, so that names do not depend on the stages. A tied causal_lm head has none: it takes

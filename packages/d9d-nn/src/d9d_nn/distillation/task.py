@@ -29,7 +29,7 @@ _LOGITS, _WORDS = "teacher_logits", "teacher_words"
 
 
 class Distillation(TextTask):
-    """Distillation with the loss term ``divergence``, the mean over the targets; maybe also ``cross_entropy``.
+    """Task of distillation with the loss term ``divergence``, the mean over the targets; maybe ``cross_entropy`` too.
 
     Microbatches are those of ``causal_lm``, weights included: positions without a target do not count. The models' last
     stages return ``logits`` [B, S, V].

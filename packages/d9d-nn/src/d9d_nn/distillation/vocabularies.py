@@ -12,7 +12,7 @@ _FILE = "tokenizer.json"
 
 
 def check_vocabularies(model: Any, teacher: Any) -> list[str]:
-    """Differences between the vocabularies of two models, a line each.
+    """Differences between the vocabularies of student and teacher, a line each.
 
     Sizes may differ if both models lie in directories with a tokenizer that gives every token one id: published models
     pad their matrices differently. Models without such files need equal sizes.

@@ -48,7 +48,7 @@ class VocabularyWeight(nn.Module):
 
 
 class CausalLMHead(nn.Module):
-    """Head that maps hidden states to a loss per token, or to logits.
+    """Causal language-modelling head: maps hidden states to a loss per token, or to logits.
 
     The loss is computed here, not by the task, so that an op that never builds all logits can take its place.
 

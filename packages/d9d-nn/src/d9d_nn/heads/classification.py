@@ -11,7 +11,7 @@ from d9d_nn.heads.pooling import PoolsContext, pool
 
 
 class ClassificationHead(PoolsContext, nn.Module):
-    """Head that pools each sample and projects it to classes; weight [C, H], no bias.
+    """Classification head: pools each sample and projects it to classes; weight [C, H], no bias.
 
     Args:
         hidden_size: H.

@@ -11,7 +11,7 @@ from d9d_nn.heads.pooling import PoolsContext, pool
 
 
 class EmbeddingHead(PoolsContext, nn.Module):
-    """Head that pools each sample, keeps its first features and normalises them. No parameters.
+    """Embedding head: pools each sample, keeps its first features and normalises them. No parameters.
 
     Args:
         pooling: positions that stand for a sample.

@@ -21,7 +21,7 @@ def sum_name(layers: Layers) -> str:
 
 
 class LayerSums:
-    """Running sums of layer outputs in one forward.
+    """Running sums of layer outputs in one forward, for heads that read a mean of layers.
 
     Args:
         wanted: sets of layers that are summed together, ascending.

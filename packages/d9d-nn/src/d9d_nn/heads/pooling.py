@@ -14,7 +14,7 @@ from d9d_nn.heads.config import Pooling
 
 
 class PoolsContext:
-    """Part of a head that pools whole samples, also where ranks of ``cp`` share their positions.
+    """Pooling part of a head that pools whole samples, also where ranks of ``cp`` share their positions.
 
     Attributes:
         features: H; ``None`` in a head that takes any.
@@ -40,7 +40,7 @@ class PoolsContext:
 
 
 def pool(hidden: Tensor, lengths: Tensor | None, pooling: Pooling, ends: Tensor | None = None) -> Tensor:
-    """Pool each right-padded sample, or each row of a packed one, to one vector; padding counts for nothing.
+    """Pooling for heads: one vector of each right-padded sample, or of each row of a packed one; padding left out.
 
     Args:
         hidden: [B, S, H].

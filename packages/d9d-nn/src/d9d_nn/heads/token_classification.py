@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 class TokenClassificationHead(nn.Module):
-    """Head that projects each position to classes; weight [C, H] and bias [C], as classifiers of transformers have.
+    """Token classification head: projects each position to classes; weight [C, H], bias [C] as in transformers.
 
     Args:
         hidden_size: H.

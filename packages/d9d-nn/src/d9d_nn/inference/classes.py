@@ -26,7 +26,7 @@ _ROW = "number of the row in the input, from 0"
 
 
 class HeadReader:
-    """Base of the inference tasks over a head that has an output for each row.
+    """Base of the inference tasks of classes and scores: they read a head that has an output for each row.
 
     Args:
         config: config with the head's name.

@@ -27,7 +27,7 @@ _COUNT = "number of its targets: tokens after the first, with the one that ends 
 
 
 class TokenLikelihoods:
-    """Base of the inference tasks over the likelihood of targets.
+    """Base of the inference tasks of log-probabilities and perplexity, over the likelihood of targets.
 
     Microbatches are those of the task ``causal_lm``; targets that it ignores do not count here either.
 

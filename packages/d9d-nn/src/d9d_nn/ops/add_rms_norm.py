@@ -21,7 +21,7 @@ from d9d_nn.ops.whole import WholeSlot
 def add_rms_norm(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Reference: ``x + added``, and :func:`~d9d_nn.ops.rms_norm.rms_norm` of this sum.
+    """Reference of the op add-RMSNorm: ``x + added``, and :func:`~d9d_nn.ops.rms_norm.rms_norm` of this sum.
 
     Args:
         x: [..., D].

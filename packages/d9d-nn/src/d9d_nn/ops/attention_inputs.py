@@ -31,7 +31,7 @@ def attention_inputs(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference: three products, and :func:`~d9d_nn.ops.normed_rope.normed_rope` of the first two.
+    """Reference of attention inputs: three products, and :func:`~d9d_nn.ops.normed_rope.normed_rope` of the first two.
 
     Args:
         x: [B, S, H].

@@ -16,7 +16,7 @@ from d9d_nn.ops.deferred import Product, may_defer, product
 def grouped_linear(
     x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True, deferral: Deferral | None = None
 ) -> Tensor:
-    """Reference: a loop over experts, ``out[rows of e] = x[rows of e] @ bank[e]``. The host waits for the counts.
+    """Reference of grouped linear: ``out[rows of e] = x[rows of e] @ bank[e]`` by a loop. The host waits for counts.
 
     An expert without rows has a gradient of zeros. Under autocast the product is computed in autocast's dtype.
 

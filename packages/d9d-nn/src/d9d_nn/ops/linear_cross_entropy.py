@@ -28,7 +28,7 @@ _LEAST_ROWS = 256
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
 ) -> Tensor:
-    """Reference: ``-log_softmax(hidden @ weight.T)[target]`` per token, the softmax in float32 or wider.
+    """Reference of linear cross-entropy: ``-log_softmax(hidden @ weight.T)[target]`` per token, float32 or wider.
 
     Tokens are processed in chunks. Few logits (at most :data:`KEPT_ELEMENTS`, or a twentieth of a GPU's memory) are
     kept for the backward, in the dtype of ``hidden``; more are computed again there, chunk by chunk, which costs a
@@ -59,7 +59,7 @@ def linear_cross_entropy(
 def linear_cross_entropy_with_ranks(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Loss of :func:`linear_cross_entropy`, bit for bit, and the rank of each target among all words.
+    """Linear cross-entropy, bit for bit as :func:`linear_cross_entropy`, and each target's rank among all words.
 
     Ranks are counted from the logits of a chunk while they exist: for one more pass over them, and no matrix product.
 

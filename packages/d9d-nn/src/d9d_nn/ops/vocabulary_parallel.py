@@ -30,7 +30,7 @@ IGNORED_RANK = -1
 
 
 class VocabularyParallelCrossEntropy:
-    """Loss of each token from a share of the words, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
+    """Vocabulary-parallel :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy` from a share of the words.
 
     Logits are computed again in the backward, chunk by chunk, unless they are few.
 
@@ -129,7 +129,7 @@ class Merged(NamedTuple):
 def merge_statistics(
     highest: Tensor, total: Tensor, own: Tensor, mine: Tensor, targets: Tensor, group: dist.ProcessGroup
 ) -> Merged:
-    """Merge the statistics of all shares, in two all-reduces. Collective over the group.
+    """Merge the softmax statistics of all shares of the vocabulary, in two all-reduces. Collective over the group.
 
     Args:
         highest: largest logit of the rank's words, float32 or wider [T]; at most every logit if it has none.

@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class WholeSlot(OpSlot):
-    """Slot of an op in the place of a method's lines; see :func:`in_one_op`.
+    """Slot of an op for a whole method of a module, in the place of its lines; see :func:`in_one_op`.
 
     Args:
         op, reference, facts: see :class:`~d9d_core.kernel.OpSlot`.

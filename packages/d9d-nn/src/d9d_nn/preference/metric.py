@@ -16,7 +16,7 @@ _READS = ("chosen_rewards", "rejected_rewards")
 
 
 class PreferenceMetric:
-    """Means over all pairs since the last reset: implicit rewards, their margin, and the share of right orders.
+    """Metric of preferences over all pairs since the last reset: mean implicit rewards, margin, share of right orders.
 
     Reads the observations ``chosen_rewards`` and ``rejected_rewards``, float [B] each, of the task ``dpo``.
 

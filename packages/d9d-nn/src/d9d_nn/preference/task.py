@@ -37,7 +37,7 @@ REFERENCE = "reference_logps"
 
 
 class Dpo(TextTask):
-    """Direct preference optimisation with one loss term, ``dpo``: the mean over the pairs.
+    """Task of preferences: direct preference optimisation (DPO), one loss term ``dpo``, the mean over the pairs.
 
     Microbatches hold ``tokens`` and ``targets``, int64 [2B, S], and ``samples`` int64 [B]; they may hold ``positions``
     and ``documents``, int64 [2B, S], and ``lengths`` int64 [2B]. The model's last stage returns ``token_loss`` float32

@@ -31,7 +31,7 @@ class Rotation:
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotation of positions by angles ``position * theta ** (-2 i / D)`` for pair i (Su et al. 2021, section 3.2.2).
+    """Rotary embedding of positions by angles ``position * theta ** (-2 i / D)`` for pair i (Su et al. 2021, 3.2.2).
 
     Holds no buffer: the frequencies are a handful of numbers, and what is not stored needs no initialisation.
 

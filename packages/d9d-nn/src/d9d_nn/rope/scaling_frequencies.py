@@ -17,7 +17,7 @@ from d9d_nn.rope.scaling import DynamicScaling, LinearScaling, Llama3Scaling, Ro
 def rotary_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, length: int | Tensor, device: torch.device
 ) -> tuple[Tensor, float]:
-    """Angle per position of each pair of features, and what multiplies cosine and sine.
+    """Frequencies of scaled RoPE: angle per position of each pair of features, and the factor of cosine and sine.
 
     Nothing here waits for the device: everything but the pairs' indices is a number of the host.
 

@@ -20,7 +20,7 @@ LENGTH_BYTES = 8
 
 
 def damage(draw: Draw, directory: Path, outside: Path) -> str:
-    """Damage one file of a directory, and return how.
+    """Make a hostile file: damage one file of a directory, and return how.
 
     Args:
         draw: of a strategy.
@@ -70,7 +70,7 @@ def edit_header(draw: Draw, file: Path) -> None:
 
 
 def damage_checkpoint(draw: Draw, checkpoints: Path, outside: Path) -> str:
-    """Damage a directory of checkpoints: a file, a manifest with the right checksum, or names; and return how.
+    """Make hostile checkpoint files: damage a file, a manifest with the right checksum, or names; and return how.
 
     After ``"consistent"`` damage, all checksums are right again, so a load of other values is nobody's fault.
     """

@@ -46,7 +46,7 @@ class Verdict:
 
 
 class Judge:
-    """Judge of readers, for the main thread. Interpreters have no way to drop what watches the files, so make one.
+    """Judge of readers of hostile input, for the main thread. Its audit hook stays, so make one only.
 
     Args:
         inside: directories that may be read and written.

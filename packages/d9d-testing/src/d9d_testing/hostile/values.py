@@ -35,7 +35,7 @@ def _nested(depth: int) -> Any:
 
 
 def schema_values(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> st.SearchStrategy[Any]:
-    """Values that a JSON schema allows, as far as their types tell.
+    """Values that a JSON schema allows as far as their types tell, for hostile tests.
 
     Args:
         schema: of the value.

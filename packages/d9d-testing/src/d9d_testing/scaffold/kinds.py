@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of plugin and what its package looks like.
+    """Kind of plugin that can be scaffolded, and the looks of its package.
 
     Attributes:
         summary: what the example does, in one line.

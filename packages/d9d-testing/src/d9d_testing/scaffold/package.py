@@ -21,7 +21,7 @@ _VERSIONS = ">=0.1,<0.2"
 
 
 def plugin_files(name: str, kind: str) -> dict[str, str]:
-    """Files of a new plugin's package, by path relative to its directory.
+    """Files of the package that is scaffolded for a new plugin, by path relative to its directory.
 
     Args:
         name: name of the distribution, such as ``acme-metrics``; the plugin's own name follows from it.
@@ -54,7 +54,7 @@ def plugin_files(name: str, kind: str) -> dict[str, str]:
 
 
 def write_plugin(directory: Path, name: str, kind: str) -> list[Path]:
-    """Write the package of a new plugin.
+    """Write the scaffold of a new plugin: its package.
 
     Args:
         directory: of the package; must not exist, or be empty.

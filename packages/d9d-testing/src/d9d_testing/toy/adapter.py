@@ -37,7 +37,7 @@ class LowRank(nn.Module):
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer with a low-rank term; its own parameters keep their names."""
+    """Linear layer with the toy adapter's low-rank term; its own parameters keep their names."""
 
     adapter: LowRank
     adapter_off: bool
@@ -62,7 +62,7 @@ class AdaptedLinear(nn.Linear):
 
 
 class ToyAdapter:
-    """Replaces each matching ``torch.nn.Linear``."""
+    """Toy adapter: a fine-tuning method that replaces each matching ``torch.nn.Linear``."""
 
     def __init__(self, config: ToyAdapterConfig) -> None:
         self._config = config

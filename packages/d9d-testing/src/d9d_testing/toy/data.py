@@ -13,7 +13,7 @@ from d9d_testing.toy.config import ToyDataConfig, ToyTokensConfig
 
 
 class ToyStream:
-    """Packs of ``x``, ``y`` and ``mask``."""
+    """Toy data: packs of ``x``, ``y`` and ``mask``."""
 
     def __init__(self, config: ToyDataConfig, context: DataContext) -> None:
         self._config = config
@@ -65,7 +65,7 @@ class ToyStream:
 
 
 class ToyTokens:
-    """Packs of ``tokens`` and ``targets``, int64 [samples, positions]; some targets are ignored."""
+    """Toy data: packs of ``tokens`` and ``targets``, int64 [samples, positions]; some targets are ignored."""
 
     def __init__(self, config: ToyTokensConfig, context: DataContext) -> None:
         self._config = config

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class Deferring(nn.Module):
-    """``x @ weight``, with the trait :class:`d9d_core.traits.DefersWeights`.
+    """Toy layer ``x @ weight`` that defers weight gradients: it has the trait :class:`d9d_core.traits.DefersWeights`.
 
     Args:
         features: F, of the input and the output. The weight [F, F] is drawn from torch's default generator.

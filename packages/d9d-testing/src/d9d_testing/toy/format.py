@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ToyFormat:
-    """Export under other names."""
+    """Toy format of exported weights: the model's tensors under other names."""
 
     def config_json(self, config: Any, dtype: str) -> dict[str, Any]:
         """Just the sizes."""

@@ -32,7 +32,7 @@ class ToyBlock(nn.Module):
 
 
 class ToyModel(nn.Module):
-    """A chain of blocks, whole or one stage of it, and an unused parameter, which must not disturb anything.
+    """Toy model: a chain of blocks, whole or one stage of it, and an unused parameter, which must not disturb.
 
     The unused parameter is on the first stage, the buffer ``scale`` on the last.
     """

@@ -28,7 +28,7 @@ class ToyRecorder:
 
 
 class ToyTracker:
-    """Writes its calls to a file; raises in one of them."""
+    """Toy tracker: writes its calls to a file; raises in one of them."""
 
     def __init__(self, config: ToyTrackerConfig) -> None:
         self._config = config

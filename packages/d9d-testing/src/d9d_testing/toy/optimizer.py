@@ -14,7 +14,7 @@ from d9d_testing.toy.config import ToyOptimizerConfig
 
 
 class ToyOptimizer:
-    """``m = 0.9 m + g; p = p - lr m``."""
+    """Toy optimizer: ``m = 0.9 m + g; p = p - lr m``."""
 
     def __init__(self, config: ToyOptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> None:
         self._base = config.lr

@@ -27,7 +27,7 @@ def toy_registry() -> Registry:
 
 
 def toy_job(directory: Path, *overrides: str, **sections: Any) -> Job:
-    """A job of twelve steps that runs in milliseconds.
+    """Job of a toy run: twelve steps in milliseconds.
 
     Args:
         directory: gets the job file and the runs.

@@ -15,7 +15,7 @@ from d9d_testing.toy.config import ToyMetricConfig, ToyTaskConfig
 
 
 class ToyTask:
-    """Squared error over unmasked samples; optionally the mean squared output over all."""
+    """Toy task: squared error over unmasked samples; optionally the mean squared output over all."""
 
     def __init__(self, config: ToyTaskConfig) -> None:
         self._decay = config.decay
@@ -54,7 +54,7 @@ class ToyTask:
 
 
 class ToyMetric:
-    """Mean absolute error."""
+    """Metric of the toy task: mean absolute error."""
 
     def __init__(self, _config: ToyMetricConfig) -> None:
         self._sum = torch.zeros((), dtype=torch.float64)

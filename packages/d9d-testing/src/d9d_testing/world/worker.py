@@ -25,7 +25,7 @@ ORPHAN_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What every rank is told.
+    """Launch of a worker: the message that every rank of a world is given.
 
     The function travels by file and name, because pytest gives test modules names that nobody can import.
     """

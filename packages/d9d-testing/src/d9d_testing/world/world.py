@@ -53,7 +53,7 @@ LEAVE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """``size`` processes with one process group.
+    """World of tests: ``size`` processes with one process group.
 
     Attributes:
         size: the number of ranks.

@@ -13,7 +13,7 @@ from d9d_data.chat.variants import with_name
 
 
 def check_complete(conversation: Conversation, template: ChatTemplate, text: str, word: str) -> None:
-    """Check that a template renders every content, every tool call and the tools.
+    """Check that a chat template is complete: it renders every content, every tool call and the tools.
 
     A word of its own is put into each, and all have to show up. Reasoning is not looked for: templates leave that of
     earlier turns out on purpose.

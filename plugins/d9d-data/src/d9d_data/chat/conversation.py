@@ -23,7 +23,7 @@ _SHAPE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant"
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Conversation of at least one assistant message.
+    """Conversation of a chat, with at least one assistant message.
 
     Attributes:
         messages: each has a known ``role`` and, unless it has tool calls or reasoning, ``content``: a string or a list

@@ -27,7 +27,7 @@ _MARKERS = [chr(code) for code in range(0xE000, 0xE010)]
 
 
 class ChatTokenizer:
-    """Tokenizer of rendered conversations: special tokens are recognised, and none is added.
+    """Tokenizer that encodes rendered chats: special tokens are recognised, and none is added.
 
     Args:
         content: of a ``tokenizer.json``.
@@ -121,7 +121,7 @@ def encode_weighted(
     loss: Loss = "assistant",
     quoted: Literal["text", "token"] = "text",
 ) -> tuple[Ids, npt.NDArray[np.float32]]:
-    """Token ids ``[N]`` int64 of a rendered conversation, and the weight ``[N]`` float32 of each token in the loss.
+    """Encode a rendered chat: token ids ``[N]`` int64, and the weight ``[N]`` float32 of each in the loss.
 
     A token belongs to what the assistant writes if it begins there. With a ``prompt`` only the ``completion`` counts.
     Its weight is that of its message, or 1.
@@ -178,7 +178,7 @@ def encode_prompt(
     tokenizer: ChatTokenizer,
     quoted: Literal["text", "token"] = "text",
 ) -> Ids:
-    """Token ids ``[N]`` int64 of the rendered prompt of a conversation, with what makes the model answer after it.
+    """Encode the rendered prompt of a chat, with the tokens that make the model answer: token ids ``[N]`` int64.
 
     Args:
         conversation: has a prompt.
@@ -199,7 +199,7 @@ def encode_prompt(
 def truncate(
     ids: Ids, weights: npt.NDArray[W], limit: Limit, where: str = "the conversation"
 ) -> tuple[Ids, npt.NDArray[W]] | None:
-    """Tokens of a conversation that are kept.
+    """Truncate an encoded chat to the limit on tokens: ids and weights that are kept.
 
     Args:
         ids: ``[N]`` int64.

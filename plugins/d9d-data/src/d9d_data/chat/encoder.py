@@ -20,7 +20,7 @@ from d9d_data.tokenizer.base import TextTokenizer
 
 
 class ChatEncoder:
-    """Encoder of conversations: rendered by a template, with weight on what the assistant writes.
+    """Encoder of chat records: conversations rendered by a template, with weight on what the assistant writes.
 
     Conversations that are left out because they are too long, or that lost all that could be learned to a cut, count as
     dropped.

@@ -27,7 +27,7 @@ _USE_BLOCKS = "use a template with {% generation %} blocks around what the assis
 def find_replies(
     conversation: Conversation, template: ChatTemplate, added: Iterable[str], first: int
 ) -> tuple[str, list[Span]]:
-    """Rendering of a conversation, and its characters ``[begin, end)`` that the assistant writes.
+    """Chat mask: rendering of a conversation and the characters ``[begin, end)`` that the assistant writes.
 
     A reply holds everything after the generation prompt up to the end of the turn: reasoning, content, tool calls and
     the token that ends the turn; white space after that token, which no model generates, is left out. Where replies

@@ -31,7 +31,7 @@ _SHAPE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Prompt with two completions.
+    """Preference pair: a prompt with two completions.
 
     Attributes:
         prompt: string, or list of messages.
@@ -52,7 +52,7 @@ class Pair:
 
 
 def read_pair(record: Mapping[str, Any], where: str) -> Pair:
-    """Pair of a record with ``chosen``, ``rejected`` and perhaps ``prompt`` and ``tools``.
+    """Preference pair of a record with ``chosen``, ``rejected`` and perhaps ``prompt`` and ``tools``.
 
     Without ``prompt``, or where both sides begin with another message than the assistant's, the sides are whole
     conversations or texts, and what they have in common at their beginning is the prompt.
@@ -109,7 +109,7 @@ def _split(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
 
 
 class PreferenceEncoder:
-    """Encoder of pairs: two texts each, chosen and rejected, with weight on the completions.
+    """Encoder of preference pairs: two texts each, chosen and rejected, with weight on the completions.
 
     Args:
         tokenizer: of the model.

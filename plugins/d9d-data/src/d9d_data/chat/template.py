@@ -40,7 +40,7 @@ class Rendering:
 
 
 class ChatTemplate:
-    """Template that renders conversations as ``transformers``' ``apply_chat_template`` does.
+    """Chat template: renders conversations as ``transformers``' ``apply_chat_template`` does.
 
     It sees ``messages``, ``tools``, ``documents`` (always none), ``add_generation_prompt``, the special tokens and the
     arguments. Rendering is bounded in time and memory: it happens in a process of its own.

@@ -26,7 +26,7 @@ _LEARNED, _MASKED, _BETWEEN = "bold green", "dim", "bold red"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Sample without its padding.
+    """Sample that ``d9d data show`` shows, without its padding.
 
     Attributes:
         tokens: [S] token ids.
@@ -54,7 +54,7 @@ def names_of_texts(stream: DataStream) -> list[str]:
 
 
 def samples_of(stream: DataStream) -> Iterator[Sample]:
-    """Samples of a stream, pack by pack, without end; of one with several texts, its texts.
+    """Samples to show of a stream, pack by pack, without end; of one with several texts, its texts.
 
     Raises:
         DataError: the stream gives no tokens, or fails.
@@ -126,7 +126,7 @@ def spoken(ids: Sequence[int], tokenizer: tokenizers.Tokenizer) -> str:
 
 
 def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = False) -> Text:
-    """Text of a sample: tokens that are learned stand out, others are dim, and a line separates documents.
+    """Marked text of a sample to show: learned tokens stand out, others are dim, a line separates documents.
 
     A token is learned where it is the target of the position before, or has a label; the first of a document is no
     target.

@@ -36,7 +36,7 @@ def cached_directory(
     files: Collection[str] = (),
     full: bool = False,
 ) -> Path:
-    """Directory ``root/key`` of the cache, built if it is absent or damaged.
+    """Directory ``root/key`` of the corpus cache, built if it is absent or damaged.
 
     Args:
         root: directory of the cache; made if absent.
@@ -111,7 +111,7 @@ def _read_manifest(directory: Path) -> dict[str, _Written]:
 
 
 def find_damage(directory: Path, files: Collection[str] = (), full: bool = False) -> str | None:
-    """Damage of a cached directory, in words, or ``None``.
+    """Damage of a directory of the corpus cache, in words, or ``None``.
 
     Args:
         directory: of the cache.

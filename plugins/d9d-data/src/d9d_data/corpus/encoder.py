@@ -24,7 +24,7 @@ _BATCH_SAMPLES = 256
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Sample that a record became: one document, or several that belong together.
+    """Sample that an encoder made of a record: one document, or several that belong together.
 
     Attributes:
         ids: token ids of each document, [tokens].

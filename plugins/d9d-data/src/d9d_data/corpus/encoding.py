@@ -35,7 +35,7 @@ ENCODERS = {
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Encoding of records.
+    """Encoding of a corpus: the encoder that turns its records into tokens, and its settings.
 
     Attributes:
         encoder: name of the encoder, see :data:`ENCODERS`.
@@ -71,7 +71,7 @@ def tokenizer_of(config: PreparedConfig) -> tuple[str | BpeTokenizer, str | None
 
 
 def encoding_of(config: PreparedConfig) -> Encoding:
-    """Encoding of a config's records."""
+    """Encoding of the corpus of a dataset config."""
     if isinstance(config, LabelledConfig):
         lost = "words lost their labels" if config.per == "word" else ""
         words = Words("labelled records", lost)
@@ -108,7 +108,7 @@ def limit_of(config: PreparedConfig) -> Limit | None:
 
 
 def no_inputs_of(encoding: Encoding, inputs: TextInputs, adds_end: bool) -> int:
-    """Number of tokens at the end of a document that are no inputs.
+    """Number of tokens at the end of each document that are no inputs under an encoding.
 
     Args:
         encoding: of the records.

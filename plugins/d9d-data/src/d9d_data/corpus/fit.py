@@ -24,7 +24,7 @@ class TooLongError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Limit on the tokens of a text, and the treatment of longer ones.
+    """Limit on the tokens of a text, and the treatment of longer ones, which do not fit.
 
     Attributes:
         longest: most tokens.
@@ -58,7 +58,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Counts over the records that an encoder reads, malformed ones left aside.
+    """Tally of how an encoder's records fit the limit on tokens; malformed records are left aside.
 
     Attributes:
         records: samples, and records that are left out.

@@ -27,7 +27,7 @@ _READ = 1 << 20  # bytes
 
 
 def corpus_key(config: PreparedConfig, pieces: Sequence[Piece]) -> str:
-    """Key of a prepared corpus in the cache; it does not depend on the paths of the files.
+    """Identity of a prepared corpus: its key in the cache, which does not depend on the paths of the files.
 
     Args:
         config: how documents become tokens.

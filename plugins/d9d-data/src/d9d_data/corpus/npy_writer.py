@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 class NpyWriter:
-    """Writer that appends to one array on disk. A context manager; the file is valid if it is left without an error."""
+    """Writer that appends to an ``.npy`` file, which is valid if this context manager is left without an error."""
 
     def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
         self._dtype = np.dtype(dtype)

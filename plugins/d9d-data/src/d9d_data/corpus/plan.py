@@ -38,7 +38,7 @@ class _Part:
 
 
 def plan_shards(files: Sequence[Piece], shard_bytes: int | None = None) -> list[Shard]:
-    """Cut a corpus into shards, without reading its documents.
+    """Plan the shards that a corpus is tokenised in, without reading its documents.
 
     Files of JSON lines are cut into ranges of bytes, Parquet files between row groups; other files stay whole.
 

@@ -29,7 +29,7 @@ def default_workers() -> int:
 
 
 def tokenise_in_processes(setup: Setup, shards: Sequence[Shard], workers: int, advance: Callable[[int], None]) -> None:
-    """Tokenise shards in worker processes.
+    """Tokenise shards of a corpus in a pool of worker processes.
 
     Args:
         setup: their settings.

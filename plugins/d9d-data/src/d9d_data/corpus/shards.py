@@ -69,7 +69,7 @@ def write_shard(
     work: Path,
     advance: Callable[[int], None],
 ) -> None:
-    """Tokenise a shard, unless that is done already.
+    """Write a tokenised shard of a corpus, unless that is done already.
 
     Args:
         encoder: makes the tokens.

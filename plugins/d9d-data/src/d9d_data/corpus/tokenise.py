@@ -260,7 +260,7 @@ def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
 
 @contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress bar on standard error while the block runs, if that is a terminal.
+    """Progress bar of tokenisation on standard error while the block runs, if that is a terminal.
 
     Args:
         label: text beside the bar.

@@ -17,7 +17,7 @@ _LOCK = "lock"
 
 @contextmanager
 def work_directory(root: Path, key: str, keep: bool, note: Callable[[str], None]) -> Iterator[Path]:
-    """Directory for finished parts of the work on ``root/key``, held by one process of this machine at a time.
+    """Work directory of a corpus: finished parts of ``root/key``, held by one process of this machine at a time.
 
     Where files cannot be locked, each process has a directory of its own, and nothing goes on after a kill.
 

@@ -35,7 +35,7 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Settings of a worker process for all of its shards.
+    """Settings of a worker process that tokenises shards, for all of its shards.
 
     Attributes:
         tokenizer: ``bytes``, a path, or the size of the vocabulary that was trained.
@@ -105,7 +105,7 @@ def decode_shard(line: str) -> Shard:
 
 
 def serve(lines: TextIO, answers: TextIO) -> None:
-    """Tokenise the shards that are asked for, until this process ends because nobody is left to ask.
+    """Serve as a worker process: tokenise the shards that are asked for, until the process that asks is gone.
 
     Args:
         lines: the setup, and shards.

@@ -23,7 +23,7 @@ LENGTHS = "lengths"
 
 
 class Items:
-    """Items of the dataset that a config's function makes. Another process makes its own.
+    """Items of the map-style dataset that a config's function makes. Another process makes its own.
 
     Args:
         config: names the function.

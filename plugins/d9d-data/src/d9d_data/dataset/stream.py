@@ -27,7 +27,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 def build_dataset(config: DatasetConfig, context: DataContext) -> DatasetStream | OnePassStream:
-    """Make the dataset, and open its stream.
+    """Make a map-style dataset by the user's function, and open its stream.
 
     Raises:
         DataError: the function, what it returns, or the sizes cannot be used; the text says what to change.
@@ -49,7 +49,7 @@ def build_dataset(config: DatasetConfig, context: DataContext) -> DatasetStream 
 
 @dataclass(frozen=True, slots=True)
 class ItemSamples:
-    """Source of any items as microbatches."""
+    """Source of any items of a map-style dataset as microbatches."""
 
     items: Items
 
@@ -128,7 +128,7 @@ class DatasetStream(PackStream):
 
 @dataclass(frozen=True, slots=True)
 class DatasetPacks:
-    """Source of one rank's part of any pack of items; see :class:`DatasetStream`.
+    """Source of one rank's part of any pack of a map-style dataset; see :class:`DatasetStream`.
 
     Attributes:
         items: of the dataset.

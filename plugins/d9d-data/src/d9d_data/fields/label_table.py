@@ -75,7 +75,7 @@ class LabelTable:
 
 
 class Classes:
-    """Classes of a whole corpus, from the tables of its parts.
+    """Classes of a whole corpus, from the label tables of its parts.
 
     Names get ids in sorted order; if all are numbers, as CSV files have them, they are the ids.
 

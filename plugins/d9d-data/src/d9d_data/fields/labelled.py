@@ -26,7 +26,7 @@ _OF_WORDS = ("labels", "ner_tags")
 
 
 class LabelledEncoder:
-    """Encoder of texts or words with labels, which stand beside the tokens.
+    """Encoder of labelled texts or words: the labels stand beside the tokens.
 
     Token ids are those that the tokenizer gives to transformers, its special tokens included. The label of a text
     stands at its first token. Words are joined by spaces; the label of a word stands at the first token that holds a

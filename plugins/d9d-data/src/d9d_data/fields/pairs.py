@@ -22,7 +22,7 @@ _NEGATIVES = ("negative", "negatives")
 
 
 class PairsEncoder:
-    """Encoder of a query, a positive and n negatives, each followed by the end-of-text token.
+    """Encoder of pairs: a query, a positive and n negatives, each followed by the end-of-text token.
 
     Args:
         tokenizer: makes the ids.

@@ -26,7 +26,7 @@ class HasSortKey(MapDataset[Any], Protocol):
 
 
 class BufferSortedDataset(Dataset[Any]):
-    """Reordered dataset: packs of consecutive items have about one size.
+    """Bucketing for a PyTorch dataset: reorders it so that packs of consecutive items have about one size.
 
     Each ``buffer_size`` consecutive items are sorted by size and cut into packs, and the packs are shuffled; a pack
     that is not full stays last. Shuffle the items before, if they have an order of their own.

@@ -9,7 +9,7 @@ M = TypeVar("M")
 
 
 class FixedCountPacker(Generic[M]):
-    """Packer of a loader's microbatches: as many in each pack, which is what an optimizer step accumulates.
+    """Packing of a loader's microbatches: as many in each pack, which is what an optimizer step accumulates.
 
     Args:
         loader: of microbatches, such as a ``torch.utils.data.DataLoader``. Each iteration over the packs starts one

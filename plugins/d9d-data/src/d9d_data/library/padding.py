@@ -12,7 +12,7 @@ from torch import Tensor
 def pad_stack(
     items: Sequence[Tensor], value: float, side: Literal["left", "right"] = "right", multiple: int = 1
 ) -> Tensor:
-    """Stack tensors of one dim, padded to the longest.
+    """Padding for a collate function: stack tensors of one dim, padded to the longest.
 
     Args:
         items: B tensors [S_b] of one dtype.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def pooling_mask(attention_mask: Tensor, pool: Literal["first", "last", "all"]) -> Tensor:
-    """Mask of the positions to pool, out of those that are no padding.
+    """Pooling mask: the positions to pool, out of the positions that are no padding.
 
     A mean over the mask is the first token, the last token or the mean of all tokens, wherever padding stands. Does not
     wait for the device.

@@ -20,7 +20,7 @@ class MapDataset(Sized, Protocol[T_co]):
 
 
 class ShardedDataset(Dataset[Any]):
-    """Shard of a map-style dataset. No shard shares an item with another one, unless sizes are made equal.
+    """Sharding: one shard of a map-style dataset. Shards share no item, unless sizes are made equal.
 
     Args:
         dataset: to be divided.

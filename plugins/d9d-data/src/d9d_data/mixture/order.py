@@ -26,7 +26,7 @@ MAX_PERIOD = 1 << 16
 
 
 class MixtureOrder:
-    """Assignment of the samples of a mixture to its parts; endless, and without memory of what came before.
+    """Order of a mixture: assignment of its samples to its parts; endless, and without memory of what came before.
 
     Args:
         weights: of the parts.
@@ -140,7 +140,7 @@ def _reduced(weights: Sequence[int]) -> tuple[int, ...]:
 
 
 def assign(weights: Sequence[int]) -> Int64:
-    """Assign W places to parts, W being the sum of the weights.
+    """Order of a mixture: assign W places to parts, W being the sum of the weights.
 
     After n places part i has had n w_i / W of them, off by at most 1 - 1 / (2k - 2) for k parts: of the parts that may
     have one more, the one comes first that must have it soonest.

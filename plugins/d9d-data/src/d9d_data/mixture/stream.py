@@ -43,7 +43,7 @@ _COUNTED = ("cut_documents", "incomplete", "dropped")
 def build_mixture(
     config: MixtureConfig, context: DataContext, build_inner: Callable[[Any, DataContext], DataStream]
 ) -> MixtureStream | OnePassStream:
-    """Open the datasets of all parts, and mix them.
+    """Open the datasets of all parts of a mixture, and mix them.
 
     Raises:
         DataError: the parts cannot be mixed; the text says what to change.
@@ -63,7 +63,7 @@ def build_mixture(
 
 
 class MixtureStream(PackStream):
-    """Stream of samples of several datasets. A pack is the next ``batch_size`` samples of one global order.
+    """Stream of a mixture of several datasets. A pack is the next ``batch_size`` samples of one global order.
 
     Rank r of R takes the r-th of R equal runs of it, cut into microbatches, each as long as its longest sample.
 

@@ -11,7 +11,7 @@ from d9d_core.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes by which the samples of a pack are divided.
+    """Layout of packs: sizes by which the samples of a pack are divided over ranks and microbatches.
 
     Attributes:
         batch_size: samples of a pack, over all ranks.

@@ -20,7 +20,7 @@ Words = npt.NDArray[np.uint64]
 
 
 class Permutation:
-    """Bijection of 0, ..., size - 1, chosen by a key. Equal on every machine and in every version of numpy.
+    """Permutation of 0, ..., size - 1, chosen by a key. Equal on every machine and in every version of numpy.
 
     Args:
         size: number of items, from 1 to 2**62.

@@ -12,7 +12,7 @@ from d9d_data.order.permutation import Permutation
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """Endless sequence of samples; each epoch visits every sample once.
+    """Order of samples: an endless sequence; each epoch visits every sample once.
 
     Attributes:
         samples: number of samples.

@@ -21,7 +21,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class WindowOrder:
-    """Assignment of samples to packs. Can be sent to another process.
+    """Order by windows: assignment of samples to packs, sorted inside a window. Can be sent to another process.
 
     Args:
         order: order of samples before they are sorted.

@@ -44,7 +44,7 @@ class Piece:
 
 
 def texts_of(piece: Piece, reject: Reject = refuse) -> Iterator[str]:
-    """Texts of the documents in a part of a file, in order; some may be empty.
+    """Documents of a source file: their texts in a part of the file, in order; some may be empty.
 
     Args:
         piece: the part.

@@ -27,7 +27,7 @@ class Line:
 
 
 def read_lines(file: SourceFile, begin: int = 0, end: int | None = None, reject: Reject = refuse) -> Iterator[Line]:
-    """Lines that start within a range of bytes, so that adjacent ranges have every line once.
+    """Lines of a source file that start within a range of bytes, so that adjacent ranges have every line once.
 
     Args:
         file: the file; a range needs one that is not compressed.

@@ -42,7 +42,7 @@ _ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """File of a corpus.
+    """Source file of a corpus and how to open it: address, format and compression.
 
     Attributes:
         address: local path, or address for fsspec such as ``s3://bucket/a.jsonl``.
@@ -116,7 +116,7 @@ def stat_file(address: str) -> FileStat:
 
 
 def read_blocks(address: str, begins: Sequence[int], size: int) -> Iterator[bytes]:
-    """Blocks of a file as it is stored, without reading what is between them.
+    """Open a source file and read blocks of it as it is stored, without what is between them.
 
     Args:
         address: of the file.

@@ -15,7 +15,7 @@ _BLOCK = 1 << 20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place in a file for messages, such as ``a.jsonl:7`` or ``a.parquet row 7``.
+    """Place in a source file for messages, such as ``a.jsonl:7`` or ``a.parquet row 7``.
 
     Attributes:
         file: the file.

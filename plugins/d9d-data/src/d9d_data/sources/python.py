@@ -70,7 +70,7 @@ def docstrings_in(source: bytes, name: str) -> str:
 
 
 def kinds_in(source: bytes, name: str) -> list[tuple[str, int, str]]:
-    """Docstrings of a Python source: what each describes (module, class, function), its line, and its text.
+    """Docstrings of a Python source file: what each describes (module, class, function), its line, and its text.
 
     Args:
         source: contents of the file.

@@ -27,7 +27,7 @@ def read_records(
     field: str | None = None,
     reject: Reject = refuse,
 ) -> Iterator[Record]:
-    """Records of a structured file, read as they are asked for.
+    """Records of a structured source file (lines or tables), read as they are asked for.
 
     Args:
         file: the file, or its path or fsspec address.

@@ -66,7 +66,7 @@ class ParquetSizes:
 def parquet_sizes(
     file: SourceFile, content: BinaryIO, metadata: Any, groups: Sequence[int], columns: Sequence[str] | None
 ) -> ParquetSizes:
-    """Sizes of the pages in some row groups of a Parquet file.
+    """Sizes of a table's pages in some row groups of a Parquet file.
 
     Args:
         file: the file.
@@ -271,7 +271,7 @@ class _Thrift:
 
 
 def check_arrow(file: SourceFile, content: BinaryIO) -> None:
-    """Refuse an Arrow stream, at whose beginning ``content`` stands, whose batches promise too much memory.
+    """Check table sizes of an Arrow stream that begins with ``content``: refuse batches that promise too much memory.
 
     Raises:
         DataError: one does, or the stream is malformed.
@@ -371,7 +371,7 @@ class _Table:
 
 
 def bounded_slices(file: SourceFile, batch: Any, first: int) -> Iterator[tuple[Any, int]]:
-    """Slices of a batch whose rows, made values of Python, stay within the budget, and the bytes of these values.
+    """Slices of a table's batch whose sizes as values of Python stay within the budget, and these sizes in bytes.
 
     Args:
         file: the file.

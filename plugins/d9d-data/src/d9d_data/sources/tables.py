@@ -19,7 +19,7 @@ _MAX_STATE = 1 << 24
 
 
 def read_table(file: SourceFile, begin: int = 0, end: int | None = None, column: str | None = None) -> Iterator[Record]:
-    """Rows of a table.
+    """Rows of a Parquet or Arrow table that is a source file.
 
     Args:
         file: the file.
@@ -73,7 +73,7 @@ def row_group_sizes(file: SourceFile) -> list[int]:
 
 
 def saved_dataset_files(directory: str) -> list[str]:
-    """Files of a dataset that the library ``datasets`` saved with ``save_to_disk``, in the order of its rows.
+    """Tables of a dataset that the library ``datasets`` saved with ``save_to_disk``: files in the order of its rows.
 
     Args:
         directory: its directory; of a saved ``DatasetDict``, the directory of one split.

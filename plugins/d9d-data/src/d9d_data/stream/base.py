@@ -16,7 +16,7 @@ from d9d_data.stream.reader import PackReader, PackSource
 
 
 def facts_of(corpus: Corpus) -> State:
-    """Facts of a split: sizes, and how much is learned.
+    """Facts of the split that a stream reads: sizes, and how much is learned.
 
     Texts have the token that ends them, too, and the entropy (nats per token) of the train split. ``skipped``
     counts malformed records of both splits, ``cut_documents`` records that lost tokens to a cut, ``incomplete`` those

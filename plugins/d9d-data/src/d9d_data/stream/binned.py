@@ -23,7 +23,7 @@ from d9d_data.stream.reader import Arrays, Lost
 
 
 class BinStream(CorpusStream):
-    """Stream of samples with as many documents as fit; longer documents are several pieces.
+    """Stream of bins: samples with as many documents as fit; longer documents are several pieces.
 
     Bins are the same in every epoch; their order is drawn anew. A pack is the next ``batch_size`` bins of one global
     order, of which rank r of R takes the r-th of R equal runs.
@@ -61,7 +61,7 @@ class BinStream(CorpusStream):
 
 
 def one_pass_of_bins(config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> OnePassStream:
-    """Stream of samples that are filled with whole documents in their order, for one pass.
+    """Stream of bins for one pass: samples are filled with whole documents in their order.
 
     Of documents longer than a sample the first positions are used; the fact ``cut_documents`` counts them.
 

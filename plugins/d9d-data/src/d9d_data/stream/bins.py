@@ -36,7 +36,7 @@ class Bins:
 
 
 def best_fit(lengths: Int64, capacity: int) -> Bins:
-    """Fill bins: samples from the longest to the shortest, each into the fullest bin that has room for it.
+    """Fill bins by best fit: samples from the longest to the shortest, each into the fullest bin with room for it.
 
     It needs at most 11/9 of the fewest possible bins, and one more (Johnson 1973). The result depends on the lengths
     alone.
@@ -122,7 +122,7 @@ def pack_bins(
     sequence_length: int,
     scales: npt.NDArray[np.float32] | None = None,
 ) -> Mapping[str, npt.NDArray[Any]]:
-    """Pack a microbatch: one bin in each sequence, and padding after it.
+    """Make a microbatch of bins: one bin in each sequence, and padding after it.
 
     Args:
         tokens: [N] all documents, one after another.

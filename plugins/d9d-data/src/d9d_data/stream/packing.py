@@ -30,7 +30,7 @@ def pack(
     weights: npt.NDArray[np.bool_] | None = None,
     scales: npt.NDArray[np.float32] | None = None,
 ) -> Mapping[str, npt.NDArray[Any]]:
-    """Pack a microbatch: sample i is ``tokens[i * S : (i + 1) * S + 1]``, whatever documents that touches.
+    """Packing of a microbatch: sample i is ``tokens[i * S : (i + 1) * S + 1]``, whatever documents that touches.
 
     Args:
         tokens: [N] all documents, each with its end-of-text token.

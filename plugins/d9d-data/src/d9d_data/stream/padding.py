@@ -26,7 +26,7 @@ def pad(
     weights: npt.NDArray[np.bool_] | None = None,
     scales: npt.NDArray[np.float32] | None = None,
 ) -> Mapping[str, npt.NDArray[Any]]:
-    """Pad a microbatch: sample i is document i, cut to ``sequence_length`` positions.
+    """Padding of a microbatch: sample i is document i, cut to ``sequence_length`` positions.
 
     The last token of a document is predicted but predicts nothing, so a document of n tokens has n - 1 positions; one
     that is nothing but its end-of-text token has one, without a target. S is the most positions of any sample here,
@@ -76,7 +76,7 @@ def pad_texts(
     *,
     label_each: bool = False,
 ) -> Mapping[str, Int64]:
-    """Pad a microbatch of documents whose tokens are not predicted: one of n tokens has n positions.
+    """Padding of a microbatch of documents whose tokens are not predicted: one of n tokens has n positions.
 
     Args:
         tokens: [N] all documents.

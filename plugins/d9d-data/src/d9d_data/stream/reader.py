@@ -50,7 +50,7 @@ class TellsLosses(Protocol):
 
 
 class PackReader:
-    """Reader of the packs of a source, one after another. Who builds them does not change what is in them.
+    """Reader of the packs of a stream's source, one after another; processes that build them do not change them.
 
     Worker processes start when the first pack is asked for, and stay when the place changes.
 

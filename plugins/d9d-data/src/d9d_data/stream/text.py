@@ -82,7 +82,7 @@ def _unused(corpus: Corpus, samples: int, sequence_length: int) -> int:
 
 
 class TextStream(CorpusStream):
-    """Stream of samples of equal length, cut from all documents in a row.
+    """Stream of text: samples of equal length, cut from all documents in a row.
 
     A pack is the next ``batch_size`` samples of one global order. Rank r of R takes the r-th of R equal runs of it, cut
     into microbatches. So neither ranks nor microbatch size have a say in what is trained on when.

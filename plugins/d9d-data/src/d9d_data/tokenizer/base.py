@@ -28,7 +28,7 @@ BESIDE = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 
 
 class TextTokenizer:
-    """Tokenizer of texts.
+    """Base tokenizer of texts, for tokenizers of any kind.
 
     Args:
         backend: the tokenizer.
@@ -172,7 +172,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 @contextmanager
 def panics_refused(*texts: str | None) -> Iterator[None]:
-    """Make an error of ours of what the library raises when a tokenizer cannot encode a text, panics among it.
+    """Make a ``DataError`` of what a tokenizer's library raises at a text that it cannot encode, panics among it.
 
     Args:
         texts: those that the library encodes as a whole.

@@ -20,7 +20,7 @@ from d9d_data.tokenizer.base import TOKENIZER_FILE, Ids, TextTokenizer
 
 
 class BytesTokenizer(TextTokenizer):
-    """Tokenizer of bytes: ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of text.
+    """Byte-level tokenizer: ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of text.
 
     Raises:
         DataError: the end of text is written like a byte.
@@ -41,7 +41,7 @@ class BytesTokenizer(TextTokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, end_of_text: str) -> TextTokenizer:
-    """Train a byte-level BPE (Sennrich et al., Neural Machine Translation of Rare Words with Subword Units).
+    """Train a byte-level BPE tokenizer (Sennrich et al., Neural Machine Translation of Rare Words with Subword Units).
 
     Deterministic: equal texts give the same tokenizer.
 

@@ -36,7 +36,7 @@ def find_tokenizer_file(path: str) -> Path:
 
 
 def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
-    """Read a tokenizer and, if it lies beside it, its ``tokenizer_config.json``.
+    """Read a tokenizer from its file and, if it lies beside it, the ``tokenizer_config.json``.
 
     Raises:
         DataError: the file holds no tokenizer, or its end-of-text token is unknown.
@@ -59,7 +59,7 @@ def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
 
 
 def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
-    """Read a ``tokenizer.json`` whose steps are bounded.
+    """Read a tokenizer file, a ``tokenizer.json`` whose steps are bounded.
 
     Raises:
         DataError: it cannot be read, or holds no such tokenizer.

@@ -18,7 +18,7 @@ _NEEDED = "name the tokenizer that belongs to these weights in data.tokenizer"
 
 
 def with_tokenizer(config: C, pretrained: str | None) -> C:
-    """Config with a tokenizer: its own, or else that of the model.
+    """Dataset config with a tokenizer: its own, or else that of the pretrained model.
 
     Args:
         config: of a dataset.

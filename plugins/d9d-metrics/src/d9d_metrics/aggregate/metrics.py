@@ -21,7 +21,7 @@ from d9d_metrics.observations import counted, read, spread
 
 
 class Aggregate(AccumulatedMetric):
-    """Base of metrics over all values of one observation that count.
+    """Base of aggregate metrics over all values of one observation that count.
 
     Args:
         config: names of the observations and the series.
@@ -68,7 +68,7 @@ class Sum(Aggregate):
 
 
 class Mean(Aggregate):
-    """Mean of the values, in float64; NaN before the first value.
+    """Aggregate metric: mean of the values, in float64; NaN before the first value.
 
     Args:
         config: names of the observations and the series.
@@ -91,7 +91,7 @@ class Mean(Aggregate):
 
 
 class WeightedMean(Aggregate):
-    """Weighted mean ``sum(weight * value) / sum(weight)``, in float64; NaN where the weights sum to zero.
+    """Aggregate metric: weighted mean ``sum(weight * value) / sum(weight)``, float64; NaN where weights sum to zero.
 
     A value whose weight is zero may be anything, NaN included. ``state()`` has the accumulated ``weight``.
 
@@ -123,7 +123,7 @@ class WeightedMean(Aggregate):
 
 
 class Max(Aggregate):
-    """Largest value; minus infinity before the first one. A NaN may be lost when ranks are merged.
+    """Aggregate metric: largest value; minus infinity before the first. A NaN may be lost when ranks are merged.
 
     Args:
         config: names of the observations and the series.
@@ -144,7 +144,7 @@ class Max(Aggregate):
 
 
 class Min(Aggregate):
-    """Smallest value; infinity before the first one. A NaN may be lost when ranks are merged.
+    """Aggregate metric: smallest value; infinity before the first. A NaN may be lost when ranks are merged.
 
     Args:
         config: names of the observations and the series.

@@ -15,7 +15,7 @@ from d9d_metrics.observations import IGNORE, read
 
 
 class Auroc(AccumulatedMetric):
-    """Area under the ROC curve: how probable it is that a positive sample has a higher score than a negative one.
+    """Metric AUROC, area under the ROC curve: probability that a positive sample scores higher than a negative one.
 
     Samples are counted in bins of their probability. A pair of samples in different bins counts exactly; one in the
     same bin counts half, as a tie does. So the value differs from the exact area by at most

@@ -13,7 +13,7 @@ from d9d_metrics.compose.config import ComposeConfig
 
 
 class Compose:
-    """Several metrics as one: each call goes to all of them.
+    """Metric composed of several metrics: each call goes to all of them.
 
     Args:
         config: the children's configs, by name.

@@ -22,7 +22,7 @@ def misfit(predictions: Tensor, targets: Tensor, names: Names, wanted: str) -> J
 
 
 def align_classes(predictions: Tensor, targets: Tensor, classes: int, names: Names) -> tuple[Tensor, Tensor]:
-    """Align what is predicted of one of several classes.
+    """Align predictions and targets for a confusion matrix: one of several classes.
 
     Args:
         predictions: scores [..., C], or integers of the targets' shape.
@@ -59,7 +59,7 @@ def _indices(predictions: Tensor, targets: Tensor, names: Names, wanted: str) ->
 def align_binary(
     predictions: Tensor, targets: Tensor, scores: Literal["logits", "probabilities"], names: Names
 ) -> tuple[Tensor, Tensor]:
-    """Align what is predicted of yes or no.
+    """Align predictions and targets for a confusion matrix: yes or no.
 
     Args:
         predictions: scores [...], [..., 1], or [..., 2] of no and yes.
@@ -96,7 +96,7 @@ def align_binary(
 def align_labels(
     predictions: Tensor, targets: Tensor, classes: int, scores: Literal["logits", "probabilities"], names: Names
 ) -> tuple[Tensor, Tensor]:
-    """Align what is predicted of several labels: probabilities [N, C] and targets int64 [N, C].
+    """Align predictions and targets for confusion matrices of several labels: probabilities, targets int64 [N, C].
 
     Args:
         predictions: scores [..., C].

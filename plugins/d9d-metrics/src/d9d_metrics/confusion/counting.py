@@ -14,7 +14,7 @@ Counts = Mapping[str, Tensor]
 
 
 def count_classes(predictions: Tensor, targets: Tensor, classes: int, top_k: int | None) -> Counts:
-    """Count predictions of one of several classes.
+    """Count a confusion matrix: predictions of one of several classes.
 
     Of equal scores the first class is the higher one, as for ``argmax``.
 

@@ -31,7 +31,7 @@ _ZERO_DIVISION = {"zero": 0.0, "one": 1.0, "nan": torch.nan}
 
 
 class ConfusionMetric(AccumulatedMetric):
-    """Statistics of the confusion matrix of all samples since the last reset, as scikit-learn computes them.
+    """Metric of the confusion matrix of all samples since the last reset; statistics as scikit-learn computes them.
 
     Counts are int64. A class that neither occurs nor is predicted takes no part in averages of a multiclass problem;
     labels of a multilabel problem always do. A statistic whose denominator is zero is ``zero_division``. All values are

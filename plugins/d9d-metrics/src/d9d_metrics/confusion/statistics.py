@@ -55,7 +55,7 @@ def fbeta(counts: Confusion, otherwise: float, beta: float) -> Tensor:
 
 
 def own_function(path: str) -> Callable[[Confusion], Tensor]:
-    """Statistic by a function of the user.
+    """Statistic of a confusion matrix by a function of the user.
 
     Args:
         path: ``package.module:function``.

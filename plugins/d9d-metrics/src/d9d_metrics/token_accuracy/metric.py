@@ -14,7 +14,7 @@ from d9d_metrics.token_accuracy.config import TokenAccuracyConfig
 
 
 class TokenAccuracy(AccumulatedMetric):
-    """Share of the targets whose rank is less than k: top-k accuracy, exact, from ranks that the loss op counts.
+    """Token accuracy, top-k: share of the targets whose rank is less than k, exact, by ranks of the loss op.
 
     Words as probable as the target do not count against it.
 

@@ -26,7 +26,7 @@ _UNEQUAL = (
 
 
 class DispatchInFlight:
-    """All-to-all exchanges of one dispatch. Collective over ``group``, as are :meth:`wait` and their backwards.
+    """Dispatch in flight: its all-to-all exchanges. Collective over ``group``, as are :meth:`wait` and their backwards.
 
     Args:
         tokens: [T, H].

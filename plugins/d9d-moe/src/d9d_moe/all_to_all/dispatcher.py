@@ -24,7 +24,7 @@ from d9d_moe.dispatch.permutation import PermutingDispatcher
 
 
 class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
-    """Dispatcher over gloo or NCCL; rank r of W has the experts from ``r * E / W`` on.
+    """All-to-all dispatcher over gloo or NCCL; rank r of W has the experts from ``r * E / W`` on.
 
     A token travels once to each rank that has some of its experts, with their numbers and weights. There it is copied
     to them, and their weighted outputs are summed; the parts return, and the token's own rank adds them up. Gradients

@@ -53,7 +53,7 @@ def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Pla
 
 
 def write_labels(plan: Plan, indices: Tensor, weights: Tensor, nobody: int) -> Tensor:
-    """Write the labels of rows: all experts of their tokens, and the weights.
+    """Write the labels of rows in the plan of an all-to-all: all experts of their tokens, and the weights.
 
     Args:
         plan: rows that leave.

@@ -18,7 +18,7 @@ from d9d_moe.router.routing import TopKRouting
 
 
 class SeparateDispatcher:
-    """All-to-all dispatcher whose token rank adds up the experts' outputs, as one process does.
+    """Separate all-to-all dispatcher: the token's rank adds up the experts' outputs, as one process does.
 
     :class:`AllToAllDispatcher` adds up what a rank's experts say before it returns, so the order of the sum depends on
     where experts are. Here each of the T * k choices is a token with one expert. The price are k rows on the network

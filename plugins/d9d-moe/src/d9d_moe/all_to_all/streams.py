@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class SideStream:
-    """CUDA stream of exchanges, so that they do not wait for what was launched since their rows were ready."""
+    """CUDA stream of all-to-all exchanges, so that they do not wait for launches since their rows were ready."""
 
     __slots__ = ("_stream",)
 
@@ -37,7 +37,7 @@ class SideStream:
 
 
 class HostNumbers:
-    """Integers in flight to the host, by one copy that nothing waits for until they are needed.
+    """All-to-all on streams of its own: integers that one copy brings to the host, awaited when they are needed.
 
     Args:
         numbers: int64 [n] on any device.

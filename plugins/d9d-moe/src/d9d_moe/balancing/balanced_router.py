@@ -18,7 +18,7 @@ from d9d_moe.router.routing import count_rows
 
 
 class BalancedRouter(nn.Module):
-    """Base of routers that count what they choose, and that balancers act on.
+    """Balanced router: base of routers that count what they choose, and that balancers act on.
 
     Implements the traits ``AddsLosses``, ``HasTallies``, ``Adapts`` and ``LayoutDependent``. All buffers but the bias
     belong to one forward or step and are not saved; they are overwritten on the device.

@@ -19,7 +19,7 @@ from d9d_moe.balancing.config import AuxiliaryLossConfig, BiasUpdateConfig, ZLos
 
 @dataclass(frozen=True)
 class SequenceBalance:
-    """Balancing loss ``sum_i f_i P_i`` of each sample: 1 if all experts get the same, at most E / k.
+    """Sequence balancer: balancing loss ``sum_i f_i P_i`` of each sample: 1 if all experts get the same, at most E / k.
 
     f_i = E / (k S) * (how often the sample chose expert i); P_i is the mean of expert i's normalised scores:
     DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20. What was chosen counts, which a bias or groups may move away
@@ -47,7 +47,7 @@ class SequenceBalance:
 
 @dataclass(frozen=True)
 class BatchBalance:
-    """Balancing loss ``E * sum_i f_i P_i`` over the tokens of a microbatch: 1 if all experts get the same.
+    """Batch balancer: balancing loss ``E * sum_i f_i P_i`` of a microbatch's tokens: 1 if all experts get the same.
 
     f_i is the fraction of choices that expert i got, P_i the mean of its normalised scores. Fedus et al. 2021, "Switch
     Transformers", equations 4 to 6, for k = 1; over k choices as a fraction of all of them, so that the value does not

@@ -16,7 +16,7 @@ TINY = 1e-20
 
 
 class Choice(NamedTuple):
-    """Logits, scores and chosen experts of a microbatch.
+    """Choice of a router that a balancer is shown: logits, scores and chosen experts of a microbatch.
 
     Attributes:
         logits: [T, E], float32 or wider.
@@ -57,7 +57,7 @@ class Choice(NamedTuple):
 
 @runtime_checkable
 class BalancingLoss(Protocol):
-    """Balancing loss of a router: its contract."""
+    """Base of balancing losses of a router: their contract."""
 
     @property
     def term(self) -> str:

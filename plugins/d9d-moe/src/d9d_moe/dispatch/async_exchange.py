@@ -46,7 +46,7 @@ def as_arrived(arrived: Tensors, _saved: Tensors) -> Tensors:
 
 
 class AsyncExchange:
-    """Asynchronous exchange of tensors, and of their gradients in the backward.
+    """Asynchronous exchange of tensors in a dispatch, and of their gradients in the backward.
 
     Args:
         tensors: tensors that may have gradients.

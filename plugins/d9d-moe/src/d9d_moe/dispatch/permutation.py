@@ -60,7 +60,7 @@ def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = Fal
 def unpermute(
     rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor | None = None, *, absent: bool = False
 ) -> Tensor:
-    """Sum each token's rows, times its weights if there are any, in float32, the dtype of the weights or wider.
+    """Undo the permutation of a dispatch: sum each token's rows, times weights if any, in float32 or wider.
 
     Args:
         rows: [R, H].

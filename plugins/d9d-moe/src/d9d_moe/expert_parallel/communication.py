@@ -22,7 +22,7 @@ _COUNT = 8
 
 @dataclass(frozen=True)
 class ExpertCommunication:
-    """Communication (:class:`d9d_core.strategy.Communication`) of a stage whose tokens travel by all-to-all.
+    """Communication (:class:`d9d_core.strategy.Communication`) of expert parallelism: tokens travel by all-to-all.
 
     Attributes:
         layers: layers with experts by qualified name, each with the dispatcher that it was given; one that has another

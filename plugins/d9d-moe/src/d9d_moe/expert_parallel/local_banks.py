@@ -24,7 +24,7 @@ def compute_with_local_banks(bank: nn.Module) -> None:
 
 
 class LocalBanks:
-    """Replacement of a bank's forward. No closure: deep copies of the bank must compute with their own parameters.
+    """Forward of a bank over a rank's local experts. No closure: deep copies must compute with their own parameters.
 
     Args:
         bank: the module.

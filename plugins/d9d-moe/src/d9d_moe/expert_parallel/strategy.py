@@ -29,7 +29,7 @@ VIEW = "expert"
 
 
 class ExpertParallel:
-    """Strategy that shards the experts of every layer over ``ep``, and sends tokens to them by all-to-all.
+    """Strategy of expert parallelism: shards the experts of every layer over ``ep``; tokens travel by all-to-all.
 
     Args:
         config: how outputs return.
@@ -76,7 +76,7 @@ class ExpertParallel:
 
 
 def spread_bank(bank: nn.Module, mesh: DeviceMesh, name: str) -> None:
-    """Shard every parameter of a bank by expert, on the meta device and in place.
+    """Shard every parameter of a bank by expert for expert parallelism, on the meta device and in place.
 
     Args:
         bank: all of its parameters have one slice per expert in dimension 0.

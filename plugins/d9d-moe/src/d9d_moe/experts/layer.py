@@ -18,7 +18,7 @@ from d9d_moe.router.top_k import TopKRouter
 
 
 class MoELayer(nn.Module):
-    """Layer of experts: weighted sum of each token's experts, plus a shared expert for all tokens if there is one.
+    """MoE layer of experts: weighted sum of each token's experts, plus a shared expert for all tokens if there is one.
 
     Qwen3-MoE has no shared expert, DeepSeek-V3 has one ("DeepSeek-V3", equation 12), Qwen2-MoE has one times a
     sigmoid gate.

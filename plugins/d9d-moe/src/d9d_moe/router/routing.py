@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class TopKRouting:
-    """Experts and weights that a top-k router chose for each token; a :class:`~d9d_core.traits.Routing`.
+    """Routing by a top-k router: experts and weights of each token; a :class:`~d9d_core.traits.Routing`.
 
     Neither a tuple nor a dataclass: FSDP's mixed precision casts the tensors that it finds in either, and weights
     stay wide up to the sum over experts.

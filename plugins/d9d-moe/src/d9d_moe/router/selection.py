@@ -15,7 +15,7 @@ _MOST_MAXIMA = 16
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """Indices int64 [..., count] of the highest scores [..., N], highest first; of equals, the lowest index.
+    """Selection of the best: indices int64 [..., count] of the highest scores [..., N]; of equals, the lowest index.
 
     ``torch.topk`` leaves open which of equals it returns, so devices and releases differ. A stable sort does not, but
     inductor's seems to take most of a minute to compile for 128 experts. So the few best of float32 scores are maxima

@@ -25,7 +25,7 @@ from d9d_moe.router.selection import best, keep_best_groups, over_capacity
 
 
 class TopKRouter(BalancedRouter):
-    """Router by scores ``s = softmax(W h)`` or ``sigmoid(W h)``; the k best experts are weighted by their scores.
+    """Top-k router by scores ``s = softmax(W h)`` or ``sigmoid(W h)``, which weight the k best experts.
 
     Softmax over all experts, then the k best: Fedus et al. 2021, "Switch Transformers", equations 1 and 2 for k = 1;
     renormalised to a sum of one: Qwen3-MoE, Mixtral. Sigmoid, groups, renormalisation and scale: DeepSeek-AI 2024,

@@ -12,7 +12,7 @@ _POINTS = 2000
 
 
 def text_plot(rates: Sequence[float], width: int = 72, height: int = 12) -> str:
-    """Draw columns of block characters, each the highest rate of its steps.
+    """Picture of a learning-rate schedule in text: columns of block characters, each the highest rate of its steps.
 
     Args:
         rates: of each step.
@@ -36,7 +36,7 @@ def text_plot(rates: Sequence[float], width: int = 72, height: int = 12) -> str:
 
 
 def svg_plot(rates: Sequence[float], title: str, width: int = 800, height: int = 400) -> str:
-    """Draw a line with axes; the same rates give the same text.
+    """Picture of a learning-rate schedule as SVG: a line with axes; the same rates give the same text.
 
     Args:
         rates: of each step.

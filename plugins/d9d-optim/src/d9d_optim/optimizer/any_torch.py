@@ -23,7 +23,7 @@ _OWN = ("params", "lr", "weight_decay")
 
 
 class TorchOptimizer(NamedOptimizer):
-    """Optimizer of a class that the job names: gated, with state by name, over DTensors.
+    """Any torch optimizer, of a class that the job names: gated, with state by name, over DTensors.
 
     Classes make their state in their first step. So each parameter's is found out beforehand, by a step with a zero
     gradient on a tensor of zeros like it; what a slot is first set to is its initial value. Parameters go to the class

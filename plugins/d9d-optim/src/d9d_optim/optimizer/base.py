@@ -19,7 +19,7 @@ from d9d_optim.optimizer.groups import ParameterGroup, group_parameters
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tensors of one group that have a gradient, as equally long lists: one fused call updates them all.
+    """Batch of an optimizer: equally long lists of one group's tensors with a gradient; one fused call updates all.
 
     Of DTensors, the parts that this rank holds.
 
@@ -65,7 +65,7 @@ class Batch:
 
 
 class NamedOptimizer(ABC):
-    """Base of optimizers that follow :class:`d9d_core.optimizer.Optimizer`.
+    """Base of the optimizers with state by name, see :class:`d9d_core.optimizer.Optimizer`.
 
     State is kept by parameter name rather than by position in a list, so it means the same in every layout. A subclass
     says which state a parameter has (:attr:`slots`) and how a group of tensors is updated (:meth:`update`); groups,

@@ -31,7 +31,7 @@ class ParameterGroup:
 
 
 def group_parameters(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> tuple[ParameterGroup, ...]:
-    """Distribute the trainable parameters over groups; frozen ones belong to none.
+    """Groups of an optimizer: distribute the trainable parameters over them; frozen ones belong to none.
 
     Groups without a rule come first, then the rules in their order. Empty groups do not exist.
 

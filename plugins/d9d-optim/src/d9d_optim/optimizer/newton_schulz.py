@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Move the singular values of each matrix towards 1, in bfloat16.
+    """Orthogonalise by Newton-Schulz iterations: move singular values of each matrix towards 1, in bfloat16.
 
     Args:
         matrices: [rows, columns] or [batch, rows, columns].

@@ -15,7 +15,7 @@ _KEPT_BITS = -0x10000  # sign, exponent and the seven bits of bfloat16's fractio
 
 @torch.no_grad()
 def copy_fp32_to_bf16_stochastic_(target: Tensor, source: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Copy float32 numbers into bfloat16, each rounded to one of its two neighbours, to the nearer one more often.
+    """Stochastic rounding: copy float32 numbers into bfloat16, each to a neighbour, the nearer one more often.
 
     The expected value is the number. NaN stays NaN; infinities stay; numbers that bfloat16 has, its largest among them,
     stay; larger finite ones become the largest. The host does not wait.

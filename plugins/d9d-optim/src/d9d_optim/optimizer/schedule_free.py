@@ -14,7 +14,7 @@ from d9d_optim.optimizer.config import ScheduleFreeConfig
 
 
 class ScheduleFree(NamedOptimizer):
-    """AdamW whose weights for evaluation are an average of its iterates, which makes a decay of the rate needless.
+    """Schedule-free AdamW: weights for evaluation are an average of its iterates, so the rate needs no decay.
 
     With z the iterates, x their average and ``y = (1 - beta1) z + beta1 x``, the parameters hold y, where gradients are
     taken. :meth:`evaluation_weights` lets them hold x, which is computed from y and z.

@@ -27,7 +27,7 @@ _PIECE_OF_CPU, _PIECE = 1 << 16, 1 << 24
 
 
 class StochasticAdamW(NamedOptimizer):
-    """AdamW that computes in float32 and rounds bfloat16 weights, and bfloat16 moments, stochastically.
+    """Stochastic AdamW: computes in float32 and rounds bfloat16 weights, and bfloat16 moments, stochastically.
 
     An update below the precision of a weight is then taken with the probability of its share of a bit, so that weights
     move as float32 ones do in the mean, without a float32 copy of them. Float32 parameters among the others are not

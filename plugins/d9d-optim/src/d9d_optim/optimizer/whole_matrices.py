@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def map_matrices(
     parts: Sequence[Tensor], layouts: Sequence[Tensor], function: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """Apply a function to whole matrices, or banks of them, of which ranks hold parts.
+    """Apply a function to whole matrices of an optimizer, or banks of them, of which ranks hold parts.
 
     Collective over the ranks that shard a tensor: two all-to-alls for as many matrices as there are ranks, each of
     which gathers one, computes it, and scatters the result. All ranks must give the same tensors in the same order.

@@ -14,7 +14,7 @@ from d9d_optim.schedule.schedules import piecewise
 
 @dataclass(frozen=True)
 class PiecewiseBuilder:
-    """Builder of a chain of phases; each method returns a longer one. Made by :func:`piecewise_schedule`.
+    """Builder of a piecewise schedule: each method returns a longer chain. Made by :func:`piecewise_schedule`.
 
     Attributes:
         initial: factor from which the first phase departs.

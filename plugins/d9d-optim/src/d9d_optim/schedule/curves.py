@@ -23,7 +23,7 @@ _TRIALS = 10_000
 
 
 def curve_of(phase: Phase, begin: float, steps: int, where: str) -> Curve:
-    """Find the curve of a phase.
+    """Find the curve of a phase of a learning-rate schedule.
 
     Args:
         phase: names the curve.

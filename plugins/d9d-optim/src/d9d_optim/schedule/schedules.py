@@ -54,7 +54,7 @@ def linear(config: LinearConfig, total_steps: int) -> LrSchedule:
 
 
 def warmup_stable_decay(config: WarmupStableDecayConfig, total_steps: int) -> LrSchedule:
-    """Linear warm-up, a stay at 1, and a decay to ``min_factor``, which the last step uses.
+    """Schedule warm-up-stable-decay: linear warm-up, a stay at 1, a decay to ``min_factor``, which the last step uses.
 
     Hu et al. 2024, MiniCPM, section 4.2.
 

@@ -26,7 +26,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 class KeepOutputs:
-    """Policy of torch's selective checkpointing: keep the outputs of some operators.
+    """Policy of torch's selective activation checkpointing: keep the outputs of some operators.
 
     Operators are looked up in the first call: kernels are bound after strategies, and imported then.
 
@@ -88,7 +88,7 @@ class KeepOutputs:
 
 
 class WarnOfUnmet:
-    """Hook before a stage's forward that warns, in the second one, of what blocks were to keep and did not compute.
+    """Hook before a stage's forward that warns, in the second one, of operators to keep that no block called.
 
     Args:
         policy: of the stage's blocks.
@@ -120,7 +120,7 @@ def contexts_of(policy: KeepOutputs) -> Contexts:
 
 
 def unknown_operators(save: Sequence[str], ops: Collection[str]) -> dict[str, str]:
-    """Entries without a dot that are neither ops of these blocks nor match operators, and what is wrong with them.
+    """Unknown operators to keep: entries without a dot that match no op of these blocks and no operator, with reasons.
 
     Args:
         save: ops, or patterns over operator names, such as ``aten.mm``. Operators of an installed package may be
@@ -150,7 +150,7 @@ def _may_come(pattern: str) -> bool:
 
 
 def find_operators(pattern: str, ops: Collection[str] = ()) -> list[OpOverload]:
-    """Overloads of all registered operators whose ``namespace.name`` matches.
+    """Find operators by name: overloads of all registered operators whose ``namespace.name`` matches.
 
     Args:
         pattern: over their names.

@@ -14,7 +14,7 @@ from d9d_parallel.activation_checkpointing.operators import KEEPING_NOTHING, Con
 
 
 class Recomputed:
-    """Forward of a module whose activations are not kept but computed again in the backward.
+    """Recomputed forward of a module: activations are not kept but computed again in the backward.
 
     It takes the place of ``module.forward``, so neither the module tree nor any parameter name changes. It is a class
     with a Python ``__call__``, not a ``functools.partial``: Dynamo looks for a Python frame to compile and would skip

@@ -18,7 +18,7 @@ from d9d_parallel.blocks import find_blocks
 
 
 class ActivationCheckpointing:
-    """Strategy that keeps only the inputs of the chosen blocks, and what chosen ops return."""
+    """Strategy of activation checkpointing: keeps the inputs of the chosen blocks, and what chosen ops return."""
 
     def __init__(self, config: ActivationCheckpointingConfig) -> None:
         self._config = config

@@ -17,7 +17,7 @@ from d9d_parallel.compile.config import CompileConfig
 
 
 class Compile:
-    """Strategy that compiles every block in place; compilation happens when a block is first called."""
+    """Strategy ``compile``: compiles every block in place; compilation happens when a block is first called."""
 
     def __init__(self, config: CompileConfig) -> None:
         self._config = config

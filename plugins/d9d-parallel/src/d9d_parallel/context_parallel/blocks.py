@@ -33,7 +33,7 @@ TILE = 2**26
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Block of the score matrix.
+    """Block of the score matrix of context-parallel attention.
 
     Attributes:
         query, key: positions of the first query and of the first key.
@@ -67,7 +67,7 @@ class Block:
 
 
 class ReferenceBlocks:
-    """Reference: each run of queries with each run of keys, in plain PyTorch."""
+    """Reference of context-parallel attention blocks: each run of queries with each run of keys, in plain PyTorch."""
 
     def prepare(
         self,
@@ -101,7 +101,7 @@ class ReferenceBlocks:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Attention of a block by itself.
+    """Context-parallel attention of one block by itself.
 
     Args:
         query: [B, Q, N, D].
@@ -127,7 +127,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Ten
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values by one block of a larger attention.
+    """Context-parallel attention, backward of one block: gradients of queries, keys and values in the larger attention.
 
     Args:
         grad: gradient of the larger attention's output, [B, Q, N, D].

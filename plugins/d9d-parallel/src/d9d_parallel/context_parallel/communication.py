@@ -76,7 +76,7 @@ class _Call(NamedTuple):
 
 @dataclass
 class ContextCommunication:
-    """Communication (:class:`d9d_core.strategy.Communication`) of a stage whose positions are split over ``cp``.
+    """Communication (:class:`d9d_core.strategy.Communication`) of context parallelism: positions are split over ``cp``.
 
     Attributes:
         stage: stage with the cores.

@@ -30,7 +30,7 @@ def alternatives(config: ContextParallelConfig) -> Sequence[ContextParallelConfi
 
 @dataclass(frozen=True, slots=True)
 class AttentionCosts:
-    """Costs of an attention and its exchanges by a method; equal ones count as one in plans.
+    """Costs of context-parallel attention and its exchanges by a method; equal ones count as one in plans.
 
     Attributes:
         method: as in the config.

@@ -21,7 +21,7 @@ from d9d_parallel.ranks import Ranks
 
 
 class GatheredKeys:
-    """Forward with a rank's own queries, and gathered keys and values (method ``all_gather``).
+    """Context-parallel forward with a rank's own queries, and gathered keys and values (method ``all_gather``).
 
     Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2: keys and values of grouped heads are few, and masks of
     any kind are those of one process.
@@ -43,7 +43,7 @@ class GatheredKeys:
 
 
 class ExchangedHeads:
-    """Forward with some heads of all positions, in the place of all heads of some (method ``ulysses``).
+    """Context-parallel forward with some heads of all positions, not all heads of some (method ``ulysses``).
 
     Jacobs et al. 2023, "DeepSpeed Ulysses", section 3. Fewer key/value heads than ranks travel to several of them;
     their gradients add up.

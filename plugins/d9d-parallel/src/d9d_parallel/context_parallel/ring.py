@@ -27,7 +27,7 @@ from d9d_parallel.ranks import Ranks
 
 
 class RingAttention:
-    """Attention of a rank's own queries to keys and values that go round.
+    """Ring attention of a rank's own queries to keys and values that go round.
 
     Args:
         ranks: the ring, in its order.
@@ -105,7 +105,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of one attention: who has which chunks.
+    """Plan of one ring attention: the chunks of each rank.
 
     Attributes:
         ranks: the ring.
@@ -188,7 +188,7 @@ class _Ring(torch.autograd.Function):
 
 
 class PlacedSum:
-    """Sum of gradients of parts in their places, for which memory is not filled with zeros first.
+    """Ring attention: sum of gradients of parts in their places, whose memory is not filled with zeros first.
 
     Args:
         memory: [B, Q or T, heads, D], float32 or wider, of any values; the sum when it is finished.
@@ -214,7 +214,7 @@ class PlacedSum:
 
 
 class Merged:
-    """Attention of queries to the keys that were added so far, in float32 or wider.
+    """Ring attention merged over the keys that were added so far, in float32 or wider.
 
     Args:
         query: [B, Q, N, D].
@@ -266,7 +266,7 @@ def _attend(
 
 
 class Passing:
-    """Tensor on its way to the next rank, while that of the previous one comes. Collective over the ring.
+    """Ring exchange: a tensor goes to the next rank, while that of the previous one comes. Collective over the ring.
 
     Args:
         tensor: contiguous, of one shape on all ranks; it must not change before :meth:`wait`.

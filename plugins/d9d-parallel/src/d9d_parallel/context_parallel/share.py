@@ -17,7 +17,7 @@ from d9d_parallel.ranks import Ranks
 
 
 class ContextPositions:
-    """Positions of this rank, a :class:`~d9d_core.model.ContextShare`.
+    """Context-parallel share: the positions of this rank, a :class:`~d9d_core.model.ContextShare`.
 
     Args:
         ranks: of ``cp``.

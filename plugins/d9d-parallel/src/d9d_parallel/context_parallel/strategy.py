@@ -26,7 +26,7 @@ from d9d_parallel.ranks import Ranks
 
 
 class ContextParallel:
-    """Strategy that lets each rank of ``cp`` compute its own positions of each sample."""
+    """Strategy of context parallelism: each rank of ``cp`` computes its own positions of each sample."""
 
     def __init__(self, config: ContextParallelConfig) -> None:
         self._config = config

@@ -14,7 +14,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit of FSDP2: parameters that are gathered and reduced together.
+    """Unit of FSDP2 whose communication is listed: parameters that are gathered and reduced together.
 
     Attributes:
         name: qualified name of its module.
@@ -38,7 +38,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class FsdpCommunication:
-    """Communication (:class:`d9d_core.strategy.Communication`) of a stage whose units FSDP2 wraps.
+    """Communication (:class:`d9d_core.strategy.Communication`) of data parallelism: a stage whose units FSDP2 wraps.
 
     Attributes:
         stage: with all units.
@@ -127,7 +127,7 @@ class _State:
 
 
 def times_gathered(passes: Sequence[Pass], units: Sequence[Unit]) -> list[tuple[int, int]]:
-    """Count how often the parameters of each unit are gathered in a step: in forwards and in backwards.
+    """Communication of FSDP2: how often forwards and backwards of a step gather the parameters of each unit.
 
     They are freed after each backward, and after each forward if the unit ``reshards``; otherwise what comes next finds
     them whole. Beside that, FSDP2 gathers in the backward of a unit the one whose forward came before, and it notes

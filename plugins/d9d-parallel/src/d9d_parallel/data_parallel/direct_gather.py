@@ -79,7 +79,7 @@ class _Begun(NamedTuple):
 
 
 class DirectGather:
-    """All-gather of one unit, in the place of that of its ``FSDPParamGroup``, at the same moments.
+    """Direct all-gather of one FSDP2 unit, in the place of that of its ``FSDPParamGroup``, at the same moments.
 
     Attributes:
         group: of the unit, which fits.

@@ -35,7 +35,7 @@ def reduce_directly(gathers: Sequence[DirectGather]) -> None:
 
 
 class DirectReduce:
-    """Reduction of one unit's gradients, in the place of that of its ``FSDPParamGroup``.
+    """Direct reduction of one FSDP2 unit's gradients, in the place of that of its ``FSDPParamGroup``.
 
     Args:
         group: of a unit whose parameters are split evenly along dimension 0.

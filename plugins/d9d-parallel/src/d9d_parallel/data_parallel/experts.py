@@ -26,7 +26,7 @@ def is_spread(bank: nn.Module) -> bool:
 
 
 class ShardDimension:
-    """Shard dimension of a bank ``[experts, ...]`` over ranks that hold the same experts.
+    """Shard dimension of a bank of experts ``[experts, ...]`` over data-parallel ranks that hold the same experts.
 
     Dimension 0, as long as each rank keeps whole experts; else the first other one that the ranks divide. Splitting
     another dimension costs a copy on every gathering, splitting dimension 0 none.

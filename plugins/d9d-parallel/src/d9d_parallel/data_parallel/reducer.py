@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class FsdpReducer:
-    """Reducer (:class:`d9d_core.strategy.Reducer`) that switches a stage's reductions between microbatches.
+    """Reducer (:class:`d9d_core.strategy.Reducer`) of data parallelism: switches FSDP2's reductions by microbatch.
 
     From the first incomplete backward of a step on, nothing is reduced until :meth:`reduce`, whatever ``defer`` says:
     a unit's gradients travel together, and some of them are still to come.

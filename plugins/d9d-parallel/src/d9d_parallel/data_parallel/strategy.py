@@ -51,7 +51,7 @@ _REPLICATED = _Dims(("dp_replicate", "fsdp"), (REPLICAS, SHARDS), ("dp_replicate
 
 
 class Replicate:
-    """Strategy with the whole model on every rank of ``dp_replicate``; gradients are all-reduced over it.
+    """Strategy of data parallelism with the whole model on every rank of ``dp_replicate``; gradients are all-reduced.
 
     FSDP2 is for what asks for it: formats of computation, offload, shards over ``cp``, stages of a pipeline whose
     gradients are due at different times. Elsewhere the stage stays as it is, and gradients are reduced where they are,

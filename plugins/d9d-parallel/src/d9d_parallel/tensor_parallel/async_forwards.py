@@ -15,7 +15,7 @@ from d9d_parallel.tensor_parallel.forwards import local_of
 
 
 class HandedProduct:
-    """Product that a layer gets when it is called with the rows that it was computed of, once.
+    """Asynchronous tensor parallelism: product that a layer gets if called with the rows it was computed of, once.
 
     Lent to a :class:`~d9d_core.model.LendsProduct`.
     """
@@ -52,7 +52,7 @@ class Column(NamedTuple):
 
 
 class AsyncColumns:
-    """Forward of a module with column-wise layers, whose first argument is to hold all positions.
+    """Asynchronous forward of a module with column-wise layers, whose first argument is to hold all positions.
 
     What reads these besides the layers, such as their low-rank terms, gets them, too.
 

@@ -27,7 +27,7 @@ _Later = tuple[Deferral, GradientEdge] | None
 
 
 class AsyncProducts:
-    """Products whose exchange of positions overlaps with them.
+    """Asynchronous tensor-parallel products: the exchange of positions overlaps with them.
 
     Args:
         ranks: of ``tp``.

@@ -34,7 +34,7 @@ class RankSum:
 
 
 class OwnPositions:
-    """Positions of this rank, a :class:`~d9d_core.model.SequenceShare`.
+    """Positions of this tensor-parallel rank and their collectives, a :class:`~d9d_core.model.SequenceShare`.
 
     Args:
         ranks: they have the others.

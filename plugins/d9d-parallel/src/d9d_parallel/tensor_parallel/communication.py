@@ -33,7 +33,7 @@ class Site:
 
 @dataclass
 class TensorCommunication:
-    """Communication (:class:`d9d_core.strategy.Communication`) of a stage that is split over ``tp``.
+    """Communication (:class:`d9d_core.strategy.Communication`) of tensor parallelism: a stage is split over ``tp``.
 
     Attributes:
         stage: stage with the sites.

@@ -21,7 +21,7 @@ from d9d_parallel.tensor_parallel.collectives import gather, scatter_sum
 
 
 class LocalShards:
-    """Forward that sees local shards as the module's own parameters, so that no module or kernel meets a DTensor.
+    """Tensor-parallel forward that sees local shards as the module's parameters, so that no kernel meets a DTensor.
 
     Args:
         module: the module.
@@ -48,7 +48,7 @@ class LocalShards:
 
 
 class RowForward(LocalShards):
-    """Forward of a row-wise linear layer: [B, S, a share of the features] to [B, S / R, H].
+    """Tensor-parallel forward of a row-wise linear layer: [B, S, a share of the features] to [B, S / R, H].
 
     Args:
         module: has ``weight`` and may have ``bias``, which is added once: to the sum, or within the layer on the first
@@ -110,7 +110,7 @@ class OwnHeadsForward(LocalShards):
 
 
 class EmbeddingForward(LocalShards):
-    """Forward of an embedding that holds a share of the words: tokens [B, S] to features [B, S / R, H].
+    """Tensor-parallel forward of an embedding with a share of the words: tokens [B, S] to features [B, S / R, H].
 
     Args:
         module: an embedding.

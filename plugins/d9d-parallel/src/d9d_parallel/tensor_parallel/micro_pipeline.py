@@ -19,7 +19,7 @@ from d9d_parallel.ranks import Ranks
 
 
 def gather_multiply(rows: Tensor, weights: Sequence[Tensor], ranks: Ranks) -> tuple[Tensor, list[Tensor]]:
-    """All-gather rows, and multiply those that are there while others come. Collective over the ranks.
+    """Micro-pipeline: all-gather rows, and multiply those that are there while others come. Collective over the ranks.
 
     Args:
         rows: [B, S / R, I].
@@ -53,7 +53,7 @@ def multiply_scatter(
     dtype: torch.dtype,
     besides: Tensor | None = None,
 ) -> Callable[[], Tensor]:
-    """Multiply rows part by part, and send each part to its rank while the next is multiplied. Collective.
+    """Micro-pipeline: multiply rows by parts, and send each to its rank while the next is multiplied. Collective.
 
     Args:
         rows: [B, S, I] each; the features may differ.

@@ -53,7 +53,7 @@ _SPLIT = {TensorStyle.COLUMN: 0, TensorStyle.ROW: 1, TensorStyle.VOCAB: 0}
 
 
 class TensorParallel:
-    """Strategy that splits matrices over ``tp`` as the model's plans say."""
+    """Strategy of tensor parallelism: splits matrices over ``tp`` as the model's plans say."""
 
     def __init__(self, config: TensorParallelConfig) -> None:
         self._config = config

@@ -31,7 +31,7 @@ _SHOWN = 6
 
 
 class Scale(nn.Module):
-    """Scale ``x * weight`` of the last dim; weight [features], on the device of the layer that it belongs to.
+    """Scale of (IA)^3: ``x * weight`` of the last dim; weight [features], on the device of its layer.
 
     Args:
         like: tensor whose device and dtype the weight gets.
@@ -54,7 +54,7 @@ class Scale(nn.Module):
 
 
 class Ia3:
-    """Method that scales activations feature by feature, and trains nothing else."""
+    """Method (IA)^3: scales activations feature by feature, and trains nothing else."""
 
     def __init__(self, config: Ia3Config) -> None:
         self._config = config

@@ -14,7 +14,7 @@ from d9d_peft.lora.dropout import dropped, layout_dependence
 
 
 class GroupedTerm(nn.Module):
-    """Term of one bank: ``scale * dropout(x) A[e] B[e]`` for the rows x of each expert e.
+    """LoRA term of a bank of experts: ``scale * dropout(x) A[e] B[e]`` for the rows x of each expert e.
 
     Args:
         bank: [E, I, O], on any device.

@@ -48,7 +48,7 @@ def whole(weight: Tensor) -> Tensor:
 
 
 class Decomposed(AdaptedLinear):
-    """Part of the class of a layer with magnitudes: ``m / |W + s B A| * (W x + s B A dropout(x)) + bias``.
+    """DoRA layer with magnitudes, part of its class: ``m / |W + s B A| * (W x + s B A dropout(x)) + bias``.
 
     Norms are those of rows.
     """
@@ -98,7 +98,7 @@ class Decomposed(AdaptedLinear):
 
 
 class Dora(Lora):
-    """Method that adds low-rank terms and magnitudes to linear layers, and trains nothing else."""
+    """DoRA: method that adds low-rank terms and magnitudes to linear layers, and trains nothing else."""
 
     how: ClassVar[type[Adapted]] = Decomposed
 
@@ -147,7 +147,7 @@ def _splits_rows(weight: Tensor) -> bool:
 def row_norms(
     weight: Tensor, a: Tensor, b: Tensor, scale: float, add_up: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Norms of the rows of ``W + scale * B A``, [O], in float32 or wider.
+    """DoRA norms of the rows of ``W + scale * B A``, [O], in float32 or wider.
 
     Expanded, so that no matrix of the weight's size is made: ``|w|^2 + 2 s (W A^T) b + s^2 b (A A^T) b`` for each row.
 

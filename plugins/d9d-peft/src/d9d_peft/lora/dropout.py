@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 def dropped(x: Tensor, fraction: float, training: bool, share: tuple[int, int] = (0, 1)) -> Tensor:
-    """Inputs of any shape; while training, without a fraction of them and scaled up.
+    """LoRA dropout of inputs of any shape: while training, without a fraction of them and scaled up.
 
     Args:
         x: [..., I], or [..., I / R] of a row-wise layer of tensor parallelism.

@@ -56,7 +56,7 @@ def check_no_expert(stage: nn.Module, modules: Iterable[str]) -> None:
 
 
 def experts_of(stage: nn.Module, published: Mapping[str, str], rs_lora: bool) -> dict[str, tuple[int, str]]:
-    """Terms of banks, by name -> number of experts, and names of the experts' modules with ``*`` for the number.
+    """LoRA files of experts: terms of banks -> number of experts, and names of their modules with ``*`` for the number.
 
     A file has a term for each matrix of each expert, which is how published files keep experts. The library puts them
     together where transformers keeps the experts of a layer in one piece; so it needs all banks, and another scale than
@@ -96,7 +96,7 @@ def modules_of_experts(pattern: str, count: int) -> list[str]:
 
 
 def config_json(config: LowRankConfig, modules: Iterable[str], *, has_banks: bool) -> dict[str, Any]:
-    """Contents of ``adapter_config.json``.
+    """Contents of the ``adapter_config.json`` of LoRA files.
 
     Args:
         config: of the method.
@@ -119,7 +119,7 @@ def config_json(config: LowRankConfig, modules: Iterable[str], *, has_banks: boo
 def exporter(
     layers: Mapping[str, tuple[str, Mapping[str, tuple[str, bool]]]], banks: Mapping[str, tuple[int, str]]
 ) -> Mapper:
-    """Mapper from our names to those in the file.
+    """Mapper from our names of LoRA tensors to the names in adapter files.
 
     Args:
         layers: name of an adapted layer -> name of the module in published models, and its tensors as
@@ -139,7 +139,7 @@ def exporter(
 
 
 def check_config(config: LowRankConfig, data: Mapping[str, Any], names: Iterable[str], use_dora: bool = False) -> None:
-    """Compare a config with an ``adapter_config.json`` and the names of the tensors beside it.
+    """Compare a config with the ``adapter_config.json`` of LoRA files and the names of the tensors beside it.
 
     Raises:
         CheckpointError: the adapter is none of low rank, has another rank or scale, lacks magnitudes, contradicts its

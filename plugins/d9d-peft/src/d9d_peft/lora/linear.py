@@ -38,7 +38,7 @@ class Up(Linear):
 
 
 class Adapted:
-    """Part of the class of an adapted module that does not depend on what the module is.
+    """Module adapted by LoRA: part of its class that does not depend on the kind of module, linear or another.
 
     All that a term adds to a module is called ``lora_...``. Subclasses have ``lora_add(rank)``, which adds the factors
     on the device of the weight and in its dtype, and ``lora_merged(weight)``, the weight with the term in it.
@@ -61,7 +61,7 @@ class Adapted:
 
 
 class AdaptedLinear(Adapted):
-    """Part of the class of an adapted linear layer; its own forward is called as it is."""
+    """Linear layer adapted by LoRA: part of its class; its own forward is called as it is."""
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
         f"{factor}.weight": (f"{factor}.weight", False) for factor in (LORA_A, LORA_B)

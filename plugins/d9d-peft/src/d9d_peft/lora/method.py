@@ -22,7 +22,7 @@ from d9d_peft.patterns import matches, select
 
 
 class Lora:
-    """Method that adds low-rank terms to linear layers, embeddings, heads and banks of experts, and trains only these.
+    """Method LoRA: adds low-rank terms to linear layers, embeddings, heads and banks of experts; trains only these.
 
     Attributes:
         how: how an adapted linear layer computes.

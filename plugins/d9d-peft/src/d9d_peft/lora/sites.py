@@ -41,7 +41,7 @@ class Site(NamedTuple):
 
 
 def sites_of(stage: nn.Module, linear: type[Adapted] = AdaptedLinear) -> dict[str, Site]:
-    """Sites of a stage by name, linear layers first; modules inside of terms are none.
+    """Sites of a stage for LoRA terms by name, linear layers first; modules inside of terms are none.
 
     Args:
         stage: with or without terms.

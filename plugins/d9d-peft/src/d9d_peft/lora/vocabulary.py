@@ -44,7 +44,7 @@ class FeatureFactor(Linear):
 
 
 class AdaptedEmbedding(Adapted):
-    """Part of the class of an adapted embedding: ``W[token] + scale * B A[token]``. It drops nothing."""
+    """Vocabulary LoRA: part of the class of an embedding: ``W[token] + scale * B A[token]``. It drops nothing."""
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
         f"{EMBEDDING_A}.weight": (EMBEDDING_A, True),
@@ -75,7 +75,7 @@ class AdaptedEmbedding(Adapted):
 
 
 class AdaptedHead(Adapted):
-    """Part of the class of an adapted :class:`d9d_nn.heads.causal_lm.CausalLMHead` with a weight of its own.
+    """Vocabulary LoRA: part of the class of a :class:`d9d_nn.heads.causal_lm.CausalLMHead` with its own weight.
 
     ``W h + s B A h`` is a product of ``[W, B]`` and ``[h, s A h]``: so the op that makes no logits computes the loss.
     It takes a copy of W of r more columns, and another one for the gradient.

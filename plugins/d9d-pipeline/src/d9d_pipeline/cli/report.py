@@ -71,7 +71,7 @@ def summary(simulation: Simulation) -> dict[str, Any]:
 
 
 def print_simulation(simulation: Simulation, title: str) -> None:
-    """Print the numbers of all ranks of a step, or of those at both ends of a long pipeline."""
+    """Print the report on a simulated step: numbers of all ranks, or of both ends of a long pipeline."""
     console = console_for()
     table = Table(box=None, header_style="bold", title=title, title_justify="left", title_style="bold")
     for name in ("rank", "stages", "computes", "idle", "holds", "offers", "sends"):

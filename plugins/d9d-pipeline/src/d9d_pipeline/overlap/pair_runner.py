@@ -21,7 +21,7 @@ from d9d_pipeline.overlap.yielding_dispatcher import reaches_other_ranks, replac
 
 
 class PairRunner:
-    """Runs overlapped pairs; made once for the stages of a rank, after all strategies were applied to them.
+    """Runner of overlapped pairs; made once for the stages of a rank, after all strategies were applied to them.
 
     Changes stages in place, but no module, parameter or name. Blocks (trait ``HasBlocks``) yield where a forward enters
     them and a backward leaves them; layers with experts on several ranks (``HasExperts``) where they send.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class StageStreams:
-    """CUDA stream of each stage, for forward and backward: autograd runs a node on the stream of its forward.
+    """CUDA streams of stages for overlap, forward and backward: autograd runs a node on the stream of its forward.
 
     What has to be ordered across streams, and whose memory has to be kept (the allocator gives memory back to the
     stream that it was allocated on, without asking who else still reads it):

@@ -26,7 +26,7 @@ class AbortedError(BaseException):
 
 
 class Turns:
-    """Turns of the two sides of one pair; made by the thread that runs the forward.
+    """Turns of the two sides of one overlapped pair; made by the thread that runs the forward.
 
     The backward is all that runs in other threads: the one that called it, and those in which autograd runs nodes and
     repeats forwards.

@@ -48,7 +48,7 @@ class YieldPoints:
 
 
 class BlockHook:
-    """Forward pre-hook of a block: yields where a forward enters it, and where a backward leaves it.
+    """Yield point at a block: a forward pre-hook that yields where a forward enters and where a backward leaves.
 
     Args:
         points: yield points of the rank.

@@ -27,7 +27,7 @@ def has_yield_points(stages: Iterable[nn.Module]) -> bool:
 
 
 class YieldingDispatcher:
-    """Dispatcher that yields whenever another one has just begun to send something.
+    """Yielding dispatcher: yields whenever the dispatcher inside has just begun to send something.
 
     A wait on a GPU holds up the stream and not the host, so it does not matter on which side of it the host yields.
     In a backward it is the far side: gradients of what was given to a transfer are known to autograd then. Before a

@@ -47,7 +47,7 @@ class DividedGraph:
 
 
 def divide_graph(roots: Sequence[GradientEdge], is_candidate: Callable[[Tensor], bool]) -> DividedGraph:
-    """Divide the autograd graph of ``roots`` by a walk over its nodes.
+    """Divide the autograd graph of ``roots`` for a split backward, by a walk over its nodes.
 
     What lies behind a custom autograd Function is due at once. Such a function computes all of its gradients in one go,
     so leaving some would compute everything twice; and it may do more than that, such as to add a loss, or to bring

@@ -16,7 +16,7 @@ Roots = Sequence[GradientEdge | Tensor]
 
 
 class WeightPhase:
-    """Work that the input phase of a backward has deferred.
+    """Weight phase of a split backward: work that its input phase has deferred.
 
     Args:
         deferred: weight gradients that ops have deferred.
@@ -45,7 +45,7 @@ class WeightPhase:
 
 
 class SplitBackward:
-    """Backwards of one stage, whole or in two phases.
+    """Split backward of one stage: whole, or in an input and a weight phase.
 
     Modules with the trait ``DefersWeights`` leave the gradients of their weights themselves: then the graph is freed in
     the input phase, and only the inputs of ops and the gradients of their outputs wait. If a notable part of the

@@ -29,7 +29,7 @@ _BLOCKS = 8
 
 
 class Transfers:
-    """Handlers of sends and receives, started by the program and awaited where the tensors are needed.
+    """Transfers between stages: handlers of sends and receives, awaited where the tensors are needed.
 
     What goes to higher ranks and what goes to lower ones has a process group, and on GPUs a communicator and a stream
     for each pair of ranks, of its own: neither waits for the other, nor for what the model's own collectives do. Within

@@ -12,7 +12,7 @@ _COSTS = {Forward: 1, Backward: 2}
 
 
 def ideal_starts(orders: Sequence[Program]) -> list[list[float]]:
-    """Ideal start of each computation of each rank; infinite for those that wait for one another forever.
+    """Ideal timing: start of each computation of each rank; infinite for those that wait for one another forever.
 
     Args:
         orders: forwards and backwards of each rank, in order.

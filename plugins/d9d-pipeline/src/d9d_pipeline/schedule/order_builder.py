@@ -8,7 +8,7 @@ from d9d_core.schedule import Action, Backward, Forward, InputBackward, Microbat
 
 
 class OrderBuilder:
-    """Order of computation of a rank; each action is about the next microbatch of its stage.
+    """Builder of a rank's order of computation; each action is about the next microbatch of its stage.
 
     Args:
         limit: microbatches from this one on are counted but left out.

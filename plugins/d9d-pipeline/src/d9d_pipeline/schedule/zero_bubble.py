@@ -12,7 +12,7 @@ from d9d_pipeline.schedule.units import check, depth_first, rounds
 
 
 def zb1p(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sequence[Program]:
-    """ZB-H1 (Qi et al. 2024, arXiv:2401.10241, section 2.1), with several stages on each rank if asked for.
+    """Zero-bubble schedule ZB-H1 (Qi et al. 2024, arXiv:2401.10241, section 2.1), with several stages if asked for.
 
     Rank r starts weight gradients r backwards late, so that every rank holds what the first one does.
     """

@@ -15,7 +15,7 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of actions: times in any unit, the same for all.
+    """Costs of actions for the simulator: times in any unit, the same for all.
 
     Attributes:
         forward: time of a forward of one microbatch.

@@ -40,7 +40,7 @@ class Box(NamedTuple):
 
 
 def draw(simulation: Simulation, title: str) -> str:
-    """Draw a picture of a step: its timeline, as SVG.
+    """Draw a picture of a simulated step: its timeline, as SVG.
 
     Args:
         simulation: simulated step of all ranks.

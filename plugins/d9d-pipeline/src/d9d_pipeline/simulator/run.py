@@ -22,7 +22,7 @@ def simulate(
     buffers: int | None = None,
     training: bool = True,
 ) -> Simulation:
-    """Simulate the programs of all ranks; each action starts as soon as its rank and its inputs are ready.
+    """Run a simulation of the programs of all ranks; each action starts as soon as its rank and inputs are ready.
 
     A rank computes one thing at a time. A transfer starts when its tensor was sent, memory for it was offered and the
     transfer before it, from the same rank to the same rank, is over; nobody but the computation that needs the tensor
@@ -70,7 +70,7 @@ def timed(programs: Sequence[Program], costs: Costs, *, buffers: int | None = No
 
 
 class EventLoop:
-    """Loop over the events of a simulation: times of all actions by their number."""
+    """Loop that runs over the events of a simulation: times of all actions by their number."""
 
     def __init__(self, index: ProgramIndex, costs: Costs, buffers: int | None) -> None:
         count = index.first[-1]

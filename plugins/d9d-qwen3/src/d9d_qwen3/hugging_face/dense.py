@@ -13,7 +13,7 @@ from d9d_qwen3.config import Qwen3Config
 
 
 class Qwen3HuggingFace(DecoderFormat[Qwen3Config]):
-    """Format of transformers' ``Qwen3ForCausalLM`` and the other classes of its family."""
+    """Hugging Face format of dense Qwen3: ``Qwen3ForCausalLM`` and the other classes of its family."""
 
     family: ClassVar[Family] = Family("qwen3", "Qwen3", ATTENTION | HEAD_NORMS | SWIGLU)
     config = Qwen3Config

@@ -18,7 +18,7 @@ from d9d_qwen3.moe_config import Qwen3MoeConfig
 
 
 def mixtures(config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> Iterator[Mapper]:
-    """Mappers from files of a model like ``stored`` to a model like ``config``, for all layers that have experts.
+    """Names of experts in Qwen3-MoE files: mappers from a model like ``stored`` to one like ``config``, for all layers.
 
     Transformers has no bias of the selection; ours is kept under a name of our own, which it leaves out.
 

@@ -25,7 +25,7 @@ READ_OF_EXPERTS = frozenset(
 
 
 class Qwen3MoeHuggingFace(DecoderFormat[Qwen3MoeConfig]):
-    """Format of transformers' ``Qwen3MoeForCausalLM`` and the other classes of its family."""
+    """Hugging Face format of Qwen3-MoE: ``Qwen3MoeForCausalLM`` and the other classes of its family."""
 
     family: ClassVar[Family] = Family("qwen3_moe", "Qwen3Moe", ATTENTION | HEAD_NORMS, READ | READ_OF_EXPERTS)
     config = Qwen3MoeConfig

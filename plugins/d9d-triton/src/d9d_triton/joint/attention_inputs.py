@@ -45,7 +45,7 @@ def attention_inputs(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, see :func:`d9d_nn.ops.attention_inputs.attention_inputs`.
+    """Attention inputs by joint products, see :func:`d9d_nn.ops.attention_inputs.attention_inputs`.
 
     Angles that are trained go through the reference, which has their gradients.
 

@@ -40,7 +40,7 @@ class Products(Protocol):
 
 
 class TorchProducts:
-    """Products as torch computes them."""
+    """Joint SwiGLU's products as torch computes them."""
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
         """See :class:`Products`."""
@@ -61,7 +61,7 @@ class TorchProducts:
 
 
 def register(name: str, products: Products) -> Swiglu:
-    """Backend of the op over some products, as a custom op of torch.
+    """Register a joint SwiGLU: backend of the op over some products, as a custom op of torch.
 
     Args:
         name: name of the custom op, ``namespace::name``; each can be registered once.

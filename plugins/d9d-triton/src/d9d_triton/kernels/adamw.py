@@ -19,7 +19,7 @@ def count_step(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Factors of each tensor's step; where the gate is open, its count and its generator go on.
+    """AdamW kernel: factors of each tensor's step; where the gate is open, its count and its generator go on.
 
     Args:
         table: int64 [8, n]: addresses of parameter, gradient, moments, count, generator and first position, and the
@@ -79,7 +79,7 @@ def update_weights(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """AdamW of one block of one tensor; the table is that of :func:`count_step`.
+    """AdamW kernel: update of one block of one tensor; the table is that of :func:`count_step`.
 
     With ``MASTERS``, weights are bfloat16, and lower bits int16 make float32 numbers of them.
     """

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def add_up(out, matrix, rows, columns, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of some columns.
+    """Column-sum kernel: sums of some columns of a matrix.
 
     Args:
         out: [C], out, of any dtype.

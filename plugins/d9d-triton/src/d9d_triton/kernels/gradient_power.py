@@ -18,7 +18,7 @@ def add_squares(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum of the squares of ``PARTS * BLOCK`` elements of one tensor.
+    """Gradient-power kernel: sum of the squares of ``PARTS * BLOCK`` elements of one tensor.
 
     Args:
         table: int64 [2, n]: address and number of elements of each tensor.

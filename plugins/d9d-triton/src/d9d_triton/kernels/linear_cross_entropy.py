@@ -31,7 +31,7 @@ def take_statistics(
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Statistics of one row per program. Each lane has a maximum and a sum of its own; they meet at the end.
+    """Cross-entropy kernel: softmax statistics, one row per program; lanes have their own, which meet at the end.
 
     Args:
         logits: [C, P].
@@ -106,7 +106,7 @@ def include_words(
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Statistics of one row per program, which so far are those of other words, with a chunk of words included.
+    """Cross-entropy kernel: include a chunk of words in the softmax statistics of one row per program.
 
     Args:
         logits: [C, P].
@@ -151,7 +151,7 @@ def include_words(
 
 @triton.jit
 def count_above(logits, targets, own, ranks, ignored, WORDS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rank of one row's target per program, which so far is that among other words, with a chunk of words counted.
+    """Cross-entropy kernel: count a chunk of words in the rank of the target of one row per program.
 
     Args:
         logits: [C, P].
@@ -197,7 +197,7 @@ def differentiate(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Gradient of one section of a row per program, in the place of its logits.
+    """Cross-entropy kernel: gradient of one section of a row per program, in the place of its logits.
 
     Args:
         logits: [C, P], in and out.

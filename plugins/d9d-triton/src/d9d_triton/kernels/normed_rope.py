@@ -48,7 +48,7 @@ def norm_and_rotate(
     PAIRS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """RMSNorm and rotation of some heads of some tokens' query [T, N, D] or key [T, K, D].
+    """Normed-RoPE kernel: RMSNorm and rotation of some heads of some tokens' query [T, N, D] or key [T, K, D].
 
     The weights are [D], contiguous; cos and sin are [B, S, D/2].
     """
@@ -113,7 +113,7 @@ def differentiate(
     PAIRS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Gradients of :func:`norm_and_rotate`; a program loops over tokens, and sums the gradient of its weight.
+    """Normed-RoPE kernel: gradients of :func:`norm_and_rotate`; a program loops over tokens and sums the weight's.
 
     ``query_arrived`` and ``key_arrived`` are the gradients of the outputs; ``query_partial`` and ``key_partial``,
     float32 [P, D], take the sums of the P programs that have queries, and of those that have keys.

@@ -17,7 +17,7 @@ def copy_to_rows(
     CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy a block of features of each token, read once, to all of its rows.
+    """Permutation kernel: copy a block of features of each token, read once, to all of its rows.
 
     Args:
         out: [R, H], out, contiguous.
@@ -53,7 +53,7 @@ def sum_rows(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum of each token's rows over a block of features.
+    """Permutation kernel: sum of each token's rows over a block of features.
 
     Args:
         out: [T, H], out, contiguous.
@@ -101,7 +101,7 @@ def differentiate(
     OF_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gradients of the weighted :func:`sum_rows`: a program has one token, whose gradient it reads once.
+    """Permutation kernel: gradients of the weighted :func:`sum_rows`; a program reads its token's gradient once.
 
     Args:
         grad_x: [R, H], out, contiguous, zeros where a row is nobody's place; any tensor without ``OF_X``.

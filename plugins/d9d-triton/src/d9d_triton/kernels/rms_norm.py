@@ -25,7 +25,7 @@ def normalise(
     FEATURES: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """RMSNorm of some rows, or of their sums with others.
+    """RMSNorm kernel: norm of some rows, or of their sums with others.
 
     Args:
         out: [R, D], out, contiguous.
@@ -87,7 +87,7 @@ def differentiate(
     TWICE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Gradients of :func:`normalise`; each program sums the weight's over its rows.
+    """RMSNorm kernel: gradients of :func:`normalise`; each program sums the weight's over its rows.
 
     Args:
         grad_x: [R, D], out, contiguous; any tensor without ``OF_X``.

@@ -37,7 +37,7 @@ def rotate(
     PAIRS: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """Rotation of some heads of one token's query [B, S, N, D] and key [B, S, K, D] by cos and sin [B, S, D/2].
+    """RoPE kernel: rotate heads of one token's query [B, S, N, D] and key [B, S, K, D] by cos and sin [B, S, D/2].
 
     The outputs are contiguous; the numbers named after an input and one of its dims are strides, and ``half`` is D/2.
     A program turns QUERY_HEADS and KEY_HEADS heads of at most PAIRS pairs each, all powers of two, BACK by the opposite

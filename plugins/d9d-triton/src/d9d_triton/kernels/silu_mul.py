@@ -18,7 +18,7 @@ def gate_rows(
     up_feature,
     BLOCK: tl.constexpr,
 ):
-    """Gate of SwiGLU over a block of one row.
+    """SiLU-mul kernel: gate of SwiGLU over a block of one row.
 
     Args:
         out: [R, I], out, contiguous.
@@ -58,7 +58,7 @@ def differentiate(
     BLOCK: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Gradients of :func:`gate_rows` from that of its output; the other arguments are as there.
+    """SiLU-mul kernel: gradients of :func:`gate_rows` from that of its output; the other arguments are as there.
 
     Args:
         grad_gate: [R, I], out; features are contiguous.

@@ -50,7 +50,7 @@ def build_words(_signature: OpSignature) -> LinearCrossEntropyByWords:
 
 
 class LinearCrossEntropy:
-    """Loss of each token, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
+    """Triton backend of linear cross-entropy, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
 
     Three matrix products and two passes over the logits. As many logits as the reference may keep are kept for the
     backward, those of the other tokens are computed again there. The backward turns kept logits into their gradient,
@@ -125,7 +125,7 @@ class LinearCrossEntropy:
 
 
 class LinearCrossEntropyNarrow:
-    """Loss of each token, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`, in memory for few logits.
+    """Triton backend (narrow) of :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy` in memory for few logits.
 
     As ``triton_sum``, the forward computes the gradients, for a loss that is some number times the sum of all tokens'
     losses, and the backward computes everything again for any other loss. But they are computed, added up and scaled in
@@ -188,7 +188,7 @@ class LinearCrossEntropyNarrow:
 
 
 class LinearCrossEntropyByWords:
-    """Loss of each token, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`, in memory for few logits.
+    """Triton backend (words) of :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy` in memory for few logits.
 
     Four matrix products and two passes over the logits, in chunks of words. From forward to backward live the logits of
     the last chunk, in memory that the backward needs anyway, and three numbers for each token. The backward computes

@@ -41,7 +41,7 @@ TILE = 128
 def token_losses_narrow(
     hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, ranked: bool, of_hidden: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Losses, and the gradients of their sum, which the backward overwrites.
+    """Narrow linear cross-entropy: losses, and the gradients of their sum, which the backward overwrites.
 
     Args:
         hidden: [..., H].

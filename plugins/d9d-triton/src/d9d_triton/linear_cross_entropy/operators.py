@@ -39,7 +39,7 @@ def token_losses(
     ranked: bool,
     cast_from: Tensor | None = None,  # noqa: ARG001 - only autograd reads it
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses, whose backward overwrites the logits that are kept, and computes the others again.
+    """Linear cross-entropy operator: losses; the backward overwrites kept logits, and computes the others again.
 
     Args:
         hidden: [..., H].
@@ -75,7 +75,7 @@ def gradients(
     of_weight: bool,
     wide: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden states [..., H] in their dtype, and of the weight [V, H] in the dtype ``wide``.
+    """Linear cross-entropy operator: gradients of hidden states [..., H], and of the weight [V, H] in ``wide``.
 
     Kept logits become their own gradient.
     """
@@ -100,7 +100,7 @@ def gradients(
 def token_losses_ahead(
     hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, ranked: bool, of_hidden: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Losses, and ahead of the backward the gradients of their sum, while the logits of a chunk exist.
+    """Linear cross-entropy operator: losses, and ahead of the backward the gradients of their sum, chunk by chunk.
 
     Args:
         hidden: [..., H].

@@ -43,7 +43,7 @@ def row_statistics(
     words: int,
     ignored: int,
 ) -> None:
-    """Compute the loss of each row, what its gradient needs, and maybe the rank of its target. Reads logits once.
+    """Pass over logits, once: loss of each row, statistics for its gradient, and maybe the rank of its target.
 
     Args:
         logits: [C, P].
@@ -83,7 +83,7 @@ def include_chunk(
     words: int,
     ignored: int,
 ) -> None:
-    """Include a chunk of words into what :func:`row_statistics` computes of all at once. Reads logits once.
+    """Pass over a chunk of words: include it in the statistics of :func:`row_statistics`. Reads logits once.
 
     Args:
         logits: [C, P].
@@ -112,7 +112,7 @@ def include_chunk(
 
 
 def count_chunk(logits: Tensor, targets: Tensor, own: Tensor, ranks: Tensor, *, words: int, ignored: int) -> None:
-    """Add a chunk of words to the ranks that :func:`row_statistics` counts of all at once. Reads logits once.
+    """Pass over a chunk of words: count it in the ranks of :func:`row_statistics`. Reads logits once.
 
     Args:
         logits: [C, P].
@@ -146,7 +146,7 @@ def gradient_in_place(
     ignored: int,
     first: int | None = None,
 ) -> None:
-    """Overwrite logits with ``(softmax(logits) - onehot(target)) * grad_loss``. Reads and writes them once.
+    """Pass that overwrites logits with ``(softmax(logits) - onehot(target)) * grad_loss``. Reads and writes them once.
 
     Args:
         logits: [C, P].

@@ -41,7 +41,7 @@ def build(_signature: OpSignature) -> type[VocabularyShareCrossEntropy]:
 
 
 class VocabularyShareCrossEntropy(VocabularyParallelCrossEntropy):
-    """Loss of each token from a share of the words, by kernels.
+    """Linear cross-entropy of a share of the vocabulary by Triton: loss of each token.
 
     Three matrix products and two passes over the logits. As many logits as the reference may keep are kept for the
     backward, those of the other tokens are computed again there, in fewer chunks than the reference's, for there are

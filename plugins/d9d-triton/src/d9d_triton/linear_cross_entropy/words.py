@@ -27,7 +27,7 @@ TILE = 64
 def token_losses_by_words(
     hidden: Tensor, weight: Tensor, targets: Tensor, size: int, keep: bool, ranked: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses, whose backward computes all logits again but those of the last words, if they are kept.
+    """Linear cross-entropy by words: losses; the backward computes logits again, except kept ones of the last words.
 
     Args:
         hidden: [..., H].
@@ -72,7 +72,7 @@ def gradients_by_words(
     of_hidden: bool,
     of_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden states [..., H] and weight [V, H], in their dtypes.
+    """Linear cross-entropy by words: gradients of hidden states [..., H] and weight [V, H], in their dtypes.
 
     Each logit is computed by the same product as in the forward, so its bits are those that the statistics are of.
 

@@ -65,7 +65,7 @@ def build(signature: OpSignature) -> FlexBlocks:
 
 
 class FlexBlocks:
-    """Attention of blocks by ``flex_attention`` with block masks.
+    """FlexAttention blocks: attention of blocks of scores by ``flex_attention`` with block masks.
 
     Args:
         attend: attention to some keys.
@@ -178,7 +178,7 @@ class FlexBlocks:
 
 
 def shares_of(grad: Tensor, part: Tensor, of_part: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the output and of the sums of a block of a larger attention.
+    """FlexAttention block: gradients of its output and log-sum-exps as its shares in a larger attention.
 
     Args:
         grad: gradient of the larger attention's output, [B, N, Q, D].

@@ -19,7 +19,7 @@ BLOCK = 128
 
 
 def block_mask(documents: Tensor | None, length: int, window: int | None, device: torch.device) -> BlockMask:
-    """Mask for ``flex_attention``: causal, inside documents and windows, the same for all heads.
+    """Block mask for ``flex_attention``: causal, inside documents and windows, the same for all heads.
 
     Made without waiting for the device, by some sixty small kernels, and without compilation.
 
@@ -71,7 +71,7 @@ def positions_block_mask(
     window: int | None,
     device: torch.device,
 ) -> BlockMask:
-    """Mask of queries and keys at some positions; as :func:`block_mask`.
+    """Block mask of queries and keys at some positions; as :func:`block_mask`.
 
     Blocks are ruled out by the nearest and farthest pair of positions, so queries of a block should be neighbours, and
     keys, too.
@@ -137,7 +137,7 @@ def _ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:
 def visible_blocks(
     documents: Tensor | None, length: int, window: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Blocks of the score matrix that are seen in part, and those that are seen as a whole.
+    """Block mask's contents: blocks of the score matrix that are seen in part, and those seen as a whole.
 
     A block counts as seen in part if the smallest and largest documents of its queries and keys do not rule that out.
     Where documents follow each other in order, as packing numbers them, no block without a visible score does.

@@ -46,7 +46,7 @@ def build(signature: OpSignature) -> SdpaBlocks:
 
 
 class SdpaBlocks:
-    """Attention of blocks by fused kernels, in rectangles that are seen as a whole or up to a diagonal.
+    """SDPA blocks: attention of blocks by fused kernels, in rectangles seen as a whole or up to a diagonal.
 
     Args:
         of_one: leave documents unread: each sample is one, and no token sees what is behind it.

@@ -34,7 +34,7 @@ _log = logging.getLogger("d9d.attention")
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept causal attention on CUDA; above sdpa where documents or windows leave something to skip."""
+    """Accept FlexAttention for causal attention on CUDA; above sdpa where documents or windows leave some to skip."""
     head_dim, window = signature.static.get("head_dim", 16), signature.static.get("window")
     if signature.device == "cpu":
         return Decision(accept=False, reason="FlexAttention has no backward on the CPU; sdpa has")
@@ -78,7 +78,7 @@ def build(signature: OpSignature) -> Callable[..., Tensor]:
 
 
 class Flex:
-    """Attention by ``flex_attention`` with a block mask.
+    """FlexAttention backend of attention: ``flex_attention`` with a block mask.
 
     Args:
         window: number of positions that a query sees, its own included; ``None`` for all.

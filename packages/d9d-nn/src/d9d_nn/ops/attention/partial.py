@@ -55,7 +55,7 @@ class Rectangle:
 
 
 def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangle]:
-    """Rectangles of a causal mask without documents and windows; nothing is seen outside of them. Runs on the host.
+    """Partial attention: rectangles of a causal mask without documents and windows, outside of which none is seen.
 
     Args:
         queries: positions of the queries, runs in ascending order that lie one behind the other.
@@ -91,7 +91,7 @@ def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangl
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention to a part of the keys, with the fastest kernel that torch has for it. Not recorded by autograd.
+    """Partial attention: attend to a part of the keys by torch's fastest kernel for it. Not recorded by autograd.
 
     Args:
         query: [B, Q, N, D].
@@ -116,7 +116,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values by one part of a larger attention.
+    """Partial attention, backward: gradients of queries, keys and values by one part of a larger attention.
 
     Args:
         grad: gradient of the larger attention's output, [B, Q, N, D].

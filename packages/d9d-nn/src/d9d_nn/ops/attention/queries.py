@@ -119,7 +119,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, numbers: Sequence[int]) -
 def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, numbers: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by a rectangle: of its queries [B, P, N, D], and of its keys and values [B, T, K, D]; contiguous.
+    """Backward of a rectangle of queries: gradients of queries [B, P, N, D], keys and values [B, T, K, D]; contiguous.
 
     Args:
         grad: gradient of the output to all keys, [B, Q, N, D].

@@ -23,7 +23,7 @@ def visible(
     window: int | None = None,
     queries: Tensor | None = None,
 ) -> Tensor:
-    """Mask of the keys that a query sees: its own and earlier positions, in its document and window.
+    """Reference mask of attention: keys that a query sees, its own and earlier positions, in its document and window.
 
     Args:
         length: S.
@@ -50,7 +50,7 @@ def visible(
 def attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None, *, window: int | None = None
 ) -> Tensor:
-    """Reference: ``softmax(query @ key.T / sqrt(D), over visible keys) @ value``, the softmax in float32 or wider.
+    """Reference attention: ``softmax(query @ key.T / sqrt(D), over visible keys) @ value``, in float32 or wider.
 
     Query head n reads key and value head ``n // G`` (Ainslie et al. 2023, "GQA", section 2.2). The scores of all pairs
     exist at once: [B, N, S, S].

@@ -22,7 +22,7 @@ _FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept causal attention in any floating-point dtype, on any device."""
+    """Accept SDPA for causal attention in any floating-point dtype, on any device."""
     if signature.dtype not in _FLOATS:
         return Decision(
             accept=False, reason=f"needs one of {', '.join(sorted(_FLOATS))}, the model is {signature.dtype}"
@@ -77,7 +77,7 @@ def build(signature: OpSignature) -> Callable[..., Tensor]:
 
 
 class Sdpa:
-    """Sdpa backend of attention: ``scaled_dot_product_attention``.
+    """SDPA backend of attention: torch's ``scaled_dot_product_attention``.
 
     Args:
         window: number of positions that a query sees, its own included; ``None`` for all.

@@ -23,7 +23,7 @@ from d9d_nn.ops.attention.sdpa import Sdpa, of_one
 
 @dataclass(frozen=True, slots=True)
 class PinnedKernel:
-    """Pinned kernel of PyTorch's sdpa, and the signatures that it computes.
+    """Pinned SDPA: one kernel of PyTorch's sdpa, and the signatures that it computes.
 
     Attributes:
         name: name of the kernel, as people say it.

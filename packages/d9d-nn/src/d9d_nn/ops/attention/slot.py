@@ -19,7 +19,7 @@ from d9d_nn.ops.attention.reference import attention
 
 
 class AttentionSlot(OpSlot):
-    """Slot of a call of attention.
+    """Slot of the op attention, as a layer calls it.
 
     A bound function may have an attribute ``prepare(documents, length, device) -> mask``. Then it is called with that
     mask in place of documents. What a mask is, is the backend's affair: slots with equal ``mask_key`` may share it.

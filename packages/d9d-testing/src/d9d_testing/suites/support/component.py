@@ -58,7 +58,7 @@ def build_component(kind: str, plugin: str | None, target: str, fields: Mapping[
 
 
 class ComponentSuite:
-    """Base of the suites of single components.
+    """Base of the conformance suites of single components.
 
     Attributes:
         kind: the extension point; set by each suite.

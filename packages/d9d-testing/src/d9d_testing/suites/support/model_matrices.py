@@ -19,7 +19,7 @@ _PRODUCTS = {"aten::mm": 1, "aten::addmm": 2, "aten::bmm": 1}
 
 
 class MatrixUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records matrices by which products inside multiply from the right.
+    """Recorder of a model's matrices by which products inside multiply from the right.
 
     Args:
         model: whose parameters are looked for.
@@ -49,7 +49,7 @@ class MatrixUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def residual_writers(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, float]:
-    """Name of each module that writes to the residual stream -> standard deviation of what it writes.
+    """Modules of a model whose matrices write to the residual stream -> standard deviation of their outputs.
 
     They are those direct children of a block whose outputs make up what the block adds to its input.
     """

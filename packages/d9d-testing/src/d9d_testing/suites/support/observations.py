@@ -14,7 +14,7 @@ _IGNORE = -100
 
 
 def microbatch(samples: slice, *, counted: bool = True) -> dict[str, Tensor]:
-    """Some of twelve samples: the names of language modelling (:mod:`d9d_core.data`), ``x``, ``y`` and ``mask``.
+    """Microbatch for suites' observations: some of twelve samples; text (:mod:`d9d_core.data`), ``x``, ``y``, ``mask``.
 
     Args:
         samples: which.

@@ -41,7 +41,7 @@ def stepped(optimizer: Any, parameters: Mapping[str, nn.Parameter], steps: Itera
 
 
 def sharded_steps(address: Sequence[Any], shapes: Mapping[str, Sequence[int]], dtype: str) -> dict[str, Any]:
-    """A closed and two open steps over DTensors. Collective over the world.
+    """Optimizer on several ranks: a closed and two open steps over DTensors. Collective over the world.
 
     Returns:
         ``refused``: what the closed gate changed; ``facts``: name -> whole shape and dtype of parameters and state;
