@@ -1,4 +1,4 @@
-"""What a release carries: licence text, metadata, addresses; links that lead somewhere outside of the repository."""
+"""Releases carry licence text, metadata and addresses; links of their READMEs work outside of the repository."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def members(root: Path = ROOT) -> list[Path]:
 
 
 def lacking(member: Path) -> list[str]:
-    """What a member lacks of the metadata that every wheel carries."""
+    """Missing metadata of a member: fields that every wheel carries."""
     project = tomllib.loads((member / "pyproject.toml").read_text("utf-8"))["project"]
     found = []
     licence = member / "LICENSE"

@@ -20,7 +20,7 @@ HEAD = """# Plugin templates
 `d9d new plugin NAME --kind KIND` (of d9d-testing) writes a complete package: `pyproject.toml` with the entry point, a
 declaration, an implementation that works, tests with the conformance suite of its kind, a README, and a job that
 trains with it in seconds on a CPU. This page quotes the templates, for a plugin called `acme`; a test installs one of
-each kind, runs its suite and trains with it. What the parts mean is in [Writing a plugin](writing-a-plugin.md).
+each kind, runs its suite and trains with it. [Writing a plugin](writing-a-plugin.md) explains the parts.
 
 <!-- written by tools/template_page.py -->
 """

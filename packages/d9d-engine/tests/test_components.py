@@ -67,7 +67,7 @@ def test_a_model_that_cannot_be_exported_is_refused_when_planning(job: MakeJob) 
 def test_a_layout_that_forgets_a_tensor_is_refused_before_training(
     job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the job is planned, and where it is built."""
+    """A plan and a build both refuse the job."""
     forgetful = lambda _self, _config: Rename("layers.0.weight", "first")  # noqa: E731
     monkeypatch.setattr("d9d_testing.toy.format.ToyFormat.exporter", forgetful)
     text = r"export: the Hugging Face layout d9d_testing.toy.format:ToyFormat of model (.|\n)*nothing takes"

@@ -45,18 +45,7 @@ class Accumulator:
 class AccumulatedMetric:
     """Base class of a metric (:class:`d9d_core.metric.Metric`) whose whole state is accumulators.
 
-    A subclass names its accumulators, and writes ``update`` and ``compute``::
-
-        class Hits(AccumulatedMetric):
-            def __init__(self, config):
-                super().__init__(hits=Accumulator(dtype=torch.int64), samples=Accumulator(dtype=torch.int64))
-
-            def update(self, observations):
-                hits = observations["class_logits"].argmax(-1) == observations["labels"]
-                self.accumulate(hits=hits.sum(), samples=hits.numel())
-
-            def compute(self):
-                return {"hits": self["hits"] / self["samples"]}
+    A subclass names its accumulators, and writes ``update`` and ``compute``; :mod:`d9d_core.metric` has an example.
 
     Args:
         accumulators: by name.

@@ -1,6 +1,6 @@
-"""Parallel strategies: changes to a stage in place, owners of gradient reductions, and what is communicated.
+"""Parallel strategies: changes to a stage in place, owners of gradient reductions, and their collectives.
 
-Start here: :class:`Strategy` changes a built stage and returns an :class:`Applied`, which names what it changed::
+Start here: :class:`Strategy` changes a built stage and returns an :class:`Applied`, which names the changed modules::
 
     from d9d_core.strategy import Applied, no_collectives
     from d9d_core.traits import HasBlocks, modules_with

@@ -24,7 +24,7 @@ _OURS = {
 
 
 def check_job(job: JobFile, world_size: int | None, memory: int | None = None) -> None:
-    """Check a job for ``d9d check``, as far as the installed packages can, and say what was not checked.
+    """Check a job for ``d9d check``, as far as the installed packages can, and name the checks that were left out.
 
     Args:
         job: the job.

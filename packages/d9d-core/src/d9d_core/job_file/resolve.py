@@ -89,7 +89,7 @@ class Resolution(Generic[Selected_co]):
     Attributes:
         selection: records behind the job's names.
         verdicts: capabilities, satisfied or undecided.
-        judge: judges what is chosen later, such as backends of ops, in the company of these records.
+        judge: judges later choices, such as backends of ops, in the company of these records.
     """
 
     selection: Selected_co

@@ -435,7 +435,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _adapter_config(peft: Any, adapter: Path) -> Any:
-    """Settings of an adapter, of fields that were looked at; its weights are no pickle.
+    """Settings of an adapter whose fields were checked, and whose weights are in safetensors format.
 
     Raises:
         CheckpointError: a field is out of bounds, or there are no weights in safetensors format.

@@ -32,7 +32,7 @@ class DecoderConfig(ModelConfig, ABC):
     """Number of token ids."""
 
     added_tokens: int = Field(default=0, ge=0)
-    """How many of the last token ids have weights of their own, so that they can be trained alone."""
+    """Number of the last token ids that have weights of their own, so that these can be trained alone."""
 
     hidden_size: int = Field(gt=0)
     """Features of a token between layers."""

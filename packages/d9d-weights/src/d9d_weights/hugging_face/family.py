@@ -44,7 +44,7 @@ class LanguageModel(Protocol):
 
     @property
     def added_tokens(self) -> int:
-        """How many of the last token ids have a weight of their own."""
+        """Number of the last token ids that have a weight of their own."""
         ...
 
     @property
