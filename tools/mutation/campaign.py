@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from coverage_map import CoverageMap, Test, record, test_files
 from mutation_report import report
-from sandbox import ROOT, Sandbox
+from sandbox import MARKED, ROOT, Sandbox
 from slips import Slip, chosen
 
 _Task = TypeVar("_Task")
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests near, and of tests far, a slip")
     parser.add_argument("--only", default="", help="only test files or slips whose path contains this")
+    parser.add_argument("--marked", default=MARKED, help="marker expression of the tests")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if options.phase == "map":
@@ -75,7 +76,7 @@ def record_map(options: argparse.Namespace) -> None:
 
     files = [file for file in test_files() if options.only in file and file not in known.files]
     try:
-        _in_parallel(work, files, done, options.jobs, end)
+        _in_parallel(work, files, done, options, end)
     finally:
         known.write()
     print(f"{len(known.files)} of {len(test_files())} test files recorded")
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
             output.write(json.dumps(row) + "\n")
         print(f"{row['verdict']:8} {row['seconds']:4.0f} s  {row['file']}:{row['line']} {row['change']}", flush=True)
 
-    _in_parallel(work, todo, done, options.jobs, end)
+    _in_parallel(work, todo, done, options, end)
     report(options.out, write=False)
 
 
@@ -144,14 +145,18 @@ def meet(
 
 
 def _in_parallel(
-    work: Callable[[Sandbox, _Task], Any], tasks: Sequence[_Task], done: Callable[[Any], None], jobs: int, end: float
+    work: Callable[[Sandbox, _Task], Any],
+    tasks: Sequence[_Task],
+    done: Callable[[Any], None],
+    options: argparse.Namespace,
+    end: float,
 ) -> None:
     """Work on tasks in sandboxes; start none in the last 20 seconds, and report each as it is done, in this thread."""
     # A short path, for the sockets below it.
     base = Path(tempfile.mkdtemp(prefix="m-", dir="/tmp"))
     free: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
-    for number in range(jobs):
-        free.put(Sandbox(base / str(number)))
+    for number in range(options.jobs):
+        free.put(Sandbox(base / str(number), options.marked))
 
     def one(task: _Task) -> Any:
         if time.monotonic() > end - 20:
@@ -163,7 +168,7 @@ def _in_parallel(
             free.put(sandbox)
 
     try:
-        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             for future in concurrent.futures.as_completed([pool.submit(one, task) for task in tasks]):
                 if future.result() is not None:
                     done(future.result())

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Marker expression of the tests that CI runs.
+#: Marker expression of the tests that slips meet.
 MARKED = "not slow and not gpu"
 _TOOLS = Path(__file__).parent
 _TAG = "D9D_MUTATION_SANDBOX"
@@ -23,9 +23,11 @@ class Sandbox:
 
     Args:
         directory: for the copy and all temporary files; with a short path, since sockets lie below it.
+        marked: marker expression of the tests.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, marked: str = MARKED) -> None:
+        self._marked = marked
         self.directory = directory
         self.sources = directory / "s"
         self._temporary = directory / "t"
@@ -58,7 +60,8 @@ class Sandbox:
             "PYTHONPATH": path, "TMPDIR": str(self._temporary), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
             "CUDA_VISIBLE_DEVICES": "", _TAG: str(self.directory),
         }  # fmt: skip
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "d9d_mutation_selection", "-m", MARKED, "--tb=line"]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "d9d_mutation_selection", "--tb=line"]
+        options += ["-m", self._marked]
         if "D9D_MUTATION_RECORDS" in environ:
             options.remove("-x")
         command = [sys.executable, "-m", "pytest", *options, "--basetemp", str(self._temporary / "p"), *files]

@@ -10,17 +10,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-#: Members that slips are seeded in.
-MEMBERS = (
-    "packages/d9d-core",
-    "packages/d9d-engine",
-    "packages/d9d-weights",
-    "packages/d9d-nn",
-    "plugins/d9d-moe",
-    "plugins/d9d-pipeline",
-    "plugins/d9d-data",
-    "plugins/d9d-optim",
-)
+#: Groups of members that slips are drawn for, and their folders. Small members of one kind share a group.
+GROUPS = {
+    "d9d-core": ("packages/d9d-core",),
+    "d9d-engine": ("packages/d9d-engine",),
+    "d9d-weights": ("packages/d9d-weights",),
+    "d9d-nn": ("packages/d9d-nn",),
+    "d9d-planner": ("packages/d9d-planner",),
+    "d9d-inference": ("packages/d9d-inference",),
+    "d9d-reports": ("packages/d9d-reports",),
+    "d9d-verify": ("packages/d9d-verify",),
+    "d9d-testing": ("packages/d9d-testing",),
+    "d9d-data": ("plugins/d9d-data",),
+    "d9d-metrics": ("plugins/d9d-metrics",),
+    "d9d-moe": ("plugins/d9d-moe",),
+    "d9d-optim": ("plugins/d9d-optim",),
+    "d9d-parallel": ("plugins/d9d-parallel",),
+    "d9d-peft": ("plugins/d9d-peft",),
+    "d9d-pipeline": ("plugins/d9d-pipeline",),
+    "d9d-triton": ("plugins/d9d-triton",),
+    "models": ("plugins/d9d-llama", "plugins/d9d-qwen3"),
+    "trackers": ("plugins/d9d-aim", "plugins/d9d-mlflow", "plugins/d9d-tensorboard", "plugins/d9d-wandb"),
+    "kernel libraries": (
+        "plugins/d9d-cce", "plugins/d9d-cublas", "plugins/d9d-deepep", "plugins/d9d-flash-attention", "plugins/d9d-fp8",
+        "plugins/d9d-grouped-gemm", "plugins/d9d-liger", "plugins/d9d-quack",
+    ),
+}  # fmt: skip
 #: Calls in which the order of two arguments means nothing, or is checked by types alone.
 _UNORDERED = {"isinstance", "issubclass", "cast", "max", "min", "maximum", "minimum", "hasattr", "getattr", "setattr"}
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -78,6 +93,11 @@ class Slip:
         return "/".join(self.file.split("/")[:2])
 
     @property
+    def group(self) -> str:
+        """Group of the member."""
+        return next(group for group, members in GROUPS.items() if self.member in members)
+
+    @property
     def key(self) -> str:
         """Name that survives other changes of the file: its path, its line's text, and what goes and comes there."""
         return f"{self.file}: {self.source}: {self.change}"
@@ -101,13 +121,13 @@ def slips_of(root: Path, file: Path) -> list[Slip]:
 
 
 def chosen(root: Path, count: int, seed: int) -> list[Slip]:
-    """Slips spread evenly over members and, in each, over kinds and then files; the same for the same sources."""
+    """Slips spread evenly over groups and, in each, over kinds and then files; the same for the same sources."""
     result: list[Slip] = []
-    for number, member in enumerate(MEMBERS):
-        share = count // len(MEMBERS) + (number < count % len(MEMBERS))
-        draw = random.Random(f"{seed} {member}")  # noqa: S311 - nothing is kept secret
+    for number, (group, members) in enumerate(GROUPS.items()):
+        share = count // len(GROUPS) + (number < count % len(GROUPS))
+        draw = random.Random(f"{seed} {group}")  # noqa: S311 - nothing is kept secret
         left: dict[str, dict[str, list[Slip]]] = {}
-        for file in sorted((root / member / "src").rglob("*.py")):
+        for file in sorted(file for member in members for file in (root / member / "src").rglob("*.py")):
             for slip in slips_of(root, file):
                 left.setdefault(slip.kind, {}).setdefault(slip.file, []).append(slip)
         taken: set[tuple[str, int]] = set()
