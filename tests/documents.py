@@ -120,7 +120,8 @@ def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def load(block: Block, directory: Path, registry: Registry) -> Job | InferenceJob:
     """Validate a YAML block, beside the files that its page tells the reader to write.
 
-    What names a writer is an inference job; the model that it starts from is not here.
+    A job with a writer is an inference job. A model directory that the page names does not exist here; the job gets the
+    sizes of the quickstart in its place.
     """
     for name, text in files_of(block.page).items():
         (directory / Path(name).name).write_text(text)
@@ -128,7 +129,9 @@ def load(block: Block, directory: Path, registry: Registry) -> Job | InferenceJo
     values = Document.read(directory / "block.yaml").values
     infers = "writer" in values
     sizes = Document.read(ROOT / "examples/quickstart/job.yaml").values["model"]
-    values = {**values, "model": sizes} if infers else completed(values)
+    absent = "model" in values and str(values["model"].get("pretrained", "")).startswith("./")
+    filled = {**values, "model": sizes} if infers or absent else values
+    values = dict(filled if infers else completed(filled))
     (directory / "job.json").write_text(json.dumps(values))
     kind = InferenceJob if infers else Job
     return kind.load(directory / "job.json", registry=None if "plugins" in values else registry)

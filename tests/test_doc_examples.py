@@ -109,6 +109,23 @@ def test_the_quickstarts_can_run_and_the_readme_names_them(file: Path, installed
     assert f"examples/quickstart/{file.name}" in (ROOT / "README.md").read_text()
 
 
+def test_the_plugin_of_the_readme_reports_a_high_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "README.md"
+    (block,) = [block for block in blocks_of(page, page.read_text()) if block.language == "python"]
+    (tmp_path / "loss_alarm.py").write_text(block.text)
+    settings = [f"plugins.files=[{tmp_path}/loss_alarm.py]", "subscribers=[{name: loss_alarm, above: 1}]", "steps=1"]
+    settings += [
+        "data={name: text, sources: [python:topics], sequence_length: 128}",
+        "evaluation=null",
+        "lr_schedule=null",
+    ]
+    Job.load(ROOT / "examples/quickstart/job.yaml", overrides=settings).build().train()
+    assert "step 1: the loss is above 1.0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("text", ["optimizer: {name: adamw, rate: 1}", "modell: {}", "steps: 0", "task: nothing"])
 def test_wrong_job_examples_are_recognised(text: str, installed: Registry, tmp_path: Path) -> None:
     from d9d_core.errors import JobError

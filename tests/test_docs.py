@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 from tests.documents import PAGES, ROOT, exists, prose, quoted, tables
 
 pytestmark = pytest.mark.usefixtures("_hello_and_nothing_that_stays")
-CORE = ROOT / "packages/d9d-core/README.md"
+JOB_FILE, COMMANDS, EVENTS = (ROOT / "docs" / f"{name}.md" for name in ("job-file", "command-line", "events"))
 
 
 # --- the reference of d9d-core ---------------------------------------------------------------------------------------
@@ -60,12 +60,14 @@ def as_yaml(value: Any) -> str:
 
 
 def test_the_reference_names_every_field_of_the_job_file_with_its_default() -> None:
-    rows = {quoted(field)[0]: default for field, default, _ in tables(CORE, "field", "default", "meaning")}
+    rows = {quoted(field)[0]: default for field, default, _ in tables(JOB_FILE, "field", "default", "meaning")}
     assert rows == {name: field.default for name, field in fields_of(Job)}
 
 
 def test_the_reference_names_every_choice() -> None:
-    meanings = {quoted(name)[0]: (default, text) for name, default, text in tables(CORE, "field", "default", "meaning")}
+    meanings = {
+        quoted(name)[0]: (default, text) for name, default, text in tables(JOB_FILE, "field", "default", "meaning")
+    }
     silent = [
         f"{name}: {choice}"
         for name, field in fields_of(Job)
@@ -79,7 +81,7 @@ def test_the_reference_names_every_choice() -> None:
 def test_the_reference_names_every_event_in_order_with_its_fields() -> None:
     from d9d_core.events import CATALOGUE
 
-    rows = [(quoted(event)[0], quoted(fields)) for event, _, fields in tables(CORE, "event", "when", "fields")]
+    rows = [(quoted(event)[0], quoted(fields)) for event, _, fields in tables(EVENTS, "event", "when", "fields")]
     assert rows == [(event.__name__, [field.name for field in dataclasses.fields(event)]) for event in CATALOGUE]
 
 
@@ -89,18 +91,18 @@ def test_the_reference_names_every_command_with_its_package_and_option() -> None
         f"d9d {name}": command.callback.__module__.partition(".")[0].replace("_", "-")
         for name, command in tool.commands().items()
     }
-    rows = tables(CORE, "command", "package", "what it does")
+    rows = tables(COMMANDS, "command", "package", "what it does")
     documented = {re.split(r" \[| [A-Z]", quoted(command)[0])[0]: package for command, package, _ in rows}
     assert documented == offered
-    text = CORE.read_text("utf-8")
+    text = COMMANDS.read_text("utf-8")
     assert text == tool.written(text), "run: uv run python tools/option_table.py"
 
 
 def test_a_wrong_table_of_options_is_recognised() -> None:
     tool = import_tool("option_table")
-    text = CORE.read_text("utf-8")
+    text = COMMANDS.read_text("utf-8")
     assert tool.written(text.replace("| `--nproc N` | `train` |", "| `--nproc N` | all |")) == text
-    rows = {row[0]: row[1] for row in tables(CORE, "option", "of", "meaning")}
+    rows = {row[0]: row[1] for row in tables(COMMANDS, "option", "of", "meaning")}
     assert rows["`--layout LAYOUT`"] == "`verify`"
     assert "`verify`" in rows["`--set FIELD=VALUE`"]
 
@@ -118,7 +120,7 @@ def test_the_reference_names_every_exit_status() -> None:
     import d9d_core.errors as errors
 
     known = {e.exit_code for e in vars(errors).values() if inspect.isclass(e) and issubclass(e, errors.D9dError)}
-    assert {int(row[0]) for row in tables(CORE, "status", "meaning")} == known | {0, 130}
+    assert {int(row[0]) for row in tables(COMMANDS, "status", "meaning")} == known | {0, 130}
 
 
 # --- names and links -------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def test_the_table_of_options_is_up_to_date() -> None:
 
 
 def test_it_says_that_verify_takes_overrides_and_that_diff_takes_no_plugins() -> None:
-    page = (ROOT / "packages/d9d-core/README.md").read_text()
+    page = (ROOT / "docs/command-line.md").read_text()
     rows = page.partition("<!-- options: begin")[2].partition("<!-- options: end")[0].splitlines()
     (overrides,) = [row for row in rows if row.startswith("| `--set FIELD=VALUE`")]
     (plugin,) = [row for row in rows if row.startswith("| `--plugin FILE`")]

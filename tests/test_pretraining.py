@@ -58,5 +58,5 @@ def test_the_example_reads_its_sources_as_often_as_it_says(sources: Path) -> Non
     assert lines[-1]["eval/loss"] < losses[0]
 
 
-def test_the_example_is_in_the_readme() -> None:
-    assert str(EXAMPLE.relative_to(ROOT)) in (ROOT / "README.md").read_text()
+def test_the_example_is_in_the_index() -> None:
+    assert str(EXAMPLE.relative_to(ROOT)) in (ROOT / "docs" / "index.md").read_text()

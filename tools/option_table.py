@@ -1,6 +1,6 @@
-"""Writes the table of command-line options in the README of d9d-core.
+"""Writes the table of command-line options in docs/command-line.md.
 
-    uv run python tools/option_table.py           write packages/d9d-core/README.md
+    uv run python tools/option_table.py           write docs/command-line.md
     uv run python tools/option_table.py --check   exit with 1 if it is out of date
 
 The table is read from the commands of d9d themselves: their help texts are its meanings.
@@ -21,7 +21,7 @@ from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "packages" / "d9d-core" / "README.md"
+PAGE = ROOT / "docs" / "command-line.md"
 BEGIN, END = "<!-- options: begin, by tools/option_table.py -->", "<!-- options: end -->"
 #: typer's own, of the shell.
 LEFT_OUT = ("--install-completion", "--show-completion")

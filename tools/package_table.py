@@ -1,6 +1,6 @@
-"""Writes the table of packages in the README: description of each, and the names that it offers.
+"""Writes the table of packages, docs/packages.md: description of each, and the names that it offers.
 
-    uv run python tools/package_table.py           write README.md
+    uv run python tools/package_table.py           write the page
     uv run python tools/package_table.py --check   exit with 1 if it is out of date
 
 Descriptions are those of the members' ``pyproject.toml``; names are those of the table that ``tools/known_plugins.py``
@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "README.md"
+PAGE = ROOT / "docs" / "packages.md"
 KNOWN = ROOT / "packages" / "d9d-core" / "src" / "d9d_core" / "registry" / "known_plugins.json"
 BEGIN, END = "<!-- packages: begin, by tools/package_table.py -->", "<!-- packages: end -->"
 #: Kinds whose names a user writes into a job file or on the command line; words before one name and before several.
@@ -47,7 +47,7 @@ def rows() -> list[str]:
     found = []
     for file in files:
         project = tomllib.loads(file.read_text("utf-8"))["project"]
-        name, readme = project["name"], (file.parent / "README.md").relative_to(ROOT).as_posix()
+        name, readme = project["name"], f"../{(file.parent / 'README.md').relative_to(ROOT).as_posix()}"
         parts = [project["description"].removesuffix(".")]
         for kind, words in WORDS.items():
             names = _names(homes.get(kind, {}), kind, name)

@@ -13,12 +13,14 @@ from records import fill, origin, table
 
 MARKS = ("<!-- comparisons: written by tools/bench/compare -->", "<!-- end of comparisons -->")
 NONE_YET = "No comparison has been measured yet."
+#: Results that the front page shows.
+SHOWN = ("dense-2b-4k-random", "dense-2b-64k-random", "moe-5.6b-4k-random")
 _KINDS = ("matmul", "attention", "other", "optimizer", "communication", "idle")
 
 
 def text_of(results: Sequence[Mapping[str, Any]]) -> str:
-    """All tables."""
-    return "\n\n".join(map(_section, results)) or NONE_YET
+    """All tables: a summary, then a section for each result."""
+    return "\n\n".join([summary_of(results), *map(_section, results)]) if results else NONE_YET
 
 
 def write(page: Path, results: Sequence[Mapping[str, Any]]) -> None:
@@ -27,8 +29,9 @@ def write(page: Path, results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_summary(page: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Write the summary of all results into a page."""
-    page.write_text(fill(page.read_text(encoding="utf-8"), summary_of(results), MARKS), encoding="utf-8")
+    """Write the summary of the results in ``SHOWN`` into a page."""
+    shown = [result for result in results if result["table"] in SHOWN]
+    page.write_text(fill(page.read_text(encoding="utf-8"), summary_of(shown), MARKS), encoding="utf-8")
 
 
 def summary_of(results: Sequence[Mapping[str, Any]]) -> str:

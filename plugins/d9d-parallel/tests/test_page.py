@@ -1,4 +1,4 @@
-"""The README names every field of every strategy with its default, and its arithmetic is right."""
+"""The page of parallel strategies names every field of every strategy with its default, and its arithmetic is right."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from d9d_parallel.activation_checkpointing.config import ActivationCheckpointing
 from d9d_parallel.compile.config import CompileConfig
 from d9d_parallel.data_parallel.config import FsdpConfig, HsdpConfig, ReplicateConfig
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text()
 TABLES = {
     title: dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.MULTILINE))
-    for title, text in re.findall(r"^#+ ([^\n]+)\n(.*?)(?=^#|\Z)", README, re.DOTALL | re.MULTILINE)
+    for title, text in re.findall(r"^#+ ([^\n]+)\n(.*?)(?=^#|\Z)", PAGE, re.DOTALL | re.MULTILINE)
 }
 
 
@@ -38,16 +38,16 @@ def test_every_field_is_there_with_its_default(title: str, config: Any) -> None:
     assert TABLES[title] == fields(config)
 
 
-def test_replicate_has_all_but_what_the_readme_says() -> None:
+def test_replicate_has_all_but_what_the_page_says() -> None:
     assert fields(FsdpConfig).keys() - fields(ReplicateConfig).keys() == {"reshard_after_forward"}
-    assert "| `reshard_after_forward` | `true` | not of `replicate`:" in README
+    assert "| `reshard_after_forward` | `true` | not of `replicate`:" in PAGE
 
 
 def test_the_example_of_deferring_is_calculated_from_the_table() -> None:
     shards, replicas, microbatches, giga = 8, 2, 8, 4.0  # bytes per element times 10^9 parameters, in GB
     scatter = giga * (shards - 1) / shards
     reduce = 2 * giga / shards * (replicas - 1) / replicas
-    text = " ".join(README.split())
+    text = " ".join(PAGE.split())
     for name, scatters, reduces, held in (
         ("nothing", microbatches, microbatches, giga / shards),
         ("all_reduce", microbatches, 1, giga / shards),
