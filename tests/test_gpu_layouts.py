@@ -21,7 +21,7 @@ def test_every_layout_computes_what_one_gpu_does(
     layouts = [layout for layout in table.LAYOUTS if layout.ranks <= torch.cuda.device_count()]
     rows = table.run(tmp_path / "corpus", layouts, device="cuda")
     with capsys.disabled():
-        print(f"\n{torch.cuda.get_device_name()} x {torch.cuda.device_count()}\n{table.render(rows)}")
+        print(f"\n{torch.cuda.get_device_name()} x {torch.cuda.device_count()}\n{table.render(table.records(rows))}")
     assert [(dtype, count, v.layout, v.diverged) for dtype, count, v in rows if not v.passed] == []
 
 
@@ -32,7 +32,7 @@ def test_experts_compute_what_one_gpu_does_wherever_they_are(
     layouts = [layout for layout in table.EXPERT_LAYOUTS if layout.ranks <= torch.cuda.device_count()]
     rows = table.run_experts(tmp_path / "corpus", "cuda", layouts)
     with capsys.disabled():
-        print(f"\n{torch.cuda.get_device_name()} x {torch.cuda.device_count()}\n{table.render(rows)}")
+        print(f"\n{torch.cuda.get_device_name()} x {torch.cuda.device_count()}\n{table.render(table.records(rows))}")
     assert [(dtype, count, v.layout, v.diverged) for dtype, count, v in rows if not v.passed] == []
 
 
@@ -44,7 +44,7 @@ def test_pipelines_compute_what_one_gpu_does(
     cases = [case for case in (*table.pipelines(), *table.special_pipelines()) if case.layout.ranks <= count]
     rows = table.run_pipelines(tmp_path / "corpus", cases, device="cuda")
     with capsys.disabled():
-        print(f"\n{torch.cuda.get_device_name()} x {count}\n{table.render_merged(rows)}")
+        print(f"\n{torch.cuda.get_device_name()} x {count}\n{table.render(table.merged(rows))}")
     assert [(count, v.layout, v.diverged) for _, count, v in rows if not v.passed] == []
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from d9d_testing.layouts import Harness, assert_passed
+from d9d_verify.compare import Verdict
 from d9d_verify.layouts import Layout
 
 SLOW = pytest.mark.slow
@@ -22,7 +23,7 @@ def test_every_layout_computes_what_one_process_does(table: ModuleType, tmp_path
     rows = table.run(tmp_path / "corpus", dtypes=[dtype], counts=[count])
     assert len(rows) == 22
     assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
-    shown = [row for row in _shown(table, table.DENSE_MARKS) if row[:2] == [f"| {dtype}", str(count)]]
+    shown = [row for row in _shown(table, "dense") if row[:2] == [dtype, str(count)]]
     assert shown == _rows(rows), _STALE
 
 
@@ -40,26 +41,41 @@ def test_experts_compute_what_one_process_does_wherever_they_are(
     assert len(rows) == {True: 16, False: 7, None: 23}[spread]
     assert [(count, v.layout, v.diverged) for _, count, v in rows if not v.passed] == []
     names = {layout.name for layout in layouts}
-    shown = [row for row in _shown(table, table.EXPERT_MARKS) if row[0] == f"| {dtype}" and row[2] in names]
+    shown = [row for row in _shown(table, "experts") if row[0] == dtype and row[2] in names]
     assert shown == _rows(rows), _STALE
 
 
-_STALE = "docs/layouts.md shows other rows; run tools/layout_table.py"
+_STALE = "docs/layouts.json has other rows; run tools/layout_table.py"
 
 
 def _rows(rows: list[Any]) -> list[list[str]]:
-    return [[f"| {dtype}", str(count), v.layout] for dtype, count, v in rows]
+    return [[dtype, str(count), v.layout] for dtype, count, v in rows]
 
 
-def _shown(table: ModuleType, marks: tuple[str, str]) -> list[list[str]]:
-    text = table.PAGE.read_text("utf-8").split(marks[0])[1].split(marks[1])[0]
-    lines = [line for line in text.splitlines() if line.startswith(("| float32", "| bfloat16"))]
-    return [line.split(" | ")[:3] for line in lines]
+def _shown(table: ModuleType, part: str) -> list[list[str]]:
+    return [[row["parameters"], row["microbatches"], row["layout"]] for row in table.recorded()[part]]
 
 
-def test_the_table_shows_these_layouts_only(table: ModuleType) -> None:
-    assert len(_shown(table, table.DENSE_MARKS)) == 2 * 2 * 22
-    assert len(_shown(table, table.EXPERT_MARKS)) == 2 * 23
+def test_the_records_have_these_layouts_only_and_the_page_their_largest_deviations(table: ModuleType) -> None:
+    assert len(_shown(table, "dense")) == 2 * 2 * 22
+    assert len(_shown(table, "experts")) == 2 * 23
+    assert table.PAGE.read_text("utf-8") == table.page(table.recorded()), _STALE
+
+
+def test_the_records_of_a_layout_are_merged_to_its_largest_deviations(table: ModuleType) -> None:
+    def verdict(loss: float, update: float) -> Verdict:
+        return Verdict("tp 2", loss, 0.0, (0.0, ""), (0.0, ""), (update, ""), None)
+
+    rows = [
+        ("float32", 1, verdict(1e-3, 2e-3)),
+        ("bfloat16", 1, verdict(0.5, 0.5)),
+        ("float32", 3, verdict(2e-3, 1e-3)),
+    ]
+    first, second = table.merged(rows)
+    assert (first["microbatches"], first["loss"], first["update"]) == ("1, 3", 2e-3, 2e-3)
+    assert (second["parameters"], second["loss"]) == ("bfloat16", 0.5)
+    parts = {part: [first] for part in table.PARTS}
+    assert table.summary(parts).count("| float32 | 1 | 2.0e-03 | 0.0e+00 | 0.0e+00 | 0.0e+00 | 2.0e-03 |") == 4
 
 
 @pytest.mark.thorough

@@ -1,13 +1,14 @@
-"""Runs a tiny Qwen3 and a tiny Qwen3-MoE in every layout and writes the tables of deviations in the documentation.
+"""Runs a tiny Qwen3 and a tiny Qwen3-MoE in every layout and records the deviations from one process.
 
-    uv run python tools/layout_table.py              write docs/layouts.md
-    uv run python tools/layout_table.py pipelines    only its table of pipelines
+    uv run python tools/layout_table.py              write docs/layouts.json and the summary in docs/layouts.md
+    uv run python tools/layout_table.py pipelines    only the rows of pipelines
 
-Tests run the same grids and compare the rows, so the tables can neither go stale nor hide a failure.
+Tests run the same grids and compare the rows, so the records can neither go stale nor hide a failure.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +23,17 @@ from d9d_verify.deviations import Limits
 from d9d_verify.layouts import Layout
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "layouts.md"
-DENSE_MARKS = "<!-- layouts: begin -->", "<!-- layouts: end -->"
-EXPERT_MARKS = "<!-- expert layouts: begin -->", "<!-- expert layouts: end -->"
-PIPELINE_MARKS = "<!-- pipeline layouts: begin -->", "<!-- pipeline layouts: end -->"
+PAGE, DATA = ROOT / "docs" / "layouts.md", ROOT / "docs" / "layouts.json"
+MARKS = "<!-- summary: begin, by tools/layout_table.py -->", "<!-- summary: end -->"
+#: Columns of deviations.
+DEVIATIONS = ("loss", "gradient norm", "1-cos", "length", "update")
+#: Part of the records -> its name in the summary.
+PARTS = {
+    "dense": "dense model",
+    "experts": "model with experts",
+    "pipelines": "pipelines",
+    "sound jobs": "sound jobs of `d9d verify`",
+}
 
 PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin",
@@ -115,6 +123,7 @@ EXPERT_LAYOUTS = (
 BATCH = 12
 STEPS = 4
 Row = tuple[str, int, Verdict]
+Record = dict[str, Any]
 
 
 DENSE = {
@@ -189,35 +198,70 @@ def sized(layout: Layout, microbatches: int) -> Layout:
     return Layout(layout.name, layout.mesh, layout.parallel, overrides)
 
 
-def render(rows: Sequence[Row]) -> str:
-    """The table as Markdown."""
-    lines = [
-        "| parameters | microbatches | layout | loss | gradient norm | gradient: 1-cos | its length | update |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {dtype} | {count} | {v.layout} | {v.loss:.1e} | {v.grad_norm:.1e} | {v.angle[0]:.1e} | {v.norm[0]:.1e} | "
-        f"{v.update[0]:.1e} |"
-        for dtype, count, v in rows
-    ]
+def record(verdict: Verdict, **about: str) -> Record:
+    """Deviations of a layout, with two digits, and facts about the measurement."""
+    numbers = (verdict.loss, verdict.grad_norm, verdict.angle[0], verdict.norm[0], verdict.update[0])
+    shown = {name: float(f"{number:.1e}") for name, number in zip(DEVIATIONS, numbers, strict=True)}
+    return {**about, "layout": verdict.layout, **shown}
+
+
+def records(rows: Sequence[Row]) -> list[Record]:
+    """One record for each layout, number format and number of microbatches."""
+    return [record(verdict, parameters=dtype, microbatches=str(count)) for dtype, count, verdict in rows]
+
+
+def merged(rows: Sequence[Row]) -> list[Record]:
+    """One record for each layout and number format: the largest deviations for any number of microbatches."""
+    found: dict[tuple[str, str], Record] = {}
+    for one in records(rows):
+        known = found.setdefault((one["parameters"], one["layout"]), one)
+        if known is not one:
+            known["microbatches"] += f", {one['microbatches']}"
+            known |= {name: max(known[name], one[name]) for name in DEVIATIONS}
+    return list(found.values())
+
+
+def render(shown: Sequence[Record]) -> str:
+    """Records as a Markdown table."""
+    names = list(shown[0])
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    lines += [f"| {' | '.join(_cell(one[name]) for name in names)} |" for one in shown]
     return "\n".join(lines)
 
 
-def render_merged(rows: Sequence[Row]) -> str:
-    """The same with one row for each layout: the largest deviations for any number of microbatches."""
-    counts: dict[tuple[str, str], list[int]] = {}
-    worst: dict[tuple[str, str], Verdict] = {}
-    for dtype, count, v in rows:
-        key = dtype, v.layout
-        counts.setdefault(key, []).append(count)
-        one = worst.setdefault(key, v)
-        numbers = max(one.loss, v.loss), max(one.grad_norm, v.grad_norm)
-        named = max(one.angle, v.angle), max(one.norm, v.norm), max(one.update, v.update)
-        worst[key] = Verdict(v.layout, *numbers, *named, v.diverged)
-    lines = render([(key[0], 0, verdict) for key, verdict in worst.items()]).splitlines()
-    shown = [", ".join(map(str, of_layout)) for of_layout in counts.values()]
-    body = [line.replace(" | 0 | ", f" | {found} | ", 1) for line, found in zip(lines[2:], shown, strict=True)]
-    return "\n".join([*lines[:2], *body])
+def recorded() -> dict[str, list[Record]]:
+    """All records of the documentation."""
+    found: dict[str, list[Record]] = json.loads(DATA.read_text("utf-8"))
+    return found
+
+
+def summary(parts: Mapping[str, Sequence[Record]]) -> str:
+    """Largest deviations of each part and number format, as a Markdown table."""
+    lines = []
+    for part, name in PARTS.items():
+        for dtype in dict.fromkeys(one["parameters"] for one in parts[part]):
+            found = [one for one in parts[part] if one["parameters"] == dtype]
+            worst = {column: max(one[column] for one in found) for column in DEVIATIONS}
+            lines.append({"": name, "parameters": dtype, "rows": str(len(found)), **worst})
+    return render(lines)
+
+
+def write(part: str, found: Sequence[Record]) -> None:
+    """Replace the records of a part, and the summary in the page."""
+    parts = recorded() | {part: list(found)}
+    texts = (f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in parts.items())
+    DATA.write_text("{\n" + ",\n".join(texts) + "\n}\n", "utf-8")
+    PAGE.write_text(page(parts), "utf-8")
+
+
+def page(parts: Mapping[str, Sequence[Record]]) -> str:
+    """Text of the page with the summary of these records."""
+    (begin, end), text = MARKS, PAGE.read_text("utf-8")
+    return f"{text.split(begin)[0]}{begin}\n{summary(parts)}\n{end}{text.split(end)[1]}"
+
+
+def _cell(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:.1e}"
 
 
 def run_experts(
@@ -385,23 +429,18 @@ def run_pipelines(
 
 
 def main() -> None:
-    """Write the tables into the page, each as soon as it is measured."""
-    tables: dict[str, tuple[tuple[str, str], Callable[[Path], list[Row]]]] = {
-        "dense": (DENSE_MARKS, run),
-        "experts": (EXPERT_MARKS, run_experts),
-        "pipelines": (PIPELINE_MARKS, run_pipelines),
-    }
-    for name in sys.argv[1:] or tables:
-        (begin, end), measured = tables[name]
+    """Write each part as soon as it is measured."""
+    parts: dict[str, Callable[[Path], list[Row]]] = {
+        "dense": run, "experts": run_experts, "pipelines": run_pipelines
+    }  # fmt: skip
+    for name in sys.argv[1:] or parts:
         with tempfile.TemporaryDirectory() as directory:
-            rows = measured(Path(directory) / "corpus")
+            rows = parts[name](Path(directory) / "corpus")
         failed = [(dtype, count, v.layout, v.diverged) for dtype, count, v in rows if not v.passed]
         if failed:
             raise SystemExit("\n".join(map(str, failed)))
-        table = render_merged(rows) if name == "pipelines" else render(rows)
-        text = PAGE.read_text("utf-8")  # another tool may have written its tables meanwhile
-        PAGE.write_text(f"{text.split(begin)[0]}{begin}\n{table}\n{end}{text.split(end)[1]}", "utf-8")
-        print(f"{len(rows)} rows in {PAGE.relative_to(ROOT)}, torch {torch.__version__}")
+        write(name, merged(rows) if name == "pipelines" else records(rows))
+        print(f"{len(rows)} rows in {DATA.relative_to(ROOT)}, torch {torch.__version__}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Runs ``d9d verify`` on jobs with seeded faults and on sound jobs, and writes the tables of both in the documentation.
 
-    uv run python tools/verify_table.py                     write docs/layouts.md
+    uv run python tools/verify_table.py                     write docs/layouts.md and docs/layouts.json
     uv run python tools/verify_table.py faults [NAME ...]   only faults; only these, and then nothing is written
     uv run python tools/verify_table.py sound [NAME ...]    the same for sound jobs
 
@@ -33,7 +33,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "layouts.md"
 FAULT_MODULES = ("gradients", "pipelines", "updates", "data", "state", "tensors", "contexts")
 FAULT_MARKS = "<!-- faults: begin -->", "<!-- faults: end -->"
-SOUND_MARKS = "<!-- sound jobs: begin -->", "<!-- sound jobs: end -->"
 DTYPES = ("float32", "bfloat16")
 STEPS = 4
 #: Number format, case, fault and verdict.
@@ -313,19 +312,15 @@ def render_faults(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def render_sound(rows: Sequence[Row]) -> str:
-    """Table of sound jobs as Markdown: the largest deviations."""
-    lines = [
-        "| job | parameters | layouts | loss | gradient norm | 1-cos | length | update |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def sound_records(rows: Sequence[Row]) -> list[layout_table.Record]:
+    """Records of sound jobs, for docs/layouts.json: the largest deviations in any layout."""
+    records = []
     for name, dtype in dict.fromkeys((name, dtype) for dtype, name, _, _ in rows):
         found = [verdict for of, job, _, verdict in rows if (job, of) == (name, dtype)]
-        numbers = [max(v.loss for v in found), max(v.grad_norm for v in found), max(v.angle[0] for v in found)]
-        numbers += [max(v.norm[0] for v in found), max(v.update[0] for v in found)]
-        shown = " | ".join(f"{number:.1e}" for number in numbers)
-        lines.append(f"| {name} | {dtype} | {', '.join(v.layout for v in found)} | {shown} |")
-    return "\n".join(lines)
+        each = [layout_table.record(verdict, job=name, parameters=dtype) for verdict in found]
+        worst = {column: max(one[column] for one in each) for column in layout_table.DEVIATIONS}
+        records.append({**each[0], "layout": ", ".join(one["layout"] for one in each), **worst})
+    return records
 
 
 def shown(marks: tuple[str, str]) -> set[str]:
@@ -357,7 +352,7 @@ def main() -> None:
             sound = list(run(directory, cases, None, DTYPES))
             wrong += [f"{dtype}: {name}, {v.layout}: {v.diverged}" for dtype, name, _, v in sound if not v.passed]
             if not names and not wrong:
-                tables[SOUND_MARKS] = render_sound(sound)
+                layout_table.write("sound jobs", sound_records(sound))
     if wrong:
         raise SystemExit("\n".join(wrong))
     for marks, table in tables.items():  # another tool may have written its tables meanwhile
