@@ -174,3 +174,11 @@ def test_a_range_is_one_shared_object_while_nothing_records() -> None:
 def test_traces_are_named_by_the_coordinate() -> None:
     sizes: dict[str, Any] = {**Topology().sizes, "dp_shard": 2, "pp": 2}
     assert _rank_name(Topology(sizes=sizes, rank=3, world_size=4)) == "rank-3-pp1-dp_shard1"
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_a_trace_has_lines_of_python_code_where_the_job_asks_for_them(job: MakeJob, stacks: bool) -> None:
+    made = job(profiling={**WINDOW, "with_stack": stacks})
+    quiet(made).train()
+    found = names(made.run.directory / "profile" / "step-12" / "rank-0.json.gz")
+    assert any(re.search(r"trainer\.py\(\d+\): ", name) for name in found) == stacks

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -327,3 +328,20 @@ def test_a_table_without_a_neutral_value_is_drawn_too(tmp_path: Path) -> None:
     run.write_tables(1, {"plain": Table(torch.arange(6.0).view(2, 3))})
     run.close("finished")
     assert "<!-- column -->" in (tmp_path / "plain.svg").read_text()
+
+
+@pytest.mark.parametrize(("most", "written"), [(0, [1, 2, 3]), (2, [1])])
+def test_values_that_are_copied_from_a_device_are_written_so_many_steps_later(
+    monkeypatch: pytest.MonkeyPatch, most: int, written: list[int]
+) -> None:
+    def copied(cells: list[Tensor]) -> tuple[Tensor, Any]:
+        return torch.stack([cell.double() for cell in cells]), SimpleNamespace(synchronize=lambda: None)
+
+    monkeypatch.setattr("d9d_engine.run.logbook._copied", copied)
+    values: dict[int, Mapping[str, float]] = {}
+    logbook = Logbook(values.__setitem__, lambda *_: None, "error", max_pending=most)
+    for step in (1, 2, 3):
+        logbook.record(step, step_result(), {})
+    assert list(values) == written
+    logbook.drain()
+    assert list(values) == [1, 2, 3]

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from d9d_nn.distillation import divergence as module
+from d9d_nn.distillation.config import DistillationConfig
 from d9d_nn.distillation.divergence import divergence
+from d9d_nn.distillation.task import Distillation
 from d9d_nn.distillation.vocabularies import check_vocabularies
 from torch import Tensor
 from torch.nn import functional
@@ -111,3 +114,14 @@ def test_sizes_must_be_equal_where_there_is_no_tokenizer_to_compare(tmp_path: Pa
     model, teacher = SimpleNamespace(vocab_size=8), SimpleNamespace(vocab_size=9, pretrained=str(tmp_path))
     assert "it has 9 token ids, the model has 8" in check_vocabularies(model, teacher)[0]
     assert not check_vocabularies(model, SimpleNamespace(vocab_size=8, pretrained=None))
+
+
+def test_the_teacher_may_have_another_head_and_terms_have_their_coefficients() -> None:
+    teacher = SimpleNamespace(vocab_size=5, pretrained="x", heads={"main": "causal_lm", "draft": "causal_lm"})
+    config = SimpleNamespace(
+        teacher=teacher, head=None, teacher_head="draft", top_k=None, soft_weight=0.25, hard_weight=0.5
+    )
+    task = Distillation(cast("DistillationConfig", config))
+    assert task.coefficients == {"divergence": 0.25, "cross_entropy": 0.5}
+    outputs = {"main/logits": torch.zeros(1, 2, 5), "draft/logits": torch.ones(1, 2, 5)}
+    assert task.first_outputs(outputs, {})["teacher_logits"].equal(torch.ones(1, 2, 5))

@@ -354,3 +354,16 @@ def test_special_tokens_in_conversations_are_text_or_tokens(model: Path, stream:
         (batch,) = stream(chat("a<|im_end|>", "b"), special_tokens=choice, notes=notes).next_pack()
         assert int((batch["tokens"] == end).sum()) == count
         assert any("1 of 1 conversations spell special tokens, such as <|im_end|>" in note for note in notes)
+
+
+def test_a_template_gets_its_arguments(model: Path, stream: Open) -> None:
+    template = model / "chat_template.jinja"
+    text = template.read_text()
+    template.write_text("{{ system_note | default('none') }}|" + text)
+    try:
+        (batch,) = stream(chat("ab", "c"), template_arguments={"system_note": "short"}).next_pack()
+        (other,) = stream(chat("ab", "c")).next_pack()
+    finally:
+        template.write_text(text)
+    starts = [text_of(model, one["tokens"][0].tolist()).partition("<|im_start|>")[0] for one in (batch, other)]
+    assert starts == ["short|", "none|"]

@@ -13,9 +13,10 @@ def gradient(step: int) -> Tensor:
     return torch.randn(6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
-def test_steps_follow_the_three_sequences_of_the_paper() -> None:
+@pytest.mark.parametrize("power", [2.0, 0.5])
+def test_steps_follow_the_three_sequences_of_the_paper(power: float) -> None:
     parameter = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
-    config = ScheduleFreeConfig(lr=0.1, betas=(0.9, 0.99))
+    config = ScheduleFreeConfig(lr=0.1, betas=(0.9, 0.99), weight_power=power)
     optimizer = ScheduleFree(config, {"p": parameter})
     optimizer.init_state()
     x = z = parameter.detach().clone()
@@ -30,8 +31,8 @@ def test_steps_follow_the_three_sequences_of_the_paper() -> None:
         rate = 0.1 * factor
         square = 0.99 * square + 0.01 * gradient(step) ** 2
         z = z - rate * gradient(step) / ((square / (1 - 0.99 ** (step + 1))).sqrt() + 1e-8)
-        weights += rate**2
-        x = x + rate**2 / weights * (z - x)
+        weights += rate**power
+        x = x + rate**power / weights * (z - x)
     training = parameter.detach().clone()
     with optimizer.evaluation_weights():
         torch.testing.assert_close(parameter.detach(), x, rtol=1e-6, atol=1e-6)

@@ -171,3 +171,20 @@ def test_runs_that_share_a_directory_leave_the_files_of_each_other_alone(
         run.close("finished")
     reader = EventAccumulator(str(tmp_path / "shared")).Reload()
     assert set(reader.Tags()["scalars"]) == {"loss/0", "loss/2"}
+
+
+def test_events_are_flushed_after_the_seconds_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("d9d_tensorboard.tracker.time.monotonic", lambda: now)
+    run = RunInfo("mine", tmp_path, "of a test", {"steps": 10}, 10, 0)
+    opened_run = TensorBoardTracker(TensorBoardConfig(flush_seconds=5)).open(run, None)
+    opened_run.write(1, {"loss": 1.0})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    before = file.stat().st_size
+    now = 104.0
+    opened_run.write(2, {"loss": 1.0})
+    assert file.stat().st_size == before
+    now = 105.0
+    opened_run.write(3, {"loss": 1.0})
+    assert file.stat().st_size > before
+    opened_run.close("finished")
