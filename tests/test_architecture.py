@@ -344,6 +344,7 @@ def test_own_modules_and_declared_names_are_not_undeclared() -> None:
     assert undeclared(imported_modules(source), own="d9d_qwen3") == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", sorted(name for name in DECLARED if name.partition(".")[0] in FOUNDATION))
 def test_declared_names_are_defined_where_they_are_declared(module: str) -> None:
     loaded = importlib.import_module(module)

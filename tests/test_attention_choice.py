@@ -44,6 +44,7 @@ def explained(small_job: Write, d9d: D9d, monkeypatch: pytest.MonkeyPatch) -> Ca
     return lines_of
 
 
+@pytest.mark.thorough
 def test_packed_documents_get_flex(explained: Any) -> None:
     chosen, flex, sdpa = explained(TEXT)
     assert chosen.startswith("attention: flex (d9d-nn")
@@ -120,7 +121,7 @@ def test_on_a_cpu_it_is_sdpa(explained: Any) -> None:
     assert flex == "flex refuses: FlexAttention has no backward on the CPU; sdpa has"
 
 
-@pytest.mark.parametrize("method", ["all_gather", pytest.param("ulysses", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("method", ["all_gather", pytest.param("ulysses", marks=pytest.mark.full)])
 def test_ranks_that_hold_the_queries_of_some_positions_get_a_backend_that_attends_from_them(
     small_job: Write, d9d: D9d, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -141,6 +142,7 @@ def test_ranks_that_hold_the_queries_of_some_positions_get_a_backend_that_attend
     assert ("attention: sdpa (d9d-nn" in out) or method == "ulysses"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("data", "refused"), [(DOCUMENTS, True), (TEXT, False)], ids=["documents", "text"])
 def test_a_forward_on_packed_data_is_refused_where_kernels_expect_samples_of_one_document(
     small_job: Write, data: dict[str, Any], refused: bool

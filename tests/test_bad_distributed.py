@@ -161,7 +161,7 @@ def test_what_cannot_be_distributed_is_refused_before_anything_starts(
     assert out == ""
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_ranks_with_different_jobs_all_end_and_one_says_why(small_job: Write, start: Start) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -212,6 +212,7 @@ def told_by(world: type[World], job: Path, directory: Path, plugins: list[str]) 
     return failure
 
 
+@pytest.mark.thorough
 def test_a_rank_whose_data_cannot_be_read_is_named_once_with_its_traceback(
     troubled: Write, world: type[World], tmp_path: Path
 ) -> None:
@@ -223,6 +224,7 @@ def test_a_rank_whose_data_cannot_be_read_is_named_once_with_its_traceback(
     assert failure.exit_code == 1
 
 
+@pytest.mark.thorough
 def test_another_model_is_refused_by_all_ranks_and_told_once(
     small_job: Write, world: type[World], tmp_path: Path
 ) -> None:
@@ -258,7 +260,7 @@ def test_a_directory_in_use_is_refused_by_all_ranks_and_told_once(
 # --- under the launcher ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_rank_that_hangs_in_its_data_is_named_with_the_place_and_what_the_others_wait_in(
     troubled: Write, start: Start
 ) -> None:
@@ -298,7 +300,7 @@ def test_a_full_disk_on_one_rank_ends_the_run_and_harms_no_earlier_checkpoint(
     assert 0 < found.step < int(full[1])
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_after_ctrl_c_and_the_loss_of_a_shard_a_run_ends_as_one_that_torchrun_started(
     small_job: Write, start: Start, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ def complaint(d9d: D9d, path: Path, *overrides: str) -> str:
     return "\n".join(errors)
 
 
+@pytest.mark.thorough
 def test_a_missing_data_path(d9d: D9d, small_job: Write, tmp_path: Path) -> None:
     text = complaint(d9d, small_job(), f"data.sources=[{tmp_path}/nowhere]")
     assert f"{tmp_path}/nowhere" in text
@@ -63,6 +64,7 @@ def test_a_run_directory_that_cannot_be_written(d9d: D9d, small_job: Write, tmp_
     assert "run.dir" in text
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_another_model(d9d: D9d, small_job: Write) -> None:
     assert d9d("train", str(small_job()))[0] == 0
     text = complaint(d9d, small_job(), "model.hidden_size=64")

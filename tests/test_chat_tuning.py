@@ -46,7 +46,7 @@ def test_the_example_is_a_job_file_of_fifteen_lines() -> None:
     assert len(lines) <= 15
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_tuned_model_answers_in_transformers_with_its_own_template(base: Path, chats: Path, tmp_path: Path) -> None:
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     overrides = [
@@ -76,7 +76,7 @@ def test_the_tuned_model_answers_in_transformers_with_its_own_template(base: Pat
         torch.testing.assert_close(adapted(asked).logits, merged.eval()(asked).logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_conversations_train_alike_in_every_layout(base: Path, chats: Path, tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "run": {"dir": str(tmp_path / "runs")}, "steps": 3, "device": "cpu", "batch": {"size": 4, "microbatch": 4},

@@ -74,6 +74,7 @@ def refusal(folder: Path, sections: dict[str, Any], *, built: bool) -> str | Non
     return None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_check_refuses_with_the_words_of_build(tmp_path: Path, name: str) -> None:
     checked = refusal(tmp_path, CASES[name], built=False)

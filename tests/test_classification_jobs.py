@@ -26,7 +26,7 @@ SIZES = {
     "name": "qwen3", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_positions": 64,
 }  # fmt: skip
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.full
 
 
 def lexical_classes() -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ def test_words_train_alike_in_every_layout(words: dict[str, Any]) -> None:
     assert_passed(Harness(values, PLUGINS, 3).compare(layouts))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_texts_train_alike_where_ranks_share_their_positions(tmp_path: Path, pooling: str) -> None:
     records = [{"text": "abc " * (1 + n % 5) + str(n), "label": "more" if n % 2 else "less"} for n in range(24)]

@@ -48,9 +48,7 @@ def run(*arguments: str, out: int | IO[Any], err: int | IO[Any] = subprocess.PIP
     return done.returncode, done.stderr or ""
 
 
-@pytest.mark.parametrize(
-    "sink", ["reader gone", *(pytest.param(s, marks=pytest.mark.thorough) for s in list(SINKS)[1:])]
-)
+@pytest.mark.parametrize("sink", ["reader gone", *(pytest.param(s, marks=pytest.mark.full) for s in list(SINKS)[1:])])
 def test_a_run_whose_output_nobody_takes_finishes_with_status_0(small_job: Write, tmp_path: Path, sink: str) -> None:
     out, err = SINKS[sink](), SINKS[sink]()
     status, _ = run("train", str(small_job("run", checkpoint={"every": 2})), out=out, err=err)
@@ -60,7 +58,7 @@ def test_a_run_whose_output_nobody_takes_finishes_with_status_0(small_job: Write
     os.close(err)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("sink", SINKS)
 def test_a_launch_whose_output_nobody_takes_finishes_with_status_0(small_job: Write, tmp_path: Path, sink: str) -> None:
     out, err = SINKS[sink](), SINKS[sink]()
@@ -73,7 +71,7 @@ def test_a_launch_whose_output_nobody_takes_finishes_with_status_0(small_job: Wr
 PRINTING = [
     ("schema",),
     *(
-        pytest.param(words, marks=pytest.mark.thorough)
+        pytest.param(words, marks=pytest.mark.full)
         for words in (("--help",), ("plugins", "list"), ("plugins", "show", "adamw"), ("train", "--help"))
     ),
 ]
@@ -102,7 +100,7 @@ def wait_until_it_trains(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "processes", [1, pytest.param(2, marks=pytest.mark.thorough)]
+    "processes", [1, pytest.param(2, marks=pytest.mark.full)]
 )  # fmt: skip
 def test_a_closed_terminal_lets_the_run_save_and_end(small_job: Write, tmp_path: Path, processes: int) -> None:
     """The terminal is a real one: its end hangs up, and what is written to it afterwards fails."""

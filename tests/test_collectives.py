@@ -15,7 +15,7 @@ from d9d_testing.collectives import differences, listed_step, recorded_step
 from d9d_testing.world import World
 
 D9d = Callable[..., tuple[int, str, str]]
-THOROUGH = pytest.mark.thorough
+THOROUGH = pytest.mark.full
 ASYNCHRONOUS = {"name": "tensor_parallel", "asynchronous": True}
 #: Mesh, strategies, whether the model has experts, and other sections of the job.
 CASES: dict[str, tuple[Mapping[str, int], Sequence[Any], bool, Mapping[str, Any]]] = {
@@ -210,6 +210,7 @@ def job_of_case(table: ModuleType, directory: Path, case: str) -> dict[str, Any]
     return {**job, **changed, "model": model, "data": data}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in OFTEN else THOROUGH) for name in CASES])
 def test_a_traced_step_makes_the_collectives_that_are_listed(table: ModuleType, tmp_path: Path, case: str) -> None:
     values = job_of_case(table, tmp_path, case)

@@ -18,7 +18,7 @@ def train(directory: Path, *overrides: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_reward_rises_and_the_run_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     train(tmp_path, "steps=20")

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "tools" / "bench" / "compare"
 NAMES = ("records", "settings", "microbatches", "contender", "ours", "rounds", "record", "tables")
@@ -238,7 +240,7 @@ def test_the_summary_says_how_many_times_as_fast_ours_was(room: SimpleNamespace)
     assert room.tables.summary_of([result]) == room.tables.NONE_YET
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_comparison_in_which_nothing_was_measured_writes_nothing_and_says_so(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOM), "--tiny", "--contenders", "nobody_has:this", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -39,9 +39,10 @@ def compiled_graphs(cases: Sequence[Mapping[str, Any]], plugins: Sequence[str]) 
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 @pytest.mark.parametrize(
-    "case", [name if name == "tp" else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]
+    "case", [name if name == "tp" else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 )
 def test_the_number_of_graphs_is_that_of_a_few_layers(table: ModuleType, tmp_path: Path, case: str) -> None:
     mesh, parallel, experts = CASES[case]

@@ -76,10 +76,11 @@ def changed(values: dict[str, Any], plugins: list[str], packed: list[list[list[i
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "window"),
     [
-        pytest.param(name, window, marks=() if (name, window) in OFTEN else pytest.mark.thorough)
+        pytest.param(name, window, marks=() if (name, window) in OFTEN else pytest.mark.full)
         for name in METHODS
         for window in (None, 7)
     ],
@@ -140,6 +141,7 @@ def kept(values: dict[str, Any], plugins: list[str]) -> int:
     return sum(found.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "most"), [("ring", 0.52), ("ulysses", 0.58), ("all_gather", 0.6), ("hybrid", 0.27)])
 def test_what_a_forward_keeps_falls_with_the_number_of_ranks(
     table: ModuleType, tmp_path: Path, name: str, most: float
@@ -156,6 +158,7 @@ def test_what_a_forward_keeps_falls_with_the_number_of_ranks(
 # --- models
 
 
+@pytest.mark.thorough
 def test_a_model_with_all_of_it_is_shared_as_one_process_computes_it(table: ModuleType, tmp_path: Path) -> None:
     model = {
         "tie_embeddings": True, "attention_bias": True, "sliding_window": 8, "sliding_from_layer": 1,
@@ -167,7 +170,7 @@ def test_a_model_with_all_of_it_is_shared_as_one_process_computes_it(table: Modu
     assert_passed(harness(table, tmp_path / "corpus", model).compare(layouts, reference=one))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["dense", "experts"])
 def test_low_rank_terms_see_a_rank_s_positions(table: ModuleType, tmp_path: Path, model: str) -> None:
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE if model == "dense" else table.EXPERTS)
@@ -177,7 +180,7 @@ def test_low_rank_terms_see_a_rank_s_positions(table: ModuleType, tmp_path: Path
     assert_passed(made.compare([table.sized(layout(name), 1) for name in ("ring", "hybrid")], reference=one))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(("first", "second"), [("ring", "ulysses"), ("all_gather", "hybrid")])
 def test_a_run_goes_on_with_another_method_and_alone(
     table: ModuleType, tmp_path: Path, first: str, second: str
@@ -235,6 +238,7 @@ def test_lengths_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_path
     assert "(data.sequence_length); use 24 or 28, or other sizes of the mesh" in said
 
 
+@pytest.mark.thorough
 def test_positions_that_ranks_of_tp_cannot_share_further_are_refused(table: ModuleType, tmp_path: Path) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 20}
     one = layout("all_gather", "tensor_parallel", tp=4)
@@ -250,6 +254,7 @@ def test_lengths_of_evaluations_that_ranks_cannot_share_are_refused(table: Modul
     assert "(evaluation.sets.odd.sequence_length)" in said
 
 
+@pytest.mark.thorough
 def test_evaluated_lengths_that_ranks_of_tp_cannot_share_further_are_refused(table: ModuleType, tmp_path: Path) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 20}
     one = layout("all_gather", "tensor_parallel", tp=4)

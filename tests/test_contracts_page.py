@@ -13,6 +13,7 @@ from tests.documents import ROOT, files_of
 PAGE = ROOT / "docs/contracts.md"
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_hello_and_nothing_that_stays")
 def test_the_five_plugins_train_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

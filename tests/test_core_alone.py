@@ -96,6 +96,7 @@ def test_the_schema_lists_no_absent_names(alone: dict[str, str]) -> None:
     assert json.loads(out)["properties"]["steps"]
 
 
+@pytest.mark.thorough
 def test_what_is_missing_is_named_with_its_install_line(alone: dict[str, str]) -> None:
     status, _, err = run(alone, "check", str(QUICKSTART / "job.yaml"))
     assert status == 2

@@ -73,6 +73,7 @@ def values(folder: Path, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", JOBS)
 def test_a_plan_counts_what_a_step_allocates_and_computes(tmp_path: Path, name: str) -> None:
     job = Job.from_values(values(tmp_path, name))
@@ -110,6 +111,7 @@ def _noted(sizes: dict[str, int], key: str) -> Callable[[torch.Tensor], None]:
     return note
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The ``declarative_base")  # of Aim, which is one of the trackers
 @pytest.mark.parametrize("seed", range(3))
 def test_predictions_count_the_state_that_plans_of_random_jobs_have(seed: int) -> None:

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "tools" / "bench"
 NAMES = ("records", "cpu_parts", "cpu")

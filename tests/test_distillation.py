@@ -50,7 +50,7 @@ def values(teacher: Path, tmp_path: Path, **task: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_first_loss_is_the_divergence_of_the_two_models(teacher: Path, tmp_path: Path) -> None:
     """Against transformers, on the batch that the job takes."""
     transformers = pytest.importorskip("transformers")
@@ -69,7 +69,7 @@ def test_the_first_loss_is_the_divergence_of_the_two_models(teacher: Path, tmp_p
     torch.testing.assert_close(found.double(), expected.sum(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("task", [{}, {"top_k": 8, "hard_weight": 0.5}], ids=["all words", "eight words"])
 def test_a_student_comes_closer_to_its_teacher(teacher: Path, tmp_path: Path, task: dict[str, Any]) -> None:
     job = Job.from_values(values(teacher, tmp_path, **task) | {"steps": 30})
@@ -80,6 +80,7 @@ def test_a_student_comes_closer_to_its_teacher(teacher: Path, tmp_path: Path, ta
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
 
 
+@pytest.mark.thorough
 def test_the_example_distils_into_a_published_model(teacher: Path, tmp_path: Path, published: Any) -> None:
     """Both have one tokenizer, and matrices of different sizes."""
     student = published(tmp_path / "student")
@@ -96,7 +97,7 @@ def test_the_example_distils_into_a_published_model(teacher: Path, tmp_path: Pat
     assert (tmp_path / "runs/distillation/model/model.safetensors").is_file()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_student_learns_alike_in_every_layout(teacher: Path, tmp_path: Path) -> None:
     layouts = [
         Layout("replicate 2", {"dp_replicate": 2}, ["replicate"], ("batch.microbatch=1",)),

@@ -40,6 +40,7 @@ def missing_imports(source: str) -> list[str]:
     return missing
 
 
+@pytest.mark.thorough
 @examples("python")
 def test_python_examples_compile_and_import_what_exists(block: Block) -> None:
     assert missing_imports(block.text) == []

@@ -126,6 +126,7 @@ def test_the_reference_names_every_exit_status() -> None:
 # --- names and links -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_names_in_the_text_exist(page: Path) -> None:
     references = re.findall(r"`(d9d_\w+(?:\.\w+)+(?::\w+(?:\.\w+)*)?)`", prose(page))

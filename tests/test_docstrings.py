@@ -107,6 +107,7 @@ def module_of(file: Path) -> ModuleType:
     return importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
 
 
+@pytest.mark.thorough
 def test_references_of_docstrings_lead_somewhere() -> None:
     found = [
         f"{file.relative_to(ROOT)}:{text}"

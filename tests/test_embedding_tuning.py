@@ -45,6 +45,7 @@ def overrides(base: Path, questions: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_model_learns_to_find_what_answers_a_query(base: Path, questions: Path) -> None:
     given = [*overrides(base, questions), "batch={size: 8, microbatch: 4}"]
     Job.load(EXAMPLE, overrides=given).build(lambda _: None).train()
@@ -52,7 +53,7 @@ def test_a_model_learns_to_find_what_answers_a_query(base: Path, questions: Path
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_gradient_is_that_of_one_batch_however_it_is_split(base: Path, questions: Path) -> None:
     """Against one backward through all similarities, with negatives of its own and dropout."""
     job = Job.load(
@@ -100,7 +101,7 @@ def test_the_gradient_is_that_of_one_batch_however_it_is_split(base: Path, quest
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_embeddings_are_learned_alike_in_every_layout(base: Path, questions: Path) -> None:
     values: dict[str, Any] = {
         "run": {"dir": str(questions.parent / "runs")}, "steps": 3, "device": "cpu",

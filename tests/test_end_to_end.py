@@ -19,6 +19,7 @@ def final(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(max((directory / "checkpoints").iterdir()) / "tensors-00000.safetensors")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("tokenizer", ["bytes", {"bpe": 270}])
 def test_the_exported_model_gives_the_same_logits_in_transformers(
@@ -57,6 +58,7 @@ def test_the_loss_falls_below_the_unigram_entropy_of_a_repetitive_text(small_job
     assert json.loads(metrics[-1])["loss"] < 0.5 * entropy
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from inside Dynamo
 @pytest.mark.parametrize(

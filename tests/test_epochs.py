@@ -31,6 +31,7 @@ def lr(run: Job) -> list[float]:
     return [line["lr"] for line in read_log(run.run.directory)]
 
 
+@pytest.mark.thorough
 def test_the_schedule_ends_with_the_last_epoch_and_survives_a_resume(tmp_path: Path) -> None:
     whole = job(tmp_path, "whole")
     assert whole.build(lambda _: None).train().step == 8 + 1  # 33 samples an epoch: 66 in batches of 8

@@ -58,7 +58,7 @@ def reference(model: Path, texts: Path, length: int) -> float:
     return total / count
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_perplexity_is_that_of_transformers_and_of_training(
     d9d: Command, model: Path, texts: Path, tmp_path: Path, small_job: WriteJob
 ) -> None:
@@ -93,7 +93,7 @@ def test_perplexity_is_that_of_transformers_and_of_training(
             assert values["perplexity"] == pytest.approx(logged[f"eval/{name}/perplexity"], rel=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_run_is_compared_with_itself_and_with_another_step(d9d: Command, small_job: WriteJob, tmp_path: Path) -> None:
     held_out = {"name": "documents", "sources": [str(tmp_path / "corpus")], "sequence_length": 64, "held_out": 0.5}
     job = small_job(
@@ -125,6 +125,7 @@ def test_a_run_is_compared_with_itself_and_with_another_step(d9d: Command, small
     assert json.loads((tmp_path / "found.json").read_text())["step"] == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -169,7 +170,7 @@ def test_metrics_that_read_what_the_task_does_not_observe_are_told(d9d: Command,
     assert "which task 'causal_lm' (d9d-nn" in err
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_tuned_run_is_its_export(d9d: Command, model: Path, tmp_path: Path, small_job: WriteJob) -> None:
     """Of conversations with weights, from a checkpoint of the adapter alone; and on a file of conversations."""
     records = [
@@ -212,7 +213,7 @@ def test_a_tuned_run_is_its_export(d9d: Command, model: Path, tmp_path: Path, sm
     assert few["loss"] != pytest.approx(losses[0], rel=1e-3)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("reference", ["copy", "stored", "without_adapter"])
 def test_preferences_are_measured_against_the_reference_of_training(
     d9d: Command, model: Path, tmp_path: Path, small_job: WriteJob, reference: str
@@ -244,7 +245,7 @@ def test_preferences_are_measured_against_the_reference_of_training(
         assert found["preference/accuracy"] == pytest.approx(logged["eval/preference/accuracy"])
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_fillers_answer_no_query(d9d: Command, model: Path, tmp_path: Path, small_job: WriteJob) -> None:
     """Eight queries in a batch of eight, and in one of sixteen."""
     words = ("apple", "brick", "cloud", "dune", "ember", "frost", "glade", "heron")
@@ -269,7 +270,7 @@ def test_fillers_answer_no_query(d9d: Command, model: Path, tmp_path: Path, smal
     assert list(losses.values()) == pytest.approx([losses[8, 8]] * 4, rel=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_layouts_measure_what_one_process_does(small_job: WriteJob, tmp_path: Path) -> None:
     """Losses, perplexity, metrics and the comparison, over shards and over stages."""
     data = {"name": "documents", "sources": [str(tmp_path / "corpus")], "sequence_length": 64}
@@ -296,7 +297,7 @@ def test_layouts_measure_what_one_process_does(small_job: WriteJob, tmp_path: Pa
             assert values == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_preferences_are_measured_alike_where_ranks_share_positions(
     model: Path, tmp_path: Path, small_job: WriteJob
 ) -> None:
@@ -326,7 +327,7 @@ def test_preferences_are_measured_alike_where_ranks_share_positions(
     assert numbers(shared) == pytest.approx(numbers(alone), rel=1e-4, abs=1e-7)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_whole_sets_and_early_stopping_are_alike_over_stages(d9d: Command, small_job: WriteJob, tmp_path: Path) -> None:
     """A run that gets no better ends after the same step, with the same values."""
     data = {"name": "documents", "sources": [str(tmp_path / "corpus")], "sequence_length": 64}

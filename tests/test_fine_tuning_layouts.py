@@ -42,7 +42,7 @@ def harness(table: ModuleType, corpus: Path, model: Mapping[str, Any], peft: Any
     return Harness(values, [*table.PLUGINS, PLUGIN], 3)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_low_rank_terms_of_a_dense_model_train_alike_in_data_parallel_layouts(
     table: ModuleType, tmp_path: Path, dtype: str
@@ -50,20 +50,20 @@ def test_low_rank_terms_of_a_dense_model_train_alike_in_data_parallel_layouts(
     assert_passed(harness(table, tmp_path / "corpus", table.DENSE, LORA, dtype).compare(DATA_PARALLEL))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_low_rank_terms_train_alike_in_pipelines_that_split_the_backward(table: ModuleType, tmp_path: Path) -> None:
     model = table.DENSE | {"num_layers": 4, "tie_embeddings": True}
     assert_passed(harness(table, tmp_path / "corpus", model, LORA).compare(PIPELINES))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_low_rank_terms_beside_experts_train_alike_where_experts_are_spread(table: ModuleType, tmp_path: Path) -> None:
     peft = {**LORA, "targets": ["all-linear", "*.experts.gate_proj", "down_proj"]}
     layouts = [*EXPERTS, piped("zb1p", {"dp_shard": 2, "ep": 2}, "fsdp", "expert_parallel")]
     assert_passed(harness(table, tmp_path / "corpus", table.EXPERTS, peft).compare(layouts))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_terms_and_magnitudes_train_alike_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
     layouts = [DATA_PARALLEL[2], piped("zb1p", {})]
     assert_passed(harness(table, tmp_path / "corpus", table.DENSE, {**LORA, "name": "dora"}).compare(layouts))
@@ -75,20 +75,20 @@ def test_magnitudes_start_alike_where_shards_are_replicated(table: ModuleType, t
     assert_passed(harness(table, tmp_path / "corpus", table.DENSE, {**LORA, "name": "dora"}).compare([hsdp]))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_terms_of_embeddings_and_heads_train_alike_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
     layouts = [DATA_PARALLEL[2], piped("zb1p", {})]
     peft = {**LORA, "targets": ["embedding", "heads.*", "v_proj"]}
     assert_passed(harness(table, tmp_path / "corpus", table.DENSE, peft).compare(layouts))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_learned_scales_train_alike_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
     layouts = [DATA_PARALLEL[2], piped("zb1p", {})]
     assert_passed(harness(table, tmp_path / "corpus", table.DENSE, {"name": "ia3"}).compare(layouts))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_methods_on_one_model_train_alike_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
     methods = [{**LORA, "targets": ["q_proj", "down_proj"]}, {"name": "full_tune", "match": ["norm", "layers.1.ffn.*"]}]
     peft = {"name": "stack", "methods": methods}
@@ -96,7 +96,7 @@ def test_methods_on_one_model_train_alike_in_every_layout(table: ModuleType, tmp
     assert_passed(harness(table, tmp_path / "corpus", table.DENSE, peft).compare(layouts))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_full_tuning_of_some_layers_is_alike_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
     peft = {"name": "full_tune", "match": ["layers.1.*", "norm"]}
     layouts = [DATA_PARALLEL[2], piped("zb1p", {})]

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 MODEL: dict[str, Any] = {
     "name": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 48,
@@ -14,6 +16,7 @@ MODEL: dict[str, Any] = {
 JOB: dict[str, Any] = {"model": MODEL, "precision": {"parameters": "bfloat16"}, "device": "cuda"}
 
 
+@pytest.mark.thorough
 def test_explain_says_what_is_in_float8_and_what_is_not(
     small_job: Callable[..., Path], d9d: Callable[..., Any]
 ) -> None:

@@ -88,7 +88,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_nothing_is_left_of_what_is_forgotten(small_job: MakeJob, tmp_path: Path) -> None:
     documents = {"name": "documents", "sources": [str(tmp_path / "corpus")], "sequence_length": 64, "workers": 1}

@@ -57,6 +57,7 @@ def written(path: Path, *lines: Any) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_a_text_is_continued_as_transformers_does(d9d: Run, model: Path) -> None:
     tokenizer = tokenizer_of(model)
     status, out, err = d9d("generate", str(model), "--prompt", "hello", "--raw", "--max-new-tokens", "12", *GREEDY)
@@ -264,7 +265,7 @@ def test_a_run_is_read_from_its_checkpoint_until_it_has_an_export(
     assert d9d("generate", str(checkpoint), *given)[:2] == (0, exported)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_an_adapter_is_put_on_its_base(d9d: Run, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     chats = written(
@@ -305,6 +306,7 @@ def test_an_adapter_is_put_on_its_base(d9d: Run, model: Path, tmp_path: Path) ->
 NESTED = "{% set ns = namespace(s=['a']) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("template", "says"),
     [

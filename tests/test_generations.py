@@ -64,6 +64,7 @@ def output_of(values: Mapping[str, Any]) -> Path:
     return Path(values["run"]["dir"]) / values["run"]["name"] / "output.jsonl"
 
 
+@pytest.mark.thorough
 def test_rows_are_what_transformers_generates(values: Callable[..., dict[str, Any]], model: Path) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.disable_progress_bar()
@@ -168,7 +169,7 @@ def infer(jobs: Sequence[Mapping[str, Any]]) -> None:
         job.build(lambda _: None, topology_here(job)).run()  # type: ignore[arg-type]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_output_is_the_same_bytes_in_every_layout(values: Callable[..., dict[str, Any]]) -> None:
     from d9d_testing.world import World
 
@@ -188,7 +189,7 @@ def test_output_is_the_same_bytes_in_every_layout(values: Callable[..., dict[str
             assert output_of(job).read_bytes() == output_of(alone).read_bytes(), name
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_ranks_that_split_positions_continue_by_a_number_of_tokens_that_they_do_not_divide(
     values: Callable[..., dict[str, Any]],
 ) -> None:
@@ -203,7 +204,7 @@ def test_ranks_that_split_positions_continue_by_a_number_of_tokens_that_they_do_
         World(2).run(infer, [layers])
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_experts_on_two_ranks_write_the_same_bytes(
     values: Callable[..., dict[str, Any]], small_job: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ def build(write: Write, name: str, **sections: Any) -> Trainer:
 
 
 # torch 2.11's Inductor, when it is imported.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("sections", "why"),

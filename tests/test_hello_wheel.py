@@ -67,7 +67,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     return Fresh(directory)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_our_packages_come_from_the_wheels(fresh: Fresh, tmp_path: Path) -> None:
     packages = [name.replace("-", "_") for name in (*OURS, "d9d-hello")]
     script = (
@@ -79,7 +79,7 @@ def test_our_packages_come_from_the_wheels(fresh: Fresh, tmp_path: Path) -> None
         assert Path(file).is_relative_to(fresh.directory / "venv")
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_third_party_plugin_trains_by_name(fresh: Fresh, tmp_path: Path) -> None:
     fresh.run("d9d", "train", str(HELLO / "job.yaml"), cwd=tmp_path)
     run = tmp_path / "runs" / "hello"
@@ -90,14 +90,14 @@ def test_the_third_party_plugin_trains_by_name(fresh: Fresh, tmp_path: Path) -> 
     assert not (run / "metrics.jsonl").exists(), "the job names its trackers, and jsonl is not among them"
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_command_line_knows_where_the_names_come_from(fresh: Fresh, tmp_path: Path) -> None:
     listed = json.dumps(json.loads(fresh.run("d9d", "plugins", "list", "--json", cwd=tmp_path)))
     for name in ("d9d-hello", "smooth_lm", "csv"):
         assert f'"{name}"' in listed
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_plugins_own_tests_pass_there(fresh: Fresh, tmp_path: Path) -> None:
     fresh.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HELLO / "tests"), cwd=tmp_path)
 

@@ -31,7 +31,7 @@ def faults(campaign: ModuleType, **examples: int) -> dict[str, dict[str, Fault]]
     return {kind: report.faults for kind, report in reports.items() if report.faults}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_sample_of_hostile_files_does_no_harm(campaign: ModuleType) -> None:
     few = {"runs": 25, "adapters": 100, "tables": 25, "templates": 10, "generations": 20, "rows": 60}
     assert faults(campaign, jobs=15, models=10, checkpoints=25, tokenizers=25, **few) == {}

@@ -13,6 +13,7 @@ from d9d_engine.job import Job
 LARGE = 2**62
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "head_dim"])
 def test_sizes_whose_product_cannot_be_counted(small_job: Callable[..., Path], field: str) -> None:
     model = json.loads(small_job().read_text())["model"]

@@ -12,6 +12,7 @@ Command = Callable[..., tuple[int, str, str]]
 ALONE = "splits nothing, as "
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
@@ -32,6 +33,7 @@ def test_a_part_that_splits_nothing_is_told(
     assert said in " ".join(out.split())
 
 
+@pytest.mark.thorough
 def test_a_run_says_so_at_its_start(d9d: Command, small_job: Callable[..., Path]) -> None:
     status, out, err = d9d("train", str(small_job(parallel=["replicate"], steps=1, checkpoint={}, lr_schedule=None)))
     assert status == 0, err

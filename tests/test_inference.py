@@ -94,6 +94,7 @@ def theirs(folder: Folder) -> Theirs:
 # --- rows equal those of transformers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_log_probabilities_equal_those_of_transformers(folder: Folder, theirs: Theirs, packed: bool) -> None:
     rows = folder.rows(f"log_probs-{packed}", task={"name": "log_probs", "per": "token"}, data=folder.data(packed))
@@ -230,6 +231,7 @@ def test_a_limit_takes_the_first_samples(folder: Folder, packed: bool) -> None:
     assert len(few) == 5 or (packed and 5 < len(few) < COUNT)
 
 
+@pytest.mark.thorough
 def test_parquet_holds_what_json_lines_hold(folder: Folder) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     task = {"name": "log_probs", "per": "token"}
@@ -360,7 +362,7 @@ def test_results_of_another_job_or_other_weights_are_not_mixed(folder: Folder) -
 # --- every layout, and kills
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_kills_in_every_layout_leave_the_rows_of_an_undisturbed_process(
     tmp_path: Path, tool: Callable[[str], ModuleType]
 ) -> None:
@@ -369,7 +371,7 @@ def test_kills_in_every_layout_leave_the_rows_of_an_undisturbed_process(
     assert found["kills"] == 4
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_captured_layers_of_all_stages_arrive_at_the_last(
     folder: Folder, d9d: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -100,18 +100,19 @@ def context(method: str, *others: str, **mesh: int) -> dict[str, Any]:
     return {"mesh": {"cp": 2, **mesh}, "parallel": [{"name": "context_parallel", "method": method}, *others]}
 
 
+@pytest.mark.thorough
 def test_rows_of_each_task_equal_those_of_one_process(values: Callable[..., dict[str, Any]]) -> None:
     compare(values, 2, {"cp": context("all_gather")}, *((task, task in ("log_probs", "classes")) for task in TASKS))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_rows_equal_those_of_one_process_with_every_method(values: Callable[..., dict[str, Any]], packed: bool) -> None:
     layouts = {method: context(method) for method in ("ring", "ulysses")}
     compare(values, 2, layouts, *((task, packed) for task in TASKS))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_other_axes_beside_cp_leave_the_rows(values: Callable[..., dict[str, Any]]) -> None:
     layouts = {
         "tp": context("ring", "tensor_parallel", tp=2),

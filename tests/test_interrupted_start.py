@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize("processes", [1, 2])

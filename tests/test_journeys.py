@@ -105,6 +105,7 @@ def test_the_first_page_leads_to_every_journey() -> None:
     assert set(re.findall(r"journeys/([\w-]+)\.md", navigation)) == JOURNEYS
 
 
+@pytest.mark.thorough
 def test_the_readmes_name_every_inference_task_with_its_columns() -> None:
     registry = discover(PluginPolicy(allow=frozenset({"d9d-nn"})))
     names = {entry.spec.key for entry in registry.entries("inference task")}
@@ -263,7 +264,7 @@ def traveller(tmp_path_factory: pytest.TempPathFactory) -> Traveller:
     return Traveller(tmp_path_factory.mktemp("journeys"))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*NAMES, *SECTIONS])
 def test_a_journey_runs_as_written(traveller: Traveller, name: str) -> None:
     directory = traveller.run(name)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "tools" / "bench"
 NAMES = ("records", "timing", "optimizer_step", "kernel_parts", "kernel_block", "kernels")

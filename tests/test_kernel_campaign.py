@@ -10,7 +10,7 @@ import pytest
 import torch
 from d9d_core.kernel import OpSignature
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.full
 
 
 def test_a_sound_kernel_passes_and_its_table_says_how_often(

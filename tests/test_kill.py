@@ -99,7 +99,7 @@ def campaign(write: Write, runs: Path, kills: int, steps: int, seed: int) -> dic
     return moments
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_few_kills_change_nothing(small_job: Write, tmp_path: Path) -> None:
     moments = campaign(small_job, tmp_path / "runs", kills=4, steps=200, seed=1)
     assert set(moments) - {"finished", "start-up"}, moments

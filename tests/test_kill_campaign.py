@@ -7,13 +7,15 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.tools
+
 
 @pytest.fixture(scope="module")
 def campaign(tool: Callable[[str], ModuleType]) -> ModuleType:
     return tool("kill_campaign")
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_few_rounds_end_as_the_undisturbed_run(campaign: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert campaign.main(["--kill", "1", "--term", "1", "--stop", "1", "--seed", "3"]) == 0, capsys.readouterr().out
 

@@ -14,7 +14,7 @@ from d9d_verify.layouts import Layout
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "count"),
     [("float32", 3), *(pytest.param(*rest, marks=SLOW) for rest in (("float32", 1), ("bfloat16", 1), ("bfloat16", 3)))],
@@ -27,7 +27,7 @@ def test_every_layout_computes_what_one_process_does(table: ModuleType, tmp_path
     assert shown == _rows(rows), _STALE
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "spread"),
     [("float32", True), pytest.param("float32", False, marks=SLOW), pytest.param("bfloat16", None, marks=SLOW)],
@@ -78,7 +78,7 @@ def test_the_records_of_a_layout_are_merged_to_its_largest_deviations(table: Mod
     assert table.summary(parts).count("| float32 | 1 | 2.0e-03 | 0.0e+00 | 0.0e+00 | 0.0e+00 | 2.0e-03 |") == 4
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 def test_further_families_compute_what_one_process_does(table: ModuleType, tmp_path: Path, family: str) -> None:
     chosen = [layout for layout in table.LAYOUTS if layout.name in {"tp 4", "hsdp 2 x 2, tp 2", "cp 2, ring, tp 2"}]
@@ -91,7 +91,7 @@ def test_further_families_compute_what_one_process_does(table: ModuleType, tmp_p
     assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_bfloat16_run_that_changes_its_layout_computes_every_step_as_one_process_does(
     table: ModuleType, tmp_path: Path
 ) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "tools" / "bench"
 NAMES = ("records", "traces", "rows", "layout_rows", "rank_processes", "rank_steps", "layouts")

@@ -232,6 +232,7 @@ def test_the_edit_that_an_error_gives_mends_the_job(
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_check_says_what_auto_became(small_job: Callable[..., Path], d9d: Callable[..., Any]) -> None:
     path = str(small_job(mesh={"dp_shard": "auto"}, parallel=["fsdp"]))
     status, out, err = d9d("check", path, "--world-size", "2")
@@ -269,7 +270,7 @@ def test_nproc_auto_starts_a_process_for_each_device(
         assert "batch.size 4 fits no data-parallel layout of 3 processes" in err
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_same_file_trains_alike_on_one_process_and_on_two(
     small_job: Callable[..., Path], d9d: Callable[..., Any], tmp_path: Path
 ) -> None:

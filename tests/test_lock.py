@@ -131,6 +131,7 @@ def tracked_files() -> list[Path]:
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]
 
 
+@pytest.mark.thorough
 def test_no_tracked_file_configures_an_index() -> None:
     found = []
     for path in tracked_files():
@@ -201,6 +202,7 @@ def test_addresses_finds_hosts_without_a_scheme(lock: ModuleType) -> None:
 # --- the git filter --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_git_stores_the_stripped_form_and_sees_no_change_in_the_full_one(lock: ModuleType, clone: Path) -> None:
     lock.install_filter(clone)
     lock.install_filter(clone)

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tools" / "bench" / "loss_curves.py"
 

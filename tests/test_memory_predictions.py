@@ -30,6 +30,7 @@ def test_a_row_is_predicted_and_trained_and_written(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) == 4
 
 
+@pytest.mark.thorough
 def test_every_row_is_a_job_that_is_accepted(room: SimpleNamespace, tmp_path: Path) -> None:
     from d9d_engine.job import Job
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from d9d_core.tensors import local
 from d9d_testing.layouts import job_of, topology_here
@@ -63,5 +64,6 @@ def export(directory: str) -> bool:
     return all(after[name] is p and torch.equal(local(p), before[name]) for name, p in parameters.items())
 
 
+@pytest.mark.thorough
 def test_shards_are_merged_for_an_export_and_put_back(world: Callable[..., Any], tmp_path: Path) -> None:
     assert world(2).run(export, str(tmp_path)) == [True, True]

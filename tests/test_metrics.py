@@ -63,6 +63,7 @@ def trained(directory: Path, **sections: Any) -> Trainer:
     return trainer
 
 
+@pytest.mark.thorough
 def test_every_metric_is_logged_in_training_and_in_evaluation(tmp_path: Path) -> None:
     evaluation = {"every": 2, "packs": 2, "data": "toy_tokens", "metrics": METRICS}
     trained(tmp_path, metrics=METRICS, evaluation=evaluation)
@@ -152,7 +153,7 @@ def test_classes_of_a_classification_are_series(tmp_path: Path) -> None:
     assert all(isinstance(value, Tensor) and value.ndim == 0 for value in computed.values())
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_d9d_evaluate_measures_what_training_does(d9d: Any, small_job: Any, tmp_path: Path) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 32}
     evaluation = {"every": 2, "packs": "all", "data": data, "metrics": METRICS}
@@ -169,6 +170,7 @@ def test_d9d_evaluate_measures_what_training_does(d9d: Any, small_job: Any, tmp_
         assert found[name.removeprefix("eval/")] == pytest.approx(logged[name], rel=1e-5), name
 
 
+@pytest.mark.thorough
 def test_classes_are_measured_as_scikit_learn_does(tmp_path: Path) -> None:
     sk = pytest.importorskip("sklearn.metrics")
     texts = tmp_path / "texts.jsonl"
@@ -231,7 +233,7 @@ def computed_on(ranks: int, empty: bool) -> dict[str, float]:
     return {**values, "all-reduces": len(calls), "states": len([k for m in ten_metrics().values() for k in m.state()])}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("empty", [False, True])
 def test_four_processes_compute_what_one_does_with_an_all_reduce_for_each_kind(empty: bool) -> None:
     (expected,) = World(1).run(computed_on, 1, empty)
@@ -247,7 +249,7 @@ def train_here(values: dict[str, Any]) -> int:
     return job.build(lambda _note: None, topology=topology_here(job)).train().step
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [{"mesh": {"dp_shard": 2}, "parallel": ["fsdp"]}, {"mesh": {"pp": 2}, "pipeline": "1f1b"}]
 )

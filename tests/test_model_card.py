@@ -49,6 +49,7 @@ def read(card: bytes) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     return yaml.safe_load(front), dict(zip(cells[::2], cells[1::2], strict=True)), job
 
 
+@pytest.mark.thorough
 @given(st.lists(st.tuples(NASTY, NASTY), min_size=1, max_size=4))
 def test_any_text_stays_in_its_cell_as_it_is(rows: list[tuple[str, str]]) -> None:
     tokens = parsed((table(["name", "value"], rows) + "\n\nafter").encode().decode())
@@ -128,6 +129,7 @@ def test_the_base_model_is_called_by_its_folder_or_run(location: str, name: str 
     assert base_name(location) == name
 
 
+@pytest.mark.thorough
 def test_a_card_says_what_was_trained_on_what_and_how_it_went(job: MakeJob) -> None:
     run = job("steps=4", "evaluation={every: 2, data: toy_data}", peft="toy_peft")
     quiet(run).train()
@@ -258,7 +260,7 @@ def sharded_card(directory: str) -> bytes:
     return trained_card(directory, mesh={"dp_shard": 2}, parallel=["fsdp"])
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_exports_of_two_layouts_have_the_same_card(world: Callable[..., Any], tmp_path: Path) -> None:
     alone = trained_card(str(tmp_path / "alone"))
     assert world(2).run(sharded_card, str(tmp_path / "sharded")) == [alone, alone]

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.tools
+
 TOOLS = Path(__file__).resolve().parents[1] / "tools" / "mutation"
 SOURCE = '''"""Doc 1."""
 LIMIT = 3

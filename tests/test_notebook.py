@@ -48,7 +48,7 @@ def test_the_notebook_is_kept_without_outputs() -> None:
     assert [(cell["outputs"], cell["execution_count"]) for cell in cells("code")] == [([], None)] * len(cells("code"))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_all_cells_of_the_notebook_run_in_order(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "cells.json").write_text(json.dumps(["".join(cell["source"]) for cell in cells("code")]))

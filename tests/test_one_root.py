@@ -63,6 +63,7 @@ def values(tmp_path: Path, published: Callable[[Path], Path]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 def test_planning_and_training_resolve_and_judge_their_job_once(values: dict[str, Any]) -> None:
     job = Job.from_values({**values, "steps": 1, "task": "causal_lm", "optimizer": {"name": "adamw", "lr": 0.1}})
     assert calls(job.plan) == dict.fromkeys(ONCE, 1)

@@ -32,7 +32,7 @@ def harness(table: ModuleType, directory: Path, optimizer: dict[str, Any], steps
     return Harness(job, table.PLUGINS, steps=steps)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_muon_computes_what_one_process_does_over_shards_and_stages(table: ModuleType, tmp_path: Path) -> None:
     assert_passed(harness(table, tmp_path, OPTIMIZERS["muon"]).compare([FSDP2, FSDP4, PP2]))
 
@@ -43,7 +43,7 @@ def test_muon_computes_what_one_process_does_where_experts_are_spread(table: Mod
     assert_passed(experts.compare([table.sized(EXPERTS2, 1), table.sized(FSDP2, 1)], table.sized(ONE, 1)))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["muon", *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS if name != "muon")]
 )
@@ -51,14 +51,14 @@ def test_a_run_goes_on_in_another_layout(table: ModuleType, tmp_path: Path, name
     assert_passed([harness(table, tmp_path, OPTIMIZERS[name]).compare_resumed(FSDP2, PP2)])
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_run_with_stochastic_rounding_goes_on_in_another_layout(table: ModuleType, tmp_path: Path) -> None:
     optimizer = {"name": "stochastic_adamw", "lr": 0.01, "state_dtype": "parameter"}
     rounded = harness(table, tmp_path, optimizer, precision={"parameters": "bfloat16"})
     assert_passed([rounded.compare_resumed(PP2, FSDP2)])
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_run_with_master_weights_computes_what_one_process_does_and_goes_on_in_another_layout(
     table: ModuleType, tmp_path: Path
 ) -> None:

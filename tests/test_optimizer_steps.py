@@ -47,6 +47,7 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.stage.named_parameters()}
 
 
+@pytest.mark.thorough
 def test_clipping_inside_of_the_step_gives_the_bits_of_clipping_before_it(small_job: Write) -> None:
     reader = ReadsGradients()
     path = small_job(steps=3)

@@ -44,11 +44,12 @@ def job(table: ModuleType, directory: Path, **model: Any) -> dict[str, Any]:
     return values | {"data": data, "optimizer": {"name": "sgd", "lr": 0.5}}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_layouts_agree_on_padded_documents_with_balanced_experts(table: ModuleType, tmp_path: Path) -> None:
     assert_passed(Harness(job(table, tmp_path), table.PLUGINS, 4).compare(LAYOUTS, reference=REFERENCE))
 
 
+@pytest.mark.thorough
 def test_dynamic_positions_of_a_document_do_not_depend_on_what_it_is_padded_with(
     table: ModuleType, tmp_path: Path
 ) -> None:
@@ -57,7 +58,7 @@ def test_dynamic_positions_of_a_document_do_not_depend_on_what_it_is_padded_with
     assert_passed(Harness(values, table.PLUGINS, 2).compare(LAYOUTS[:1], reference=REFERENCE))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("microbatch", [2, BATCH])
 def test_tokens_are_those_of_documents_without_padding(table: ModuleType, tmp_path: Path, microbatch: int) -> None:
     values = job(table, tmp_path) | {

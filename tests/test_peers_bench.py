@@ -17,6 +17,8 @@ from d9d_testing.world import World
 from torch import Tensor, nn
 from torch import distributed as dist
 
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "tools" / "bench"
 NAMES = ("records", "random_tokens", "rows", "layout_rows", "plain_qwen3", "torch_peers", "rank_processes", "peers")
@@ -83,7 +85,7 @@ SPREAD: list[Any] = [
     ("tp", None, None),
     ("cp", "allgather", None),
     ("cp", "alltoall", None),
-    *(pytest.param(*one, "aot_eager", marks=pytest.mark.thorough) for one in (("tp", None), ("cp", "alltoall"))),
+    *(pytest.param(*one, "aot_eager", marks=pytest.mark.full) for one in (("tp", None), ("cp", "alltoall"))),
 ]
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[1]
 TINY = {
     "device": "cpu", "schedules": "1f1b,zb1p", "rounds": 1, "steps": 1, "times": 1, "layers": 4, "hidden": 64,
@@ -16,7 +18,7 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_both_sides_compute_the_same_gradients() -> None:
     options = [part for name, value in TINY.items() for part in (f"--{name}", str(value))]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

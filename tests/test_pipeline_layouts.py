@@ -15,7 +15,7 @@ from d9d_testing.world import World
 STALE = "docs/layouts.json has other rows; run tools/layout_table.py pipelines"
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_pipelines_compute_what_one_process_does(table: ModuleType, tmp_path: Path) -> None:
     cases = table.covering_pipelines()
     rows = table.run_pipelines(tmp_path / "corpus", cases, steps=2)
@@ -41,6 +41,7 @@ def train(jobs: list[dict[str, Any]], plugins: list[str]) -> None:
         job.build(lambda _note: None, topology_here(job)).train()
 
 
+@pytest.mark.thorough
 def test_metrics_and_evaluations_of_experts_in_stages_are_those_of_one_process(
     table: ModuleType, tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def built(jobs: list[dict[str, Any]], plugins: list[str]) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_pattern_may_match_on_one_stage_only_and_one_that_matches_on_none_fails_on_all_ranks(
     table: ModuleType, tmp_path: Path
 ) -> None:

@@ -271,8 +271,9 @@ def run(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_whole_job_is_what_plain_pytorch_computes(
     small_job: Write, world: type[World], tmp_path: Path, ranks: int
 ) -> None:

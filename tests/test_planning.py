@@ -23,6 +23,7 @@ from tests.planned_jobs import DENSE, EXPERTS, GIB, SMALL, invoke, prediction, v
 # --- d9d check --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("processes", ["2", None], ids=["two", "unknown"])
 def test_tensor_parallelism_over_machines_is_warned_of_and_priced(
     processes: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,7 +190,7 @@ def test_the_device_at_hand_is_measured_into_a_file_that_plans_use(tmp_path: Pat
     assert "exists" in invoke("plan", str(path), "--calibrate", str(rates))[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_collectives_between_processes_are_measured() -> None:
     from d9d_planner.links.measure import measured_link
 
@@ -200,7 +201,7 @@ def test_collectives_between_processes_are_measured() -> None:
     assert Device.named("h200").model_copy(update=found).link == found["link"]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_collectives_that_fail_are_an_error_with_what_the_process_said() -> None:
     from d9d_planner.links.measure import measured_link
 
@@ -208,7 +209,7 @@ def test_collectives_that_fail_are_an_error_with_what_the_process_said() -> None
         measured_link("nothing-like-it", 2)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_large_model_is_planned_for_4096_devices_in_a_minute(tmp_path: Path) -> None:
     path, out = tmp_path / "job.yaml", tmp_path / "planned.yaml"
     path.write_text(yaml.safe_dump(values({"name": "qwen3_moe", "preset": "235b-a22b"}, batch={"size": 4096})))

@@ -24,7 +24,7 @@ def test_no_text_of_a_hostile_plugin_controls_a_terminal(campaign: ModuleType) -
     assert campaign.campaign(chosen) == []
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_every_fifth_hostile_plugin_breaks_no_rule(campaign: ModuleType) -> None:
     chosen = campaign.cases()[::5]
     assert len(chosen) > 35

@@ -93,6 +93,7 @@ def test_the_messages_it_explains_are_those_of_the_foundation() -> None:
     assert [piece for piece in pieces if piece not in source] == []
 
 
+@pytest.mark.thorough
 def test_its_single_file_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: Registry) -> None:
     monkeypatch.chdir(tmp_path)
     (block,) = [b for b in blocks_of(PLUGIN_PAGE, PLUGIN_PAGE.read_text()) if b.language == "yaml"]

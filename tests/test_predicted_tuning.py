@@ -24,6 +24,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", [SMALL, FEW_EXPERTS], ids=["dense", "experts"])
 def test_a_fine_tuned_model_stores_what_the_plan_counts(method: str, model: dict[str, Any]) -> None:

@@ -224,6 +224,7 @@ def listed_and_counted(job_values: dict[str, Any], strategy: str) -> tuple[dict[
     return listed, counted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring", "hybrid"])
 @pytest.mark.parametrize("pairs", [4, 2], ids=["heads", "fewer heads"])
 def test_bytes_and_calls_between_ranks_of_cp_are_those_that_explain_lists(method: str, pairs: int) -> None:

@@ -12,7 +12,7 @@ from d9d_data.config import PreferenceConfig
 from d9d_data.stream.chat import build_preference
 
 # Other people's libraries warn of each other.
-pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -67,6 +67,7 @@ def test_the_example_is_a_job_file_of_fifteen_lines() -> None:
     assert len(lines) <= 15
 
 
+@pytest.mark.thorough
 def test_the_model_learns_to_prefer_the_chosen_answers(base: Path, pairs: Path, tmp_path: Path) -> None:
     overrides = [
         f"model.pretrained={base}", f"data.sources=[{pairs}]", f"run.dir={tmp_path}/runs", "device=cpu",
@@ -82,7 +83,7 @@ def test_the_model_learns_to_prefer_the_chosen_answers(base: Path, pairs: Path, 
     assert lines[-1]["preference/margin"] > 0.3
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("task", "peft", "layouts"),
     [
@@ -100,7 +101,7 @@ def test_preferences_are_learned_alike_in_every_layout(
     assert_passed(Harness(job, PLUGINS, 3).compare(layouts))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(("task", "peft"), [({}, LORA), ({"loss": "ipo", "beta": 0.3}, LORA | {"dropout": 0.1})])
 def test_every_reference_of_a_fresh_adapter_is_the_same_model(
     base: Path, pairs: Path, tmp_path: Path, task: Mapping[str, Any], peft: Mapping[str, Any]
@@ -115,7 +116,7 @@ def test_every_reference_of_a_fresh_adapter_is_the_same_model(
     assert found[0] == pytest.approx(found[2], rel=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_stored_results_are_used_again_by_a_run_that_goes_on(base: Path, pairs: Path) -> None:
     straight = values(base, pairs, task={"name": "dpo", "reference": "stored"}, peft=LORA)
     straight["run"] = straight["run"] | {"name": "straight"}

@@ -59,7 +59,7 @@ def values(published: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_every_layout_starts_from_the_same_weights(published: Path) -> None:
     once = ("loading.read=once",)
     layouts = [
@@ -70,6 +70,7 @@ def test_every_layout_starts_from_the_same_weights(published: Path) -> None:
     assert_passed(Harness(values(published), PLUGINS).compare(layouts))
 
 
+@pytest.mark.thorough
 def test_a_first_loss_is_that_of_transformers_and_the_export_loads_there(published: Path, tmp_path: Path) -> None:
     import transformers
 

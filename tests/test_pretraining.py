@@ -40,7 +40,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_example_reads_its_sources_as_often_as_it_says(sources: Path) -> None:
     job = Job.load(EXAMPLE, overrides=SMALL)
     assert length_of(job).startswith("epochs: 1; the number of steps follows from the data")

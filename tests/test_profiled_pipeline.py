@@ -21,7 +21,7 @@ def train_here(values: dict[str, Any]) -> list[str]:
     return notes
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_each_rank_writes_a_trace_with_the_actions_of_its_stage(tmp_path: Path) -> None:
     made = toy_job(tmp_path, profiling={"every": 6, "warmup": 1, "active": 2}, mesh={"pp": 2})
     values = made.resolved() | {"pipeline": {"name": "1f1b"}}

@@ -68,6 +68,7 @@ READERS: dict[str, Callable[[Path], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reader", [name for name in READERS if name != "generate"])
 def test_a_head_that_a_tied_model_would_throw_away_is_refused(d9d: Command, model: Path, reader: str) -> None:
     add_head(model, 1e-3)

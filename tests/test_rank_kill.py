@@ -173,7 +173,7 @@ def saved(run: Path, steps: int) -> dict[str, Tensor]:
     return whole
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_two_killed_ranks_change_nothing(small_job: Write, world: type[World], tmp_path: Path) -> None:
     layout = {"mesh": {"dp_shard": 2}, "parallel": ["fsdp"]}
     # The main rank while it writes, the other one while it waits for it in a step.
@@ -200,6 +200,7 @@ def lose_a_rank(directory: Path, when: str) -> None:
         raise
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["saving", "loading"])
 def test_a_rank_that_dies_is_no_error_of_the_checkpoint(world: type[World], tmp_path: Path, when: str) -> None:
     with pytest.raises(RankFailedError):

@@ -57,7 +57,7 @@ def run(write: Write, lengths: Sequence[int], **sections: Any) -> tuple[list[str
     return [note for note in notes if "compil" in note], events
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -73,6 +73,7 @@ def test_batches_of_any_length_compile_twice(small_job: Write, parallel: list[An
     assert [note.split(":")[0].split(" for ")[0] for note in notes] == ["compiling ...", "compiled", "compiled"]
 
 
+@pytest.mark.thorough
 def test_batches_of_one_length_compile_once(small_job: Write) -> None:
     run(small_job, [32] * 5)
     assert counters["stats"]["unique_graphs"] == 1

@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[1]
 ADDRESS = "https://example.org/d9d"
 
@@ -70,7 +72,7 @@ def test_links_become_addresses_and_code_stays() -> None:
         release.absolute("[a](../../../x.md)", member, ADDRESS, "v1")
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_built_wheel_carries_all_of_it(tmp_path: Path) -> None:
     copy = release.stage(ROOT / "plugins" / "d9d-optim", tmp_path, ADDRESS)
     subprocess.run(["uv", "build", "--quiet", "--out-dir", str(tmp_path), str(copy)], check=True, capture_output=True)

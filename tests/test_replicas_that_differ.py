@@ -86,7 +86,7 @@ def test_a_strategy_that_never_makes_its_replicas_equal_is_refused_in_check(
     assert d9d("check", str(local_sgd(True)))[0] == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_replicas_are_made_equal_before_each_save_and_the_export(
     d9d: D9d, local_sgd: Callable[[bool], Path], tmp_path: Path
 ) -> None:

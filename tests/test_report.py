@@ -67,6 +67,7 @@ def texts_of(page: str) -> str:
     return unescape(re.sub(r"<[^>]*>", " ", page.split('<script type="application/json"', maxsplit=1)[0]))
 
 
+@pytest.mark.thorough
 def test_a_page_has_curves_tables_timeline_and_what_ran(d9d: Run, tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", description="a first try")
     status, _, err = d9d("report", str(run))
@@ -171,7 +172,7 @@ def test_a_timeline_starts_each_computation_when_it_can() -> None:
     assert begins[Backward, 0, 1] == 7
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_browser_shows_the_page_without_a_network(d9d: Run, tmp_path: Path) -> None:
     program = find_chromium()
     if program is None:

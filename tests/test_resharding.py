@@ -134,7 +134,7 @@ def assert_goes_on(runs: Runs, name: str, result: Mapping[str, Any], undisturbed
         assert error < 1e-5, f"{name}: {key} is off by {error:.1e}"
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.smoke
 def test_a_run_of_four_shards_goes_on_in_any_other_layout(world: type[World], runs: Runs) -> None:
     ((straight, *_),) = world(1).run(train, [(runs.job("straight", "one"), None)])
@@ -146,7 +146,7 @@ def test_a_run_of_four_shards_goes_on_in_any_other_layout(world: type[World], ru
             assert_goes_on(runs, f"part-{layout}", result, straight["numbers"])
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_run_of_one_process_goes_on_in_four_shards(world: type[World], runs: Runs) -> None:
     part = (runs.job("part", "one", checkpoint={"every": 2}), DIES_AT)
     ((straight, _),) = world(1).run(train, [(runs.job("straight", "one"), None), part])
@@ -154,10 +154,11 @@ def test_a_run_of_one_process_goes_on_in_four_shards(world: type[World], runs: R
     assert_goes_on(runs, "part-fsdp4", found, straight["numbers"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("fsdp4", marks=pytest.mark.thorough),
+        pytest.param("fsdp4", marks=pytest.mark.full),
         pytest.param("hsdp", marks=pytest.mark.slow),
         "replicate2",
     ],
@@ -189,7 +190,7 @@ def expert_runs(small_job: Write, tmp_path: Path, table: ModuleType) -> Runs:
     return Runs(small_job, tmp_path / "runs", model=model, metrics=["perplexity", "router"])
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_run_of_experts_goes_on_with_other_expert_groups(world: type[World], expert_runs: Runs) -> None:
     runs = expert_runs
     ((straight, *_),) = world(1).run(train, [(runs.job("straight", "one"), None)])
@@ -201,7 +202,7 @@ def test_a_run_of_experts_goes_on_with_other_expert_groups(world: type[World], e
     assert any("selection_bias" in key for key in runs.saved("straight"))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_resumed_run_of_experts_is_the_undisturbed_one_bit_for_bit(world: type[World], expert_runs: Runs) -> None:
     runs = expert_runs
     straight = (runs.job("straight", "fsdp4-ep2", checkpoint={}), None)
@@ -220,7 +221,7 @@ def deep_runs(small_job: Write, tmp_path: Path, table: ModuleType) -> Runs:
     return Runs(small_job, tmp_path / "runs", model=model)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_run_in_stages_goes_on_in_other_stages_or_in_none(world: type[World], deep_runs: Runs) -> None:
     runs = deep_runs
     ((straight, *_),) = world(1).run(train, [(runs.job("straight", "one"), None)])
@@ -242,7 +243,7 @@ def test_a_run_in_no_stages_goes_on_in_some(world: type[World], deep_runs: Runs)
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("pp2-v", marks=pytest.mark.thorough), pytest.param("pp2-uneven", marks=pytest.mark.slow)]
+    "layout", [pytest.param("pp2-v", marks=pytest.mark.full), pytest.param("pp2-uneven", marks=pytest.mark.slow)]
 )
 def test_in_its_own_stages_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
     world: type[World], deep_runs: Runs, layout: str

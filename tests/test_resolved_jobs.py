@@ -36,6 +36,7 @@ def assert_resolves_to_itself(job: Job, path: Path) -> None:
     JobFile.load(file, registry=job.registry).check()
 
 
+@pytest.mark.thorough
 def test_each_installed_component_is_part_of_a_sound_job_that_resolves_to_itself(tmp_path: Path) -> None:
     jobs = SoundJobs(seed=1)
     for kind, names in jobs.kinds().items():
@@ -43,7 +44,7 @@ def test_each_installed_component_is_part_of_a_sound_job_that_resolves_to_itself
             assert_resolves_to_itself(jobs.draw(kind, name), tmp_path / "job.yaml")
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_three_hundred_sound_jobs_resolve_to_themselves(tmp_path: Path) -> None:
     jobs = SoundJobs(seed=2)
     for _ in range(300):
@@ -61,6 +62,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("choice", CHOICES)
 def test_the_saved_job_passes_check_and_trains_to_the_same_bits(
     d9d: D9d, small_job: Write, tmp_path: Path, choice: str

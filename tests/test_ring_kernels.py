@@ -90,6 +90,7 @@ def differences(settings: dict[str, Any], backend: str, autocast: bool) -> list[
     return [((one.to(other.dtype) - other).abs().max() / other.abs().max()).item() for one, other in pairs]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 @pytest.mark.parametrize(("ranks", "settings"), [(2, {"method": "ring"}), (4, {"method": "hybrid", "head_ranks": 2})])
 def test_a_ring_with_shared_masks_computes_what_one_process_does(

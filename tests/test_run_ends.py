@@ -46,7 +46,8 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("what", ["thread", pytest.param("process", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", ["thread", pytest.param("process", marks=pytest.mark.full)])
 def test_a_finished_run_ends_with_its_status_and_says_what_was_left(
     small_job: Write, tmp_path: Path, what: str
 ) -> None:
@@ -64,7 +65,7 @@ def test_a_command_that_failed_ends_with_its_own_status(small_job: Write, tmp_pa
     assert "the thread 'uploader'" in errors
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", ["0", "1", "01"])
 def test_a_finished_launch_ends_whichever_ranks_leave_a_thread(small_job: Write, tmp_path: Path, ranks: str) -> None:
     layout: dict[str, Any] = {"mesh": {"dp_replicate": 2}, "parallel": ["replicate"]}
@@ -74,6 +75,7 @@ def test_a_finished_launch_ends_whichever_ranks_leave_a_thread(small_job: Write,
     assert errors.count("the thread 'uploader'") >= len(ranks)
 
 
+@pytest.mark.thorough
 def test_of_two_launches_of_one_directory_the_second_fails_before_it_reads_data_and_weights(
     small_job: Write, tmp_path: Path
 ) -> None:

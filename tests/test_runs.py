@@ -133,6 +133,7 @@ def test_what_cannot_be_compared_is_told(d9d: Run, runs: Path, arguments: list[s
     assert message in err
 
 
+@pytest.mark.thorough
 def test_real_runs_are_stopped_and_finished(d9d: Run, small_job: Callable[..., Path], tmp_path: Path) -> None:
     light = {"metrics": [], "lr_schedule": None, "trackers": [{"name": "jsonl", "picture": False}]}
     job = small_job(**light, steps=2, epochs=None)

@@ -30,6 +30,7 @@ TEXT = {"name": "text", "sources": ["python:topics"], "sequence_length": 16}
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 
 
+@pytest.mark.thorough
 class TestSamples(SubscriberSuite):
     target = "samples"
     waits = True
@@ -51,6 +52,7 @@ def samples_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_continuations_are_those_of_transformers_on_the_export_of_that_step(
     published: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +139,7 @@ def test_a_model_without_logits_is_told(small_job: Callable[..., Path]) -> None:
         Job.load(path).build(lambda _: None).train()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_model_is_compiled_for_the_shapes_of_training_only(
     small_job: Callable[..., Path], tmp_path: Path
@@ -193,7 +195,7 @@ def digests(jobs: list[dict[str, Any]], plugins: list[str]) -> list[list[str]]:
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_training_is_bit_for_bit_the_one_without_samples_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
     layouts: dict[str, dict[str, Any]] = {
         "one process": {},

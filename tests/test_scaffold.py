@@ -143,7 +143,7 @@ def test_scaffolds_are_formatted_and_linted(scaffolds: Path) -> None:
         assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_scaffolds_are_typed(site: Site) -> None:
     site.install(list(KINDS))
     packages = [word for kind in KINDS for word in ("-p", name_of(kind).replace("-", "_"))]
@@ -151,7 +151,7 @@ def test_scaffolds_are_typed(site: Site) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_every_kind_passes_its_suite(site: Site) -> None:
     site.install(list(KINDS))
     tests = [str(site.scaffolds / name_of(kind) / "tests") for kind in KINDS]
@@ -171,7 +171,7 @@ for kind in sys.argv[1:]:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_every_kind_trains_with_its_job(site: Site) -> None:
     site.install(list(KINDS))
     done = site.run("-c", TRAIN, *KINDS)

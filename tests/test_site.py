@@ -18,7 +18,7 @@ import pytest
 
 from tests.browser import chromium, find_chromium
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[1]
 #: What the site is built from.
 PARTS = (

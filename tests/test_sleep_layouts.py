@@ -59,7 +59,7 @@ def train(cases: list[tuple[dict[str, Any], bool]]) -> list[list[tuple[float, fl
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sleep_changes_no_bit(small_job: Write, world: type[World], layout: str) -> None:
     common = {"export": False, "trackers": [], "checkpoint": {"every": 3}, **LAYOUTS[layout]}

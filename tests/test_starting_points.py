@@ -13,7 +13,7 @@ from d9d_core.errors import D9dError, JobError
 from d9d_engine.job import Job
 from d9d_weights.sharding.model_tensors import model_tensors
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.full
 LORA = {"name": "lora", "r": 4}
 
 

@@ -27,7 +27,7 @@ def step_together(directory: str) -> list[float]:
         return losses + [result.loss.item() for result in trainer.steps(2)]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_ranks_step_together(world: type[World], tmp_path: Path) -> None:
     first, second = world(2).run(step_together, str(tmp_path))
     assert first == second

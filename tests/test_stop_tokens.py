@@ -52,6 +52,7 @@ def ends(file: Path) -> Any:
     return json.loads(file.read_text())["eos_token_id"]
 
 
+@pytest.mark.thorough
 def test_an_export_stops_at_the_old_end_and_at_the_learned_one(base: Path, tmp_path: Path) -> None:
     run = tune(base, tmp_path, steps=1)
     both = [ids_of(base)["<|endoftext|>"], ids_of(base)["<|im_end|>"]]
@@ -70,7 +71,7 @@ def test_what_a_model_says_of_its_end_stays_byte_for_byte_if_it_is_learned(base:
     assert ends(run / "model" / "config.json") == ids_of(base)["<|im_end|>"]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 def test_a_tuned_model_stops_after_its_reply(base: Path, tmp_path: Path, d9d: Command, kind: str) -> None:
     run = tune(base, tmp_path, steps=60)

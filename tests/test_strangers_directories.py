@@ -119,6 +119,7 @@ LAYOUTS: Mapping[str, Callable[[Path], Path]] = {
 QUICK = ("a step's folder", "data that calls a function")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sort", JOBS)
 def test_evaluate_refuses_what_a_run_would_run_and_names_the_command_that_trusts_it(
     sort: str, sound: Path, tmp_path: Path, d9d: Run
@@ -139,10 +140,11 @@ def test_evaluate_uses_a_run_without_the_sections_that_only_training_reads(
     assert "loss" in out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "sort"),
     [
-        pytest.param(layout, sort, marks=[] if (layout, sort) == QUICK else pytest.mark.thorough)
+        pytest.param(layout, sort, marks=[] if (layout, sort) == QUICK else pytest.mark.full)
         for layout in LAYOUTS
         for sort in ("a plugin file", "data that calls a function", "sources at an address")
     ],
@@ -289,12 +291,13 @@ def test_every_field_whose_description_speaks_of_code_is_marked(installed: Regis
 MODULES = ("typing", "json", "torch", "jinja2", "socket", "selectors", "d9d_core", "d9d_data", "d9d_engine")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "options"),
     [
         (("data", "show"), {}),
         *(
-            pytest.param(words, options, marks=pytest.mark.thorough)
+            pytest.param(words, options, marks=pytest.mark.full)
             for words, options in (
                 (("train", "--nproc", "1"), {}),
                 (("train",), {"data": {"workers": 1}}),

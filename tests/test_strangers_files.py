@@ -47,6 +47,7 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sort", ADAPTERS)
 def test_a_hostile_adapter_config_is_refused_before_a_library_sees_it(
     sort: str, adapter: Path, model: Path, tmp_path: Path, d9d: Run
@@ -240,7 +241,7 @@ def test_a_hostile_tokenizer_of_a_model_is_one_line(sort: str, model: Path, tmp_
     assert "Traceback" not in err
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_what_a_library_logs_of_a_model_controls_no_terminal(model: Path, tmp_path: Path, d9d: Run) -> None:
     script = str(Path(sys.executable).with_name("d9d"))
     for name, change in (("config", {"model_type": ESCAPE}), ("tensors", None)):

@@ -40,7 +40,8 @@ def train(values: dict[str, Any], rank: int) -> list[Any]:
     return [status, trainer.checkpointer.store.steps()]
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
+@pytest.mark.thorough
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_all_ranks_save_when_a_subscriber_exits_on_one(
     world: type[World], small_job: Callable[..., Path], rank: int
 ) -> None:

@@ -71,7 +71,7 @@ def values_of(out: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in out.splitlines()[1:] if line.strip()}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_runs_fail_apart_and_a_sweep_goes_on_where_it_was(d9d: Run, small_job: MakeJob, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(BROKEN)
@@ -106,7 +106,7 @@ def test_runs_fail_apart_and_a_sweep_goes_on_where_it_was(d9d: Run, small_job: M
     assert "is of another job: optimizer.lr is 0.01 there and 0.5 here" in err
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_runs_that_end_by_their_epochs_or_early_are_not_trained_on(
     d9d: Run, small_job: MakeJob, tmp_path: Path
 ) -> None:
@@ -203,7 +203,7 @@ def trainings(directory: Path) -> list[int]:
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_is_left_when_a_sweep_is_ended(small_job: MakeJob, tmp_path: Path, number: signal.Signals) -> None:

@@ -25,6 +25,7 @@ def harness(table: ModuleType, corpus: Path, model: dict[str, Any], **sections: 
     return Harness(table.job(corpus, "float32", model=table.DENSE | model) | sections, table.PLUGINS, 2)
 
 
+@pytest.mark.thorough
 def test_a_model_with_all_of_it_is_split_as_one_process_computes_it(table: ModuleType, tmp_path: Path) -> None:
     model = {
         "tie_embeddings": True, "attention_bias": True, "sliding_window": 8, "sliding_from_layer": 1,
@@ -34,7 +35,7 @@ def test_a_model_with_all_of_it_is_split_as_one_process_computes_it(table: Modul
     assert_passed(harness(table, tmp_path / "corpus", model).compare([table.sized(SPLIT, 1)], reference=one))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
     "model",
     [
@@ -57,9 +58,9 @@ def test_every_kind_of_model_is_split_as_one_process_computes_it(
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [
-        pytest.param("experts", [TP2, SPLIT], marks=pytest.mark.thorough),
-        pytest.param("experts", [TP4], marks=pytest.mark.thorough),
-        pytest.param("dense", [TP2, TP4, SPLIT], marks=pytest.mark.thorough),
+        pytest.param("experts", [TP2, SPLIT], marks=pytest.mark.full),
+        pytest.param("experts", [TP4], marks=pytest.mark.full),
+        pytest.param("dense", [TP2, TP4, SPLIT], marks=pytest.mark.full),
     ],
     ids=["experts", "experts over four", "dense"],
 )
@@ -82,13 +83,14 @@ METHODS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "layouts"),
     [
-        pytest.param("dora", [SPLIT], marks=pytest.mark.thorough),
+        pytest.param("dora", [SPLIT], marks=pytest.mark.full),
         ("ia3", [SPLIT]),
-        pytest.param("dora", [TP2, TP4], marks=pytest.mark.thorough),
-        pytest.param("ia3", [TP2, TP4], marks=pytest.mark.thorough),
+        pytest.param("dora", [TP2, TP4], marks=pytest.mark.full),
+        pytest.param("ia3", [TP2, TP4], marks=pytest.mark.full),
     ],
     ids=["dora", "ia3", "dora over two and four", "ia3 over two and four"],
 )
@@ -102,13 +104,14 @@ def test_magnitudes_and_scales_are_split_with_their_layers(
     assert_passed(made.compare([table.sized(layout, 1) for layout in layouts], reference=one))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "layout"),
     [
-        pytest.param("lora", TP4, marks=pytest.mark.thorough),
+        pytest.param("lora", TP4, marks=pytest.mark.full),
         ("lora", SPLIT),
-        pytest.param("dora", SPLIT, marks=pytest.mark.thorough),
-        pytest.param("ia3", SPLIT, marks=pytest.mark.thorough),
+        pytest.param("dora", SPLIT, marks=pytest.mark.full),
+        pytest.param("ia3", SPLIT, marks=pytest.mark.full),
     ],
     ids=["lora over four", "lora", "dora", "ia3"],
 )
@@ -132,7 +135,7 @@ def test_terms_are_merged_for_an_export_as_one_process_does(
         torch.testing.assert_close(written["split"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(("first", "second"), [(TP2, TP4), (SPLIT, TP2), (TP4, SPLIT)], ids=lambda layout: layout.name)
 def test_a_run_goes_on_in_another_layout(table: ModuleType, tmp_path: Path, first: Layout, second: Layout) -> None:
     job = table.job(tmp_path / "corpus", "float32") | {"lr_schedule": None}
@@ -146,21 +149,22 @@ OVERLAPPED = {"name": "tensor_parallel", "asynchronous": True}
 ALL_OF_IT = {"attention_bias": True, "num_key_value_heads": 1, "tie_embeddings": True}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "dtype", "ranks", "sections"),
     [
         (ALL_OF_IT, "float32", 2, {}),
-        pytest.param(ALL_OF_IT, "float32", 4, {}, marks=pytest.mark.thorough),
-        pytest.param({}, "bfloat16", 4, {}, marks=pytest.mark.thorough),
-        pytest.param({}, "bfloat16", 2, {"pipeline": "zb1p"}, marks=pytest.mark.thorough),
-        pytest.param("experts", "float32", 2, {"pipeline": "zb1p"}, marks=pytest.mark.thorough),
-        pytest.param("experts", "bfloat16", 4, {}, marks=pytest.mark.thorough),
+        pytest.param(ALL_OF_IT, "float32", 4, {}, marks=pytest.mark.full),
+        pytest.param({}, "bfloat16", 4, {}, marks=pytest.mark.full),
+        pytest.param({}, "bfloat16", 2, {"pipeline": "zb1p"}, marks=pytest.mark.full),
+        pytest.param("experts", "float32", 2, {"pipeline": "zb1p"}, marks=pytest.mark.full),
+        pytest.param("experts", "bfloat16", 4, {}, marks=pytest.mark.full),
         *(
-            pytest.param(ALL_OF_IT, "float32", ranks, {"peft": METHODS[name]}, marks=pytest.mark.thorough)
+            pytest.param(ALL_OF_IT, "float32", ranks, {"peft": METHODS[name]}, marks=pytest.mark.full)
             for name, ranks in (("lora", 2), ("lora", 4), ("dora", 2), ("dora", 4), ("ia3", 4))
         ),
         *(
-            pytest.param({}, "float32", 2, sections, marks=pytest.mark.thorough)
+            pytest.param({}, "float32", 2, sections, marks=pytest.mark.full)
             for sections in (
                 {"peft": METHODS["lora"], "pipeline": "zb1p"},
                 {"precision": {"parameters": "float32", "autocast": "bfloat16"}},
@@ -187,12 +191,13 @@ def test_what_overlaps_with_products_computes_what_waits_for_them(
     assert_passed(made.compare([overlapped], reference=waiting))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "strategies"),
     [
         (2, ["tensor_parallel"]),
-        pytest.param(4, ["tensor_parallel", "activation_checkpointing"], marks=pytest.mark.thorough),
-        pytest.param(2, [OVERLAPPED, "activation_checkpointing"], marks=pytest.mark.thorough),
+        pytest.param(4, ["tensor_parallel", "activation_checkpointing"], marks=pytest.mark.full),
+        pytest.param(2, [OVERLAPPED, "activation_checkpointing"], marks=pytest.mark.full),
     ],
     ids=["waiting", "checkpointed over four", "overlapped, checkpointed"],
 )
@@ -206,7 +211,7 @@ def test_terms_drop_what_one_process_drops(
     assert_passed(made.compare([table.sized(Layout("split", {"tp": ranks}, strategies), 2)], reference=one))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_run_with_dropout_goes_on_in_another_layout(table: ModuleType, tmp_path: Path) -> None:
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE) | {"peft": DROPOUT, "lr_schedule": None}
     made = Harness(job, (*table.PLUGINS, "d9d_peft.plugin"), steps=4)
@@ -214,7 +219,7 @@ def test_a_run_with_dropout_goes_on_in_another_layout(table: ModuleType, tmp_pat
     assert_passed([made.compare_resumed(*layouts)])
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("strategy", "sections"),
     [("tensor_parallel", {}), (OVERLAPPED, {}), (OVERLAPPED, {"peft": METHODS["dora"]})],
@@ -230,6 +235,7 @@ def test_checkpointed_blocks_are_one_graph_each(
     assert_passed(made.compare([table.sized(compiled, 2)], reference=table.sized(TP2, 2)))
 
 
+@pytest.mark.thorough
 def test_a_job_says_which_products_overlap(table: ModuleType, tmp_path: Path) -> None:
     """Of row-wise layers with a low-rank term, only what is between its factors waits."""
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
@@ -257,6 +263,7 @@ def build(values: dict[str, Any], plugins: list[str]) -> None:
     job.build(lambda _: None, topology_here(job)).train()
 
 
+@pytest.mark.thorough
 def test_heads_that_ranks_can_neither_share_nor_repeat_are_refused(table: ModuleType, tmp_path: Path) -> None:
     three = Layout("tp 3", {"tp": 3}, ["tensor_parallel"])
     assert "mesh.tp is 3, which does not divide the 4 query heads" in refused(table, tmp_path, three)

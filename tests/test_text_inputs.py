@@ -145,6 +145,7 @@ def test_classes_of_documents_and_pairs_are_those_of_labelled_texts(data: Data) 
     assert data.inputs(DocumentsConfig, build_documents, [{"text": t} for t in TEXTS], "as_encoded") == trained
 
 
+@pytest.mark.thorough
 def test_rewards_of_conversations_and_documents_are_those_of_preferences(data: Data) -> None:
     mode = Rewards.text_inputs
     prompt, sides = [{"role": "user", "content": "a?"}], ("yes", "no no")

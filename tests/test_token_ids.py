@@ -117,6 +117,7 @@ def test_texts_with_labels_have_what_the_tokenizer_adds(model: Path, opened: Ope
     assert found == [tokenizer(text)["input_ids"] for text in TEXTS]
 
 
+@pytest.mark.thorough
 def test_completions_are_texts_and_conversations_are_what_the_template_renders(model: Path, opened: Open) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     strings = [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " five"}]
@@ -148,7 +149,7 @@ def test_special_tokens_that_are_recognised_are_tokens_and_none_comes_twice(
     assert "which are read as ordinary text; 'special_tokens: token'" in "".join(notes)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["nothing", "a beginning"], indirect=True)
 def test_texts_and_pairs_have_the_ids_that_trl_gives_them(kind: str, model: Path, opened: Open, tmp_path: Path) -> None:
     """Where a tokenizer adds an end itself, TRL adds a second one, and we do not."""

@@ -55,7 +55,7 @@ def test_notes_name_the_series_that_a_tracker_refuses() -> None:
     assert tool.refusals("mine", note * 3, 2)[1] == ["mine: ('text', \"'half %D800'\"): 3 notes"]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::ResourceWarning")
 @pytest.mark.skipif(sys.platform != "linux", reason="kills groups of processes")
 def test_every_series_is_complete_after_kills(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def losses(path: Path) -> list[float]:
     return [line["loss"] for line in map(json.loads, lines)]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")  # Dynamo's
 @pytest.mark.parametrize(
     ("op", "backend", "sections"),
@@ -79,7 +79,7 @@ def calls_of_kernels(path: str) -> int:
     return count
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_ranks_that_share_the_words_train_with_the_kernel_as_with_the_reference(small_job: Write) -> None:
     common = {
         "steps": 3, "batch": {"size": 1, "microbatch": 1}, "mesh": {"tp": 2}, "parallel": ["tensor_parallel"],
@@ -102,7 +102,7 @@ def train(path: str) -> None:
         job.build(lambda _: None, topology).train()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ops", "layout"),
     [
@@ -125,6 +125,7 @@ def test_ranks_train_with_the_kernels_of_layers(small_job: Write, ops: tuple[str
     assert found["triton"] == pytest.approx(found["reference"], rel=2e-3)
 
 
+@pytest.mark.thorough
 def test_explain_shows_the_kernel_of_ranks_that_share_the_words(small_job: Write, d9d: D9d) -> None:
     status, out, _ = d9d("explain", str(small_job(device="cuda", mesh={"tp": 2}, parallel=["tensor_parallel"])))
     assert status == 0
@@ -169,6 +170,7 @@ def test_a_kernel_of_an_optimizer_that_the_job_does_not_have_is_an_error(small_j
     assert notes == []  # before data is prepared and weights are read
 
 
+@pytest.mark.thorough
 def test_explain_says_why_compiled_blocks_leave_the_kernel_out(small_job: Write, d9d: D9d) -> None:
     status, out, _ = d9d("explain", str(small_job(device="cuda", parallel=["compile"])))
     lines = [line.strip() for line in out.splitlines()]

@@ -13,7 +13,7 @@ from d9d_engine.job import Job
 from torch import Tensor, nn
 
 # Other people's libraries warn of each other.
-pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 STEPS, LR = 3, 0.01
 #: Losses, and gradients by name, of each step.
 Curve = tuple[list[float], list[dict[str, Tensor]]]

@@ -79,7 +79,7 @@ def verified(small_job: Write, tmp_path: Path, d9d: Command) -> Callable[..., tu
     return run
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_sound_layouts_pass_and_a_wrong_strategy_fails(verified: Any) -> None:
     status, (good, bad, staged) = verified("dp_shard=2:fsdp", "dp_shard=2:fsdp,twice", "pp=2")
     assert status == 1
@@ -91,6 +91,7 @@ def test_sound_layouts_pass_and_a_wrong_strategy_fails(verified: Any) -> None:
     assert bad["angle"][0] < 1e-8  # in the right direction
 
 
+@pytest.mark.thorough
 def test_a_model_that_differs_between_layouts_by_its_nature_says_so(small_job: Write) -> None:
     job = Job.load(small_job(model={**EXPERTS, "capacity": 1.5, "balancing": [{"name": "bias_update"}]}))
     values = scaled_values(job, [parse_layout("dp_shard=2:fsdp", job)], steps=1)
@@ -138,6 +139,7 @@ def test_a_jobs_own_layout_is_verified_unless_others_are_given(
     assert verified == meshes
 
 
+@pytest.mark.thorough
 def test_a_scaled_job_has_layers_and_microbatches_for_its_pipeline(small_job: Write) -> None:
     pipeline = {"name": "dual_pipe_v", "layers": [2, 5, 5, 5, 5, 5, 5, 8]}
     sections = {"mesh": {"pp": 4, "dp_shard": 16}, "parallel": ["fsdp"], "pipeline": pipeline, "batch": {"size": 256}}
@@ -248,7 +250,7 @@ SHOWN = (
 )  # fmt: skip
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_seeded_fault_is_caught_behind_a_warm_up(campaign: ModuleType, tmp_path: Path, dtype: str) -> None:
     faults = {name: campaign.FAULTS[name] for name in SHOWN}
@@ -257,7 +259,7 @@ def test_a_seeded_fault_is_caught_behind_a_warm_up(campaign: ModuleType, tmp_pat
     assert [fault for fault, verdict in found.items() if not campaign.is_caught(verdict)] == []
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["dense, documents", "dense, noisy signs"])
 def test_a_sound_job_passes(campaign: ModuleType, tmp_path: Path, case: str) -> None:
     cases = {case: campaign.sound_cases()[case]}

@@ -24,13 +24,14 @@ weigh = loaded()
 
 
 @pytest.mark.parametrize("name", weigh.members())
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_readme_lists_what_its_package_brings(name: str) -> None:
     member = weigh.members()[name]
     declared = [weigh.brought(name, extra) for extra in ("", *weigh.extras(member))]
     assert weigh.lists((member / "README.md").read_text("utf-8")) == declared, "run: uv run python tools/weigh.py"
 
 
+@pytest.mark.thorough
 def test_core_brings_little_and_no_member_a_library_for_plots() -> None:
     assert len(weigh.brought("d9d-core")) < 20
     assert "torch" not in weigh.required("d9d-core")

@@ -122,6 +122,7 @@ def test_an_op_that_a_broken_plugin_may_have_is_not_called_unknown(install: Call
         registry.find_kernel("bogus", "x")
 
 
+@pytest.mark.thorough
 def test_a_health_check_that_misses_a_module_is_not_run(
     install: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -162,6 +162,7 @@ def test_what_d9d_raises_to_end_the_process_is_no_plugins(
 SHOWS = ["list", "check", "show x"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("words", [*(f"plugins {show} --json" for show in SHOWS), "schema"])
 def test_what_a_plugin_prints_spoils_no_json(
     install: Callable[..., None],

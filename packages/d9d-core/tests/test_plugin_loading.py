@@ -241,6 +241,7 @@ def test_a_wrong_declaration_is_named(install: Install, code: str, text: str) ->
     assert text in message("expert_parallel")
 
 
+@pytest.mark.thorough
 def test_a_declaration_that_imports_torch_is_reported(tmp_path: Path, install: Install) -> None:
     install("acme-moe", "9.9", "import torch\n" + ONE)
     code = (

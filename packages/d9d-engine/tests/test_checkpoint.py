@@ -113,6 +113,7 @@ def test_a_value_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
         saved(tmp_path).save(6, tensors(), {"data": float("nan")}, FACTS)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_flipped_bit_or_cut_in_any_file_is_noticed(

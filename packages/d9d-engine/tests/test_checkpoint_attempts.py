@@ -247,6 +247,7 @@ def save_over_faults(directory: str, rank: int, tolerate: int) -> list[Any]:
     return [store.steps()[0], store.failures, len(said)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_try_again_together(world: type[World], tmp_path: Path, rank: int) -> None:
     assert world(2).run(save_over_faults, str(tmp_path), rank, 2) == [[2, 0, 1], [2, 0, 0]]

@@ -115,6 +115,7 @@ EDITS: dict[str, Callable[[Manifest], None]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", EDITS.values(), ids=EDITS.keys())
 def test_an_edited_manifest_is_an_error_before_anything_is_loaded(
     tmp_path: Path, change: Callable[[Manifest], None]
@@ -278,7 +279,7 @@ def test_an_address_of_an_unusual_driver_is_an_error_of_ours(url: str) -> None:
             use()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("values", "why"),
     [

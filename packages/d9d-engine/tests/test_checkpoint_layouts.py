@@ -85,7 +85,7 @@ def load(directory: str, cases: list[dict[str, Any]]) -> dict[str, int]:
     return checkpoint.values()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @settings(
     max_examples=6,
     deadline=None,
@@ -123,6 +123,7 @@ def save_two_dimensional(directory: str) -> None:
     store.save(1, dict(module.named_parameters()), {}, {})
 
 
+@pytest.mark.thorough
 def test_tensor_parallel_and_fsdp_on_one_dimension_load_on_one_process(world: type[World], tmp_path: Path) -> None:
     world(4).run(save_two_dimensional, str(tmp_path))
     expected = dict(two().named_parameters())

@@ -62,6 +62,7 @@ def save_on_a_full_disk(directory: str, rank: int, asynchronous: bool) -> list[s
     return [saved, waited]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_on_one_rank_is_the_same_error_on_all(

@@ -61,6 +61,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
+@pytest.mark.thorough
 def test_help_and_version_need_no_torch(d9d: Run) -> None:
     for arguments in (["--help"], ["train", "--help"], ["--version"]):
         result = d9d(*arguments, plugins=False)
@@ -68,7 +69,7 @@ def test_help_and_version_need_no_torch(d9d: Run) -> None:
         assert result.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_train_ends_with_what_was_promised(d9d: Run, tmp_path: Path) -> None:
     result = d9d("train", "job.yaml", "--set", "steps=2")
     assert result.returncode == 0, result.stderr
@@ -110,6 +111,7 @@ def test_the_traceback_of_a_plugin_shows_its_own_frames_only(d9d: Run, tmp_path:
     assert "broken.py" in frames[0]
 
 
+@pytest.mark.thorough
 def test_check_reports_the_numbers_of_a_job_without_training(here: Run, tmp_path: Path) -> None:
     result = here("check", "job.yaml", "--set", "batch.microbatch=8")
     assert result.returncode == 0, result.stderr
@@ -272,7 +274,8 @@ def test_plugins_check_finds_the_duplicate_names_that_doctor_finds(here: Run, tm
     assert "command 'doctor' (twin.py) is hidden by d9d's own" in doctor
 
 
-@pytest.mark.parametrize("command", ["train", pytest.param("check", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("command", ["train", pytest.param("check", marks=pytest.mark.full)])
 def test_a_traceback_of_one_process_has_no_rank_in_front_of_its_lines(d9d: Run, tmp_path: Path, command: str) -> None:
     toy_config = "d9d_testing.toy.config:ToyOptimizerConfig"
     (tmp_path / "bad.py").write_text(
@@ -295,6 +298,7 @@ def test_a_traceback_of_one_process_has_no_rank_in_front_of_its_lines(d9d: Run, 
     assert "[rank0]" not in result.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["check", "explain", "train"])
 def test_a_broken_plugin_that_no_job_names_is_a_warning_unless_plugins_are_to_be_strict(
     here: Run, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, command: str

@@ -76,6 +76,7 @@ def test_a_command_of_two_plugins_is_an_error_when_it_is_used(
     assert "zeta-tools/greet" in main("--help")[1]
 
 
+@pytest.mark.thorough
 def test_cores_commands_win_and_doctor_tells(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, main: Main
 ) -> None:

@@ -30,7 +30,7 @@ MakeJob = Callable[..., Job]
 pytestmark = pytest.mark.smoke
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["open", "write", "flush", "close"])
 def test_a_failing_tracker_is_reported_once_and_never_ends_training(job: MakeJob, tmp_path: Path, mode: str) -> None:
     failing = {"name": "toy_tracker", "path": str(tmp_path / "calls"), "fails_in": mode}
@@ -39,6 +39,7 @@ def test_a_failing_tracker_is_reported_once_and_never_ends_training(job: MakeJob
     assert len([note for note in notes if note.startswith("tracker 'toy_tracker' failed and is switched off")]) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("state", [Path("x"), {"loss": float("nan")}])
 def test_a_tracker_whose_state_is_no_json_is_switched_off_and_the_checkpoint_saved(
     job: MakeJob, monkeypatch: pytest.MonkeyPatch, state: Any

@@ -134,14 +134,14 @@ def interrupted(tmp_path: Path, where: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_ctrl_c_during_start_up_says_so(tmp_path: Path) -> None:
     result = interrupted(tmp_path, "init_state")
     assert result.returncode == 130
     assert result.stderr == "interrupted: during start-up; nothing was trained\n"
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_second_ctrl_c_says_what_it_costs(tmp_path: Path) -> None:
     result = interrupted(tmp_path, "step")
     assert result.returncode == 130

@@ -64,6 +64,7 @@ def same_twice(job: MakeJob, *overrides: str) -> None:
     assert_identical(final_tensors(first), final_tensors(second))
 
 
+@pytest.mark.thorough
 def test_two_runs_of_one_seed_log_the_same_numbers(job: MakeJob) -> None:
     same_twice(job, "deterministic=true")
 

@@ -42,6 +42,7 @@ def test_errors_keep_their_exit_status() -> None:
     assert cause([Rank(0, nothing, nothing, failure=failure, exit_code=2)], str).exit_code == 2
 
 
+@pytest.mark.thorough
 def test_an_agent_finds_the_cause_in_its_file(tmp_path: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 

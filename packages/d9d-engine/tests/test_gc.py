@@ -37,7 +37,7 @@ def nothing_frozen() -> None:
         gc.collect()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.usefixtures("nothing_frozen")
 def test_what_exists_is_spared_and_what_comes_later_is_collected() -> None:
     kept = [Node() for _ in range(1000)]

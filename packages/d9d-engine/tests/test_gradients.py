@@ -121,6 +121,7 @@ def _with_limit(parameters: Any, ownership: Any, topology: Topology, limit: int,
         module.MIB = unit
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
 def test_gradients_outside_of_fsdp_are_summed_whatever_is_used_where(world: Any) -> None:
     cases: list[tuple[int, dict[str, list[int]], int, str]] = [
@@ -231,6 +232,7 @@ def norms(p: float, max_norm: float | None) -> Any:
     return mixed_norm(p, max_norm)
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
 @pytest.mark.parametrize(("p", "max_norm"), [(2.0, None), (2.0, 0.5), (1.0, 0.5), (3.0, None), (math.inf, 0.5)])
 def test_the_norm_is_that_of_the_whole_gradient_on_any_mesh(world: Any, p: float, max_norm: float | None) -> None:

@@ -112,7 +112,7 @@ def wait_for(true: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_traceback_of_the_failing_rank_is_printed_last_and_once(start: Run, tmp_path: Path) -> None:
     process = start("raises")
     _, errors = process.communicate(timeout=90)
@@ -129,7 +129,7 @@ def test_the_traceback_of_the_failing_rank_is_printed_last_and_once(start: Run, 
     assert sorted(line.startswith("rank 1 (dp_shard=1): ") for line in warnings) == [False, True]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_plain_torchrun_shows_the_same_cause(start: Run) -> None:
     process = start("raises", launcher="torchrun")
     _, errors = process.communicate(timeout=90)
@@ -140,7 +140,7 @@ def test_plain_torchrun_shows_the_same_cause(start: Run) -> None:
     assert errors.count("ValueError: broken") == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_an_error_of_all_ranks_is_one_message_with_its_exit_status(start: Run) -> None:
     process = start("differs", restarts=3)
     _, errors = process.communicate(timeout=90)
@@ -151,7 +151,7 @@ def test_an_error_of_all_ranks_is_one_message_with_its_exit_status(start: Run) -
     assert "restart" not in errors
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_after_a_killed_rank_all_start_again(start: Run) -> None:
     process = start("killed once", restarts=1)
     output, errors = process.communicate(timeout=90)
@@ -163,7 +163,7 @@ def test_after_a_killed_rank_all_start_again(start: Run) -> None:
     assert lines[1:] == ["starting all 2 processes again (restart 1 of 1)"]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_ctrl_c_lets_all_ranks_save_and_ends_well(start: Run, tmp_path: Path) -> None:
     process = start("long")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
@@ -174,7 +174,7 @@ def test_ctrl_c_lets_all_ranks_save_and_ends_well(start: Run, tmp_path: Path) ->
     assert "Traceback" not in errors
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("order", ["1L0", "0", "1", "01L", "L01"])
 def test_a_stop_signal_to_any_process_in_any_order_lets_all_ranks_save(
@@ -191,7 +191,7 @@ def test_a_stop_signal_to_any_process_in_any_order_lets_all_ranks_save(
     assert "Traceback" not in errors
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_rank_whose_main_thread_is_stuck_passes_on_that_it_was_asked_to_stop(start: Run, tmp_path: Path) -> None:
     process = start("stuck")  # rank 1 enters the second collective only when it was asked to stop
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
@@ -202,7 +202,7 @@ def test_a_rank_whose_main_thread_is_stuck_passes_on_that_it_was_asked_to_stop(s
     assert "rank 1 saved after SIGTERM" in output
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("order", ["0", "1", "L", "1L"])
 @pytest.mark.parametrize("moment", ["here", "built"])
@@ -222,7 +222,7 @@ def test_a_stop_signal_during_start_up_ends_well_with_nothing_to_save(
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_sigterm_to_a_process_that_has_hardly_begun_ends_well(start: Run) -> None:
     process = start("long")
     # Not any of the launcher's children: to import torch, it starts one, too.
@@ -232,7 +232,7 @@ def test_sigterm_to_a_process_that_has_hardly_begun_ends_well(start: Run) -> Non
     assert (process.returncode, errors) == (0, "SIGTERM: stopped during start-up; nothing was trained\n")
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_ctrl_c_between_joining_and_the_first_step_says_that_nothing_was_trained(start: Run, tmp_path: Path) -> None:
     process = start("builds")
     wait_for(lambda: len(list(tmp_path.glob("built-*"))) == 2)
@@ -242,7 +242,7 @@ def test_ctrl_c_between_joining_and_the_first_step_says_that_nothing_was_trained
     assert errors.splitlines()[-1] == "interrupted: during start-up; nothing was trained"
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_second_ctrl_c_interrupts_at_once(start: Run, tmp_path: Path) -> None:
     process = start("long")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
@@ -257,7 +257,7 @@ def test_a_second_ctrl_c_interrupts_at_once(start: Run, tmp_path: Path) -> None:
     assert not any(is_running(pid) for pid in ranks.values())
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_rank_that_stands_still_ends_all_and_they_start_again(start: Run, tmp_path: Path) -> None:
     process = start("hangs", restarts=1)
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
@@ -277,7 +277,7 @@ def test_a_rank_that_stands_still_ends_all_and_they_start_again(start: Run, tmp_
     assert process.returncode == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_launch_listens_on_the_loopback_only_and_when_it_is_killed_leaves_no_file_and_no_process(
     start: Run, tmp_path: Path

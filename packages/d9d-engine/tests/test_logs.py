@@ -75,6 +75,7 @@ def test_the_job_says_which_lines_are_printed(job: MakeJob, capsys: pytest.Captu
     assert capsys.readouterr().err == "ERROR d9d.mine: rank 0: shown\n"
 
 
+@pytest.mark.thorough
 def test_importing_the_engine_configures_no_logging() -> None:
     code = "import logging, d9d_engine.job, d9d_engine.distributed.logs; print(logging.getLogger('d9d').hasHandlers())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

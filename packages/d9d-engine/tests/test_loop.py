@@ -19,6 +19,7 @@ MakeJob = Callable[..., Job]
 pytestmark = pytest.mark.smoke
 
 
+@pytest.mark.thorough
 def test_a_run_leaves_everything_that_is_promised(job: MakeJob) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plots'")
     trained = job(trackers=["console", "jsonl"])

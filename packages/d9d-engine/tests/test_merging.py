@@ -79,6 +79,7 @@ class Exports:
         return [(ev.StepEnds, lambda _event: self.trainer.export())]
 
 
+@pytest.mark.thorough
 def test_training_goes_on_bit_for_bit_after_an_export_in_the_middle(tuned: Callable[..., Job]) -> None:
     straight, exporting = tuned("run.name=straight"), tuned("run.name=exporting")
     quiet(straight).train()

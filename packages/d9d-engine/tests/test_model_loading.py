@@ -115,6 +115,7 @@ def load_in_layouts(directory: str, once: bool) -> int:
     return source.numbers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("once", [False, True], ids=["each reads", "one reads"])
 def test_ranks_read_what_they_hold_in_any_layout(stored: Path, world: Any, once: bool) -> None:
     numbers = world(4).run(load_in_layouts, str(stored), once)
@@ -258,6 +259,7 @@ def digests(directory: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.iterdir())}
 
 
+@pytest.mark.thorough
 def test_every_layout_exports_the_same_bytes(tmp_path: Path, world: Any) -> None:
     """Merged tensors, sharded in any way, over files of several ranks."""
     found = []

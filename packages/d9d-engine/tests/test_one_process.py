@@ -47,6 +47,7 @@ def test_a_process_alone_raises_as_usual() -> None:
         raise ValueError("mine")
 
 
+@pytest.mark.thorough
 def test_the_launcher_leaves_its_own_process_as_it_was() -> None:
     before, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
     assert Launch(("-c", "import os; os._exit(0 if os.environ['OMP_NUM_THREADS'] else 1)"), 1, 0, str).run() == 0
@@ -118,7 +119,7 @@ def test_who_asked_a_module_to_stop_is_told_that_it_did(monkeypatch: pytest.Monk
         run_module("greets", [], 2)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_module_runs_in_processes_that_know_each_other(tmp_path: Path) -> None:
     (tmp_path / "greets.py").write_text(
         "import os, sys\n"

@@ -90,7 +90,7 @@ def resume_both(directory: str, split: str, step: int, asynchronous: bool) -> No
         resume(f"{directory}/{kind}", split, step, kind == "sharded", asynchronous)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_run_resumes_with_other_stages(world: type[World], tmp_path: Path, asynchronous: bool) -> None:
     for step, (split, ranks) in enumerate([("even", 4), ("whole", 1), ("other", 2), ("four", 4)], start=1):
@@ -118,6 +118,7 @@ def save_and_lose_a_layer(directory: str) -> list[str]:
     return texts
 
 
+@pytest.mark.thorough
 def test_what_no_stage_wants_and_what_no_checkpoint_has_is_an_error_on_all_ranks(
     world: type[World], tmp_path: Path
 ) -> None:

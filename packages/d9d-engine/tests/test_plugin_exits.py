@@ -51,11 +51,12 @@ def finished(job: Job) -> Any:
     return final_tensors(job)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("event", "error"),
     [
         *zip([*EVENTS, ev.StepEnds], ERRORS, strict=True),
-        *(pytest.param(*x, marks=pytest.mark.thorough) for x in product(EVENTS, ERRORS)),
+        *(pytest.param(*x, marks=pytest.mark.full) for x in product(EVENTS, ERRORS)),
     ],
 )
 def test_a_subscriber_that_fails_ends_the_run_after_a_save(
@@ -83,6 +84,7 @@ def test_an_interrupt_that_a_subscriber_raises_is_no_ctrl_c(job: MakeJob) -> Non
         trainer.train()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("error", [*ENDS, OSError("gone")])
 def test_a_dataset_that_fails_leaves_a_checkpoint_of_the_steps_before(
     job: MakeJob, monkeypatch: pytest.MonkeyPatch, error: BaseException

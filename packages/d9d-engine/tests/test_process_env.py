@@ -255,6 +255,7 @@ def test_one_machine_or_torchrun_is_not_refused(environ: dict[str, str]) -> None
     process_of_launcher(environ, alone=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "variables", [{"PET_NNODES": "2"}, {"SKYPILOT_NUM_NODES": "2"}, {"JOB_COMPLETION_INDEX": "1"}, OPEN_MPI]
 )

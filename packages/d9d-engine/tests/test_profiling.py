@@ -36,6 +36,7 @@ def names(path: Path) -> list[str]:
         return [event["name"] for event in json.load(file)["traceEvents"] if "name" in event]
 
 
+@pytest.mark.thorough
 def test_the_last_steps_of_each_cycle_are_recorded_with_their_phases(job: MakeJob) -> None:
     made = job(profiling={**WINDOW, "record_shapes": True}, evaluation={"every": 6, "packs": 1, "data": "toy_data"})
     trainer, notes = noted(made)

@@ -41,6 +41,7 @@ def steps_of(job: Job) -> list[int]:
     return sorted(CheckpointStore(job.run.directory / "checkpoints", None).steps())
 
 
+@pytest.mark.thorough
 def test_too_many_skipped_steps_in_a_row_end_the_run(job: MakeJob, nan_in: Callable[[range], None]) -> None:
     nan_in(range(4, 13))
     skipping = job("nonfinite=skip", "max_skipped=5", "checkpoint.every=1", "checkpoint.keep=1", "steps=12")

@@ -28,6 +28,7 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
+@pytest.mark.thorough
 def test_tied_parameters_stay_one_parameter() -> None:
     with torch.device("meta"):
         stage = Tied()
@@ -147,6 +148,7 @@ def saved_in_between() -> list[float]:
     return [saved, statistics.compute()["count"].item()]
 
 
+@pytest.mark.thorough
 def test_a_save_in_between_counts_what_was_counted_before_it_once(world: Any) -> None:
     assert world(2).run(saved_in_between) == [[8, 16]] * 2
 

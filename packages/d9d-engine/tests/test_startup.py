@@ -84,7 +84,7 @@ def _read_until(file: int, beginning: str) -> None:
                 assert data, text
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_run_records_the_seconds_of_its_phases(command: list[str], tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     record = json.loads((tmp_path / "runs" / "toy" / FILE).read_text())
@@ -100,7 +100,7 @@ def test_a_run_records_the_seconds_of_its_phases(command: list[str], tmp_path: P
     assert [part.rpartition(" ")[0] for part in ready.partition(": ")[2].split(", ")] == ALONE
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_start_on_one_process_needs_no_compiler_no_algebra_and_no_dtensors(
     command: list[str], tmp_path: Path
 ) -> None:
@@ -164,7 +164,7 @@ def test_meta_tensors_are_not_drawn_and_others_are() -> None:
     assert filled.min() >= 1
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("phase", ["job", "torch", "trainer"])
 def test_ctrl_c_during_start_up_is_one_line(command: list[str], tmp_path: Path, phase: str) -> None:
     status, errors = interrupted(command, f"start-up: {phase}", tmp_path)

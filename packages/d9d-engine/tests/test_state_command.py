@@ -48,6 +48,7 @@ def run(job: MakeJob) -> Path:
     return trained.run.directory
 
 
+@pytest.mark.thorough
 def test_tensors_are_listed_with_layers_together(d9d: Run, run: Path) -> None:
     status, text = d9d("show", run / "model")
     assert status == 0

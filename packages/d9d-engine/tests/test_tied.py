@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from d9d_core.program.placement import Pipeline
 from d9d_engine.distributed.mesh import Topology
@@ -51,6 +52,7 @@ def summed() -> tuple[dict[int, dict[str, float]], dict[str, float], list[str]]:
     return values, firsts, sorted(ties.elsewhere)
 
 
+@pytest.mark.thorough
 def test_gradients_of_copies_add_up_on_a_rank_and_over_ranks(world: type[World]) -> None:
     first, second = world(2).run(summed)
     values = {0: {"edge": 0.0, "inner": 0.0, "frozen": 0.0}, 3: {"edge": 0.0, "frozen": 0.0}}

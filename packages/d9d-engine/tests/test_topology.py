@@ -113,6 +113,7 @@ def test_a_mesh_outside_of_a_process_group_says_how_to_get_one() -> None:
         Topology(views=VIEWS).mesh("dense")
 
 
+@pytest.mark.thorough
 def test_a_purpose_has_a_group_of_its_own(world: Any) -> None:
     assert world(2).run(groups_by_purpose) == [[2, 1.0]] * 2
 

@@ -338,7 +338,7 @@ RAISED = (SystemExit(0), KeyboardInterrupt(), GeneratorExit(), RecursionError("d
 @pytest.mark.parametrize(
     ("mode", "error"),
     [
-        pytest.param(mode, error, marks=() if number % len(RAISED) == at % len(RAISED) else pytest.mark.thorough)
+        pytest.param(mode, error, marks=() if number % len(RAISED) == at % len(RAISED) else pytest.mark.full)
         for at, mode in enumerate(METHODS)
         for number, error in enumerate(RAISED)
     ],

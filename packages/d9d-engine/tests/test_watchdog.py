@@ -92,6 +92,7 @@ def hang(world: Callable[..., Any], size: int, directory: Path, what: str) -> li
     return text.splitlines()
 
 
+@pytest.mark.thorough
 def test_the_rank_that_sleeps_elsewhere_is_named_first_with_its_stack(
     world: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -111,14 +112,14 @@ def test_ranks_in_different_collectives_are_told_apart(world: Callable[..., Any]
     assert "ranks 0, 2: step 1: waits in all_reduce" in lines[2]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_process_that_does_not_answer_is_named(world: Callable[..., Any], tmp_path: Path) -> None:
     lines = hang(world, 2, tmp_path, "stopped")
     assert lines[1] == "  rank 1: no answer; the process is gone, or blocked inside native code"
     assert "rank 0 (dp_shard=0) on node-a: step 1: waits in all_reduce" in lines[2]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["saves", "beats"])
 def test_a_rank_with_time_left_is_waited_for(world: Callable[..., Any], tmp_path: Path, what: str) -> None:
     assert world(2, timeout=40).run(train, tmp_path, what) == [2, 2]

@@ -95,6 +95,7 @@ def watched() -> list[float]:
             return found
 
 
+@pytest.mark.thorough
 def test_the_watchdog_looks_often_enough_for_the_shortest_limit(world: Callable[..., Any]) -> None:
     assert world(2).run(watched) == [[0.5, 2.0]] * 2
 
@@ -269,7 +270,7 @@ def test_a_rank_that_fails_frees_the_others_and_alone_tells(world: Callable[...,
     assert "stopped because rank 1 failed" in (tmp_path / "0").read_text()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_an_unreachable_rank_0_is_a_message() -> None:
     lonely = ProcessEnv(1, 2, 0, 1, "node-b", "slurm", ("127.0.0.1", free_port()))
     text = "rank 1 on node-b cannot meet the others at 127.0.0.1:.* within 1 s"

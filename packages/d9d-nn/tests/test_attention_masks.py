@@ -77,6 +77,7 @@ def tokens(length: int = sum(LENGTHS)) -> Tensor:
     return torch.randint(20, (1, length), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "scaling",
     [
@@ -163,7 +164,7 @@ def gradients(tower: Tower, loss: Tensor) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in tower.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_compiled_layers_take_shared_masks_in_one_graph(backend: str) -> None:
     plain, compiled = Tower(WINDOWS["mixed"], backend), Tower(WINDOWS["mixed"], backend)
@@ -174,7 +175,7 @@ def test_compiled_layers_take_shared_masks_in_one_graph(backend: str) -> None:
     assert_close_gradients(gradients(compiled, found), gradients(plain, expected))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 def test_compiled_layers_hold_flex_in_their_graph(shared: bool) -> None:
     """Forward only: on the CPU it has no backward."""
@@ -227,7 +228,7 @@ def _arguments_are_untouched(_: nn.Module, args: tuple[Any, ...]) -> None:
     assert (hidden.dtype, rotation.cos.dtype) == (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mixed_precision_wrappers_leave_masks_and_angles_alone(world: Any, backend: str) -> None:
     ((sharded, plain),) = world(1).run(bfloat16_with_and_without_fsdp, backend)

@@ -62,6 +62,7 @@ def one_token_at_a_time(query: Tensor, key: Tensor, value: Tensor, documents: Te
     return out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_follows_the_definition(backend: str, window: int | None) -> None:
@@ -309,7 +310,7 @@ def test_a_pinned_kernel_takes_features_that_lie_apart(spread: Callable[[Tensor]
     assert_close_values(FLASH.build(cuda())(query, key, value, None), attention(*parts))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_pinned_kernel_compiles_into_one_graph() -> None:
     query, key, value = heads(2, 5, 4), heads(2, 5, 2, seed=1), heads(2, 5, 2, seed=2)
     function = FLASH.build(cuda())  # torch has a flash kernel for the CPU too

@@ -56,6 +56,7 @@ def core(backend: str, window: int | None) -> AttentionCore:
     return made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BUILDS)
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("documents", [None, packed()], ids=["one document", "packed"])

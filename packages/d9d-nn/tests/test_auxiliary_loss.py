@@ -60,6 +60,7 @@ def found(x: Tensor, how: str) -> dict[str, Tensor]:
     return {"x": x.grad, "weight": module.weight.grad}
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 @pytest.mark.parametrize("how", ["eager", "compiled", "checkpointed", "compiled and checkpointed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -116,6 +116,7 @@ def test_swiglu_is_split_over_its_inner_features() -> None:
     assert_close_values(parts[0] + parts[1], layer(hidden))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True])
 def test_swiglu_calls_projections_that_have_hooks_whatever_kernel_it_is_bound_to(compiled: bool) -> None:
     kinds = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]

@@ -112,6 +112,7 @@ def test_a_layer_leaves_nothing_that_nobody_wants_later() -> None:
     assert layer.weight.grad is not None
 
 
+@pytest.mark.thorough
 def test_a_compiled_layer_computes_at_once() -> None:
     layer, deferral = Linear(8, 6, std=1.0), Deferral()
     layer.defer_to(deferral)

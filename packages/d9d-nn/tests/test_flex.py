@@ -154,7 +154,7 @@ def draw(samples: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_batches_of_any_shape_are_compiled_a_few_times_only(graphs: list[torch.fx.GraphModule]) -> None:
     full, windowed = flex.build(cuda()), flex.build(cuda(window=50))
     shapes = list(itertools.product((1, 2, 3), (64, 200, 256, 300, 512)))

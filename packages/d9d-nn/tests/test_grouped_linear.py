@@ -157,6 +157,7 @@ def test_grouped_mm_reads_no_counts_on_the_host() -> None:
     assert bank.grad.shape == bank.shape
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 def test_grouped_mm_compiles_whole() -> None:
     compiled = torch.compile(grouped_mm, backend="aot_eager", fullgraph=True)

@@ -54,6 +54,7 @@ def transformers() -> Any:
     return pytest.importorskip("transformers")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [10, 4096, 4097, 20_000])
 @pytest.mark.parametrize("head_dim", [6, 64, 128])
 @pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])

@@ -97,6 +97,7 @@ def test_compiled_modules_keep_the_reference_of_rms_norm_that_the_compiler_fuses
     assert (compiled.accept, compiled.priority) == (True, 0)
 
 
+@pytest.mark.thorough
 def test_recomputed_gates_are_not_kept_by_compiled_layers() -> None:
     def kept_and_gradients(backend: str) -> tuple[list[torch.Size], list[torch.Tensor]]:
         torch.compiler.reset()

@@ -170,6 +170,7 @@ class TestSdpa(KernelSuite):
     refused = ({"dtype": "int8"}, {"causal": False})
 
 
+@pytest.mark.thorough
 class TestFlexWithoutItsCompiler(KernelSuite):
     """Its forward; on the CPU it has no backward."""
 

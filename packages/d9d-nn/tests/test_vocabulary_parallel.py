@@ -68,6 +68,7 @@ def many(cases: list[tuple[int, int, dict[str, Any]]]) -> list[dict[str, Tensor]
     return [computed(*case) for case in cases]
 
 
+@pytest.mark.thorough
 def test_losses_ranks_and_gradients_are_those_of_all_words() -> None:
     """Of vocabularies that three ranks do not divide, and of which the last have no word at all."""
     cases = [
@@ -109,7 +110,7 @@ def test_a_target_that_no_rank_has_is_an_error(word: int) -> None:
         World(2).run(wrong, word)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @settings(max_examples=5, deadline=None)
 @given(words=st.integers(2, 40), rows=st.integers(1, 12), keep=st.booleans(), seed=st.integers(0, 99))
 def test_any_vocabulary_in_any_chunks(words: int, rows: int, keep: bool, seed: int) -> None:

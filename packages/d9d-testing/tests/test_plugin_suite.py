@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from d9d_testing.suites.plugin import PluginSuite
 
+pytestmark = pytest.mark.suites
+
 _NUMBERS = itertools.count()
 
 PLUGIN = """

@@ -12,7 +12,7 @@ import pytest
 README = Path(__file__).parents[1] / "README.md"
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_examples_pass_as_they_stand(tmp_path: Path) -> None:
     first, *suites = examples()
     (tmp_path / "test_acme.py").write_text(first)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from d9d_testing.suites.schedule import ScheduleSuite
 
+pytestmark = pytest.mark.suites
+
 PLUGIN = str(Path(__file__).parent / "faults" / "implementations" / "broken_schedules.py")
 
 

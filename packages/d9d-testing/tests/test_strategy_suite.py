@@ -13,6 +13,8 @@ from d9d_testing.layouts import Harness, assert_passed
 from d9d_testing.suites.strategy import StrategySuite
 from d9d_verify.layouts import Layout
 
+pytestmark = pytest.mark.suites
+
 PLUGIN = str(Path(__file__).parent / "faults" / "implementations" / "broken_strategies.py")
 
 
@@ -63,7 +65,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(("fault", "name", "text"), FAULTS, ids=[fault for fault, *_ in FAULTS])
 def test_a_fault_is_found_and_named(fault: str, name: str, text: str) -> None:
     with pytest.raises(Exception, match=re.escape(text)):
@@ -75,7 +77,7 @@ def test_meshes_without_ranks_along_the_strategys_axes_are_refused() -> None:
         check(suite("sums_nothing", meshes=({},)), "test_every_axis_of_its_record_is_tested")
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(("lr", "passes"), [(0.05, True), (0.06, False)])
 def test_a_resumed_run_that_goes_on_differently_is_noticed(lr: float, passes: bool) -> None:
     values: dict[str, Any] = suite("none").job_values(batch={"size": 4})

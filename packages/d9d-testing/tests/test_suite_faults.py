@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.suites
+
 TOOL = Path(__file__).parents[3] / "tools" / "suite_faults.py"
 
 
@@ -29,7 +31,7 @@ def check(*kinds: str) -> None:
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr}"
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_faults_are_caught_by_the_suites_of_their_kind(tool: ModuleType) -> None:
     """All that need not start many processes."""
     quick = [kind for kind in tool.KINDS if kind not in tool.LONG]

@@ -36,6 +36,7 @@ def every_dtype_arrives() -> None:
                     assert part.reshape(-1).view(torch.uint8).equal(tensor_of(r, dtype).reshape(-1).view(torch.uint8))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 3])
 def test_tensors_of_any_shape_and_dtype_arrive_as_they_were(world: Any, size: int) -> None:
     world(size).run(every_dtype_arrives)

@@ -77,7 +77,7 @@ def compare(tmp_path: Path, launches: int) -> None:
     assert len(found) == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_hash_seeds_do_not_change_an_export(tmp_path: Path) -> None:
     compare(tmp_path, 3)
 

@@ -407,7 +407,7 @@ def spread() -> list[list[float]]:
     return made.to_local().tolist()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_distribute_and_gather_are_inverse(world: Callable[..., object]) -> None:
     parts = world(2).run(spread)  # type: ignore[attr-defined]
     assert parts == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
@@ -429,7 +429,7 @@ print([(x.inputs, x.outputs) for x in g.groups], list(g.outputs))
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_order_does_not_depend_on_hashes() -> None:
     def run(seed: str) -> str:
         command = [sys.executable, "-c", ORDER]

@@ -107,6 +107,7 @@ def test_one_file_has_no_number_and_no_index_and_several_have_both(tmp_path: Pat
     assert {name: many.file_of(name) for name in MODEL} == index["weight_map"]
 
 
+@pytest.mark.thorough
 def test_transformers_loads_what_is_written(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3Config(
@@ -149,7 +150,7 @@ def test_no_file_is_larger_than_the_limit_unless_one_tensor_is(
         assert sum(nbytes[name] for name in part) + nbytes[min(following, key=int)] > limit
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 5), max_size=3), st.integers(4, 64), st.randoms())
 def test_any_strides_are_written_through_a_buffer_of_any_size(
@@ -336,6 +337,7 @@ def write_mine(directory: str) -> None:
     assert same(read(directory), tensors)
 
 
+@pytest.mark.thorough
 def test_ranks_share_the_files(world: type[World], tmp_path: Path) -> None:
     world(2).run(write_mine, str(tmp_path / "m"))
 

@@ -67,6 +67,7 @@ def every_rank_gets_every_tensor() -> None:
         assert torch.equal(found, expected), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_rank_gets_every_tensor(world: type[World], ranks: int) -> None:
     world(ranks).run(every_rank_gets_every_tensor)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +24,7 @@ print(diff_states(source, target, 0.0, True))
 """
 
 
+@pytest.mark.thorough
 def test_a_model_is_shown_converted_and_compared_without_the_engine(tmp_path: Path) -> None:
     source, target = tmp_path / "model", tmp_path / "copy"
     source.mkdir()

@@ -17,6 +17,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
 LIMITS = TemplateLimits(steps=1 << 20, seconds=0.3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_ends_soon_and_takes_no_memory_here(attack: str) -> None:
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
@@ -38,6 +39,7 @@ def test_the_process_that_renders_has_a_limit_of_memory_and_imports_no_torch() -
     assert resident < 64 << 10, "KiB"
 
 
+@pytest.mark.thorough
 def test_a_process_that_was_ended_is_started_anew() -> None:
     text = "{% if messages | length > 2 %}{{ ([[0]] * 1000000) | sum(start=[]) | length }}{% endif %}done"
     made = TemplateProcess({"default": text}, limits=LIMITS)
@@ -58,6 +60,7 @@ def test_a_template_that_exceeds_its_limits_again_and_again_is_not_tried_any_mor
     assert time.monotonic() - began < 0.1
 
 
+@pytest.mark.thorough
 def test_the_process_ends_with_the_one_that_made_it_even_if_that_is_killed() -> None:
     code = (
         "import os, sys\nfrom d9d_weights.templates.process import TemplateProcess\n"

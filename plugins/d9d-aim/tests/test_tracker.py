@@ -62,7 +62,7 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestAim(TrackerSuite):
-    pytestmark = pytest.mark.thorough
+    pytestmark = pytest.mark.full
 
     target = "aim"
     config: ClassVar = QUIET
@@ -90,7 +90,7 @@ class TestAim(TrackerSuite):
         return path.read_bytes()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_run_says_what_it_is_and_its_histograms_have_bounds(tmp_path: Path) -> None:
     facts: dict[str, Any] = {"hparams": {"optimizer": {"lr": 0.1}}, "tags": ("sweep",)}
     run = AimTracker(AimConfig(experiment="mine", **QUIET)).open(info(tmp_path, **facts), None)
@@ -103,7 +103,7 @@ def test_a_run_says_what_it_is_and_its_histograms_have_bounds(tmp_path: Path) ->
     assert (value.range, value.weights.tolist()) == ([-1.0, 2.0], [1.0, 3.0])
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_run_that_is_gone_is_said_or_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     AimTracker(AimConfig(**QUIET)).open(info(tmp_path), None).close("stopped")
     with pytest.raises(PluginError, match="has no run 'gone' .* set 'lost_run: new' of the tracker 'aim'"):

@@ -67,6 +67,7 @@ def eager() -> Iterator[None]:
         yield
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("eager")
 def test_the_filter_keeps_losses_and_leaves_out_gradients_of_improbable_words() -> None:
     probable, words = 128, 256  # as many words as a tile has, and another tile
@@ -94,6 +95,7 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.usefixtures("eager")
 def test_the_host_never_waits_for_the_device(filtered: bool) -> None:

@@ -10,6 +10,7 @@ from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.tolerances import TOLERANCES
 
 
+@pytest.mark.thorough
 class TestCce(KernelSuite):
     """On the CPU. Triton's interpreter multiplies no matrices of bfloat16."""
 

@@ -130,7 +130,7 @@ for rows in range(20):
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_processes_that_record_at_once_agree_and_lose_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RECORD_MANY, str(tmp_path / "cublas.json")]
     processes = [subprocess.Popen([*command, str(number)]) for number in range(3)]

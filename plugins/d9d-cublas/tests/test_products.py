@@ -237,6 +237,7 @@ def test_no_device_is_opened_while_a_graph_is_captured() -> None:
     assert near(products.multiply("forward", *operands("forward")), exact("forward", *operands("forward")))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ops")
 @pytest.mark.parametrize(("op", "layout"), [(rows_gradient, "rows_gradient"), (weight_gradient, "weight_gradient")])
 def test_ops_keep_the_rules_of_custom_ops(op: Any, layout: str) -> None:

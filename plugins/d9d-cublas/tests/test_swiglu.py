@@ -14,7 +14,7 @@ from torch import Tensor
 SwiGLU = pytest.importorskip("d9d_nn.swiglu").SwiGLU
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.usefixtures("ops")
 class TestSwiglu(KernelSuite):
     """Over the stand-in, with tensors on the CPU."""
@@ -51,6 +51,7 @@ def alike(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
             assert (one.float() - other.float()).norm() <= 2e-2 * other.float().norm()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_layer_computes_the_same_by_algorithms_of_the_library(ops: Any, compiled: bool) -> None:
     module, x = layer(), torch.randn(2, 5, 16).bfloat16()

@@ -14,6 +14,7 @@ def save(open_stream, corpus: Path, directory: Path, tokenizer: object) -> None:
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokenizer", ["bytes", {"bpe": 300}])
 def test_exported_tokenizer_loads_in_transformers_and_round_trips(
     open_stream, corpus: Path, tmp_path: Path, tokenizer: object

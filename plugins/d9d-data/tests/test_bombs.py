@@ -43,8 +43,9 @@ print(said)
 QUICK = ("delta.parquet", "numbers.parquet", "dictionary.arrow", "lists.arrow", "nulls.arrow", "values.jsonl.gz")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name in bombs.BOMBS]
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in bombs.BOMBS]
 )
 def test_a_small_file_takes_little_memory(name: str, tmp_path: Path) -> None:
     write, says = bombs.BOMBS[name]
@@ -58,6 +59,7 @@ def test_a_small_file_takes_little_memory(name: str, tmp_path: Path) -> None:
     assert (says in said and name in said) if says else said == "read 2"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["dictionary.arrow", "delta.parquet", "lines.jsonl.gz", "lines.jsonl.xz"])
 def test_a_small_file_does_not_stand_for_a_corpus(name: str, tmp_path: Path) -> None:
     """However small its rows are: prepared data would fill the disk."""

@@ -84,6 +84,7 @@ PIECE = st.sampled_from([*SPECIAL, "<|im_", "end|>", "the", " fox", "\n", " ", "
 TEXT = st.lists(PIECE, min_size=1, max_size=8).map("".join).filter(str.strip)
 
 
+@pytest.mark.thorough
 @given(texts=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
 @settings(max_examples=150, deadline=None)
 def test_no_text_makes_special_tokens(texts: list[tuple[str, str]]) -> None:

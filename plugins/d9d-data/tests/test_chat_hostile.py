@@ -16,6 +16,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 DOUBLING = "{% set ns = namespace(s='a') %}{% for i in range(99) %}{% set ns.s = {} %}{% endfor %}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "says"),
     [

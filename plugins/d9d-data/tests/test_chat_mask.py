@@ -92,6 +92,7 @@ TEXT = st.lists(PLAIN | TRICKY, min_size=1, max_size=4).map(" ".join).filter(lam
 TURNS = st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", AROUND)
 @given(turns=TURNS, system=st.none() | TEXT)
 @settings(max_examples=25, deadline=None)

@@ -152,7 +152,7 @@ def test_packed_conversations_keep_apart_and_learn_the_same(model: Path, stream:
     assert sorted(found) == wanted
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_packed_streams_go_on_where_they_were_and_workers_change_nothing(stream: Open) -> None:
     records = [chat("q" * n, "a") for n in range(1, 20)]
     fields: dict[str, Any] = {"packing": "best_fit", "sequence_length": 104, "shuffle": True, "batch": 2}
@@ -259,6 +259,7 @@ def test_messages_have_weights_that_their_tokens_get(model: Path, stream: Open, 
     assert found == ({"a0.5": 0.5, "b1.0": 1, "a2.0": 2} if packing != "concat" else {"a0.5": 0.5, "b1.0": 1})
 
 
+@pytest.mark.thorough
 def test_weights_of_nought_and_one_are_what_is_learned_and_no_field(model: Path, stream: Open) -> None:
     (batch,) = stream(weighted(0, 1), sequence_length=96).next_pack()
     assert "weights" not in batch

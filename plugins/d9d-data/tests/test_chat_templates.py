@@ -127,7 +127,7 @@ def test_templates_of_many_families_are_compared() -> None:
     assert len(PUBLISHED) >= 10
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_renderings_equal_those_of_transformers(name: str) -> None:
     made, rendered = template(name), 0
@@ -149,6 +149,7 @@ def test_renderings_equal_those_of_transformers(name: str) -> None:
     assert rendered >= 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_tokens_and_marks_equal_those_of_transformers(name: str) -> None:
     made, tokenizer, encoded = template(name), ChatTokenizer(backend().to_str()), 0
@@ -175,6 +176,7 @@ HEADERS = re.compile(r"^(<\uff5cAssistant\uff5c>|<\|start\|>assistant)?(<think>(
 PAIRS = [name for name in PUBLISHED if f"{name.removesuffix('.jinja')}_training.jinja" in PUBLISHED]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PAIRS)
 def test_replies_found_without_marks_are_those_of_the_marked_template(name: str) -> None:
     plain, marked = template(name), template(f"{name.removesuffix('.jinja')}_training.jinja")

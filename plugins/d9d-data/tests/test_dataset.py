@@ -111,7 +111,7 @@ class TestItemsOfKnownSizeInOrder(OverItems):
         return {**super().fields(directory), "build": "items_of_the_user:sized"}
 
 
-@pytest.mark.thorough  # processes start slowly
+@pytest.mark.full  # processes start slowly
 def test_worker_processes_change_nothing(tmp_path: Path) -> None:
     suite = TestItemsInBuckets()
     suite.workers = "workers"  # type: ignore[misc, assignment]

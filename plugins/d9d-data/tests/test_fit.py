@@ -104,6 +104,7 @@ def tokens_of(stream: Any) -> int:
     return count
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
@@ -130,6 +131,7 @@ def test_what_is_cut_or_left_out_is_counted_and_said_at_each_start(
     assert not [note for note in notes if "cut " in note or "left out" in note]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", POLICIES[:2])
 @pytest.mark.parametrize("name", [name for name in CASES if "concat" not in name])
 def test_tokens_that_are_given_and_tokens_that_are_lost_are_all(

@@ -238,7 +238,7 @@ def test_ranges_of_a_file_have_each_line_once_and_know_their_places(tmp_path: Pa
     assert [place.rpartition(":")[2] for _, place in whole] == ["2", "4", "5", "6", "9"]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.parquet"])
 def test_reading_takes_little_memory_however_large_the_file(name: str, tmp_path: Path) -> None:
     """pyarrow's own memory is counted by pyarrow."""

@@ -84,7 +84,7 @@ def test_a_long_text_is_encoded_in_pieces_as_it_is_as_a_whole(
     assert "".join(base._pieces("a" * 1234)) == "a" * 1234
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_long_text_without_spaces_takes_little_memory(tmp_path: Path) -> None:
     made = load_tokenizer(changed(tokenizer(tmp_path / "tokenizer.json"), CHARACTERS), None)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

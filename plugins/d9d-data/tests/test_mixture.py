@@ -139,13 +139,14 @@ class OverParts(DatasetSuite):
         return {}
 
 
+@pytest.mark.thorough
 class TestTextAndChat(OverParts):
     workers = None  # see below
     config: ClassVar = {"parts": [{"weight": 3, "data": text()}, {"data": CHAT}]}
     other: ClassVar = {"parts": [{"weight": 2, "data": text()}, {"data": CHAT}]}
 
 
-@pytest.mark.thorough  # processes start slowly
+@pytest.mark.full  # processes start slowly
 def test_worker_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     suite = TestTextAndChat()
@@ -153,14 +154,14 @@ def test_worker_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     suite.test_worker_processes_change_nothing(tmp_path)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestPartsThatEnd(OverParts):
     workers = None
     config: ClassVar = {"parts": [{"epochs": 0.2, "data": DOCUMENTS}, {"weight": 2, "epochs": 1, "data": CHAT}]}
     other: ClassVar = {"parts": [{"epochs": 0.3, "data": DOCUMENTS}, {"weight": 2, "epochs": 1, "data": CHAT}]}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestMixtureOfMixtures(OverParts):
     workers = None
     config: ClassVar = {

@@ -127,6 +127,7 @@ def test_a_quoted_special_token_ends_no_turn(model: Path, stream: Open) -> None:
     assert int((batch["tokens"][0, : int(batch["lengths"][0])] == end).sum()) == 2  # of the prompt, and of the reply
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("record", "message"),
     [

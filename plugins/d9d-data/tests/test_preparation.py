@@ -62,7 +62,7 @@ def files_of(cache: Path) -> dict[str, bytes]:
     return {str(path.relative_to(entry)): path.read_bytes() for path in entry.rglob("*") if path.is_file()}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("tokenizer", ["bytes", {"bpe": 300}])
 def test_shards_and_workers_have_no_say_in_the_result(
     mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
@@ -76,7 +76,7 @@ def test_shards_and_workers_have_no_say_in_the_result(
         assert files_of(cache) == expected
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("malformed", ["error", "skip"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.usefixtures("small_shards")
@@ -182,7 +182,7 @@ def start(sources: list[str], cache: Path, die_after: int = 0, workers: int = 0,
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(("workers", "tokenizer"), [(0, {"bpe": 300}), (2, "bytes")])
 def test_a_start_after_a_kill_goes_on_with_what_is_finished(
     mixed: list[str], tmp_path: Path, workers: int, tokenizer: Any
@@ -246,6 +246,7 @@ def test_finished_shards_are_not_made_again(mixed: list[str], tmp_path: Path, mo
     monkeypatch.undo()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("small_shards")
 def test_a_damaged_shard_is_made_again(mixed: list[str], tmp_path: Path) -> None:
     preparation(mixed, tmp_path / "whole")
@@ -283,6 +284,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     assert all(process.poll() is not None for process in processes)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("small_shards")
 def test_a_worker_that_dies_ends_the_start_and_the_next_goes_on(
     mixed: list[str], tmp_path: Path, dying: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -327,7 +329,7 @@ def test_workers_end_with_the_process_that_started_them() -> None:
 # --- several processes
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_processes_that_prepare_the_same_wait_for_one_of_them(mixed: list[str], tmp_path: Path) -> None:
     processes = [start(mixed, tmp_path / "cache") for _ in range(3)]
     outputs = []

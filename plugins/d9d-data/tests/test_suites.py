@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 from d9d_testing.suites.dataset import DatasetSuite
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -34,6 +35,7 @@ class TestBestFitText(OverFiles):
     workers = None
 
 
+@pytest.mark.thorough
 class TestDocuments(OverFiles):
     target = "documents"
     too_long: ClassVar = {"sequence_length": 8}
@@ -74,20 +76,24 @@ class OverConversations(DatasetSuite):
         return {"sources": [str(directory / "chats.jsonl")], "sequence_length": 96, "tokenizer": str(directory)}
 
 
+@pytest.mark.thorough
 class TestChat(OverConversations):
     workers = None
 
 
+@pytest.mark.thorough
 class TestChatInARow(OverConversations):
     workers = None
     config: ClassVar = {"packing": "concat"}
 
 
+@pytest.mark.thorough
 class TestPackedChat(OverConversations):
     workers = None
     config: ClassVar = {"packing": "best_fit"}
 
 
+@pytest.mark.thorough
 class TestPreference(DatasetSuite):
     target = "preference"
     other: ClassVar = {"sequence_length": 88}

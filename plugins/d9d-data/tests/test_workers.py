@@ -56,7 +56,7 @@ def plain(pack: Any) -> list[dict[str, Any]]:
     return [{name: tensor.tolist() for name, tensor in microbatch.items()} for microbatch in pack]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(("dataset", "workers", "prefetch"), [("text", 1, 0), ("documents", 2, 3)])
 def test_packs_and_states_do_not_depend_on_workers(open_any: Any, dataset: str, workers: int, prefetch: int) -> None:
     here, stream = open_any(dataset, 0), open_any(dataset, workers)
@@ -85,7 +85,7 @@ def test_packs_and_states_do_not_depend_on_workers(open_any: Any, dataset: str, 
         compare(9)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_death_of_a_worker_is_an_error_and_not_a_hang(open_any: Any) -> None:
     reference = open_any("text", 0)
     with closing(open_any("text", 1)) as stream:

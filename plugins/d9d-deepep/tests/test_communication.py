@@ -81,6 +81,7 @@ def asked_for() -> list[tuple[str, tuple[int, ...], int]]:
     return found
 
 
+@pytest.mark.thorough
 def test_the_buffer_is_asked_for_what_is_listed() -> None:
     for found in World(2).run(asked_for):
         assert differences(listed(layer()), found) == []

@@ -16,6 +16,7 @@ from d9d_moe.router.routing import TopKRouting
 from d9d_testing.suites.moe.dispatcher import DispatcherSuite
 
 
+@pytest.mark.thorough
 class TestDeepEPDispatcher(DispatcherSuite):
     factory = f"{Path(__file__).with_name('stand_in.py')}:build"
     dtypes = ("bfloat16",)

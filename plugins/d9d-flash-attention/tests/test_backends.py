@@ -194,6 +194,7 @@ def test_four_is_one_operation_for_the_compiler(packed: bool, window: int | None
     torch.library.opcheck(cute.backward, arguments, test_utils=checks)
 
 
+@pytest.mark.thorough
 def test_a_compiled_block_is_one_graph_around_four(libraries: Mapping[int, Any]) -> None:
     documents = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
     function, tensors = build(4), heads(2, 6)
@@ -385,7 +386,7 @@ def real() -> Iterator[ModuleType]:
     sys.modules.update(hidden)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_stand_in_of_four_takes_what_the_library_takes(libraries: Mapping[int, Any], real: ModuleType) -> None:
     for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
         theirs = inspect.signature(getattr(real, name)).parameters

@@ -35,7 +35,7 @@ def compile_calls() -> None:
         print(f"compiled: packed {packed}, window {window}")
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 def test_the_library_compiles_forward_and_backward(architecture: str) -> None:
     pytest.importorskip("cutlass", reason="needs flash-attn-4")

@@ -54,7 +54,7 @@ class _Suite(KernelSuite):
         return Op(lambda static: OpSlot("grouped_linear", grouped_linear, **static), calls, invoke_plainly)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestEmulated(_Suite):
     target = "grouped_linear.fp8_emulated"
 

@@ -56,7 +56,7 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in trainer.stage.state_dict().items()}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "rowwise_gw_hp"])
 def test_a_run_learns_other_weights_under_the_same_names(tmp_path: Path, recipe: str) -> None:
     plain = weights(train(tmp_path / "plain", parallel=[]))
@@ -70,6 +70,7 @@ def test_a_run_learns_other_weights_under_the_same_names(tmp_path: Path, recipe:
     assert torch.cosine_similarity(ours, theirs, dim=0) > 0.98
 
 
+@pytest.mark.thorough
 def test_a_run_continues_bit_for_bit(tmp_path: Path) -> None:
     at_once = weights(train(tmp_path / "a"))
     train(tmp_path / "b", steps=3)
@@ -97,6 +98,7 @@ def test_an_export_has_the_names_and_dtypes_of_one_without_the_strategy(tmp_path
     assert tables[0] == tables[1]
 
 
+@pytest.mark.thorough
 def test_blocks_are_computed_again_with_it(tmp_path: Path) -> None:
     alone = weights(train(tmp_path / "alone"))
     for name, tensor in weights(train(tmp_path / "both", parallel=["activation_checkpointing", FP8])).items():
@@ -113,7 +115,7 @@ def in_ranks(directory: str, mesh: dict[str, int], strategy: str) -> dict[str, t
         }
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(("axis", "strategy"), [("dp_replicate", "replicate"), ("dp_shard", "fsdp")])
 def test_ranks_learn_what_one_process_does(world: Any, tmp_path: Path, axis: str, strategy: str) -> None:
     alone = weights(train(tmp_path / "alone"))
@@ -124,7 +126,7 @@ def test_ranks_learn_what_one_process_does(world: Any, tmp_path: Path, axis: str
             torch.testing.assert_close(tensor, alone[name], rtol=1e-2, atol=2e-3)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_shares_of_tensor_parallelism_are_as_near_to_full_precision_as_whole_layers(world: Any, tmp_path: Path) -> None:
     """Not to the same numbers: scales of a share are finer."""
     plain, alone = weights(train(tmp_path / "plain", parallel=[])), weights(train(tmp_path / "alone"))
@@ -134,7 +136,7 @@ def test_shares_of_tensor_parallelism_are_as_near_to_full_precision_as_whole_lay
         assert 0 < off < 1.5 * (alone[name] - exact).norm(), name
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 def test_blocks_are_compiled_with_it_in_one_graph(tmp_path: Path) -> None:

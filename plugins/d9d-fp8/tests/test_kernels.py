@@ -105,6 +105,7 @@ def test_kernels_get_what_they_document_and_compute_what_emulation_does(recipe: 
         torch.testing.assert_close(tensor, expected[name], msg=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.smoke
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
@@ -116,6 +117,7 @@ def test_a_compiled_layer_calls_them_as_well(recipe: str) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [8, 0, 0]])
 @pytest.mark.parametrize("spare", [0, 3])
 @pytest.mark.parametrize("compiled", [False, True])

@@ -35,6 +35,7 @@ def outcome(module: nn.Module, rows: int = 48, dtype: torch.dtype = torch.float3
     return {"out": out.detach(), "x": x.grad, **gradients}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", TORCHAO)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.filterwarnings("ignore")  # torchao's own
@@ -113,7 +114,7 @@ def test_autocast_decides_the_dtype_as_it_does_for_any_linear_layer() -> None:
     assert out.dtype == torch.bfloat16
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.smoke
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11

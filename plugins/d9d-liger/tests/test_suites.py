@@ -13,24 +13,25 @@ class Interpreted(KernelSuite):
     dtypes = ("float32", "float16")
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestRmsNorm(Interpreted):
     target = "rms_norm.liger"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "cpu"}, {"features": 65537})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestSiluMul(Interpreted):
     target = "silu_mul.liger"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "cpu"})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestRope(Interpreted):
     target = "rope.liger"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "cpu"})
 
 
+@pytest.mark.thorough
 class TestLinearCrossEntropy(Interpreted):
     target = "linear_cross_entropy.liger"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "cpu"})

@@ -56,14 +56,17 @@ class Suite(ModelSuite):
     initial_std: ClassVar = {"*.[qkv]_proj.weight": 0.02, "*.o_proj.weight": 0.01, "*.down_proj.weight": 0.01}
 
 
+@pytest.mark.thorough
 class TestLlama(Suite):
     target = "llama"
 
 
+@pytest.mark.thorough
 class TestMistral(Suite):
     target = "mistral"
 
 
+@pytest.mark.thorough
 class TestQwen2(Suite):
     target = "qwen2"
 

@@ -21,7 +21,7 @@ STATISTICS = ["accuracy", "precision", "recall", "f1", "fbeta"]
 AVERAGES = ["micro", "macro", "weighted"]
 ZERO = {"zero": 0, "one": 1, "nan": math.nan}
 quickly = settings(max_examples=40, deadline=None)
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.full
 
 
 MERGE = {"sum": lambda t: t.sum(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)}

@@ -17,7 +17,7 @@ class Suite(MetricSuite):
     plugin = "d9d_metrics.plugin"
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestSum(Suite):
     target = "sum"
     config = {"values": "token_loss"}
@@ -28,7 +28,7 @@ class TestMean(Suite):
     config = {"values": "token_loss", "mask": "targets"}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestMeanOfAll(Suite):
     target = "mean"
     config = {"values": "absolute", "series": "error"}
@@ -39,13 +39,13 @@ class TestWeightedMean(Suite):
     config = {"values": "token_loss", "weights": "weights"}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestMax(Suite):
     target = "max"
     config = {"values": "absolute"}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestMin(Suite):
     target = "min"
     config = {"values": "token_loss", "mask": "targets"}
@@ -69,7 +69,7 @@ class TestMulticlass(Suite):
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestTopK(Suite):
     target = "confusion"
     config = {"problem": {"kind": "multiclass", "num_classes": CLASSES, "top_k": 2}, "averages": ["micro"]}
@@ -82,7 +82,7 @@ class OfBits(Suite):
         return {"class_logits": (numbers * 1.7).sin().unsqueeze(1) * 3, "labels": labels}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestBinary(OfBits):
     target = "confusion"
     config = {"problem": {"kind": "binary", "threshold": 0.4}, "statistics": ALL, "beta": 0.5}
@@ -93,7 +93,7 @@ class TestAuroc(OfBits):
     config = {"num_bins": 20}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestMultilabel(Suite):
     target = "confusion"
     config = {

@@ -55,7 +55,7 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestMlflow(TrackerSuite):
-    pytestmark = pytest.mark.thorough
+    pytestmark = pytest.mark.full
 
     target = "mlflow"
     patience: ClassVar = 10.0
@@ -81,7 +81,7 @@ class TestMlflow(TrackerSuite):
         return path.read_bytes()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_run_has_its_parameters_once_and_a_state(tmp_path: Path) -> None:
     tracker = MlflowTracker(MlflowConfig(experiment="other"))
     facts: dict[str, Any] = {"hparams": {"optimizer": {"lr": 0.1}, "long": "x" * 9000}, "tags": ("sweep",)}
@@ -99,7 +99,7 @@ def test_a_run_has_its_parameters_once_and_a_state(tmp_path: Path) -> None:
     assert found.data.metrics == {"train_x40_loss": 1.0}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_names_that_differ_stay_apart(tmp_path: Path) -> None:
     names = ["a:b", "a-b", "a_x3a_b", "a_b", "a@b", "_x5:", "\x05x3a_"]
     run = MlflowTracker(MlflowConfig()).open(info(tmp_path, hparams=dict.fromkeys(names, 1)), None)
@@ -111,6 +111,7 @@ def test_names_that_differ_stay_apart(tmp_path: Path) -> None:
     assert found.metrics["a_x3a_b"] == 0.0
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_gone_is_said_or_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = MlflowTracker(MlflowConfig()).open(info(tmp_path), None)
     run.close("stopped")
@@ -127,7 +128,7 @@ def test_a_run_that_is_gone_is_said_or_replaced(tmp_path: Path, capsys: pytest.C
     assert "a new run takes its place" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_store_whose_making_was_cut_short_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(BaseException):
         pass
@@ -159,7 +160,7 @@ def test_a_damaged_store_that_was_there_before_is_named_and_left_alone(tmp_path:
     assert path.read_bytes() == b"no database at all"
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_points_stay_in_the_order_of_steps_when_the_clock_goes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +174,7 @@ def test_points_stay_in_the_order_of_steps_when_the_clock_goes_back(
     assert [point.step for point in history] == [1, 2, 3, 4]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_name_like_a_file_of_another_series_costs_neither(tmp_path: Path) -> None:
     run = MlflowTracker(MlflowConfig()).open(info(tmp_path), None)
     for step in (1, 2):
@@ -189,7 +190,7 @@ def test_a_store_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         MlflowTracker(MlflowConfig()).open(info(tmp_path / "file"), None)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_tables_can_be_shown(tmp_path: Path) -> None:
     import torch
     from d9d_core.metric import Table

@@ -59,6 +59,7 @@ def spread_outcome(capacity: float | None) -> dict[str, Tensor]:
     return outcome(made, rank)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("capacity", [None, 1.0], ids=["variable", "static"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_layer_spread_over_ranks_is_the_layer_of_one(world: type[World], ranks: int, capacity: float | None) -> None:
@@ -96,7 +97,7 @@ def compiled() -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 def test_compiled_it_computes_the_same(world: type[World]) -> None:
     for plain, traced_once in world(2).run(compiled):

@@ -81,6 +81,7 @@ def test_balance_terms_are_their_formulas(samples: int, length: int, experts: in
         torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.thorough
 def test_the_batch_term_is_that_of_transformers_over_k() -> None:
     pytest.importorskip("transformers")
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -171,7 +172,7 @@ def with_losses(how: str, dtype: torch.dtype) -> Mapping[str, Tensor]:
     return {"tokens": tokens.grad, "weight": made.weight.grad}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", ["eager", "autocast", "checkpointed", "compiled", "compiled and checkpointed"])

@@ -163,6 +163,7 @@ def test_gradients_of_weights_stay_float32_for_bfloat16_rows() -> None:
     assert rows.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 def test_compiled_whole_it_has_the_same_gradients_in_float32() -> None:

@@ -15,11 +15,13 @@ def local(_group: Any, _experts: int) -> LocalDispatcher:
     return LocalDispatcher()
 
 
+@pytest.mark.thorough
 class TestLocalDispatcher(DispatcherSuite):
     factory = f"{__file__}:local"
     ranks = (1,)
 
 
+@pytest.mark.thorough
 class TestAllToAllDispatcher(DispatcherSuite):
     factory = "d9d_moe.all_to_all.dispatcher:AllToAllDispatcher"
 
@@ -28,6 +30,6 @@ def separate(group: Any, experts: int) -> SeparateDispatcher:
     return SeparateDispatcher(AllToAllDispatcher(group, experts))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestSeparateDispatcher(DispatcherSuite):
     factory = f"{__file__}:separate"

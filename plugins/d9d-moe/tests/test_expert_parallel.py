@@ -33,19 +33,19 @@ def test_experts_of_another_format_than_their_inputs_are_refused(parallel: list[
         job.plan()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestWithFsdp(_Spread):
     beside = ("fsdp",)
     meshes = ({"dp_shard": 2, "ep": 2},)
     large = ({"dp_shard": 64, "ep": 8},)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestWithFsdpOnFour(TestWithFsdp):
     meshes = ({"dp_shard": 4, "ep": 2},)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestOverReplicas(_Spread):
     """Fewer experts on each rank than ranks that share them: another dimension is split."""
 

@@ -100,6 +100,7 @@ def published(kind: str) -> nn.Module:
     return made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kernel", [False, True], ids=["reference", "grouped_mm"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
 def test_it_computes_what_the_published_block_computes(kind: str, kernel: bool) -> None:
@@ -130,6 +131,7 @@ def test_checkpointing_changes_no_bit(kernel: bool) -> None:
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 def test_it_compiles_whole() -> None:
     hidden = normal(2, 9, HIDDEN).bfloat16()  # torch 2.11 can compile grouped_mm of bfloat16 only
@@ -178,6 +180,7 @@ def rank_hidden(rank: int, tokens: int) -> Tensor:
     return normal(1, tokens, HIDDEN, seed=rank) if rank == 0 else normal(1, 1, HIDDEN, seed=rank).repeat(1, tokens, 1)
 
 
+@pytest.mark.thorough
 def test_sharded_ranks_may_leave_experts_without_tokens(world: type[World]) -> None:
     results = world(2).run(sharded, 12)
     routed = [rows for _, rows in results]

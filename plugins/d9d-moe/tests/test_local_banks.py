@@ -44,6 +44,7 @@ def outputs() -> tuple[list[float], list[float], list[float], dict[str, list[int
     return first.flatten().tolist(), other(x).flatten().tolist(), bank.weight.grad.to_local().flatten().tolist(), spread
 
 
+@pytest.mark.thorough
 def test_each_rank_computes_with_its_own_experts_and_a_copy_with_the_copys(world: type[World]) -> None:
     spread = {"0.weight": [2, 3], "0.bias": [2]}
     assert world(2).run(outputs) == [

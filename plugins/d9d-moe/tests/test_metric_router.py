@@ -216,6 +216,7 @@ def merged() -> list[list[float]]:
     return loads
 
 
+@pytest.mark.thorough
 def test_ranks_add_up_and_steps_that_do_not_count_are_left_out(world: type[World]) -> None:
     assert world(2).run(merged) == [[[1.5, 0.5, 1.0, 1.0]]] * 2
 

@@ -128,6 +128,7 @@ def test_a_microbatch_of_padding_alone_adds_nothing() -> None:
     assert not made.weight.grad.any()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 def test_a_router_with_padding_compiles_whole() -> None:
     hidden, padding = padded(9)

@@ -56,6 +56,7 @@ def compare(ours: TopKRouter, theirs: Any) -> None:
     assert_close_gradients(*found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_softmax_routing_is_that_of_qwen3_moe(renormalise: bool) -> None:
     pytest.importorskip("transformers")

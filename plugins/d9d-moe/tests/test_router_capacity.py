@@ -110,6 +110,7 @@ def test_no_token_fits_in() -> None:
     assert routing.counts.tolist() == [0] * EXPERTS
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 def test_it_compiles_whole_for_several_lengths() -> None:
     plain, compiled = router(capacity=0.7), torch.compile(router(capacity=0.7), backend="aot_eager", fullgraph=True)

@@ -130,6 +130,6 @@ def mapped_in(sizes: tuple[int, ...], placements: list[Placement], shape: tuple[
     return [torch.equal(a, b) for a, b in zip(results, expected, strict=True)], torch.equal(place, own)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_parts_of_matrices_are_computed_as_the_whole_is() -> None:
     assert World(4).run(mapped) == [[([True] * 5, True)] * len(LAYOUTS)] * 4

@@ -9,6 +9,7 @@ from d9d_testing.suites.lr_schedule import LrScheduleSuite
 from d9d_testing.suites.optimizer import OptimizerSuite
 
 
+@pytest.mark.thorough
 class TestAdamW(OptimizerSuite):
     target = "adamw"
 

@@ -287,6 +287,7 @@ def operator(name: str, ran: list[int]) -> Any:
     return sine
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True])
 def test_kernels_of_plugins_may_register_operators_after_the_strategy(compiled: bool) -> None:
     """As those of kernels, which are imported when they are bound."""

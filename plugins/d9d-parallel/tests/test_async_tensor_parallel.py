@@ -124,6 +124,7 @@ def unusual_gradients(samples: int) -> None:
     assert rows.grad.eq(ranks().size).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("samples", [1, 3])
 def test_column_products_take_a_gradient_of_the_rows_alone_and_none_at_all(samples: int) -> None:
     World(2).run(unusual_gradients, samples)
@@ -136,6 +137,7 @@ def test_products_and_gradients_are_those_of_one_after_the_other(size: int, samp
     World(size).run(same, {"samples": samples, "positions": 3, "dtype": dtype})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [
@@ -149,7 +151,7 @@ def test_products_and_gradients_are_those_of_one_after_the_other(size: int, samp
     ],
     ids=lambda case: next(iter(case)),
 )
-@pytest.mark.parametrize("samples", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("samples", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_they_are_so_in_every_kind_of_job(samples: int, case: dict[str, Any]) -> None:
     World(2).run(same, {"samples": samples, "positions": 4, "dtype": torch.float32, **case})
 
@@ -210,7 +212,7 @@ def fused(case: dict[str, Any]) -> int:
         ({"samples": 1}, 4),
         ({"read": True}, 3),  # what else reads the rows adds to their gradient part by part
         ({"autocast": True}, 2),  # rows that are cast are exchanged as they were
-        pytest.param({"compiled": True}, 0, marks=pytest.mark.thorough),
+        pytest.param({"compiled": True}, 0, marks=pytest.mark.full),
         ({"stream": 1}, 0),
     ],
     ids=str,
@@ -232,7 +234,7 @@ def fused_in_a_graph() -> None:
     assert len(calls) == 3  # the rows are read by nobody else, but in a graph that has a gradient: zeros
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_compiled_graph_has_the_fused_operators_where_nothing_runs_beside_it() -> None:
     World(2).run(fused_in_a_graph)
 

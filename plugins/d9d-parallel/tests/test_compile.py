@@ -50,6 +50,7 @@ def checkpointed(model: nn.Module, *save: str) -> None:
     ActivationCheckpointing(ActivationCheckpointingConfig(save=save)).apply(model, Topology())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("backend", "topology", "started"),
     [
@@ -123,7 +124,7 @@ def test_parameter_names_and_module_tree_stay(make_model) -> None:
     assert list(plain.state_dict()) == list(changed.state_dict())
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_checkpointed_blocks_keep_less_when_compiled(make_model) -> None:
     # Without dropout: the saved state of the CPU's generator outweighs the activations of a toy.
     plain, changed = without_dropout(make_model()), without_dropout(make_model())
@@ -133,7 +134,7 @@ def test_checkpointed_blocks_keep_less_when_compiled(make_model) -> None:
     assert keeping_count(changed, torch.ones(64, 4))[1] < keeping_count(plain, torch.ones(64, 4))[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_saved_operators_run_once_in_compiled_blocks_too(make_model, loss_and_gradients) -> None:
     def calls(*save: str) -> int:
         torch.compiler.reset()
@@ -251,7 +252,7 @@ def exchanged() -> None:
         torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_collectives_of_a_compiled_graph_have_their_gradients() -> None:
     """With torch 2.11, Dynamo lost those of outputs that a Function returned as it had filled them."""
     World(2).run(exchanged)
@@ -340,7 +341,7 @@ def split_blocks(asynchronous: bool) -> None:
     assert kept[2] <= rows.numel() + sum(local_of(one).numel() for one in block.parameters())
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "overlapped"])
 def test_split_blocks_that_are_checkpointed_are_one_graph(asynchronous: bool) -> None:
     """Local shards take the place of their parameters while they are traced."""

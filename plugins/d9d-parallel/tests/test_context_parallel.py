@@ -138,13 +138,14 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "name"), [(2, "ulysses"), (2, "all_gather"), (2, "ring"), (4, "hybrid")])
 def test_attention_and_its_gradients_are_those_of_one_process(ranks: int, name: str) -> None:
     for differences in World(ranks).run(compared, METHODS[name], CASES):
         assert max(differences) < 1e-12, differences
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["ulysses", "all_gather", "ring"])
 def test_attention_over_four_ranks_is_that_of_one_process(name: str) -> None:
     for differences in World(4).run(compared, METHODS[name], CASES):

@@ -8,6 +8,7 @@ from d9d_testing.suites.strategy import StrategySuite
 PLUGIN = "d9d_parallel.plugin"
 
 
+@pytest.mark.thorough
 class TestReplicate(StrategySuite):
     plugin = PLUGIN
     target = "replicate"
@@ -15,11 +16,12 @@ class TestReplicate(StrategySuite):
     settings = ({}, {"defer": "all_reduce"}, {"defer": "everything"}, {"ignore": ["layers.1.*"]})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestReplicateOnThree(TestReplicate):
     meshes = ({"dp_replicate": 3},)
 
 
+@pytest.mark.thorough
 class TestFsdp(StrategySuite):
     plugin = PLUGIN
     target = "fsdp"
@@ -27,7 +29,7 @@ class TestFsdp(StrategySuite):
     settings = ({}, {"defer": "everything"}, {"offload": True}, {"ignore": ["*.0.weight", "unused"]})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestFsdpOnFour(TestFsdp):
     meshes = ({"dp_shard": 4},)
     settings = (
@@ -38,7 +40,7 @@ class TestFsdpOnFour(TestFsdp):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestHsdp(StrategySuite):
     plugin = PLUGIN
     target = "hsdp"
@@ -46,7 +48,7 @@ class TestHsdp(StrategySuite):
     settings = ({}, {"defer": "all_reduce"}, {"defer": "everything"}, {"ignore": ["layers.2.*"]})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestFsdpWithCheckpointing(StrategySuite):
     plugin = PLUGIN
     target = "fsdp"

@@ -105,6 +105,7 @@ GATHER, COPY_IN, COPY_OUT = "allgather_into_tensor_coalesced_", "all_gather_copy
 REDUCE, REDUCE_BUFFER = "reduce_scatter_tensor_coalesced_", "_reduce_scatter_base_"
 
 
+@pytest.mark.thorough
 def test_nothing_is_copied_where_shards_are_even_and_numbers_stay_the_same(world: Any) -> None:
     cases: list[dict[str, Any]] = [
         {},
@@ -149,7 +150,7 @@ def ways(case: dict[str, Any]) -> dict[str, bool]:
     return {name: isinstance(group.unshard.__self__, DirectGather) for name, group in groups.items()}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_replicas_of_shards_and_groups_of_ranks_within_them_gather_directly(world: Any) -> None:
     hybrid = {"name": "hsdp", "mesh": {"dp_replicate": 2, "dp_shard": 2}}
     near = {"mesh": {"dp_shard": 4}, "settings": {"reshard_after_forward": 2}}

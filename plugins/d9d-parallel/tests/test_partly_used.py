@@ -192,7 +192,7 @@ def case_of(layout: tuple[str, dict[str, int]], defer: str, form: Mapping[str, A
 
 
 @pytest.mark.smoke
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("defer", DEFER)
 def test_what_takes_no_part_counts_as_zeros(defer: str) -> None:
     orders = (STEPS, STEPS[::-1])  # a unit may run in the first step, or long after it
@@ -211,7 +211,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     return case_of(layout, defer, form, usage)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @settings(
     max_examples=3,
     deadline=None,
@@ -268,6 +268,7 @@ def added_up(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
 def test_microbatches_add_up_in_the_accumulation_format_also_in_what_fsdp_owns() -> None:
     plain = [

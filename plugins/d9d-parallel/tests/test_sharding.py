@@ -98,6 +98,7 @@ def all_held(cases: list[Any]) -> list[Any]:
     return [held(*case) for case in cases]
 
 
+@pytest.mark.thorough
 def test_whole_parameters_have_memory_only_as_long_as_stated(world: Any) -> None:
     shard, copy = {"dp_shard": 2}, {"dp_replicate": 2}
     cases: list[tuple[str, Any, Any, bool]] = [
@@ -161,6 +162,7 @@ def train(directory: str, evaluation: bool) -> None:
     job.build(lambda _text: None, topology_here(job)).train()
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_right_after_an_evaluation_holds_the_same_as_without(world: Any, tmp_path: Path) -> None:
     found = []
     for evaluation in (False, True):
@@ -195,6 +197,7 @@ def all_reductions(cases: list[Any]) -> list[Any]:
     return [reductions(*case) for case in cases]
 
 
+@pytest.mark.thorough
 def test_deferring_communicates_less(world: Any) -> None:
     once, each = 3, 9  # units; units times microbatches
     fsdp, hsdp = ("fsdp", {"dp_shard": 2}), ("hsdp", {"dp_replicate": 2, "dp_shard": 2})

@@ -237,7 +237,7 @@ def some(program: str) -> list[dict[str, Any]]:
     return formats + [case_of(layout, defer, FORMATS[1], program) for layout in LAYOUTS for defer in DEFER[1:]]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_late_gradients_of_weights_are_reduced_like_others(world: Any) -> None:
     cases = [*some(SPLIT), *(case for case in some(MIXED) if case["strategy"] != "fsdp")]
     cases += [{"strategy": "by hand", "program": program} for program in (WHOLE, SPLIT, MIXED)]
@@ -320,6 +320,7 @@ def added_up(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 def test_late_gradients_add_up_in_the_wide_format(world: Any) -> None:
     plain = [
         {"strategy": name, "mesh": mesh, "settings": {"defer": "nothing"}, "parameters": "bfloat16"}

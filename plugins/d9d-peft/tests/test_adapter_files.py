@@ -104,7 +104,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_in_every_layout_the_library_reads_the_same_adapter_and_computes_what_the_merged_model_does(
     base: Path, tmp_path: Path, method: str
@@ -132,7 +132,7 @@ def test_in_every_layout_the_library_reads_the_same_adapter_and_computes_what_th
         assert (adapted - plain).abs().max() > 0.01
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_what_the_library_saves_starts_a_run_that_computes_the_same_and_merges_from_its_checkpoint(
     base: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
@@ -433,7 +433,7 @@ def test_terms_of_some_experts_matrices_are_in_the_merged_model_and_a_note_says_
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match any targeted module")
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")  # of layers that are not adapted
 @pytest.mark.parametrize("targets", [["q_proj", "*.experts.*"], ["q_proj", "layers.1.ffn.experts.*"], ["*.experts.*"]])
-@pytest.mark.thorough
+@pytest.mark.full
 def test_terms_of_experts_are_read_by_the_library_and_start_a_run(
     experts: Path, tmp_path: Path, targets: list[str]
 ) -> None:
@@ -469,7 +469,7 @@ def test_layers_that_are_called_as_experts_are_refused_because_the_library_loses
         job_of(job, MOE).build(lambda _: None)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_experts_spread_over_ranks_write_the_same_adapter(experts: Path, tmp_path: Path) -> None:
     layouts = ({}, {"mesh": {"dp_shard": 2, "ep": 2}, "parallel": ["fsdp", "expert_parallel"]})
     jobs = []

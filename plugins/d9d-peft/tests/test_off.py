@@ -60,7 +60,7 @@ def outputs(directory: str) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_sharded_and_compiled_model_computes_as_before_while_its_terms_are_off(tmp_path: Any) -> None:
     for of_rank in World(2).run(outputs, str(tmp_path)):
         for plain, adapted, off, again in of_rank:

@@ -10,6 +10,7 @@ from d9d_testing.suites.peft import PeftSuite
 LORA_OF_THE_REST = {"name": "lora", "r": 3, "alpha": 2, "exclude": ["layers.0*", "layers.1*"]}
 
 
+@pytest.mark.thorough
 class TestLora(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "lora"
@@ -17,7 +18,7 @@ class TestLora(PeftSuite):
     matches_nothing: ClassVar = {"targets": ["absent"]}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestLoraOfSomeLayersWithAStableScale(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "lora"
@@ -25,7 +26,7 @@ class TestLoraOfSomeLayersWithAStableScale(PeftSuite):
     matches_nothing: ClassVar = {"exclude": ["*"]}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestDora(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "dora"
@@ -33,7 +34,7 @@ class TestDora(PeftSuite):
     matches_nothing: ClassVar = {"targets": ["absent"]}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestIa3(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "ia3"
@@ -41,7 +42,7 @@ class TestIa3(PeftSuite):
     matches_nothing: ClassVar = {"targets": ["absent"]}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestStack(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "stack"
@@ -59,14 +60,14 @@ class TestStack(PeftSuite):
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestStackWithParametersOfTheModel(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "stack"
     config: ClassVar = {"methods": [LORA_OF_THE_REST, {"name": "full_tune", "match": ["layers.1*"]}]}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestFullTune(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "full_tune"

@@ -48,6 +48,7 @@ def randomise(model: nn.Module, named: frozenset[str]) -> None:
         nn.init.normal_(model.get_parameter(name), std=0.5)
 
 
+@pytest.mark.thorough
 def test_terms_start_at_nothing() -> None:
     model, _, named = adapted()
     assert {name: tuple(model.get_parameter(name).shape) for name in named} == {

@@ -251,6 +251,7 @@ def train(values: dict[str, Any], plugins: list[str]) -> None:
     job.build(lambda _note: None, topology_here(job)).train()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("lie", "text"),
     [
@@ -277,7 +278,7 @@ def test_what_comes_from_the_previous_stage_and_from_the_task_is_named(
     assert "stage 1 gets x from the previous stage and from the task's shared inputs; rename" in str(caught.value)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_stage_that_fails_ends_all_ranks_with_one_message_that_names_its_rank(wrong: str, tmp_path: Path) -> None:
     model = {"name": "lying_model", "blocks": 4, "lie": "failure"}
     files = [str(Path(toy_plugin.__file__)), wrong]

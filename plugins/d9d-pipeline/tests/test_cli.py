@@ -61,6 +61,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_show_prints_a_table_and_draws_the_timeline(here: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plots' of d9d-engine")
     text = run("show", "1f1b", "--pp", "4", "--microbatches", "8", "--costs", "t=0.1")
@@ -119,6 +120,7 @@ def test_show_draws_evaluations_of_the_same_placement() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_show_shortens_the_table_of_a_long_pipeline() -> None:
     text = run("show", "1f1b", "--pp", "64", "--microbatches", "2")
     assert [line.strip() for line in text.splitlines()].count("...") == 1

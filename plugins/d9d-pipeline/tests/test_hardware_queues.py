@@ -33,6 +33,7 @@ def queues(schedule: str, mesh: dict[str, int]) -> str | None:
         return os.environ.get(VARIABLE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("schedule", "mesh", "found"),
     [

@@ -165,6 +165,7 @@ def no_thread_is_left() -> Iterator[None]:
     assert "d9d-backward" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 @pytest.mark.parametrize("change", [lambda _: None, checkpoint_some, compile_all], ids=["plain", "again", "compiled"])

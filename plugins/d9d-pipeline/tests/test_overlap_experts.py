@@ -208,7 +208,7 @@ def experts(change: str, capacity: float | None) -> dict[str, Any]:
     return {"traces": traces, "same": same}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 @pytest.mark.parametrize(
     ("ranks", "change", "capacity"),
@@ -251,6 +251,7 @@ def turns() -> list[str]:
     return [f"{step[0]} {names[step[step.index('(') :]]}" for step in trace]
 
 
+@pytest.mark.thorough
 def test_each_side_sends_in_turn(world: type[World]) -> None:
     log = world(2).run(turns)[0]
     per_block = [

@@ -36,13 +36,13 @@ def cells(pairs: list[Any]) -> list[Any]:
     return [pair.simulate() for pair in pairs]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_table_is_up_to_date(made: dict[str, Any], cells: list[Any]) -> None:
     _, inside, _ = made["between"](README)
     assert inside.strip() == made["table"](cells), "run: python plugins/d9d-pipeline/tests/schedule_table.py"
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_pictures_are_up_to_date(made: dict[str, Any]) -> None:
     for name, text in made["pictures"]().items():
         assert (HERE.parent / "pictures" / name).read_text() == text, name
@@ -56,12 +56,12 @@ def assert_no_worse(cells: list[Any]) -> None:
     assert len(cells) == 9 * 4 * 3 - 4
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_no_schedule_is_slower_or_larger_than_that_of_torch(cells: list[Any]) -> None:
     assert_no_worse(cells)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
     "costs", [Costs(transfer=0.1), Costs(1.0, 2.3, 0.9, 0.05, overlap=0.5)], ids=["even", "uneven"]
 )
@@ -69,7 +69,7 @@ def test_nor_where_transfers_take_time(pairs: list[Any], costs: Costs) -> None:
     assert_no_worse([pair.simulate(costs) for pair in pairs])
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_ours_agree_with_the_papers_wherever_those_say_something(cells: list[Any]) -> None:
     for cell in cells:
         for ours, paper, _ in (cell.bubbles, cell.held):

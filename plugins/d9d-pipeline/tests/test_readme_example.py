@@ -52,6 +52,7 @@ def losses(jobs: list[dict[str, Any]], plugins: list[str]) -> list[list[float]]:
     return found
 
 
+@pytest.mark.thorough
 def test_it_trains_as_one_process_does(plugin: str, tmp_path: Path) -> None:
     job = {
         "run": {"dir": str(tmp_path)},

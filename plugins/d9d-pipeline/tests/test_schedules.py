@@ -35,6 +35,7 @@ class Ours(ScheduleSuite):
     plugin = "d9d_pipeline.plugin"
 
 
+@pytest.mark.thorough
 class TestGPipe(Ours):
     target = "gpipe"
 
@@ -42,7 +43,7 @@ class TestGPipe(Ours):
         return microbatches
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestLoopedBfs(Ours):
     target = "looped_bfs"
     settings: ClassVar = ({}, {"stages_per_rank": 3})
@@ -58,6 +59,7 @@ class TestOneForwardOneBackward(Ours):
         return min(ranks, microbatches)
 
 
+@pytest.mark.thorough
 class TestInterleaved(Ours):
     """Megatron: (stages_per_rank - 1) * ranks + 2 * (ranks - 1) + 1 stages; here rounds may be longer than ranks."""
 
@@ -69,6 +71,7 @@ class TestInterleaved(Ours):
         return min(microbatches, ((stages - 1) * longest(ranks, microbatches) + 2 * ranks - 1) / stages)
 
 
+@pytest.mark.thorough
 class TestZb1p(Ours):
     """The memory of 1F1B."""
 
@@ -80,6 +83,7 @@ class TestZb1p(Ours):
         return min(microbatches, ((stages - 1) * longest(ranks, microbatches) + ranks) / stages)
 
 
+@pytest.mark.thorough
 class TestZeroBubbleV(Ours):
     """The memory of 1F1B: 2 * ranks halves."""
 
@@ -89,6 +93,7 @@ class TestZeroBubbleV(Ours):
         return min(ranks, microbatches)
 
 
+@pytest.mark.thorough
 class TestDualPipeV(Ours):
     """2 * ranks + 1 halves."""
 

@@ -111,7 +111,7 @@ def naive(programs: list[Program], costs: Costs, stages: int, buffers: int | Non
 times = st.floats(min_value=0.1, max_value=3.0)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(
     generator=st.sampled_from(GENERATORS),
@@ -314,7 +314,7 @@ def test_costs_are_read_from_text() -> None:
     assert Costs.parse("") == Costs()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_a_thousand_ranks_are_simulated() -> None:
     step = simulate(one_forward_one_backward(1024, 64))
     assert step.makespan == pytest.approx(3 * (64 + 1023))

@@ -173,7 +173,7 @@ def chained(*ops: str) -> tuple[list[Step], list[int], set[int]]:
     return [Step(op, 1 + index, 0, 0) for index, op in enumerate(ops)], [1 + len(ops)], set()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @settings(max_examples=250, deadline=None)
 @example(chained("view", "deferring", "recompute", "view"), (True, True), set(), True)
 @example(chained("product", "inject_weight", "halves", "product"), (True, True), set(), False)

@@ -93,6 +93,7 @@ def run(cases: list[tuple[torch.dtype | None, str]]) -> list[dict[str, Tensor]]:
     return [gradients_of(*case) for case in cases]
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
 def test_sharded_foreign_modules_get_the_gradients_of_one_process(world: Any) -> None:
     expected = make()

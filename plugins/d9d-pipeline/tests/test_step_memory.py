@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.world import World
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ class Witness:
     """Something that can be watched."""
 
 
+@pytest.mark.thorough
 def test_nothing_is_alive_after_a_step(world: type[World], tmp_path: Path) -> None:
     for found in world(2).run(alive_after_steps, [job(tmp_path, schedule) for schedule in SCHEDULES]):
         assert all(seen for seen, _ in found)

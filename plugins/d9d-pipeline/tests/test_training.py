@@ -84,6 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
 @pytest.mark.parametrize(("schedule", "trained"), RUNS)
 def test_a_run_in_stages_leaves_what_a_run_in_one_piece_leaves(runs: Path, schedule: str, trained: str) -> None:

@@ -45,7 +45,7 @@ def compile_products() -> None:
                 print(f"compiled: {op}")
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["90", "100"])
 def test_the_library_compiles_products_and_their_gradients(architecture: str) -> None:
     pytest.importorskip("quack", reason="needs quack-kernels")

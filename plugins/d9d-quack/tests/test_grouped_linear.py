@@ -57,6 +57,7 @@ def library(install: Any) -> None:
     install("quack.gemm_interface", gemm)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("library")
 class TestGroupedLinear(KernelSuite):
     """Over the stand-in, with tensors on the CPU."""
@@ -117,6 +118,7 @@ def test_weight_gradients_may_be_left_for_later() -> None:
     assert torch.equal(*grads)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("spare_rows", [False, True])
 def test_compiled_code_keeps_the_op(spare_rows: bool) -> None:
@@ -180,7 +182,7 @@ def test_another_release_of_the_library_is_refused_by_name(monkeypatch: pytest.M
         build(signature())
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_stand_in_takes_what_the_library_takes() -> None:
     """The library imports on a CPU, and computes nothing there."""
     library = pytest.importorskip("quack.gemm_interface")

@@ -37,6 +37,7 @@ def library(install: Any) -> None:
     install("quack.rmsnorm", rmsnorm)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("library")
 class TestQuack(KernelSuite):
     """Over the stand-in, with tensors on the CPU."""
@@ -110,7 +111,7 @@ def test_without_the_library_it_is_refused(registry: Any, monkeypatch: pytest.Mo
         bound(registry, {"rms_norm": "quack"})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_stand_in_takes_what_the_library_takes() -> None:
     """The library imports on a CPU, and computes nothing there."""
     theirs = inspect.signature(pytest.importorskip("quack.rmsnorm").rmsnorm).parameters

@@ -63,6 +63,7 @@ def library(install: Any) -> None:
     install("quack.gemm_interface", gemm, gemm_gated, gemm_dgated)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("library")
 class TestSwiglu(KernelSuite):
     """Over the stand-in, with tensors on the CPU."""
@@ -132,6 +133,7 @@ def test_a_layer_keeps_its_weights_wide_under_autocast() -> None:
     alike(found, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("library")
 def test_a_compiled_layer_keeps_the_op() -> None:
     fused, compiled = layer(), layer()
@@ -201,7 +203,7 @@ def test_it_accepts_where_its_products_run_but_never_volunteers(
     assert reason in decision.reason
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_the_stand_ins_take_what_the_library_takes() -> None:
     """The library imports on a CPU, and computes nothing there."""
     library = pytest.importorskip("quack.gemm_interface")

@@ -38,6 +38,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 PLAIN = {"rope_type": "default"}
 
 
+@pytest.mark.thorough
 @BOTH
 @pytest.mark.parametrize("top", [None, 7e6])
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ PLAUSIBLE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @BOTH
 def test_harmless_fields_change_nothing_here_and_no_logit_of_transformers(name: str, transformers: Any) -> None:
     form, data = FORMATS[name]

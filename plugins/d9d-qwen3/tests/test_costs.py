@@ -40,6 +40,7 @@ def flops(cost: StageCost, kinds: set[str]) -> float:
     )
 
 
+@pytest.mark.thorough
 @configs
 @pytest.mark.parametrize("count", [1, 3])
 def test_parameters_are_those_of_the_stages_that_are_built(config: Any, count: int) -> None:

@@ -157,6 +157,7 @@ def test_an_unknown_input_is_refused() -> None:
         Qwen3(tiny())(tokens=torch.zeros(1, 2, dtype=torch.long), tokenz=torch.zeros(1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("heads", [{"topic": TOPIC}, {"v": {"kind": "embedding", "layers": [0, 2]}}, SEVERAL])
 def test_flops_count_what_each_head_executes(heads: dict[str, Any]) -> None:
     of, length = config(heads=heads, num_layers=3), 16
@@ -181,6 +182,7 @@ def test_flops_of_a_sliding_window_count_the_keys_it_sees() -> None:
 # --- a split vocabulary
 
 
+@pytest.mark.thorough
 class TestSplitVocabulary(ModelSuite):
     """Everything that holds for a model holds with added tokens."""
 
@@ -322,6 +324,6 @@ def sharded_and_whole(cases: list[dict[str, Any]]) -> None:
         assert_close_gradients(found, gradients(whole))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_sharded_models_compute_what_whole_ones_do(world: Any) -> None:
     world(2).run(sharded_and_whole, list(CASES))

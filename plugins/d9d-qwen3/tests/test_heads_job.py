@@ -94,6 +94,7 @@ BOTH = {"words": {"kind": "causal_lm"}, "topic": {**TOPIC, "pooling": "mean"}}
 ON_TOPIC = {"name": "classification", "head": "topic"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "task"),
     [

@@ -133,6 +133,7 @@ def assert_gradients_agree(
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
+@pytest.mark.thorough
 @BOTH
 @pytest.mark.parametrize("variant", CONFIGS)
 def test_language_models_agree_in_logits_and_every_gradient(

@@ -40,6 +40,7 @@ def example(tmp_path: Path) -> tuple[str, dict[str, Any]]:
     return str(tmp_path / "labelled.py"), values | {"optimizer": {"name": "toy_optimizer", "lr": 0.1}}
 
 
+@pytest.mark.thorough
 def test_the_example_learns_and_a_pack_without_labels_is_zero(example: tuple[str, dict[str, Any]]) -> None:
     plugin, values = example
     (measured,) = Harness(values, (*PLUGINS, plugin), steps=40).measure([ONE])
@@ -49,6 +50,7 @@ def test_the_example_learns_and_a_pack_without_labels_is_zero(example: tuple[str
     assert max(losses[-4:]) < 0.5
 
 
+@pytest.mark.thorough
 def test_the_example_resumes_where_it_stood(example: tuple[str, dict[str, Any]]) -> None:
     plugin, values = example
     verdict = Harness(values, (*PLUGINS, plugin), steps=6).compare_resumed(ONE, ONE)
@@ -68,7 +70,7 @@ MODEL = {
 }
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.skipif(find_spec("d9d_parallel") is None, reason="needs d9d-parallel")
 def test_classification_is_the_same_in_every_layout(example: tuple[str, dict[str, Any]]) -> None:
     plugin, values = example

@@ -25,6 +25,7 @@ def attention_slots(model: Qwen3) -> list[OpSlot]:
     return [slot for slot in slots if slot.op == "attention"]
 
 
+@pytest.mark.thorough
 def test_every_layer_computes_the_same_with_sdpa() -> None:
     reference = Qwen3(tiny())
     fused = Qwen3(tiny())
@@ -47,6 +48,7 @@ def test_positions_may_start_anywhere() -> None:
     torch.testing.assert_close(model(**shifted)["token_loss"], model(**batch)["token_loss"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_tied_embeddings_are_one_parameter_under_the_embeddings_name() -> None:
     tied = Qwen3(tiny().model_copy(update={"tie_embeddings": True}))
     assert {name for name, _ in Qwen3(tiny()).named_parameters()} - {name for name, _ in tied.named_parameters()} == {

@@ -115,6 +115,7 @@ def transformers() -> Any:
     return pytest.importorskip("transformers")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", VARIANTS)
 def test_transformers_computes_the_same(name: str, transformers: Any) -> None:
     config = variant(**VARIANTS[name])

@@ -9,6 +9,7 @@ from d9d_core.plugin import ModelSpec
 from d9d_testing.suites.model import ModelSuite
 
 
+@pytest.mark.thorough
 class TestQwen3(ModelSuite):
     plugin = "d9d_qwen3.plugin"
     target = "qwen3"
@@ -16,11 +17,12 @@ class TestQwen3(ModelSuite):
     # Of two layers; what writes to the residual stream is divided by sqrt(2 x 2).
     initial_std: ClassVar = {"*.[qkv]_proj.weight": 0.02, "*.o_proj.weight": 0.01, "*.down_proj.weight": 0.01}
 
-    @pytest.mark.thorough
+    @pytest.mark.full
     def test_every_data_parallel_layout_computes_the_same(self, config: Any) -> None:
         super().test_every_data_parallel_layout_computes_the_same(config)
 
 
+@pytest.mark.thorough
 class TestQwen3Tied(ModelSuite):
     plugin = "d9d_qwen3.plugin"
     target = "qwen3"
@@ -30,6 +32,6 @@ class TestQwen3Tied(ModelSuite):
     def config(self, spec: ModelSpec) -> Any:
         return spec.tiny.load()().model_copy(update={"tie_embeddings": True})
 
-    @pytest.mark.thorough
+    @pytest.mark.full
     def test_every_data_parallel_layout_computes_the_same(self, config: Any) -> None:
         super().test_every_data_parallel_layout_computes_the_same(config)

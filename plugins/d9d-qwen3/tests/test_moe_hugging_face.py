@@ -164,6 +164,7 @@ def ours_of(config: Qwen3MoeConfig, theirs: Mapping[str, Tensor]) -> dict[str, T
 # --- the same numbers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("variant", CONFIGS)
 def test_language_models_agree_in_logits_and_every_gradient(variant: str, tmp_path: Path, transformers: Any) -> None:
     config = CONFIGS[variant]

@@ -28,6 +28,7 @@ def changed(**fields: Any) -> Qwen3MoeConfig:
     return Qwen3MoeConfig.model_validate(tiny().model_dump() | fields)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("preset", MOE_PRESETS)
 def test_a_preset_has_the_published_number_of_parameters(preset: str) -> None:
     config = Qwen3MoeConfig.model_validate({"preset": preset})

@@ -47,6 +47,7 @@ class MoeSuite(ModelSuite):
         super().test_a_step_never_waits_for_the_device(replace(spec, build=OnDevice("on:device")), config)
 
 
+@pytest.mark.thorough
 class TestQwen3Moe(MoeSuite):
     changes = {}
     reference = "transformers:AutoModelForCausalLM"
@@ -55,6 +56,7 @@ class TestQwen3Moe(MoeSuite):
     test_every_data_parallel_layout_computes_the_same = None
 
     # In bfloat16 their router decides near ties otherwise: see test_moe_hugging_face.py.
+    @pytest.mark.thorough
     @pytest.mark.parametrize("dtype", ["float32"])
     def test_logits_and_every_gradient_are_those_of_the_reference(
         self, spec: ModelSpec, config: Any, tmp_path: Path, dtype: str
@@ -72,6 +74,6 @@ class TestQwen3MoeBalanced(MoeSuite):
         ],
     }
 
-    @pytest.mark.thorough
+    @pytest.mark.full
     def test_every_data_parallel_layout_computes_the_same(self, config: Any) -> None:
         super().test_every_data_parallel_layout_computes_the_same(config)

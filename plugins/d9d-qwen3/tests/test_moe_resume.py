@@ -37,6 +37,7 @@ def train(directory: Path, steps: int, **model: Any) -> list[str]:
     return notes
 
 
+@pytest.mark.thorough
 def test_what_touches_no_tensor_may_change(tmp_path: Path) -> None:
     train(tmp_path, 1, balancing=["z_loss"])
     notes = train(tmp_path, 2, balancing=[{"name": "auxiliary_loss", "coefficient": 0.1}], capacity=2.0)

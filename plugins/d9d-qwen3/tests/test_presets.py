@@ -27,6 +27,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_has_the_published_number_of_parameters(preset: str) -> None:
     with torch.device("meta"):

@@ -53,6 +53,7 @@ def test_an_embedding_counts_a_little() -> None:
     assert counts(changed(**sizes), 2) == [2, 7]
 
 
+@pytest.mark.thorough
 def test_the_jobs_split_is_followed_by_layers_boundaries_and_sums() -> None:
     config = changed(num_layers=4, heads={"v": {"kind": "embedding", "layers": [1, 3]}})
     stages = [Qwen3(config, Stage(index, 2, (3, 1))) for index in range(2)]
@@ -81,6 +82,7 @@ def initialised(config: Qwen3Config, stage: Stage) -> Qwen3:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("added", [0, 5])
 def test_a_tied_embedding_has_an_equal_copy_on_the_last_stage(added: int) -> None:
     """Gradients of the two copies add up to that of the one parameter, also over a stage that has neither."""

@@ -100,6 +100,7 @@ class CountsLayersFromZero(Qwen3):
         self.layers = torch.nn.ModuleDict({str(i): layer for i, layer in enumerate(self.layers.values())})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "check"),
     [

@@ -166,6 +166,7 @@ def test_tensors_have_the_names_shapes_and_format_that_vllm_expects(
     assert {spec.dtype for spec in directory.specs.values()} == {dtype}
 
 
+@pytest.mark.thorough
 @cases
 def test_config_json_has_the_fields_that_vllm_reads(
     case: Case, tmp_path: Path, exported: Callable[..., tuple[dict[str, Any], ModelDirectory]]

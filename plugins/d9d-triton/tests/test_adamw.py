@@ -82,6 +82,7 @@ def pairs(found: dict[str, Tensor], expected: dict[str, Tensor]) -> Iterator[tup
         yield name, found[name].double().cpu(), tensor.double().cpu()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.999)])
 @pytest.mark.parametrize("divisor", [None, 3.0])
@@ -94,7 +95,7 @@ def test_float32_parameters_are_updated_as_torch_does(
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("state_dtype", ["parameter", "float32"])
 @pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32])
@@ -142,7 +143,7 @@ def test_the_kernel_splits_a_number_as_the_reference(device: str) -> None:
     assert torch.equal(lower, distance)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("state_dtype", ["parameter", "float32"])
 def test_stochastic_rounding_draws_the_noise_of_the_reference(device: str, state_dtype: str) -> None:
@@ -177,6 +178,7 @@ def test_a_closed_gate_keeps_every_bit_whatever_the_gradients_are(make: Make, de
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
 
 
+@pytest.mark.thorough
 def test_noise_does_not_depend_on_how_a_tensor_is_cut_into_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -279,13 +281,13 @@ def sharded(dim: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     return found  # type: ignore[return-value]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_shards_of_rows_draw_the_noise_of_the_whole_tensor(world: Callable[[int], Any]) -> None:
     for whole, shards in world(2).run(sharded, 0):
         assert all(torch.equal(a, b) for a, b in zip(whole, shards, strict=True))
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_shards_of_columns_are_left_to_the_reference_with_the_same_noise(world: Callable[[int], Any]) -> None:
     for whole, shards in world(2).run(sharded, 1):
         for a, b in zip(whole, shards, strict=True):

@@ -91,7 +91,7 @@ def launched() -> Iterator[list[str]]:
         yield mode.names
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @given(
     rows=st.integers(1, 70),
     features=st.sampled_from([2, 3, 16, 17, 64, 100, 1025]),
@@ -219,7 +219,7 @@ def test_a_gradient_of_the_gradient_is_an_error() -> None:
         grad.sum().backward()
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("op", "arguments"),
     [
@@ -237,6 +237,7 @@ def test_custom_ops_keep_torchs_rules(op: Any, arguments: tuple[Any, ...]) -> No
     torch.library.opcheck(op, arguments)
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11

@@ -39,6 +39,7 @@ def step(module: Any, x: Tensor, trained: bool = True) -> dict[str, Tensor]:
     return {"out": out.detach()} | {name: grad for name, grad in grads.items() if grad is not None}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "frozen", [(), ("k_proj",), ("q_proj", "v_proj", "k_norm"), PROJECTIONS, (*PROJECTIONS, "q_norm", "k_norm")]
 )
@@ -71,6 +72,7 @@ def test_weights_stay_wide_under_autocast() -> None:
     assert_close_gradients(found, expected, TOLERANCES[torch.bfloat16])
 
 
+@pytest.mark.thorough
 def test_a_compiled_layer_keeps_the_op() -> None:
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
     compiled = layer(joint=True)

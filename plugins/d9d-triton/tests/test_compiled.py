@@ -14,7 +14,7 @@ import torch
 from d9d_testing.ahead_of_time import compile_launches
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.full
 
 DTYPES = ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32))
 

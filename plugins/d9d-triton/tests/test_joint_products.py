@@ -34,6 +34,7 @@ def test_weights_are_copied_only_where_they_do_not_follow_each_other(kind: str, 
     assert (found.data_ptr() != parts[0].data_ptr()) == copied
 
 
+@pytest.mark.thorough
 def test_the_gradient_of_rows_is_one_product() -> None:
     grad, parts = torch.randn(3, 8), weights("adjacent")
     torch.testing.assert_close(joint_rows_gradient(grad, parts), grad @ torch.cat(parts))

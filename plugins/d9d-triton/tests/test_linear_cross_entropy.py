@@ -42,13 +42,14 @@ OPS = pytest.mark.parametrize(
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+@pytest.mark.thorough
 class TestTriton(KernelSuite):
     target = "linear_cross_entropy.triton"
     device = DEVICE
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestTritonSum(TestTriton):
     target = "linear_cross_entropy.triton_sum"
 
@@ -114,7 +115,7 @@ class Calls(TorchDispatchMode):
         return out
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @settings(max_examples=12, deadline=None)
 @given(
     tokens=st.integers(0, 6),
@@ -344,7 +345,7 @@ def test_a_head_takes_its_ranks_from_the_same_pass() -> None:
     assert_close_values(found["token_loss"], expected["token_loss"])
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @AHEAD
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_compiled_graph_is_whole_and_computes_the_same_bits(keep: bool, ahead: bool) -> None:
@@ -361,6 +362,7 @@ def test_a_compiled_graph_is_whole_and_computes_the_same_bits(keep: bool, ahead:
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.thorough
 @AHEAD
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the clones that opcheck makes
 def test_operators_keep_what_torch_asks_of_them(ahead: bool) -> None:

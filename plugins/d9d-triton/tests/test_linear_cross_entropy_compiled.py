@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.full
 
 #: Compiles outside of this process, in which Triton interprets. Prints the wide loads and stores of each kernel.
 SCRIPT = """

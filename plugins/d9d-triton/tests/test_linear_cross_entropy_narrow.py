@@ -46,6 +46,7 @@ def weighted(losses: Tensor) -> Tensor:
 WEIGH = pytest.mark.parametrize("weigh", [summed, weighted])
 
 
+@pytest.mark.thorough
 class TestTritonSumNarrow(KernelSuite):
     target = "linear_cross_entropy.triton_sum_narrow"
     device = DEVICE
@@ -95,7 +96,7 @@ class Calls(TorchDispatchMode):
         return out
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @settings(max_examples=12, deadline=None)
 @given(
     tokens=st.integers(0, 6),
@@ -133,7 +134,7 @@ def test_in_bfloat16_what_a_chunk_adds_below_half_of_the_last_place_is_lost() ->
         assert found["weight"].flatten().tolist() == [-total, total]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @WEIGH
 def test_chunks_of_bfloat16_add_no_more_error_than_one_rounding_each(weigh: Weigh) -> None:
     """After n of N chunks, the square of a sum of random signs, and of its rounding, is n/N of what it is at the end.
@@ -259,7 +260,7 @@ def test_a_chunk_has_so_many_tokens_that_its_logits_fit() -> None:
     assert narrow_rows(hidden, weight.new_empty(1 << 20, 2048)) == 256
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("ranked", [False, True])
 @WEIGH
 def test_a_compiled_graph_is_whole_and_computes_the_same_bits(weigh: Weigh, ranked: bool) -> None:
@@ -276,6 +277,7 @@ def test_a_compiled_graph_is_whole_and_computes_the_same_bits(weigh: Weigh, rank
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the clones that opcheck makes
 def test_operators_keep_what_torch_asks_of_them() -> None:
     hidden, weight, targets = example(2)

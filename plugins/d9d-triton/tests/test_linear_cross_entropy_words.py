@@ -30,6 +30,7 @@ Large = Callable[..., tuple[Tensor, Tensor, Tensor]]
 Need = Callable[[int], None]
 
 
+@pytest.mark.thorough
 class TestTritonWords(KernelSuite):
     target = "linear_cross_entropy.triton_words"
     device = DEVICE
@@ -90,7 +91,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @settings(max_examples=12, deadline=None)
 @given(
     tokens=st.integers(0, 6),
@@ -245,7 +246,7 @@ def test_only_the_gradient_that_is_asked_for_is_computed() -> None:
         assert torch.equal(grad, expected[name])
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("ranked", [False, True])
 def test_a_compiled_graph_is_whole_and_computes_the_same_bits(ranked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_LEAST_WORDS", 64)
@@ -262,6 +263,7 @@ def test_a_compiled_graph_is_whole_and_computes_the_same_bits(ranked: bool, monk
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the clones that opcheck makes
 def test_operators_keep_what_torch_asks_of_them() -> None:
     inputs = example(2)

@@ -29,6 +29,7 @@ def shuffled(tokens: int, choices: int, rows: int, seed: int) -> tuple[Tensor, T
     return slots[:rows], places.view(tokens, choices)
 
 
+@pytest.mark.thorough
 def test_weights_of_another_shape_are_an_error() -> None:
     slots, places = shuffled(2, 2, 4, seed=0)
     with pytest.raises(ValueError, match=r"unpermute.triton: weights \[1, 2\] and places \[2, 2\] must have one"):
@@ -45,7 +46,7 @@ def there_and_back(module: Any, x: Tensor, weights: Tensor, slots: Tensor, place
     return {"rows": rows.detach(), "out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @given(
     tokens=st.integers(1, 6),
     choices=st.integers(1, 5),
@@ -104,6 +105,7 @@ def _samples() -> list[tuple[Any, tuple[Any, ...]]]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sample", range(len(_samples())))
 @pytest.mark.filterwarnings("ignore")  # of torch's own tools
 def test_custom_ops_keep_torchs_rules(sample: int) -> None:
@@ -124,6 +126,7 @@ def layer() -> Any:
     return whole.MoELayer(router.TopKRouter(16, 4, 2, std=0.5), experts, local.LocalDispatcher()).bfloat16()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 def test_a_layer_of_experts_computes_the_same_with_them_compiled_too() -> None:
     found = []

@@ -67,6 +67,7 @@ def test_a_job_takes_them_where_it_does_not_compile(chosen: Any) -> None:
     }
 
 
+@pytest.mark.thorough
 def test_compiled_blocks_keep_what_the_compiler_fuses(chosen: Any) -> None:
     found = chosen(parallel=["compile"])
     assert found["silu_mul.recomputed"] == ("layers.0.ffn.silu_mul", "layers.1.ffn.silu_mul")

@@ -54,7 +54,7 @@ def assert_near(found: dict[str, Tensor], exact: dict[str, Tensor], *dtypes: tor
         assert_close_values(found[name], exact[name], within, name)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @given(rows=st.integers(1, 70), features=FEATURES, dtype=st.sampled_from(DTYPES), of_weight=st.sampled_from(DTYPES))
 @settings(max_examples=25, deadline=None)
 def test_rms_norm_agrees_with_float64(rows: int, features: int, dtype: torch.dtype, of_weight: torch.dtype) -> None:
@@ -64,7 +64,7 @@ def test_rms_norm_agrees_with_float64(rows: int, features: int, dtype: torch.dty
     assert_near(found, outcome(plain_rms_norm.rms_norm, *wide(*inputs)), dtype, of_weight)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @given(
     shape=st.lists(st.integers(1, 5), max_size=2),
     features=FEATURES,
@@ -85,7 +85,7 @@ def test_silu_mul_agrees_with_float64(
     assert_near(found, outcome(plain_silu_mul.silu_mul, *wide(gate, up)), of_gate, of_up)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @given(
     size=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40)),
     dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
@@ -107,7 +107,7 @@ def test_rope_agrees_with_float64(
     assert_near(found, exact, *dtypes)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @given(
     size=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40)),
     dtypes=st.tuples(*(st.sampled_from(DTYPES) for _ in range(4))),
@@ -132,7 +132,7 @@ def test_normed_rope_agrees_with_float64(
     assert_near(found, exact, *dtypes)
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("heads", [(5, 1), (1, 5), (4, 2), (5, 3)])
 @pytest.mark.parametrize("positions", [96, 23], ids=["whole tiles", "the last is not full"])
 def test_more_tokens_and_heads_than_a_program_takes_are_taken_by_several(
@@ -148,6 +148,7 @@ def test_more_tokens_and_heads_than_a_program_takes_are_taken_by_several(
     assert_near(found, exact, torch.float32)
 
 
+@pytest.mark.thorough
 def test_squares_of_gradients_are_those_of_float64() -> None:
     gradients = [normal(70_001), normal(300, 400, dtype=torch.bfloat16), normal(9)[1:], normal(5, 4).T]
     found = SumOfSquares()(gradients, torch.device("cpu"))
@@ -163,6 +164,7 @@ def test_trained_angles_have_gradients() -> None:
     assert_close_gradients(outcome(rope.rope, *inputs), outcome(plain_rope.rope, *inputs))
 
 
+@pytest.mark.thorough
 def test_rope_turns_a_view_of_one_projection_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     both = normal(2, 3, 6 * 8).view(2, 3, 6, 8)
     query, key = both[:, :, :4], both[:, :, 4:]
@@ -237,7 +239,7 @@ def _samples() -> list[tuple[Any, tuple[Any, ...]]]:
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 @pytest.mark.parametrize("sample", range(len(_samples())))
 @pytest.mark.filterwarnings("ignore")  # of torch's own tools
 def test_custom_ops_keep_torchs_rules(sample: int) -> None:
@@ -252,6 +254,7 @@ def block(x: Tensor, weight: Tensor, gate: Tensor, cos: Tensor, sin: Tensor) -> 
     return silu_mul.silu_mul(query + key, gate * x)
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 def test_a_compiler_keeps_them_in_one_graph() -> None:

@@ -6,54 +6,55 @@ import pytest
 from d9d_testing.suites.kernel import KernelSuite
 
 
+@pytest.mark.thorough
 class TestRmsNorm(KernelSuite):
     target = "rms_norm.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"}, {"features": 16385})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestAddRmsNorm(KernelSuite):
     target = "add_rms_norm.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"}, {"features": 16385})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestSiluMul(KernelSuite):
     target = "silu_mul.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestSwiglu(KernelSuite):
     target = "swiglu.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestRope(KernelSuite):
     target = "rope.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestNormedRope(KernelSuite):
     target = "normed_rope.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestAttentionInputs(KernelSuite):
     target = "attention_inputs.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestPermute(KernelSuite):
     target = "permute.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 class TestUnpermute(KernelSuite):
     target = "unpermute.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})

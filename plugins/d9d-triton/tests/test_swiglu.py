@@ -63,6 +63,7 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("frozen", [(), ("gate_proj",), ("up_proj", "down_proj"), PROJECTIONS])
 @pytest.mark.parametrize("trained", [True, False], ids=["with the gradient of x", "without"])
 def test_a_layer_computes_the_same_and_only_the_gradients_that_are_needed(
@@ -98,6 +99,7 @@ def test_weights_stay_wide_under_autocast() -> None:
     assert_close_gradients(found, expected, TOLERANCES[torch.bfloat16])
 
 
+@pytest.mark.thorough
 def test_a_compiled_layer_keeps_the_op() -> None:
     x, compiled = rows(2, 5, 16), layer(kernel=swiglu.swiglu)
     compiled.compile(backend="aot_eager", fullgraph=True)

@@ -124,6 +124,7 @@ CASES: list[Case] = [
 ]
 
 
+@pytest.mark.thorough
 @interpreted
 def test_losses_ranks_and_gradients_are_those_of_the_reference_and_of_one_process() -> None:
     """Of vocabularies that two ranks do not divide, and of which the last has no word at all, in each way to chunk."""

@@ -43,7 +43,7 @@ def offline(**fields: Any) -> WandbTracker:
 
 
 class TestWandb(TrackerSuite):
-    pytestmark = pytest.mark.thorough  # each run starts a process, in a second
+    pytestmark = pytest.mark.full  # each run starts a process, in a second
 
     target = "wandb"
     config: ClassVar = {"project": "suite", "mode": "offline"}
@@ -72,7 +72,7 @@ class TestWandb(TrackerSuite):
         return found
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_rows_go_on_in_a_resumed_run_and_no_step_comes_twice(tmp_path: Path) -> None:
     run = offline().open(info(tmp_path, hparams={"lr": 0.1}, tags=("sweep",)), None)
     for step in (1, 2, 3):
@@ -95,7 +95,7 @@ def test_rows_go_on_in_a_resumed_run_and_no_step_comes_twice(tmp_path: Path) -> 
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_processes_that_begin_in_one_second_of_the_clock_log_no_step_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +112,7 @@ def test_processes_that_begin_in_one_second_of_the_clock_log_no_step_twice(
     assert found == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 
-@pytest.mark.thorough
+@pytest.mark.full
 def test_what_was_flushed_survives_a_kill(tmp_path: Path) -> None:
     code = f"""
 import os, pathlib, sys
@@ -185,6 +185,7 @@ def test_a_run_on_the_server_is_resumed_and_ends_with_its_exit_code(
     assert json.loads(json.dumps(run.state())) == {"id": "abc"}
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_gone_from_the_server_is_said_or_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
