@@ -169,4 +169,4 @@ def test_a_forward_on_packed_data_is_refused_where_kernels_expect_samples_of_one
     job = Job.load(small_job(data=data, model=MODEL, steps=1, lr_schedule=None))
     job.build(lambda _: None, observers=[Forwards()]).train()
     assert bool(errors) is refused
-    assert all("name padding behind a sample by 'lengths'" in error for error in errors)
+    assert all("mark padding after a sample by 'lengths'" in error for error in errors)

@@ -289,7 +289,7 @@ def test_a_full_disk_on_one_rank_ends_the_run_and_harms_no_earlier_checkpoint(
     full = re.fullmatch(rf"error: checkpoint {directory}/step-(\d+) could not be written: (.*)", last)
     assert full is not None, err
     assert full[2] == (
-        "rank 1: [Errno 27] File too large; earlier ones are untouched; "
+        "rank 1: [Errno 27] File too large; earlier checkpoints are unchanged; "
         "2 attempts in a row have failed (checkpoint.tolerate_failures)"
     )
     assert err.count("could not be written") == 1

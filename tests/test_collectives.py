@@ -309,7 +309,7 @@ def test_lengths_that_ranks_cannot_share_are_refused_before_data_is_read(
 @pytest.mark.parametrize(
     ("mesh", "data", "said"),
     [
-        ({"cp": 2}, {"sequence_length": 30}, "mesh.cp: 2 ranks have two chunks of positions each"),
+        ({"cp": 2}, {"sequence_length": 30}, "mesh.cp: 2 ranks split each sample into two chunks each"),
         ({"cp": 4}, {"name": "documents", "sequence_length": 36, "pad_multiple": 4}, "mesh.cp: 4 ranks"),
         ({"cp": 2, "tp": 4}, {"sequence_length": 28}, "strategy 'tensor_parallel' splits positions over 4 ranks"),
     ],
@@ -345,7 +345,7 @@ def test_lengths_that_ranks_of_cp_cannot_share_are_refused_before_data_is_read(
     ("mesh", "strategy", "who"),
     [
         ({"tp": 4}, "tensor_parallel", "strategy 'tensor_parallel' splits positions over 4 ranks"),
-        ({"cp": 2}, "context_parallel", "mesh.cp: 2 ranks have two chunks of positions each"),
+        ({"cp": 2}, "context_parallel", "mesh.cp: 2 ranks split each sample into two chunks each"),
     ],
     ids=["tp", "cp"],
 )

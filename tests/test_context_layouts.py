@@ -234,7 +234,7 @@ def build(values: dict[str, Any], plugins: list[str]) -> None:
 def test_lengths_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_path: Path) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 26}
     said = refused(table, tmp_path, layout("ring"), data=data, steps=1)
-    assert "mesh.cp: 2 ranks have two chunks of positions each, but those of a microbatch are 26" in said
+    assert "mesh.cp: 2 ranks split each sample into two chunks each, but sequence lengths are 26" in said
     assert "(data.sequence_length); use 24 or 28, or other sizes of the mesh" in said
 
 
@@ -243,14 +243,14 @@ def test_positions_that_ranks_of_tp_cannot_share_further_are_refused(table: Modu
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 20}
     one = layout("all_gather", "tensor_parallel", tp=4)
     said = refused(table, tmp_path, one, data=data, steps=1)
-    assert "splits positions over 4 ranks, those of each of 2 ranks of cp, but those of a microbatch are 20" in said
+    assert "splits positions over 4 ranks, within each of 2 ranks of cp, but sequence lengths are 20" in said
     assert "(data.sequence_length); use 16 or 24" in said
 
 
 def test_lengths_of_evaluations_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_path: Path) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 26}
     said = refused(table, tmp_path, layout("ring"), evaluation={"every": 1, "sets": {"odd": data}}, steps=1)
-    assert "mesh.cp: 2 ranks have two chunks of positions each, but those of a microbatch are 26" in said
+    assert "mesh.cp: 2 ranks split each sample into two chunks each, but sequence lengths are 26" in said
     assert "(evaluation.sets.odd.sequence_length)" in said
 
 
@@ -259,7 +259,7 @@ def test_evaluated_lengths_that_ranks_of_tp_cannot_share_further_are_refused(tab
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 20}
     one = layout("all_gather", "tensor_parallel", tp=4)
     said = refused(table, tmp_path, one, evaluation={"every": 1, "sets": {"odd": data}}, steps=1)
-    assert "splits positions over 4 ranks, those of each of 2 ranks of cp, but those of a microbatch are 20" in said
+    assert "splits positions over 4 ranks, within each of 2 ranks of cp, but sequence lengths are 20" in said
     assert "(evaluation.sets.odd.sequence_length)" in said
 
 

@@ -42,7 +42,7 @@ def test_a_job_that_may_not_record_is_refused_when_it_is_planned(
 ) -> None:
     parallel = [how if one is GRAPHS else one for one in sections.get("parallel", [GRAPHS])]
     path = small_job(**{"device": "cuda", **sections, "parallel": parallel})
-    with pytest.raises(D9dError, match=rf"parallel\[\d\]: strategy 'compile' is to record CUDA graphs, but .*{why}"):
+    with pytest.raises(D9dError, match=rf"parallel\[\d\]: strategy 'compile' is to capture CUDA graphs, but .*{why}"):
         Job.load(path).plan()
 
 

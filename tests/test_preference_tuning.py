@@ -128,7 +128,7 @@ def test_stored_results_are_used_again_by_a_run_that_goes_on(base: Path, pairs: 
     (file,) = (pairs.parent / "runs/dpo").glob("first-pass-*.safetensors")
     written = file.stat().st_mtime_ns
     Job.from_values(job).build(notes.append).train()
-    assert any("the first pass over all samples is there" in note for note in notes)
+    assert any("the first pass over all samples was already stored" in note for note in notes)
     assert file.stat().st_mtime_ns == written
     curves = [[line["loss"] for line in read_log(pairs.parent / "runs" / run)] for run in ("straight", "dpo")]
     assert curves[0] == curves[1]

@@ -82,7 +82,7 @@ def test_a_strategy_that_never_makes_its_replicas_equal_is_refused_in_check(
     status, _, error = d9d("check", str(local_sgd(False)))
     assert status != 0
     assert "parallel[0] (local_sgd) leaves the gradient of " in error
-    assert "unreduced over dp_replicate, so that its 2 replicas drift apart" in error
+    assert "unreduced over dp_replicate, so that its 2 replicas diverge" in error
     assert d9d("check", str(local_sgd(True)))[0] == 0
 
 

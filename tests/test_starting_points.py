@@ -77,7 +77,7 @@ def test_new_heads_are_named_and_an_adapter_goes_on_top(run: Path) -> None:
     job = values(run.parents[1], run, task={"name": "causal_lm", "head": "words"}, export=False)
     job["model"] |= {"heads": heads, "tie_embeddings": False}
     Job.from_values(job | {"run": {"dir": str(run.parent), "name": "heads"}}).build(notes.append)
-    assert any("not in it, drawn anew: heads.topic" in note for note in notes)
+    assert any("not in it, initialised at random: heads.topic" in note for note in notes)
     adapted = started(run, run, peft=LORA | {"init_from": str(run / "adapter")})
     plain = started(run, run)
     assert {name for name in adapted if "lora_" in name} == adapted.keys() - plain.keys()
@@ -101,6 +101,6 @@ def test_published_sizes_and_tokenizer_without_the_weights_start_anew(run: Path)
     notes: list[str] = []
     base = run.parents[1] / "base"
     drawn, read = started(run, base, notes, loading={"weights": False}), started(run, base)
-    assert any("all weights are drawn" in note for note in notes)
+    assert any("all weights are initialised at random" in note for note in notes)
     assert drawn.keys() == read.keys()
     assert not torch.equal(drawn["embedding.weight"], read["embedding.weight"])

@@ -284,9 +284,9 @@ def test_positions_that_ranks_cannot_share_are_refused(
     odd = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 23}
     said = refused(table, tmp_path, TP2, model=model, data=odd, steps=1)
     assert "parallel[0]: strategy 'tensor_parallel' splits positions over 2 ranks" in said
-    assert "those of a microbatch are 23 (data.sequence_length); use 22 or 24" in said
+    assert "sequence lengths are 23 (data.sequence_length); use 22 or 24" in said
     said = refused(table, tmp_path, TP2, model=model, evaluation={"every": 1, "sets": {"odd": odd}}, steps=1)
-    assert "those of a microbatch are 23 (evaluation.sets.odd.sequence_length); use 22 or 24" in said
+    assert "sequence lengths are 23 (evaluation.sets.odd.sequence_length); use 22 or 24" in said
 
 
 def copied_and_given_a_wrong_token(values: dict[str, Any], plugins: list[str]) -> None:

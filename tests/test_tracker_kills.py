@@ -49,7 +49,7 @@ def test_series_that_share_a_name_and_names_that_share_a_series_are_found() -> N
 
 
 def test_notes_name_the_series_that_a_tracker_refuses() -> None:
-    note = "warning: tracker 'mine' refuses the text 'half %D800', which it gets no more: OSError()\n"
+    note = "warning: tracker 'mine' refuses the text 'half %D800', which is no longer sent: OSError()\n"
     word = tool.WORDS.index("half \ud800")
     assert tool.refusals("mine", note * 2, 2) == ({f"text of word {word}"}, [])
     assert tool.refusals("mine", note * 3, 2)[1] == ["mine: ('text', \"'half %D800'\"): 3 notes"]

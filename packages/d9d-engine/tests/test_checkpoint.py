@@ -86,7 +86,7 @@ def test_a_save_that_fails_while_replacing_leaves_the_old_one(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(CheckpointError, match="earlier ones are untouched"):
+    with pytest.raises(CheckpointError, match="earlier checkpoints are unchanged"):
         store.save(5, tensors(), {"data": {"consumed": 4}}, FACTS)
     monkeypatch.undo()
     assert newest(store).values() == {"data": {"consumed": 3}}
@@ -104,12 +104,12 @@ def test_a_process_killed_while_replacing_leaves_the_old_one(tmp_path: Path) -> 
 def test_tensors_that_share_memory_are_refused(tmp_path: Path) -> None:
     store = saved(tmp_path)
     shared = torch.zeros(4)
-    with pytest.raises(CheckpointError, match="could not be written: .*a/b.*; earlier ones are untouched"):
+    with pytest.raises(CheckpointError, match="could not be written: .*a/b.*; earlier checkpoints are unchanged"):
         store.save(6, {"a/b": shared, "a/c": shared.view(2, 2)}, {}, FACTS)
 
 
 def test_a_value_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="earlier ones are untouched"):
+    with pytest.raises(CheckpointError, match="earlier checkpoints are unchanged"):
         saved(tmp_path).save(6, tensors(), {"data": float("nan")}, FACTS)
 
 
@@ -192,7 +192,7 @@ def test_a_save_that_fails_leaves_earlier_checkpoints_and_no_trace(
 
     monkeypatch.setattr(dcp_save, "write_tensors", full)
     with pytest.raises(
-        CheckpointError, match="could not be written: .*No space left on device; earlier ones are untouched"
+        CheckpointError, match="could not be written: .*No space left on device; earlier checkpoints are unchanged"
     ):
         store.save(6, tensors(), {}, FACTS)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]

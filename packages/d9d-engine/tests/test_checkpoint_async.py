@@ -95,7 +95,7 @@ def test_a_failure_is_raised_at_the_next_opportunity_and_once(
 ) -> None:
     store = CheckpointStore(tmp_path, asynchronous=True)
     store.prepare()
-    text = "could not be written: .*No space left on device; earlier ones are untouched"
+    text = "could not be written: .*No space left on device; earlier checkpoints are unchanged"
     with monkeypatch.context() as patch:
         patch.setattr(dcp_save, "write_tensors", full)
         if notice == "leave":

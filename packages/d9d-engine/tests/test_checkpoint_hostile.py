@@ -291,7 +291,7 @@ def test_an_address_of_an_unusual_driver_is_an_error_of_ours(url: str) -> None:
         ({"data": 7}, "no usable data"),
         ({"losses": {"loss": "low"}}, "no usable losses"),
         ({"losses": [0.5]}, "no usable losses"),
-        ({"data": {"surprise": 1}}, "a position in the data that the dataset does not understand"),
+        ({"data": {"surprise": 1}}, "a position in the data that the dataset cannot read"),
     ],
 )
 def test_values_of_a_run_that_cannot_be_are_an_error(job: Callable[..., Any], values: Manifest, why: str) -> None:
@@ -310,5 +310,5 @@ def test_a_checkpoint_that_no_job_saved_is_none_to_resume_from(job: Callable[...
     run = job("steps=2")
     run.build(note=lambda _: None).train()
     edit(run.run.directory / "checkpoints" / "step-00000002", lambda manifest: manifest.pop("job"))
-    with pytest.raises(CheckpointError, match="does not say which job it is of"):
+    with pytest.raises(CheckpointError, match="does not say which job it belongs to"):
         job("steps=4").build(note=lambda _: None).train()

@@ -72,7 +72,7 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all(
     failed = texts[0][1 if asynchronous else 0]
     assert failed == (
         f"checkpoint {tmp_path}/step-00000002 could not be written: "
-        f"rank {rank}: [Errno 28] No space left on device; earlier ones are untouched"
+        f"rank {rank}: [Errno 28] No space left on device; earlier checkpoints are unchanged"
     )
     assert texts[0] == texts[1] == ([None, failed] if asynchronous else [failed, None])
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -139,7 +139,7 @@ def test_a_tensor_that_differs_on_one_rank_is_refused_on_all_before_anything_is_
 ) -> None:
     first, second = world(2).run(load_others, str(tmp_path))
     assert first == second
-    assert "taken from something else: 'a' is float32 [2] there and int32 [2] here; restore" in first[0]
+    assert "saved by a different job: 'a' is float32 [2] there and int32 [2] here; restore" in first[0]
     assert first[1] is None
     assert "'c' is not in the checkpoint" in first[2]
 

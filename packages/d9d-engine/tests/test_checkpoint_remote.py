@@ -87,7 +87,7 @@ def test_a_save_that_fails_leaves_earlier_ones_and_no_trace(
         pipe(self, path, *rest, **options)
 
     monkeypatch.setattr(type(files), "pipe_file", refuse)
-    with pytest.raises(CheckpointError, match="RuntimeError: 503 slow down; earlier ones are untouched"):
+    with pytest.raises(CheckpointError, match="RuntimeError: 503 slow down; earlier checkpoints are unchanged"):
         store.save(2, {"w": torch.zeros(2)}, {}, {})
     assert [path for path in files.find("/bucket") if "step-00000002" in path] == []
     assert step_of(store, []) == 1
@@ -103,7 +103,7 @@ def test_an_owner_that_cannot_be_asked_is_a_failure_of_the_storage(
     with store.opened():
         with monkeypatch.context() as patch:
             patch.setattr(type(files), "cat_file", refuse)
-            with pytest.raises(SaveError, match="could not connect to the endpoint; earlier ones are untouched"):
+            with pytest.raises(SaveError, match="could not connect to the endpoint; earlier checkpoints are unchanged"):
                 store.save(2, {"w": torch.zeros(2)}, {}, {})
         store.save(2, {"w": torch.zeros(2)}, {}, {})
     assert store.steps() == [2, 1]

@@ -103,7 +103,7 @@ def test_another_cause_is_told_for_itself() -> None:
         run.log.after(FREE_STEPS + 2)
     value, mode = run.events
     assert "scale" in value.cause
-    assert "a value of Python" in value.advice
+    assert "a Python value" in value.advice
     assert "nothing to do" in mode.advice
 
 
@@ -116,7 +116,7 @@ def test_the_last_version_is_told_as_such() -> None:
         run(7)
         run.log.after(FREE_STEPS + 1)
     (event,) = run.events
-    assert event.advice.startswith("that was the last time: from 3 versions on it runs uncompiled; ")
+    assert event.advice.startswith("last recompilation: from 3 versions on it runs uncompiled; ")
 
 
 def test_steps_without_compilation_are_silent() -> None:

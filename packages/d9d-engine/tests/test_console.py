@@ -145,4 +145,6 @@ def test_ctrl_c_during_start_up_says_so(tmp_path: Path) -> None:
 def test_a_second_ctrl_c_says_what_it_costs(tmp_path: Path) -> None:
     result = interrupted(tmp_path, "step")
     assert result.returncode == 130
-    assert result.stderr == "interrupted: again, so at once; what came after the newest checkpoint is lost\n"
+    assert (
+        result.stderr == "interrupted: a second time, so stopped at once; steps after the newest checkpoint are lost\n"
+    )

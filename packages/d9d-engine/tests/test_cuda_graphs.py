@@ -38,7 +38,7 @@ def check(*others: tuple[Any, Applied], device: str | None = "cuda", stages: Seq
         (lambda: check(stages=(0, 1)), "2 pipeline stages"),
         (lambda: check((chosen("fsdp", "data"), OWNED)), r"parallel\[data\] \(fsdp\) gathers or copies the parameters"),
         (lambda: check((chosen("mine", "data"), Applied(("",), reducers=(object(),)))), r"\(mine\) gathers"),
-        (lambda: check((chosen("far", "data"), Applied(("",), on_host=frozenset({"weight"})))), "host's memory"),
+        (lambda: check((chosen("far", "data"), Applied(("",), on_host=frozenset({"weight"})))), "host memory"),
         (lambda: check((chosen("tp", "tensor"), Applied(("",)))), r"\(tp\) communicates"),
         (lambda: check((chosen("cp", "context"), Applied(("",)))), r"\(cp\) communicates"),
         (lambda: check((chosen("experts", "expert"), Applied(("",)))), r"\(experts\) communicates"),
@@ -48,7 +48,7 @@ def test_layouts_in_which_a_replay_would_be_wrong_are_refused(refused: Callable[
     with pytest.raises(BuildError, match=why) as caught:
         refused()
     message = str(caught.value)
-    assert message.startswith("parallel[compile]: strategy 'compile' is to record CUDA graphs, but ")
+    assert message.startswith("parallel[compile]: strategy 'compile' is to capture CUDA graphs, but ")
     assert "remove 'cudagraphs: true'" in message
 
 

@@ -120,7 +120,7 @@ class TestCublas:
 
     def test_another_value_of_the_variable_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
-        with pytest.raises(JobError, match="is ':4096:2', with which results of cuBLAS may vary"):
+        with pytest.raises(JobError, match="is ':4096:2', with which cuBLAS is not deterministic"):
             prepare_determinism("cuda")
 
     def test_a_job_for_the_cpu_needs_nothing(self) -> None:
@@ -151,8 +151,8 @@ def offers() -> Registry:
 def test_a_kernel_that_is_not_deterministic_is_refused_where_the_job_is() -> None:
     (choice,) = bind_kernels(Square().named_modules(), offers(), {}, "cpu", "float32", lambda _: (), deterministic=True)
     assert choice.backend == "reference"
-    assert choice.considered["loose"].reason == "computes other bits each time, and the job is 'deterministic'"
-    with pytest.raises(BuildError, match=r"kernels.square: 'loose' \(acme\) cannot run here: computes other bits"):
+    assert choice.considered["loose"].reason == "is not deterministic, and the job sets 'deterministic'"
+    with pytest.raises(BuildError, match=r"kernels.square: 'loose' \(acme\) cannot run here: is not deterministic"):
         bind_kernels(
             Square().named_modules(), offers(), {"square": "loose"}, "cpu", "float32", lambda _: (), deterministic=True
         )

@@ -63,7 +63,7 @@ def test_several_sets_have_series_of_their_own(job: MakeJob) -> None:
 
 
 def test_a_dataset_that_makes_no_pass_is_refused(job: MakeJob) -> None:
-    with pytest.raises(DataError, match=r"^evaluation\.data: this dataset makes no pass .* such as 'packs: 8'"):
+    with pytest.raises(DataError, match=r"^evaluation\.data: this dataset cannot make one pass .* such as 'packs: 8'"):
         quiet(job(evaluation={"every": 4, "packs": "all", "data": "toy_data"}))
 
 
@@ -74,7 +74,7 @@ def test_an_evaluation_without_a_number_is_told_and_never_the_best(job: MakeJob)
     )
     trainer, notes = noted(run)
     trainer.train()
-    told = [note for note in notes if "found no number: eval/loss is nan, eval/error is nan" in note]
+    told = [note for note in notes if "is not finite: eval/loss is nan, eval/error is nan" in note]
     assert len(told) == 3
     assert saved_steps(run) == {12}
 
@@ -123,7 +123,7 @@ def test_a_run_that_gets_no_better_is_saved_and_finished(job: MakeJob) -> None:
     trainer, notes = noted(run)
     outcome = trainer.train()
     assert (outcome.status, outcome.step) == ("finished", 6)
-    assert any("ended after step 6 of 12 and saved: early_stopping: eval/loss has not got better" in n for n in notes)
+    assert any("ended after step 6 of 12 and saved: early_stopping: eval/loss has not improved" in n for n in notes)
     assert saved_steps(run) == {6}
     assert (run.run.directory / "model").is_dir()
     again, notes = noted(job(evaluation=evaluation, subscribers=stopping(), checkpoint={}))

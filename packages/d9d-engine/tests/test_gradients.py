@@ -82,7 +82,7 @@ def test_a_parameter_of_a_view_is_summed_over_what_the_view_leaves() -> None:
 def test_a_parameter_of_two_views_is_refused() -> None:
     topology = Topology(views={v.name: v for v in d9d_views()})
     one, other = (Applied(modules=("",), views={"e": view}) for view in ("expert", "batch"))
-    with pytest.raises(BuildError, match="b spreads 'e' over the view 'batch', another strategy over 'expert'"):
+    with pytest.raises(BuildError, match="b places 'e' on the view 'batch', another strategy on 'expert'"):
         settle(["e"], topology, [("a", one), ("b", other)])
 
 

@@ -62,9 +62,13 @@ def test_train_with_nproc_starts_the_same_command(d9d: Callable[..., Any], tmp_p
         (
             ["--nproc", "2"],
             {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-            "--nproc, --max-restarts: torchrun has started this process; tell it instead",
+            "--nproc, --max-restarts: torchrun has started this process; use its own options",
         ),
-        ([], {"RANK": "0"}, "RANK is set, but WORLD_SIZE is not; set both, or all that torchrun sets"),
+        (
+            [],
+            {"RANK": "0"},
+            "RANK is set, but WORLD_SIZE is not; set both of them, or all variables that torchrun sets",
+        ),
     ],
 )
 def test_what_cannot_start_is_one_message_without_torch(

@@ -105,7 +105,7 @@ def test_a_dataset_that_fails_leaves_a_checkpoint_of_the_steps_before(
         with pytest.raises(OSError if isinstance(error, OSError) else TrainingError):
             trainer.train()
     assert steps_of(failing)[0] == 7
-    assert any("saved after step 7, for what follows" in note for note in notes)
+    assert any("saved after step 7, before this error" in note for note in notes)
     assert_identical(finished(failing), finished(job("run.name=calm")))
 
 

@@ -357,7 +357,7 @@ def test_an_export_on_a_full_disk_is_made_by_the_next_start(job: MakeJob, monkey
     trained = job()
     with monkeypatch.context() as patch:
         patch.setattr(ShardWriter, "write", full)
-        text = "model could not be written: .*No space left on device; the last checkpoint is complete, so start again"
+        text = "model could not be written: .*No space left on device; the last checkpoint is complete; start the job"
         with pytest.raises(SaveError, match=text) as caught:
             quiet(trained).train()
     assert caught.value.exit_code == 1

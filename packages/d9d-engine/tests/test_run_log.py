@@ -183,7 +183,7 @@ def test_wrong_values_are_refused_where_they_are_logged(kept: tuple[Keeps, HubLo
         "picture 'x' is torch.float32 [2, 2]; a picture is uint8 [height, width, 3]": lambda: log.picture(
             "x", torch.ones(2, 2)
         ),
-        "no file; write it before it is logged": lambda: log.file("x", tmp_path / "none"),
+        "no file; write the file before logging it": lambda: log.file("x", tmp_path / "none"),
         "counts of a histogram have shape [1, 2]": lambda: Histogram(torch.ones(1, 2), 0.0, 1.0),
     }
     for text, call in wrong.items():
@@ -226,7 +226,7 @@ def test_a_file_that_is_gone_is_said_and_switches_nothing_off(tmp_path: Path) ->
     hub.write_files(2, {"notes": tmp_path / "gone"})
     hub.write(3, {"loss": 1.0})
     hub.close("finished")
-    assert ["file 'notes' of step 2 is gone" in text for text in said] == [True]
+    assert ["file 'notes' of step 2 is missing" in text for text in said] == [True]
     assert tracker.calls == [("write", 3, {"loss": 1.0})]
 
 

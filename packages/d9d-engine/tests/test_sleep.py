@@ -107,7 +107,9 @@ def test_what_sleeps_cannot_be_used(job: MakeJob) -> None:
             with pytest.raises(TrainingError, match=r"optimizer are asleep; call wake\(\) first"):
                 call()
         trainer.wake()
-        with pytest.raises(TrainingError, match=r"'kv_cache' is nothing that can sleep; choose among weights, opt"):
+        with pytest.raises(
+            TrainingError, match=r"'kv_cache' is no tag of memory to release; choose among weights, opt"
+        ):
             trainer.sleep("kv_cache")  # type: ignore[arg-type]
 
 

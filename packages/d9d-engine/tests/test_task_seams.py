@@ -115,7 +115,7 @@ class KeepsAnOutput(ToyTask):
 
 
 def test_a_kept_value_does_not_hide_an_output(with_task: Callable[..., MakeJob]) -> None:
-    with pytest.raises(BuildError, match="keeps y for its losses, which the model returns, too"):
+    with pytest.raises(BuildError, match="kept inputs and the model's outputs have y"):
         quiet(with_task(KeepsAnOutput)(**PLAIN)).train()
 
 
@@ -162,7 +162,9 @@ class WeighsTwo(WeighsLate):
 
 
 def test_a_late_weight_is_for_one_term(with_task: Callable[..., MakeJob]) -> None:
-    with pytest.raises(BuildError, match="weighs its outputs, so it has one loss term, not these: error, decay"):
+    with pytest.raises(
+        BuildError, match="weighs its outputs, so it must have exactly one loss term, not these: error, decay"
+    ):
         quiet(with_task(WeighsTwo)(**PLAIN))
 
 

@@ -317,8 +317,8 @@ def test_entries_that_find_no_room_are_left_out_and_counted(
     hub.close("finished")
     assert blocked.calls == [0, 1, 2, 3, "finished"]
     assert len(said) == 2
-    assert "is 3 entries behind; entries are left out" in said[0]
-    assert "too slow: 6 entries are left out" in said[1]
+    assert "is 3 entries behind; entries are dropped" in said[0]
+    assert "too slow: 6 entries were dropped" in said[1]
 
 
 def test_a_tracker_that_never_ends_is_left_behind(tmp_path: Path, blocked: Blocked) -> None:
@@ -328,7 +328,7 @@ def test_a_tracker_that_never_ends_is_left_behind(tmp_path: Path, blocked: Block
     hub.write(1, {"loss": 1.0})
     assert blocked.entered.wait(60)
     hub.close("finished")
-    assert "tracker 'slow' has not ended after 0 s and is left behind" in said[-1]
+    assert "tracker 'slow' did not end within 0 s and was abandoned" in said[-1]
 
 
 METHODS = ("open", "write", "flush", "state", "close")
@@ -393,7 +393,7 @@ def test_a_name_that_a_tracker_refuses_costs_that_name_alone(tmp_path: Path) -> 
     hub.close("finished")
     assert tracker.calls == [(1, {"a": 1.0}), (1, {"c": 3.0}), (2, {"a": 1.0, "c": 3.0}), "finished"]
     assert notes == [
-        "warning: tracker 'choosy' refuses the number 'b', which it gets no more: ValueError('no such name')"
+        "warning: tracker 'choosy' refuses the number 'b', which is no longer sent: ValueError('no such name')"
     ]
 
 
@@ -498,5 +498,5 @@ def test_odd_names_are_reported_a_few_times_and_all_are_logged(tmp_path: Path) -
     hub.write(2, {"tag 0\n": 1.0})
     hub.close("finished")
     assert [len(call[1]) for call in tracker.calls[:2]] == [30, 1]
-    assert notes[0] == "note: the name 'tag 0\\n' cannot be kept as it is and is logged as 'tag 0%0A'"
+    assert notes[0] == "note: the name 'tag 0\\n' cannot be stored and is logged as 'tag 0%0A'"
     assert len(notes) == 11

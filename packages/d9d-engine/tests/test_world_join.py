@@ -314,7 +314,7 @@ def test_a_process_that_sees_one_device_takes_it(accelerators: Callable[[int], l
     ("count", "name", "text"),
     [
         (2, "cuda", "4 processes on this machine, but 2 cuda devices"),
-        (4, "cuda:1", "'cuda:1' is one device for 4 processes; write 'cuda'"),
+        (4, "cuda:1", "'cuda:1' is a single device, but there are 4 processes; set device to 'cuda'"),
     ],
 )
 def test_devices_that_do_not_suffice_are_an_error(

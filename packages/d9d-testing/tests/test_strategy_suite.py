@@ -41,7 +41,7 @@ NUMBERS = "test_loss_gradients_and_updates_are_those_of_one_process"
 COMMUNICATES = "test_the_collectives_of_a_traced_step_are_those_it_declares"
 SAYS = "test_it_says_what_it_changed_and_whose_gradients_it_reduces"
 FAULTS = [
-    ("sums_nothing", NUMBERS, "replicas drift apart, and a checkpoint would keep one of them"),
+    ("sums_nothing", NUMBERS, "replicas diverge, and a checkpoint would keep only one of them"),
     ("claims_and_does_not", NUMBERS, "the gradient of layers.1.weight most"),
     ("changes_numbers", NUMBERS, "step 1: the loss is off by"),
     ("changes_random_numbers", NUMBERS, "step 1: the loss is off by"),

@@ -208,7 +208,7 @@ WRONG_PLUGINS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a stage that says nothing": (
         {"model": {"name": "mute_model", "blocks": 4}, "pipeline": "1f1b"},
-        ["mute_model", "Mute does not say what it hands on; add boundary()"],
+        ["mute_model", "Mute does not declare its outputs; add boundary()"],
     ),
     "a forgotten backward": (
         {"pipeline": "forgetful"},

@@ -62,7 +62,7 @@ def test_explain_lists_the_stages_in_order_with_what_each_has(capsys: pytest.Cap
     plan = loaded.plan()
     print_explanation(loaded, plan)
     out = lines(capsys.readouterr().out)
-    begin = out.index("stage rank along pp layers parameters hands on") + 1
+    begin = out.index("stage rank along pp layers parameters sent tensors") + 1
     counts = [sum(p.numel() for p in stage.parameters()) for stage in plan.assembly.all_stages]
     assert sum(counts) == plan.parameters[0]
     assert out[begin - 2] == "stages of zero_bubble_v, 4 stage(s) on 2 rank(s), 4 microbatch(es)"

@@ -1,4 +1,4 @@
-"""Compatibility with torch 2.11 and later releases. Nothing else asks for a version."""
+"""Compatibility with torch 2.11 and later releases: the only module that depends on the version of torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._higher_order_ops import wrap  # nothing public tells
+from torch._higher_order_ops import wrap  # no public attribute shows the behaviour
 from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
@@ -24,58 +24,62 @@ def prepare_fsdp_gradients(root: nn.Module) -> None:
     buffers of different sizes: wrong sums or a hang.
     """
     for unit in [module for module in root.modules() if isinstance(module, FSDPModule)]:
-        if hasattr(unit, "set_reduce_scatter_unused_params"):  # newer than 2.11; `grad_dtype` needs nothing there
+        if hasattr(unit, "set_reduce_scatter_unused_params"):  # newer than 2.11, where FSDP2 respects `grad_dtype`
             unit.set_reduce_scatter_unused_params(True, recurse=False)
             continue
-        _patch_fsdp_group(unit._get_fsdp_state()._fsdp_param_group)  # noqa: SLF001 - 2.11 has no public way
+        _patch_fsdp_group(unit._get_fsdp_state()._fsdp_param_group)  # noqa: SLF001 - 2.11 has no public API
 
 
 def keep_fsdp_gradients(root: FSDPModule) -> None:
-    """Accumulate gradients that came outside of FSDP2's backward in its format for that, in every unit under ``root``.
+    """Add up gradients that were computed outside of FSDP2's backward, in every unit under ``root``.
 
-    To be called when some came, before others come.
+    They are accumulated in the dtype that FSDP2 uses for unsharded gradients. Call this after such gradients were
+    computed and before further ones are.
     """
     for group in _fsdp_groups(root):
         for parameter in group.fsdp_params:
-            # Newer than 2.11: full parameters say themselves in which format autograd adds up.
+            # Releases after 2.11 lack this method: autograd itself accumulates in the unsharded parameter's
+            # `grad_dtype`.
             if hasattr(parameter, "to_accumulated_grad_if_needed") and hasattr(parameter, "_unsharded_param"):
-                # What the end of a backward does in 2.11, `FSDPParamGroup.post_backward` without reduction.
+                # In 2.11, do the same as `FSDPParamGroup.post_backward` does without reduction.
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
 
 
 def reduce_fsdp_gradients(root: FSDPModule) -> None:
-    """Reduce-scatter what FSDP2 has accumulated in all units under ``root``, and wait, as after a last backward.
+    """Reduce-scatter the gradients that FSDP2 has accumulated in all units under ``root``, and wait for the result.
 
-    There is no public way: FSDP2 reduces at the end of a backward only, or from torch 2.14 on by `finalize_backward`,
-    which must be decided on before any backward of the step. Collective over the ranks of all units.
+    FSDP2 has no public API for this: it reduces at the end of a backward, or, from torch 2.14 on, in
+    `finalize_backward`, which must be chosen before the first backward of the step. Collective over the ranks of all
+    units.
     """
     state = root._get_fsdp_state()  # noqa: SLF001
-    shared = state._state_ctx  # noqa: SLF001 - what the units share
-    if hasattr(shared, "manual_backward_finalization_active"):  # newer than 2.11: which way the step ends
+    shared = state._state_ctx  # noqa: SLF001 - state shared by all units
+    if hasattr(shared, "manual_backward_finalization_active"):  # newer than 2.11: reduce at the end of the backward
         shared.manual_backward_finalization_active = False
     with torch.no_grad():
-        # What autograd calls when a backward has ended: it runs `post_backward` of all units that did not.
+        # The callback that autograd runs at the end of a backward: it runs the pending `post_backward` of all units.
         state._root_post_backward_final_callback()  # noqa: SLF001
 
 
 def settle_fsdp_reduction(group: Any, kept: Any, event: torch.Event | None, stream: Any) -> None:
-    """Compatibility with an ``FSDPParamGroup``: have FSDP2 treat a reduction that was made in its place as its own.
+    """Register a reduce-scatter that ran instead of FSDP2's own with an ``FSDPParamGroup``.
 
-    The next reduction and the end of the backward wait for it. It waits for the one before, whose tensors are let go.
+    FSDP2 then waits for this reduction before its next one and at the end of the backward. The current stream waits
+    for the previous reduction, whose tensors are released.
 
     Args:
-        group: whose gradients are reduced.
-        kept: tensors that must live until then.
-        event: recorded behind the reduction.
-        stream: that runs it.
+        group: the ``FSDPParamGroup`` whose gradients are reduced.
+        kept: tensors that must stay alive until the reduction has finished.
+        event: event recorded after the reduction.
+        stream: stream that runs the reduction.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-    state: Any = _fsdp_param_group.ReduceScatterState  # of two fields, later of four
+    state: Any = _fsdp_param_group.ReduceScatterState  # has two fields in 2.11, four in later releases
     shared, current = group.comm_ctx, group.device_handle.current_stream()
     group._post_reduce_event = event  # noqa: SLF001
-    if hasattr(shared, "reduce_scatter_states"):  # newer than 2.11: a list, and events by stream
+    if hasattr(shared, "reduce_scatter_states"):  # newer than 2.11: a list of states, and events by stream
         group._post_backward_pending = False  # noqa: SLF001
         for before in shared.reduce_scatter_states:
             current.wait_event(before.event)
@@ -88,22 +92,22 @@ def settle_fsdp_reduction(group: Any, kept: Any, event: torch.Event | None, stre
 
 
 def recomputes_inside_functions() -> bool:
-    """Whether a checkpointed region in a graph computes again what autograd Functions inside of it return.
+    """Whether activation checkpointing in a compiled graph recomputes the outputs of autograd Functions.
 
-    Torch 2.11 keeps that, unless it is told by a policy about every operator, as later releases do by themselves.
+    Torch 2.11 keeps these outputs unless a policy names every operator; later releases recompute them by default.
     """
     return hasattr(wrap, "_always_prefer_recompute")
 
 
 def _fsdp_groups(root: FSDPModule) -> list[Any]:
-    """Parameter groups of the FSDP2 units under ``root``; a unit without parameters of its own has none."""
+    """FSDP2 parameter groups of the units under ``root``, without units that have no parameters of their own."""
     assert isinstance(root, nn.Module)
     units = [module for module in root.modules() if isinstance(module, FSDPModule)]
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]  # noqa: SLF001
     return [group for group in groups if group is not None]
 
 
-# What follows uses private parts of torch 2.11. Where they do not fit, test_partly_used.py of d9d-parallel fails.
+# The functions below use private parts of torch 2.11. If torch changes them, test_partly_used.py of d9d-parallel fails.
 
 
 def _patch_fsdp_group(group: Any) -> None:
@@ -117,17 +121,17 @@ def _with_grad_dtype(group: Any, init_mp_dtypes: Callable[[], None]) -> None:
     for parameter in group.fsdp_params:
         wide = parameter.sharded_param.grad_dtype
         if parameter.sharded_param.requires_grad and wide != parameter.orig_dtype:
-            parameter.reduce_dtype = wide  # of microbatches that wait
+            parameter.reduce_dtype = wide  # dtype in which unsharded gradients accumulate over microbatches
             group._reduce_dtype = group.mp_policy.reduce_dtype or wide  # noqa: SLF001
-            group._orig_dtype = wide  # of what is reduced  # noqa: SLF001
+            group._orig_dtype = wide  # dtype of the reduced gradients  # noqa: SLF001
 
 
 def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-    # A unit that never ran a forward has no full parameters yet, on any rank.
+    # A unit that never ran a forward has no unsharded parameters yet, on all ranks alike.
     if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
         return
     if group.reduce_grads:
-        # What waited is in the format of the reduction, and one reduction takes one format.
+        # Accumulated gradients have the dtype of the reduction, and one reduction takes a single dtype.
         waited = any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params)
         for parameter in group.fsdp_params:
             if not parameter.sharded_param.requires_grad or parameter.unsharded_accumulated_grad is not None:

@@ -1,4 +1,4 @@
-"""Figures of matplotlib, which the extra ``plots`` installs: everything that d9d draws is drawn with them."""
+"""Creation and rendering of matplotlib figures; matplotlib comes with the extra ``plots``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def new_figure(width: float, height: float) -> Figure:
     """Make an empty figure of matplotlib.
 
     Args:
-        width: in inches.
-        height: in inches.
+        width: width in inches.
+        height: height in inches.
 
     Raises:
-        PluginError: matplotlib is not installed, or does not load.
+        PluginError: matplotlib is not installed or cannot be imported.
     """
     # Figure instead of pyplot: no global state, no window system.
     try:
@@ -35,15 +35,15 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def figure_svg(figure: Figure, dpi: int = 200) -> str:
-    """Render a figure as SVG: the same figure as the same text, without date and version.
+    """Render a figure as SVG, reproducibly: without date, version or random element names.
 
     Args:
-        figure: of :func:`new_figure`.
-        dpi: dots per inch of what is rasterized in it.
+        figure: figure from :func:`new_figure`.
+        dpi: dots per inch of rasterized elements.
     """
     from matplotlib import rc_context
 
     content = StringIO()
-    with rc_context({"svg.hashsalt": "d9d"}):  # names of elements would be random otherwise
+    with rc_context({"svg.hashsalt": "d9d"}):  # element names would be random otherwise
         figure.savefig(content, format="svg", dpi=dpi, metadata={"Creator": None, "Date": None})
     return content.getvalue()

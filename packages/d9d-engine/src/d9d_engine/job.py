@@ -32,7 +32,7 @@ __all__ = ["Job"]
 class Job(JoinsProcesses, JobFile):
     """A validated job that can be planned, built and trained.
 
-    This module imports no torch: a wrong job file is reported at once.
+    This module imports no torch: an invalid job file is reported before the slow import.
     """
 
     trackers: list[Annotated[PluginConfig, Named("tracker")]] = [ConsoleConfig(), JsonlConfig()]
@@ -40,7 +40,7 @@ class Job(JoinsProcesses, JobFile):
 
     @classmethod
     def of(cls, file: JobFile) -> Job:
-        """Make the job of a job file that core has read, with the engine's defaults."""
+        """Make the job of a job file that `d9d_core` has read, with the engine's defaults."""
         given = {name: getattr(file, name) for name in type(file).model_fields}
         if "trackers" not in file.source.document.values:
             del given["trackers"]
@@ -50,11 +50,11 @@ class Job(JoinsProcesses, JobFile):
         """Check the whole job without a GPU, a process group or memory for the model.
 
         Args:
-            world_size: number of processes; by default, what the mesh needs.
-            rank: number of the process to plan for.
+            world_size: number of processes; by default, the product of the mesh axes.
+            rank: rank to plan for.
 
         Raises:
-            D9dError: the job cannot run, or there is no such rank.
+            D9dError: the job cannot run, or ``rank`` is not below ``world_size``.
         """
         size = self.mesh.world_size if world_size is None else world_size
         selection = self.check_layout(size)
@@ -88,12 +88,12 @@ class Job(JoinsProcesses, JobFile):
         """Build the trainer for this process. Collective over all ranks.
 
         Args:
-            note: gets one line about each piece of long work, and warnings.
+            note: called with one line of text for each warning and at the start of long operations.
             topology: this process among others, from :meth:`joined`; by default it is alone.
-            observers: subscribers besides those of the job file.
-            interrupts: requests to stop, which may have come already; by default, signals during training.
-            owning: own the run's directory from now on, for a process that does nothing else: of two of them, the
-                second fails before it reads any data or weights. Else the trainer owns it while it trains.
+            observers: subscribers in addition to the ones in the job file.
+            interrupts: stop requests, which may already have arrived; by default, signals received during training.
+            owning: take ownership of the run's directory now, instead of for the duration of training. A second process
+                for the same run then fails before it reads data or weights.
 
         Raises:
             D9dError: the job cannot run.

@@ -1,4 +1,4 @@
-"""Joining of a job's processes, whatever the job does. Imports no torch."""
+"""Joining of a job's processes, for training and inference. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def print_note(text: str) -> None:
-    """Print a note about long work: one line on standard output, where the lines of steps are."""
-    with suppress(OSError):  # a full disk behind it, or a closed terminal, ends no run
-        print(visible(text), flush=True)  # noqa: T201 - its purpose
+    """Print a note, such as the start of a long operation, as one line on standard output."""
+    with suppress(OSError):  # a full disk or a closed terminal must not end the run
+        print(visible(text), flush=True)  # noqa: T201 - console output is the purpose
 
 
 def silent(_text: str) -> None:
-    """Drop a note: all ranks do the same work, and one of them says so."""
+    """Discard a note: all ranks do the same work, and only the main rank prints about it."""
 
 
 class JoinsProcesses(LoadedJob):
@@ -39,25 +39,25 @@ class JoinsProcesses(LoadedJob):
         return ProcessEnv.from_environment(os.environ).world_size
 
     def _only_transfers(self) -> bool:
-        """Whether ranks communicate by a schedule's transfers alone in the middle of a step, which may be in order."""
+        """Whether pipeline transfers are the only communication inside a step, and the schedule orders them."""
         if self.pipeline is None or not self.mesh.pp == self.mesh.world_size > 1:
             return False
         spec = self.registry.find("schedule", self.pipeline.name).spec
         return isinstance(spec, ScheduleSpec) and spec.ordered_transfers
 
     def _log_level(self) -> str | None:
-        """Least level of the log lines, if the job says."""
+        """Lowest level of log lines that are shown; ``None`` if the job sets none."""
         return None
 
     @contextmanager
     def composed(self, note: Callable[[str], None], topology: Topology | None) -> Iterator[Root[Any, Any]]:
-        """Root of what the job is composed to in this process, inside the block.
+        """Compose the job in this process and yield the root of its components.
 
-        Names and layout are checked before torch is imported; the rest is judged once the device is known.
+        Names and layout are checked before torch is imported, the rest once the device is known.
 
         Args:
-            note: prints a line about long work or a warning; on the main rank only.
-            topology: this process among others; ``None`` if it is alone.
+            note: prints a warning or a line about a long operation; called on the main rank only.
+            topology: this process among others; ``None`` if it is the only one.
 
         Raises:
             D9dError: the job cannot run.
@@ -80,15 +80,15 @@ class JoinsProcesses(LoadedJob):
         """Join the job's processes inside the block. Collective over all ranks.
 
         Args:
-            env: which process this is; by default, what the environment says.
-            reporter: tells the user why this rank failed; by default an exception just leaves the block.
+            env: rank and sizes of this process; by default, read from the environment variables of the launcher.
+            reporter: reports to the user why this rank failed; by default an exception just leaves the block.
 
         Raises:
-            D9dError: this rank has no device, ranks run different things, or some did not arrive.
+            D9dError: this rank has no device, ranks have different jobs or versions, or some ranks did not arrive.
         """
         env = env or ProcessEnv.from_environment(os.environ)
         if self.mesh.world_size != env.world_size:
-            self.check_layout(env.world_size)  # says why, and what else does not fit
+            self.check_layout(env.world_size)  # raises, and lists further problems of the layout
         from d9d_engine.distributed.determinism import prepare_determinism
         from d9d_engine.distributed.devices import device_of, load_kernels_eagerly, share_hardware_queues
         from d9d_engine.distributed.logs import log_lines

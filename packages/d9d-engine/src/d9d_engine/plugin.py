@@ -18,7 +18,8 @@ from d9d_core.plugin import (
 from d9d_core.registry.hooks import API_VERSION
 
 D9D_API = API_VERSION
-#: In an environment without torch, such as a CI that checks job files, these are refused with its install line.
+#: Without torch (such as in a CI that only checks job files), records that require this are refused with a hint how to
+#: install it.
 TORCH = frozenset({"import:torch"})
 
 
@@ -61,7 +62,7 @@ def d9d_views() -> Iterator[ViewSpec]:
     )
     yield ViewSpec(
         name="expert",
-        summary="Parameters that only some tokens use.",
+        summary="Parameters of experts, each of which only some tokens use.",
         dims=(
             pipeline,
             ViewDim("expert_replicate", ("dp_replicate",), over=("ep",)),
@@ -71,7 +72,7 @@ def d9d_views() -> Iterator[ViewSpec]:
     )
     yield ViewSpec(
         name="batch",
-        summary="Who sees which samples.",
+        summary="Distribution of samples and sequences over ranks.",
         dims=(pipeline, ViewDim("dp", ("dp_replicate", "dp_shard")), ViewDim("cp", ("cp",)), tensor),
     )
     yield ViewSpec(
@@ -105,7 +106,7 @@ def d9d_health_checks() -> Iterator[HealthCheckSpec]:
 
 @hookimpl
 def d9d_job_checks() -> Iterator[JobCheckSpec]:
-    """The plan of a job: its model on the meta device, strategies, kernels."""
+    """Job check ``plan``: builds the model on the meta device, with strategies and kernels."""
     yield JobCheckSpec(
         name="plan",
         summary="Model, strategies and kernels, without a GPU.",
@@ -116,16 +117,16 @@ def d9d_job_checks() -> Iterator[JobCheckSpec]:
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Commands that need torch."""
+    """Commands ``train`` and ``explain``."""
     yield CommandSpec(
         name="train",
-        summary="Train, or continue after an interruption.",
+        summary="Train a job, or resume it from its newest checkpoint.",
         requires=TORCH,
         app=Ref("d9d_engine.cli.train:app"),
     )
     yield CommandSpec(
         name="explain",
-        summary="Show what a job does, part by part, and why.",
+        summary="Show a job's components, its strategies in order, and the reasons.",
         requires=TORCH,
         app=Ref("d9d_engine.cli.plan:explain_app"),
     )

@@ -1,4 +1,4 @@
-"""Environment variables of launchers: which process of a job this one is. Imports no torch."""
+"""Rank and sizes of this process, read from the environment variables of launchers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 #: One entry of a node list, such as ``rack[1-2]node[01-03,7]``.
 _HOSTS = r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")
-#: Rank, number of processes, local rank and local number of processes of Open MPI; of MPICH and Intel MPI; of PALS.
+#: Variables with rank, world size, local rank and local world size: Open MPI; MPICH and Intel MPI; PALS.
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-_LEFT = "or give --alone if these variables are left from something else"
-#: Port of torch's own examples, for launchers that name a host only.
+_LEFT = "or give --alone if these variables are left over from another program"
+#: Port of torch's examples; used if the launcher sets a host only.
 _PORT = 29_500
-#: Variables that make a process one of several, or its machine one of several.
+#: Variables that mark this process, or its machine, as one of several.
 _STARTED = (
     *_TORCHRUN, *_SLURM, *(name for names in _MPI for name in names), "PET_NNODES", "PET_NPROC_PER_NODE",
     "SKYPILOT_NUM_NODES", "JOB_COMPLETION_INDEX",
@@ -37,17 +37,17 @@ _STARTED = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnv:
-    """Process among all processes of a job, by the environment that its launcher set; by default the only one.
+    """Rank of this process among the processes of a job, as its launcher set it; by default a single process.
 
     Attributes:
         rank: number of this process.
         world_size: number of processes.
         local_rank: number of this process on its machine.
-        local_world_size: number of processes on its machine.
-        node: name of its machine.
-        launcher: who started it; ``None`` if nobody started several.
-        master: host and port where ranks meet; ``None`` if the launcher named none.
-        node_rank: number of its machine.
+        local_world_size: number of processes on this machine.
+        node: name of this machine.
+        launcher: launcher that started the processes; ``None`` for a single process.
+        master: host and port of the rendezvous; ``None`` if the launcher set none.
+        node_rank: number of this machine.
         num_nodes: number of machines.
     """
 
@@ -78,10 +78,10 @@ class ProcessEnv:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> ProcessEnv:
-        """Read torchrun's variables, else variables of MPI or of a Slurm step, else assume one process.
+        """Read the variables of torchrun, else MPI, else a Slurm step; without any of them, assume one process.
 
-        ``RANK`` and ``WORLD_SIZE`` without ``LOCAL_RANK`` are one process on each machine. A batch script of Slurm
-        itself is not a step: what it starts without ``srun`` is one process, whatever was allocated.
+        ``RANK`` and ``WORLD_SIZE`` without ``LOCAL_RANK`` mean one process per machine. Variables of a Slurm batch
+        script outside of ``srun`` are ignored: its commands are single processes.
 
         Raises:
             JobError: variables are missing, malformed or contradict each other.
@@ -116,7 +116,7 @@ def expand_hosts(text: str) -> list[str]:
     """Expand the hosts of a Slurm node list: ``node[01-03,7],gpu2`` is node01, node02, node03, node7, gpu2.
 
     Raises:
-        JobError: it cannot be read.
+        JobError: the text is not a node list.
     """
     if not re.fullmatch(f"{_HOSTS}(,{_HOSTS})*", text):
         raise JobError(f"SLURM_JOB_NODELIST: '{text}' is not a node list such as node[01-03,7],gpu2")
@@ -142,7 +142,7 @@ def expand_counts(text: str) -> list[int]:
     """Expand the tasks on each node of a Slurm step: ``4(x2),3`` is 4, 4, 3.
 
     Raises:
-        JobError: it cannot be read.
+        JobError: the text is not a list of counts.
     """
     counts = []
     for part in text.split(","):
@@ -155,7 +155,7 @@ def expand_counts(text: str) -> list[int]:
 
 def _torchrun(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
     if not any(environ.get(name) for name in _TORCHRUN[2:]):  # one process on each machine
-        _need(environ, _TORCHRUN[:2], "set both, or all that torchrun sets")
+        _need(environ, _TORCHRUN[:2], "set both of them, or all variables that torchrun sets")
         return _number(environ, "RANK"), _number(environ, "WORLD_SIZE"), 0, 1
     _need(environ, _TORCHRUN, "torchrun sets all of them")
     rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in _TORCHRUN)
@@ -163,7 +163,8 @@ def _torchrun(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
 
 
 def _torchrun_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    by_hand = not environ.get("LOCAL_RANK") and environ["WORLD_SIZE"] != "1"  # no agent knows where to meet
+    # Without a torchrun agent, the address of the rendezvous must be in the variables.
+    by_hand = not environ.get("LOCAL_RANK") and environ["WORLD_SIZE"] != "1"
     if not by_hand and not any(name in environ for name in ("MASTER_ADDR", "MASTER_PORT")):
         return None
     _need(environ, ("MASTER_ADDR", "MASTER_PORT"), "torchrun sets both")
@@ -171,7 +172,7 @@ def _torchrun_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _mpi_names(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Variables of the MPI that started this process; ``None`` if none did, or Slurm did and speaks PMI."""
+    """Variables of the MPI that started this process; ``None`` without MPI or if Slurm set the PMI variables."""
     named = [names for names in _MPI if names[0] in environ or names[1] in environ]
     by_slurm = environ.get("PMI_RANK") == environ.get("SLURM_PROCID") and "SLURM_LOCALID" in environ
     if not named or ("OMPI_COMM_WORLD_RANK" not in environ and by_slurm):
@@ -194,17 +195,17 @@ def _mpi_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def refuse_one_of_several_machines(environ: Mapping[str, str], arguments: Sequence[str]) -> str | None:
-    """Refuse to run alone where environment variables say that a launcher has started several machines alike.
+    """Refuse to run alone if environment variables show that a launcher started the same command on several machines.
 
     Args:
-        environ: environment variables of a process that no launcher gave a rank.
-        arguments: of the command ``d9d``, for the command that starts all ranks.
+        environ: environment variables of a process without a rank.
+        arguments: command-line arguments of ``d9d``, for the suggested command.
 
     Returns:
-        A warning where it cannot be known.
+        A warning if the variables do not tell whether there are several machines; else ``None``.
 
     Raises:
-        JobError: it is one of several; the text has the command.
+        JobError: this machine is one of several; the text has the command that starts all ranks.
     """
     command = shlex.join(["-m", "d9d_core", *arguments])
     gpus = '"$SKYPILOT_NUM_GPUS_PER_NODE"' if _above_one(environ, "SKYPILOT_NUM_GPUS_PER_NODE", least=1) else "1"
@@ -228,7 +229,7 @@ def refuse_one_of_several_machines(environ: Mapping[str, str], arguments: Sequen
 
 
 def forget_launchers(environ: MutableMapping[str, str]) -> None:
-    """Remove what makes this process, or its machine, one of several."""
+    """Remove the variables that mark this process, or its machine, as one of several."""
     for name in _STARTED:
         environ.pop(name, None)
 
@@ -242,7 +243,7 @@ def _one_of_several(said: str, command: str) -> str:
 
 
 def _above_one(environ: Mapping[str, str], name: str, least: int = 2) -> bool:
-    """Whether a variable is a number above one, or something else that may be: a range of machines, ``gpu``."""
+    """Whether a variable is at least ``least``, or a text that may mean one (``gpu``)."""
     text = environ.get(name, "").strip()
     number = text.rpartition(":")[2]
     return int(number) >= least if number.isdecimal() else text not in ("", "auto", "cpu")
@@ -263,13 +264,13 @@ def _slurm(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
 def _nodes(
     environ: Mapping[str, str], env: tuple[int, int, int, int], rank: str, counts: Iterable[str]
 ) -> tuple[int, int]:
-    """Number of this machine, and of machines; where the launcher names none, machines are taken to be alike.
+    """Number of this machine and number of machines, from variables or else from equal numbers of processes on all.
 
     Args:
         environ: environment variables.
-        env: rank, number of processes, local rank and number of processes on this machine.
-        rank: variable with the number of the machine.
-        counts: variables with the number of machines; the first one that is set counts.
+        env: rank, world size, local rank and local world size.
+        rank: name of the variable with the number of this machine.
+        counts: names of the variables with the number of machines; the first one that is set is used.
     """
     given = [name for name in counts if environ.get(name)]
     if environ.get(rank) and given:
@@ -278,7 +279,7 @@ def _nodes(
 
 
 def _slurm_local_size(environ: Mapping[str, str], world_size: int) -> int:
-    # The step's own count: those of the allocation tell nothing about a step that uses a part of it.
+    # Prefer the variables of the step: a step may use only a part of the allocation.
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if name in environ:
             counts, node = expand_counts(environ[name]), _number(environ, "SLURM_NODEID")
@@ -299,7 +300,7 @@ def _slurm_master(environ: Mapping[str, str]) -> tuple[str, int]:
         host = expand_hosts(environ[names[0]])[0]
     if "MASTER_PORT" in environ:
         return host, _number(environ, "MASTER_PORT")
-    # Equal on all ranks, different for jobs that share a node, and outside the range of ephemeral ports.
+    # The port is equal on all ranks, differs between jobs that share a node, and is no ephemeral port.
     return host, 12_000 + _number(environ, "SLURM_JOB_ID") % 16_000
 
 

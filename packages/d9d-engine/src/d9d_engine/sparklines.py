@@ -1,4 +1,4 @@
-"""Curves in a terminal: lines of blocks, those of several runs over one another."""
+"""Sparklines: curves as lines of block characters, for a terminal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Points = Sequence[tuple[int, float]]
 
 
 def sparklines(curves: Mapping[str, Points], width: int = 60) -> dict[str, str]:
-    """Curves as lines of blocks, all with the same axes: steps from left to right, values from low to high.
+    """Draw curves as lines of block characters with common axes: steps from left to right, values from low to high.
 
     Args:
-        curves: steps and values by name.
+        curves: name -> points (step, value).
         width: characters of the longest curve.
     """
     finite = {name: [(s, v) for s, v in points if math.isfinite(v)] for name, points in curves.items()}

@@ -263,7 +263,7 @@ FAULTS = {
     "always starts anew": ({"made_of": AlwaysStartsAnew}, "remove entries after RunInfo.resumed_step"),
     "never starts anew": ({"made_of": NeverStartsAnew}, "starts anew"),
     "forgets the run's identity": ({"made_of": ForgetsTheRunsIdentity}, "continue the run whose state"),
-    "refuses NaN": ({"made_of": RefusesNan}, "refuses the number 'eval/loss', which it gets no more"),
+    "refuses NaN": ({"made_of": RefusesNan}, "refuses the number 'eval/loss', which is no longer sent"),
     "keeps the mapping it was given": ({"made_of": KeepsTheMapping}, "logged are"),
     "flush keeps nothing": ({"made_of": FlushesNothing}, "write buffers out"),
     "writes after close": ({"made_of": WritesAfterClose}, "after close(), writes change"),

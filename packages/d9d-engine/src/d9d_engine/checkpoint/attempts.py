@@ -1,4 +1,4 @@
-"""Attempts at saves: a storage that fails for a while ends no run."""
+"""Repeated attempts at saves, so that a temporary failure of the storage does not end the run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FIRST_PAUSE = 1.0
 
 
 class Attempts:
-    """Attempts at the saves of one run, and how many failed in a row; the same on all ranks.
+    """Repeats failed saves of one run and counts the failures in a row; the count is the same on all ranks.
 
     Args:
-        tolerated: failures in a row after which another attempt is made.
-        longest_pause: seconds.
-        group: all ranks; used by nobody else while a save runs.
-        warn: called once for each row of failures, on the first rank, in the thread that saves.
+        tolerated: number of failures in a row after which another attempt is still made.
+        longest_pause: longest pause between attempts, in seconds.
+        group: process group of all ranks; must not be used elsewhere while a save runs.
+        warn: called with a text at the first of several failures in a row, on the first rank, in the saving thread.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class Attempts:
         self._warn = warn
 
     def once(self, save: Callable[[], SaveReport]) -> SaveReport | None:
-        """Try once; ``None`` if that failed and may be tried again. Collective over all ranks.
+        """Make one attempt; return ``None`` if it failed and another one is allowed. Collective over all ranks.
 
         Raises:
-            SaveError: it failed once too often; the same error on all ranks.
+            SaveError: more attempts in a row have failed than are tolerated; the same error on all ranks.
         """
         try:
             report = save()
@@ -47,7 +47,7 @@ class Attempts:
                 raise self._last(error) from error
             if self.failures == 1:
                 self._warn(
-                    f"warning: {error}; training goes on, and the save is tried again with growing pauses, until "
+                    f"warning: {error}; training continues; the save is repeated with growing pauses until "
                     f"{self._tolerated + 1} attempts in a row have failed (checkpoint.tolerate_failures)"
                 )
             return None
@@ -60,15 +60,16 @@ class Attempts:
         superseded: threading.Event,
         failed: Callable[[], None] = lambda: None,
     ) -> SaveReport | None:
-        """Try until it succeeds. Collective over all ranks.
+        """Repeat a save until it succeeds. Collective over all ranks.
 
         Args:
-            save: one attempt; fails on all ranks or on none.
-            superseded: ends a pause, and stops trying once it is set on any rank: ``None`` is returned then.
+            save: makes one attempt; fails on all ranks or on none.
+            superseded: event that ends a pause; once it is set on any rank, no further attempt is made and ``None`` is
+                returned.
             failed: called before each pause.
 
         Raises:
-            SaveError: it failed once too often; the same error on all ranks.
+            SaveError: more attempts in a row have failed than are tolerated; the same error on all ranks.
         """
         while (report := self.once(save)) is None:
             failed()

@@ -1,4 +1,4 @@
-"""Work in the background of the training thread."""
+"""Background thread that computes one result."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Background(Generic[T]):
     """Background thread that runs one function; it does not keep the process alive.
 
     Args:
-        work: the function.
-        name: of the thread, for stack listings.
+        work: function to run.
+        name: name of the thread, for stack listings.
     """
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
@@ -36,7 +36,7 @@ class Background(Generic[T]):
         return self.done and self._future.exception() is not None
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the function's end, but no longer than this; returns :attr:`done`."""
+        """Wait at most ``seconds`` for the function to end; returns :attr:`done`."""
         futures.wait([self._future], seconds)
         return self.done
 
@@ -44,7 +44,7 @@ class Background(Generic[T]):
         """Wait for the function's result.
 
         Raises:
-            BaseException: what it raised.
+            BaseException: the exception of the function.
         """
         return self._future.result()
 

@@ -27,17 +27,17 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-#: Problems that are spelled out; the rest is counted.
+#: Number of problems that an error lists; further ones are only counted.
 _SHOWN = 3
 
 
 class WindowPlanner(LoadPlanner):
-    """Load planner that fills the shards that this rank holds.
+    """Load planner that fills this rank's shards.
 
     Args:
-        local_shards: of the tensors to fill.
-        optional: names that the checkpoint may lack; such tensors stay as they are.
-        known: the entries of the checkpoint, name -> ``dtype`` and ``shape``, that must all be wanted by some rank.
+        local_shards: name -> shards of this rank, to be filled.
+        optional: names of tensors that the checkpoint may lack; such tensors keep their values.
+        known: entries of the checkpoint, name -> ``dtype`` and ``shape``; each must be wanted by some rank.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class WindowPlanner(LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: ARG002
     ) -> None:
-        """Take in the metadata of the checkpoint."""
+        """Store the metadata of the checkpoint."""
         assert metadata is not None
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan the reads of this rank, and list all its names for the comparison."""
+        """Plan the reads of this rank; the plan also has the names, dtypes and shapes that this rank wants."""
         items: list[ReadItem] = []
         for name, local in self._local.items():
             entry = self._metadata.state_dict_metadata.get(name)
@@ -70,7 +70,7 @@ class WindowPlanner(LoadPlanner):
         return LoadPlan(items, planner_data=wanted)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Compare everything that any rank wants with everything there is, before anything is copied.
+        """Compare the tensors that any rank wants with the tensors of the checkpoint, before any data is read.
 
         Raises:
             CheckpointError: names, shapes or dtypes differ.
@@ -89,7 +89,7 @@ class WindowPlanner(LoadPlanner):
         problems |= {f"'{name}' is in the checkpoint only": None for name in self._known if name not in wanted}
         if problems:
             raise CheckpointError(
-                f"it was taken from something else: {_summary(list(problems))}; "
+                f"the checkpoint was saved by a different job: {_summary(list(problems))}; "
                 "restore that part of the job, or use another run.name"
             )
         return global_plan
@@ -99,11 +99,11 @@ class WindowPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raise: everything that is no tensor is JSON, and read elsewhere."""
+        """Raise: a checkpoint's values that are no tensors are in a JSON file, which this planner does not read."""
         raise NotImplementedError("a checkpoint holds tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Memory of this rank that a window fills."""
+        """Part of a local shard that a read fills."""
         offset = tuple(read_item.dest_index.offset or ())
         shard = next(shard for shard in self._local[read_item.dest_index.fqn].shards if shard.offset == offset)
         tensor = shard.tensor
@@ -112,16 +112,16 @@ class WindowPlanner(LoadPlanner):
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the memory is the tensor's own."""
+        """Do nothing: the tensor is the shard's own memory."""
 
 
 class WindowReader(StorageReader):
-    """Storage reader that loads windows of a checkpoint's files.
+    """Storage reader that reads parts of the tensors in a checkpoint's files.
 
     Args:
-        storage: where it lies.
-        name: which one.
-        table: the entries to know of, from the manifest.
+        storage: directory of the run's checkpoints.
+        name: name of the checkpoint.
+        table: tensor table from the manifest, limited to the tensors to read.
     """
 
     def __init__(self, storage: DirectoryStore, name: str, table: Mapping[str, Any]) -> None:
@@ -138,11 +138,11 @@ class WindowReader(StorageReader):
         """Do nothing: a reader is used once."""
 
     def read_metadata(self) -> Metadata:
-        """Metadata of the checkpoint: the manifest's table, as torch has it."""
+        """Metadata of the checkpoint: the manifest's tensor table in torch's form."""
         return Metadata({name: _metadata(entry) for name, entry in self._table.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Do nothing: everything is known from the constructor."""
+        """Do nothing: the constructor has all arguments."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan as it is."""
@@ -153,7 +153,7 @@ class WindowReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the windows of a plan, file by file."""
+        """Read the parts that a plan names, file by file."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self._shards[item.storage_index]["file"], []).append(item)
@@ -170,20 +170,20 @@ class WindowReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:  # noqa: ARG003
-        """Accept any id: the storage chooses where files are read."""
+        """Return False without any check: ``storage`` and ``name`` determine the files, not this id."""
         return False
 
 
 def load(planner: WindowPlanner, reader: WindowReader, group: dist.ProcessGroup | None) -> None:
-    """Fill the planner's shards. Collective over ``group``; ``None`` stands for one process.
+    """Fill the planner's shards. Collective over ``group``; ``None`` means one process.
 
     Raises:
-        BaseException: what went wrong; with a group, a ``CheckpointException`` that lists it by rank.
+        BaseException: the failure; with a group, a ``CheckpointException`` that lists failures by rank.
     """
     if group is not None:
         dcp.load({}, storage_reader=reader, planner=planner, process_group=group)
         return
-    # What dcp.load does, but without its warning that there are no ranks.
+    # The same steps as dcp.load, without its warning about the missing process group.
     planner.set_up_planner({}, reader.read_metadata(), is_coordinator=True)
     plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     reader.read_data(planner.finish_plan(reader.prepare_global_plan(plans)[0]), planner).wait()

@@ -1,4 +1,4 @@
-"""Removal of checkpoints that are not kept."""
+"""Removal of old checkpoints."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from d9d_engine.checkpoint.retention import Retention
 
 
 class Pruner:
-    """Pruner: removes old checkpoints, on one rank only.
+    """Removes old checkpoints, on one rank only.
 
     Args:
-        storage: where they lie.
-        retention: which ones stay.
-        foreign: steps whose folders hold something else; they stay, and do not count.
+        storage: directory of the checkpoints.
+        retention: rules that choose the checkpoints to keep.
+        foreign: steps whose folders were not written by a save of that step; they are kept and not counted.
     """
 
     def __init__(self, storage: DirectoryStore, retention: Retention, foreign: set[int]) -> None:
@@ -29,15 +29,15 @@ class Pruner:
         self._scores: dict[int, float | None] = {}
 
     def prune(self, saved: int, kept_before: Iterable[int] = ()) -> str | None:
-        """Remove the checkpoints that are not kept now that step ``saved`` exists; see :meth:`Retention.surplus`.
+        """Remove surplus checkpoints now that step ``saved`` exists; see :meth:`Retention.surplus`.
 
         Returns:
-            What went wrong, if anything did.
+            Text of the failure, or ``None``.
         """
-        self._foreign.discard(saved)  # if it was one, it is replaced now
+        self._foreign.discard(saved)  # the save has replaced a foreign folder of this step
         try:
             steps = [step for step in steps_in(self._storage) if step not in self._foreign]
-            self._scores.pop(saved, None)  # it may have been written anew
+            self._scores.pop(saved, None)  # the checkpoint may have been rewritten
             for step in self._retention.surplus(steps, self._scores_of(steps), saved, kept_before):
                 self._storage.remove(folder(step))
         except OSError as error:
@@ -52,6 +52,6 @@ class Pruner:
             try:
                 score = read_manifest(self._storage, folder(step)).get("score") or {}
             except CheckpointError:
-                score = {}  # damaged: it cannot be the best
+                score = {}  # a damaged checkpoint cannot be the best
             self._scores[step] = score.get("value") if score.get("series") == best.series else None
         return {step: score for step in steps if (score := self._scores[step]) is not None}

@@ -1,4 +1,4 @@
-"""Retention of checkpoints: which of them stay."""
+"""Rules that choose which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class BestOf:
     """Rule that keeps the checkpoints with the best values of a logged series.
 
     Attributes:
-        series: its name.
-        mode: which values are better.
-        keep: how many checkpoints.
+        series: name of the series.
+        mode: whether low or high values are better.
+        keep: number of checkpoints to keep.
     """
 
     series: str
@@ -24,12 +24,12 @@ class BestOf:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Rules of retention of checkpoints; one stays if any of them says so.
+    """Retention rules for checkpoints; a checkpoint is kept if any rule keeps it.
 
     Attributes:
-        newest: how many of the newest; ``None`` keeps all.
-        every: those whose step is a multiple of this.
-        best: those with the best values.
+        newest: number of newest checkpoints to keep; ``None`` keeps all.
+        every: keep checkpoints whose step is a multiple of this.
+        best: keep the checkpoints with the best values of a series.
     """
 
     newest: int | None = None
@@ -39,13 +39,13 @@ class Retention:
     def surplus(
         self, steps: Iterable[int], scores: Mapping[int, float], saved: int, kept_before: Iterable[int] = ()
     ) -> list[int]:
-        """Steps whose checkpoints are removed, oldest first.
+        """Steps whose checkpoints are to be removed, oldest first.
 
         Args:
-            steps: of the checkpoints that exist.
-            scores: step -> value of the series; those without a value are never the best.
-            saved: the step that was saved just now, which stays and counts as the newest.
-            kept_before: steps before each of which the last checkpoint stays.
+            steps: steps of the existing checkpoints.
+            scores: step -> value of the series; steps without a value are never the best.
+            saved: step that was just saved; it is kept and counts as the newest.
+            kept_before: for each of these steps, the last checkpoint before it is kept.
         """
         if self.newest is None:
             return []

@@ -1,7 +1,7 @@
-"""Saving through torch.distributed.checkpoint, with a planner and a writer that pickle nothing into any file.
+"""Saving through torch.distributed.checkpoint, with a planner and a writer that never pickle.
 
-The planner is given, for each rank, the shards that this rank writes; the first rank makes one table
-of them and sees to it that nothing is missing.
+Each rank's planner gets the shards that the rank writes; the first rank merges them into one table and checks that
+they cover every tensor.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-#: Where a shard is: file, key in it, bytes of the file, checksum of the file.
+#: Location of a shard: file, key in the file, size of the file in bytes, checksum of the file.
 _Location = tuple[str, str, int, str]
 
 
 class ShardPlanner(SavePlanner):
-    """Save planner that writes exactly the shards it is given.
+    """Save planner that writes exactly the given shards.
 
     Args:
-        ready: called once, in the thread that writes: the shards, with tensors in their final state.
+        ready: returns this rank's shards with their final values; called once, in the writing thread.
     """
 
     def __init__(self, ready: Callable[[], Mapping[str, LocalShards]]) -> None:
@@ -55,7 +55,7 @@ class ShardPlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Ignore the state dict: the tensors come from ``ready``; all ranks learn of a failure there."""
+        """Do nothing: tensors come from ``ready``, which is called later so that its failure reaches all ranks."""
 
     def create_local_plan(self) -> SavePlan:
         """Plan the writes of this rank's shards."""
@@ -96,19 +96,19 @@ class ShardPlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Values of a shard."""
+        """Tensor of a shard."""
         return self._tensors[write_item.index]
 
 
 class CheckpointWriter(StorageWriter):
-    """Storage writer that saves a checkpoint: one file per rank, then, on the first rank, the values and the manifest.
+    """Storage writer of a checkpoint: one file per rank, then, on the first rank, ``state.json`` and the manifest.
 
     Args:
-        draft: the folder to fill.
-        rank: of this process.
-        step: optimizer steps done.
-        values: returns the contents of ``state.json``; called by the first rank, when all tensors are written.
-        facts: JSON values for the manifest; the first rank's count.
+        draft: draft directory to fill.
+        rank: rank of this process.
+        step: number of optimizer steps done.
+        values: returns the contents of ``state.json``; called on the first rank after all tensors are written.
+        facts: JSON values for the manifest; taken from the first rank.
     """
 
     def __init__(
@@ -124,14 +124,14 @@ class CheckpointWriter(StorageWriter):
         """Do nothing: a writer is used once."""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Do nothing: everything is known from the constructor."""
+        """Do nothing: the constructor has all arguments."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder: this runs on the first rank, before any rank writes."""
+        """Create the draft directory. Runs on the first rank, before any rank writes."""
         self._draft.start()
         return plans
 
@@ -142,10 +142,10 @@ class CheckpointWriter(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write what is no tensor, and publish.
+        """Write ``state.json`` and the manifest, and publish the checkpoint.
 
         Raises:
-            CheckpointError: a rank's file is not where this one looks for it.
+            CheckpointError: the first rank does not see another rank's file.
         """
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         locations: list[_Location] = list(metadata.storage_data.values())
@@ -161,11 +161,11 @@ class CheckpointWriter(StorageWriter):
             out.write(values)
         files[VALUES] = Written(len(values), hashlib.sha256(values).hexdigest())
         self._draft.publish({MANIFEST: manifest_bytes(self._step, _table(metadata), files, self._facts)})
-        metadata.planner_data = sum(written.bytes for written in files.values())  # travels to all ranks
+        metadata.planner_data = sum(written.bytes for written in files.values())  # sent to all ranks with the metadata
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:  # noqa: ARG003
-        """Accept any id: the draft chooses where files are written."""
+        """Return False without any check: the draft determines the files, not this id."""
         return False
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -185,15 +185,15 @@ class CheckpointWriter(StorageWriter):
 
 
 def save(planner: ShardPlanner, writer: CheckpointWriter, group: dist.ProcessGroup | None) -> int:
-    """Write a checkpoint and return its size in bytes. Collective over ``group``; ``None`` stands for one process.
+    """Write a checkpoint and return its size in bytes. Collective over ``group``; ``None`` means one process.
 
     Raises:
-        BaseException: what went wrong; with a group, a ``CheckpointException`` that lists it by rank.
+        BaseException: the failure; with a group, a ``CheckpointException`` that lists failures by rank.
     """
     if group is not None:
         metadata = dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
     else:
-        # What dcp.save does, but without its warning that there are no ranks.
+        # The same steps as dcp.save, without its warning about the missing process group.
         plan = writer.prepare_local_plan(planner.create_local_plan())
         plans, metadata = planner.create_global_plan([plan])
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
@@ -202,7 +202,7 @@ def save(planner: ShardPlanner, writer: CheckpointWriter, group: dist.ProcessGro
 
 
 def _key(item: WriteItem) -> str:
-    """Key in the file: the tensor's name if the shard is all of it, else with its offset."""
+    """Key of a shard in its file: the tensor's name, with the shard's offset unless the shard is the full tensor."""
     data = item.tensor_data
     assert data is not None
     return piece_key(item.index.fqn, data.chunk.offsets, data.chunk.sizes == data.size)

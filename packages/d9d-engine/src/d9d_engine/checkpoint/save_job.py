@@ -1,4 +1,4 @@
-"""Save of one checkpoint: from the shards of all ranks to a directory that exists."""
+"""Save of one checkpoint, with the removal of old ones."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class SaveJob:
     """Save of one checkpoint, independent of the thread that runs it.
 
     Attributes:
-        storage: where checkpoints lie.
-        name: of the new one.
-        step: optimizer steps done.
-        values: returns the contents of ``state.json``; the first rank's count, and are asked for last.
-        facts: for the manifest; the first rank's count.
-        rank: of this process.
-        group: all ranks; used by nobody else meanwhile.
+        storage: directory of the run's checkpoints.
+        name: name of the new checkpoint.
+        step: number of optimizer steps done.
+        values: returns the contents of ``state.json``; called last, on the first rank.
+        facts: JSON values for the manifest; taken from the first rank.
+        rank: rank of this process.
+        group: process group of all ranks; must not be used elsewhere while the save runs.
         pruner: removes old checkpoints.
-        kept_before: steps before each of which the last checkpoint stays.
+        kept_before: for each of these steps, the last checkpoint before it is kept.
     """
 
     storage: DirectoryStore
@@ -44,17 +44,18 @@ class SaveJob:
     kept_before: Sequence[int] = ()
 
     def run(self, ready: Callable[[], Mapping[str, LocalShards]], stall: float | None) -> SaveReport:
-        """Write and publish. Collective over ``group``.
+        """Write the checkpoint, publish it and remove old ones. Collective over ``group``.
 
         Args:
-            ready: the shards that this rank writes, in their final state.
-            stall: how long training waited; ``None`` if it waits all the time.
+            ready: returns the shards that this rank writes, with their final values.
+            stall: seconds that training waited; ``None`` if training waits for the whole save.
 
         Raises:
-            SaveError: the storage failed on some rank; the same error on all, and no trace is left.
-            CheckpointError: something else failed on some rank, likewise.
+            SaveError: the storage failed on some rank; the same error on all ranks. Written files are removed.
+            CheckpointError: another failure on some rank; the same error on all ranks. Written files are removed.
         """
-        from d9d_engine.checkpoint import save as dcp_save  # with all of torch's checkpoints, which training needs not
+        # Imports torch.distributed.checkpoint, which training itself does not need.
+        from d9d_engine.checkpoint import save as dcp_save
 
         began = time.perf_counter()
         draft, location = self.storage.draft(self.name), self.storage.location(self.name)
@@ -63,7 +64,7 @@ class SaveJob:
             size = dcp_save.save(dcp_save.ShardPlanner(ready), writer, self.group)
         except BaseException as error:
             if self.rank == 0:
-                draft.discard()  # every rank has stopped writing, or will be stopped
+                draft.discard()  # no rank continues to write
             if is_known_to_all(error, self.group):
                 kind = SaveError if _of_storage(error) else CheckpointError
                 raise kind(unwritten(location, reason(error))) from error
@@ -80,5 +81,5 @@ def _of_storage(error: BaseException) -> bool:
 
 
 def unwritten(location: str, why: str) -> str:
-    """Text of the error of a save that failed."""
-    return f"checkpoint {location} could not be written: {why}; earlier ones are untouched"
+    """Text of the error of a failed save."""
+    return f"checkpoint {location} could not be written: {why}; earlier checkpoints are unchanged"

@@ -1,4 +1,4 @@
-"""Reading of a checkpoint that exists."""
+"""Loading of an existing checkpoint."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import distributed as dist
 
 
 class Checkpoint:
-    """Saved checkpoint, complete and verified.
+    """Complete and verified checkpoint.
 
     Args:
-        storage: where it lies.
-        name: of its folder.
-        manifest: the contents of ``manifest.json``.
-        group: the ranks that read it together.
+        storage: directory of the run's checkpoints.
+        name: name of the checkpoint's folder.
+        manifest: contents of ``manifest.json``.
+        group: process group of the ranks that load the checkpoint.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done when the checkpoint was taken."""
+        """Number of optimizer steps done at the time of the checkpoint."""
         return int(self.manifest["step"])
 
     def values(self) -> dict[str, Any]:
-        """Values that are no tensors. Collective over all ranks.
+        """Values of ``state.json``, which are no tensors. Collective over all ranks.
 
         Raises:
-            CheckpointError: they cannot be read.
+            CheckpointError: ``state.json`` cannot be read.
         """
         values: dict[str, Any] = on_main(lambda: read_state(self._storage, self.name), self._group)
         return values
@@ -54,18 +54,19 @@ class Checkpoint:
     def load_into(
         self, tensors: Mapping[str, Tensor], scope: str = "", optional: Collection[str] = (), only: bool = False
     ) -> None:
-        """Copy every tensor whose name begins with ``scope`` into the one of the same name. Collective over all ranks.
+        """Copy tensors whose names begin with ``scope`` into the tensors of the same names. Collective over all ranks.
 
         Args:
-            tensors: of any layout; each rank reads what its shards need.
-            scope: only names that begin so are compared.
-            optional: names that the checkpoint may lack; such tensors stay as they are.
-            only: whether the checkpoint may have others besides.
+            tensors: name -> tensor to fill, in any layout; each rank reads the data of its shards.
+            scope: prefix of the names to compare and load.
+            optional: names of tensors that the checkpoint may lack; such tensors keep their values.
+            only: whether further tensors in the checkpoint are allowed, and ignored.
 
         Raises:
-            CheckpointError: names, shapes or dtypes differ, on any rank; nothing is copied then, on none.
+            CheckpointError: names, shapes or dtypes differ on any rank; then no rank copies any data.
         """
-        from d9d_engine.checkpoint import load as dcp_load  # with all of torch's checkpoints; a new run needs none
+        # Imports torch.distributed.checkpoint, which a new run does not need.
+        from d9d_engine.checkpoint import load as dcp_load
 
         table = {
             name: entry

@@ -1,7 +1,8 @@
-"""Copies of this rank's shards in the host's memory, taken without waiting for the device.
+"""Copies of this rank's shards in host memory, made without blocking the host.
 
-The copy of an accelerator's tensor runs on a stream of its own while training goes on. Training may read the tensor
-meanwhile; before it changes it, the device (not the host) has to wait for the copy: :meth:`Staged.before_mutation`.
+A tensor on an accelerator is copied on a separate stream while training goes on. Training may read the tensor
+meanwhile; before it changes the tensor, the device (not the host) has to wait for the copy:
+:meth:`Staged.before_mutation`.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ import torch
 from d9d_weights.sharding.shards import LocalShards, TensorShard
 from torch import Tensor
 
-#: Pinned memory is allocated in powers of two, so shards share blocks of this size; a larger shard has its own.
+#: Pinned memory is allocated in powers of two, so shards share blocks of this many bytes; a larger shard is allocated
+#: by itself.
 _BLOCK = 1 << 28
 _ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Staged copies of a checkpoint's shards, in the host's memory and maybe still under way.
+    """Copies of a checkpoint's shards in host memory; the copies may still be running.
 
     Attributes:
-        local_shards: copies in the host's memory.
-        copied: passes when they are final; ``None`` if they are already.
-        sources: what is being copied, which keeps its memory from being used for something else.
+        local_shards: name -> shards in host memory.
+        copied: event after the copies; ``None`` if no copy is running.
+        sources: tensors being copied; keeping them prevents reuse of their memory.
     """
 
     local_shards: Mapping[str, LocalShards]
@@ -34,27 +36,27 @@ class Staged:
     sources: tuple[Tensor, ...]
 
     def before_mutation(self) -> None:
-        """Let the device wait for the copies before it runs what is issued from now on. The host does not wait."""
+        """Make the device wait for the copies before it runs kernels launched from now on. The host does not wait."""
         if self.copied is not None:
             torch.accelerator.current_stream(self.sources[0].device).wait_event(self.copied)
 
     def ready(self) -> Mapping[str, LocalShards]:
-        """Wait on the host for the copies in their final state."""
+        """Wait on the host until the copies are complete, and return them."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.local_shards
 
 
 class Stager:
-    """Stager of copies of shards, always into the same memory: the copies before must not be needed any more."""
+    """Copies shards to host memory, into the same buffers each time; earlier copies become invalid."""
 
     def __init__(self) -> None:
         self._copies: dict[str, LocalShards] = {}
-        self._block = torch.empty(0, dtype=torch.uint8)  # what is left of the block begun last
+        self._block = torch.empty(0, dtype=torch.uint8)  # free part of the current pinned block
         self._stream: torch.Stream | None = None
 
     def reserve(self, local_shards: Mapping[str, LocalShards]) -> None:
-        """Allocate memory for copies of these shards, unless that was done before; takes seconds for many gigabytes."""
+        """Allocate buffers for copies of these shards unless they exist; takes seconds for many gigabytes."""
         for name, local in local_shards.items():
             present = self._copies.get(name)
             if present is None or _form(present) != _form(local):
@@ -64,12 +66,12 @@ class Stager:
             del self._copies[name]
 
     def stage(self, local_shards: Mapping[str, LocalShards], volatile: Set[str]) -> Staged:
-        """Begin to copy shards to the host's memory.
+        """Start to copy shards to host memory.
 
         Args:
-            local_shards: of tensors on any devices.
-            volatile: names of tensors that may change before anybody calls ``before_mutation``; on the device, they
-                are cloned first.
+            local_shards: shards of tensors on any devices.
+            volatile: names of tensors that may change before ``before_mutation`` is called; these are cloned on the
+                device first.
         """
         self.reserve(local_shards)
         with torch.no_grad():

@@ -1,13 +1,13 @@
-"""Training checkpoints: tensors in safetensors, everything else JSON, no pickle in any file.
+"""Training checkpoints: tensors in safetensors files, everything else in JSON; no file is pickled.
 
     checkpoints/step-00000100/
         manifest.json                written last: format, step, tensor table, file sizes and checksums, job, plugins
-        tensors-00000.safetensors    one file per rank that has something to write
+        tensors-00000.safetensors    one file per rank that has tensors to write
         state.json                   data position, tracker runs, ...
 
-The tensor table lists, for each tensor, its global shape and the shards it consists of, so any layout of ranks can load
-what any other saved. A checkpoint is complete or absent: a directory appears by a rename, and where there is none, the
-manifest makes the checkpoint exist. A file damaged later is found by its checksum.
+The tensor table lists each tensor's global shape and shards, so any layout of ranks can load a checkpoint of any other.
+A checkpoint is complete or absent: a local directory appears by a rename, and in a remote store the checkpoint exists
+once its manifest does. Checksums reveal files that were damaged later.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from d9d_engine.distributed.mesh import Topology
 
 __all__ = ["CheckpointStore"]
 
-#: Ignored folders that are spelled out; the rest is counted.
+#: Number of ignored folders that a warning lists; further ones are only counted.
 _SHOWN = 3
 
 
 class CheckpointStore:
-    """Store of the checkpoints of one run, written and read by all ranks together.
+    """Checkpoints of one run, written and read by all ranks together.
 
-    Making one is collective over all ranks of a distributed job, as is everything that says so.
+    The constructor is collective over all ranks of a distributed job.
 
     Args:
-        directory: where they lie; a directory that all machines share, or an fsspec address such as ``s3://...``.
-        keep: how many of the newest stay, or a finer rule; ``None`` keeps all.
-        topology: the ranks.
-        asynchronous: write beside the training, from copies in the host's memory.
-        timeout: how long ranks wait for each other while one reads or writes.
-        tolerate: failures of the storage in a row that end no save; see :meth:`save`.
-        warn: called on the first rank, in the thread that writes.
+        directory: directory of the checkpoints: shared by all machines, or an fsspec address such as ``s3://...``.
+        keep: number of newest checkpoints to keep, or retention rules; ``None`` keeps all.
+        topology: this process among the ranks.
+        asynchronous: write in the background during training, from copies in host memory.
+        timeout: how long ranks wait for each other while one of them reads or writes.
+        tolerate: number of storage failures in a row after which a save is repeated; see :meth:`save`.
+        warn: called with a text on the first rank, in the writing thread.
     """
 
     def __init__(
@@ -85,20 +85,20 @@ class CheckpointStore:
         self._stager = Stager()
         self._staged: Staged | None = None
         self._owners: Owners | None = None
-        self._form: list[Any] | None = None  # the signature that the owners were chosen for
-        # A pause, too, must not look like a hang.
+        self._form: list[Any] | None = None  # shard signature of `_owners`
+        # A pause must be shorter than the timeout, or the other ranks take it for a hang.
         longest = min(600.0, timeout.total_seconds() / 4)
         self._attempts = Attempts(tolerate, longest, self.group, warn if self.topology.is_main else lambda _text: None)
         self._superseded = threading.Event()
-        self._owned: AbstractContextManager[None] | None = None  # on the first rank, once it is taken
+        self._owned: AbstractContextManager[None] | None = None  # set on the first rank while it owns the directory
         self._running: Background[SaveReport | None] | None = None
         self._reports: deque[SaveReport] = deque()
 
     def prepare(self) -> None:
-        """Make sure that saving will work, before hours of training. Collective over all ranks.
+        """Check before training that checkpoints can be written. Collective over all ranks.
 
         Raises:
-            CheckpointError: the directory cannot be created or written, or some rank does not see it.
+            CheckpointError: the directory cannot be created or written, or a rank does not see it.
         """
 
         def create() -> None:
@@ -118,12 +118,12 @@ class CheckpointStore:
         on_all(look, self.group)
 
     def own(self) -> None:
-        """Own the directory from now on, as the only run, until :meth:`opened` ends; nothing if it is owned already.
+        """Take ownership of the directory, until :meth:`opened` ends; does nothing if already owned.
 
-        For processes that do nothing else: a second launch then fails at once. Collective over all ranks.
+        For processes that run nothing else: a second launch of the run then fails at once. Collective over all ranks.
 
         Raises:
-            CheckpointError: another run works with it.
+            CheckpointError: another run owns the directory.
         """
 
         def take() -> None:
@@ -136,12 +136,12 @@ class CheckpointStore:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Own the directory while the block runs, as the only run, and clear up what a killed one left.
+        """Own the directory inside the block, and remove unfinished files of a killed run.
 
-        A save that is under way is waited for at the end. Collective over all ranks.
+        At the end, waits for a running save. Collective over all ranks.
 
         Raises:
-            CheckpointError: another run works with it, or the last save failed.
+            CheckpointError: another run owns the directory, or the last save failed.
         """
         self.own()
         try:
@@ -157,25 +157,25 @@ class CheckpointStore:
                 owned.__exit__(None, None, None)
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints that exist, newest first, unverified. Collective over all ranks."""
+        """Steps of the existing checkpoints, newest first, unverified. Collective over all ranks."""
         steps: list[int] = on_main(lambda: steps_in(self._storage), self.group)
         return steps
 
     def paths(self) -> list[Path]:
-        """Directories of the checkpoints in a local store, newest first, unverified, as this rank sees them."""
+        """Directories of the checkpoints in a local store, newest first, unverified, as seen by this rank."""
         return [Path(self._storage.location(folder(step))) for step in steps_in(self._storage)]
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """Newest usable checkpoint, the same on all ranks; damaged ones are reported and passed over.
+        """Newest usable checkpoint, the same on all ranks; damaged ones are reported and skipped.
 
-        Folders that no save made so, such as ``step-7`` or a copy of another step's, are reported and ignored. Every
-        rank verifies a part of the files. Collective over all ranks.
+        Folders that do not have the name of their own step, such as ``step-7`` or a renamed copy, are reported and
+        ignored. Each rank verifies a part of the files. Collective over all ranks.
 
         Args:
-            warn: called on the first rank.
+            warn: called with a text on the first rank.
 
         Raises:
-            CheckpointError: there are checkpoints, but all are damaged.
+            CheckpointError: checkpoints exist, but all are damaged.
         """
         strays: list[str] = on_main(lambda: strays_in(self._storage), self.group)
         problems = []
@@ -206,7 +206,7 @@ class CheckpointStore:
         return found
 
     def set_aside(self, newer_than: int) -> list[str]:
-        """Set checkpoints aside that could not be used, and return where they are. Collective over all ranks."""
+        """Rename unusable checkpoints newer than a step, and return their new locations. Collective over all ranks."""
 
         def move() -> list[str]:
             newer = [step for step in steps_in(self._storage) if step > newer_than and step not in self._foreign]
@@ -216,7 +216,7 @@ class CheckpointStore:
         return moved
 
     def prune(self, step: int, kept_before: Sequence[int] = ()) -> str | None:
-        """Remove what a process killed after saving this step had yet to remove; returns what went wrong.
+        """Remove checkpoints that are surplus once ``step`` is saved, if a killed process did not; returns a warning.
 
         Collective over all ranks. For ``kept_before`` see :meth:`save`.
         """
@@ -224,7 +224,7 @@ class CheckpointStore:
         return warning
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the memory for copies of these tensors now, not during the first save. Collective over all ranks."""
+        """Allocate buffers for copies of these tensors now, not during the first save. Collective over all ranks."""
         own = self._own(*on_all(lambda: self._describe(tensors), self.group))
         on_all(lambda: self._stager.reserve(own), self.group)
 
@@ -240,34 +240,34 @@ class CheckpointStore:
         wait: bool = False,
         late_values: Callable[[], Mapping[str, Any]] = dict,
     ) -> bool:
-        """Write a checkpoint, then remove those that are kept no longer. Collective over all ranks.
+        """Write a checkpoint, then remove surplus ones. Collective over all ranks.
 
-        An asynchronous save returns as soon as copies are under way: :meth:`before_mutation` must be called before
-        the tensors change, :meth:`poll` says when the checkpoint exists. The save before is waited for.
+        An asynchronous save returns once copies have been started: call :meth:`before_mutation` before the tensors
+        change; :meth:`poll` reports the completed save. A previous save that is still running is waited for.
 
-        If the storage fails, the save is tried again with growing pauses, as often as is tolerated: beside the
-        training, until the next save takes its place, or while this method waits. A synchronous save that does not
-        ``wait`` is left to the caller, after :attr:`failures` in a row.
+        If the storage fails, the save is repeated with growing pauses, up to the tolerated number of failures: in the
+        background until the next save starts, or inside this method with ``wait``. A synchronous save without ``wait``
+        makes one attempt per call; the caller repeats it (:attr:`failures`).
 
         Args:
-            step: optimizer steps done.
-            tensors: by name, on any device, sharded in any way; the same values on all ranks unless sharded.
-            values: JSON values for ``state.json``; the first rank's count.
-            facts: JSON values that identify the job (config, plugins), for the manifest; the first rank's count.
+            step: number of optimizer steps done.
+            tensors: name -> tensor, on any device and in any layout; unsharded tensors are equal on all ranks.
+            values: JSON values for ``state.json``; taken from the first rank.
+            facts: JSON values that identify the job (config, plugins), for the manifest; taken from the first rank.
             volatile: names of tensors that may change before ``before_mutation`` is called.
-            score: the value by which the best checkpoint is chosen.
-            kept_before: steps before each of which the last checkpoint stays.
-            wait: return when it exists, even if the store is asynchronous; needs no memory for copies.
-            late_values: further values for ``state.json``, which may take time; called by the first rank, when all
-                tensors are written, in the thread that writes, and again if the storage fails.
+            score: value by which the best checkpoints are chosen.
+            kept_before: for each of these steps, the last checkpoint before it is kept.
+            wait: return after the checkpoint is written, even if the store is asynchronous; makes no copies.
+            late_values: returns further values for ``state.json``; may be slow. Called on the first rank, in the
+                writing thread, after all tensors are written, once per attempt.
 
         Returns:
-            Whether the checkpoint exists or is under way; else the caller is to try again. The same on all ranks.
+            Whether the checkpoint is written or being written; if false, call again. The same on all ranks.
 
         Raises:
-            SaveError: the storage failed once too often in this save (unless asynchronous) or the one before, on any
-                rank; earlier checkpoints are untouched.
-            CheckpointError: something else went wrong, likewise.
+            SaveError: this save (unless asynchronous) or the previous one failed more often than is tolerated, on any
+                rank; earlier checkpoints are unchanged.
+            CheckpointError: another failure on any rank; earlier checkpoints are unchanged.
         """
         started = time.perf_counter()
         self._superseded.set()
@@ -278,7 +278,7 @@ class CheckpointStore:
             facts = {**facts, "score": {"series": best.series, "value": score}}
         name = folder(step)
         try:
-            # Values are taken now: in the background, they would have changed.
+            # Serialise the values now: they change while a background save runs.
             (local_shards, form), snapshot = on_all(
                 lambda: (self._describe(tensors), self._snapshot(values, facts)), self.group
             )
@@ -305,16 +305,16 @@ class CheckpointStore:
         return True
 
     def before_mutation(self) -> None:
-        """Call before saved tensors change: the device, not the host, waits for the copies of the last save."""
+        """Make the device, not the host, wait for the copies of the last save. Call it before saved tensors change."""
         if self._staged is not None:
             self._staged.before_mutation()
             self._staged = None
 
     def poll(self) -> list[SaveReport]:
-        """Reports of the saves that succeeded since the last call. Does not wait, and raises nothing.
+        """Reports of the saves that succeeded since the last call. Neither waits nor raises.
 
-        A failure is raised by the next :meth:`save` or :meth:`wait`, which all ranks call at the same step; see
-        :attr:`failed`.
+        The next :meth:`save` or :meth:`wait`, which all ranks call at the same step, raises the error of a failed save;
+        see :attr:`failed`.
         """
         if self._running is not None and self._running.done and not self._running.failed:
             self.wait()
@@ -324,19 +324,19 @@ class CheckpointStore:
 
     @property
     def failed(self) -> bool:
-        """Whether the save under way has failed, as far as this rank knows. Ranks learn of it at different moments."""
+        """Whether the running save has failed, as known to this rank; ranks learn of a failure at different times."""
         return self._running is not None and self._running.failed
 
     @property
     def failures(self) -> int:
-        """Number of attempts in a row that the storage has failed; the same on all ranks when no save is under way."""
+        """Number of storage failures in a row; the same on all ranks while no save is running."""
         return self._attempts.failures
 
     def wait(self) -> None:
-        """Wait for the save that is under way, if there is one, through all its attempts.
+        """Wait for the running save, if there is one, including repeated attempts.
 
         Raises:
-            CheckpointError: it failed, on any rank; the same error on all.
+            CheckpointError: the save failed on any rank; the same error on all ranks.
         """
         self._staged = None
         running, self._running = self._running, None
@@ -351,14 +351,14 @@ class CheckpointStore:
             self._reports.append(report)
 
     def _settle(self, error: BaseException) -> None:
-        """Wait without letting a failed save hide another error; one that is tried again is given up."""
+        """Wait for the running save, or give up a failing one; a failed save must not hide ``error``."""
         self._superseded.set()
-        # Others may be in a pause, or gone.
+        # Other ranks may be in a pause, or may have ended.
         if self.failures and self.group is not None:
             return
         try:
             self.wait()
-        except Exception as second:  # the connection to another rank, too
+        except Exception as second:  # includes a lost connection to another rank
             error.add_note(f"besides, {second}")
 
     def _describe(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, LocalShards], list[Any]]:
@@ -370,7 +370,7 @@ class CheckpointStore:
         return local_shards, form
 
     def _own(self, local_shards: Mapping[str, LocalShards], form: list[Any]) -> dict[str, LocalShards]:
-        """Shards that this rank writes, decided anew if any rank holds other ones. Collective over all ranks."""
+        """Shards that this rank writes; reassigned to ranks if any rank's shards changed. Collective over all ranks."""
         if any(all_gather_objects(form != self._form, self.group)) or self._owners is None:
             self._owners = Owners(all_gather_objects(form, self.group))
             self._form = form
@@ -381,7 +381,8 @@ class CheckpointStore:
     ) -> Callable[[], Mapping[str, LocalShards]]:
         try:
             self._staged = self._stager.stage(own, volatile)
-        except Exception as error:  # out of memory, perhaps: the other ranks are told by the planner
+        # Such as out of memory: the planner raises the error, so that all ranks learn of it.
+        except Exception as error:
             failure = error
 
             def fail() -> Mapping[str, LocalShards]:
@@ -396,7 +397,7 @@ class CheckpointStore:
         return readable_bytes(values), json.loads(readable_bytes(facts))
 
     def open(self, name: str) -> Checkpoint:
-        """Checkpoint of this name, verified. Collective over all ranks."""
+        """Open and verify the checkpoint of this name. Collective over all ranks."""
         manifest = on_main(lambda: read_manifest(self._storage, name), self.group)
         ranks = range(self.topology.rank, len(manifest["files"]), self.topology.world_size)
         files = sorted(manifest["files"].items())
@@ -410,7 +411,7 @@ class CheckpointStore:
 
 
 def _own_group(timeout: timedelta) -> dist.ProcessGroup:
-    # Nobody else's, because the background thread communicates while training does.
+    # A separate group, because the background thread communicates during training.
     group = dist.new_group(timeout=timeout, backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group

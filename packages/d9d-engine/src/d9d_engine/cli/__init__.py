@@ -1,1 +1,1 @@
-"""Commands that need the engine."""
+"""Commands ``train`` and ``explain``, job checks and health checks of the engine."""

@@ -1,4 +1,4 @@
-"""Health checks of the engine: torch, the device that would train, and the network that it would trust."""
+"""Health checks of the engine: torch, the training device, and the network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from d9d_core.health import Health
 
 
 def check_torch() -> Health:
-    """Version of torch, and whether it is new enough."""
+    """Version of torch, and whether d9d supports it."""
     import torch
     from packaging.version import Version
 
@@ -17,7 +17,7 @@ def check_torch() -> Health:
 
 
 def check_device() -> Health:
-    """Device that would train."""
+    """Device that a job with ``device: auto`` would use."""
     import torch
 
     from d9d_engine.distributed.devices import choose_device
@@ -29,7 +29,7 @@ def check_device() -> Health:
 
 
 def check_network() -> Health:
-    """Network that a run of several processes would listen on, and whom it would trust there."""
+    """Network interfaces that a run of several processes would listen on, and the processes that it would trust."""
     names = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if os.environ.get(name)]
     told = "".join(f"; {name}={os.environ[name]}" for name in names)
     local = f"--nproc listens on {'the interfaces named here' if names else 'the loopback only'}"

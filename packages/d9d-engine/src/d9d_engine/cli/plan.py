@@ -1,4 +1,4 @@
-"""``d9d explain``, and the part of ``d9d check`` that plans the job."""
+"""Command ``d9d explain``, and the job check ``plan`` of ``d9d check``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from d9d_core.job import JobFile
 
 from d9d_engine.job import Job
 
-explain_app = command_app("explain", "Show what a job does, part by part, and why.")
+explain_app = command_app("explain", "Show a job's components, its strategies in order, and the reasons.")
 
 
 def check_plan(file: JobFile, world_size: int | None) -> None:
-    """Plan a job and print the numbers of the plan.
+    """Plan a job and print a summary of the plan.
 
     Args:
-        file: the job.
-        world_size: number of processes; by default, what the mesh needs.
+        file: job file.
+        world_size: number of processes; by default, the product of the mesh axes.
 
     Raises:
         D9dError: the job cannot run.
     """
-    from d9d_engine.cli.report import print_plan  # imports torch, which a wrong job never needs
+    from d9d_engine.cli.report import print_plan  # imports torch; an invalid job fails before
 
     job = Job.of(file)
     print_plan(job, job.plan(world_size))
@@ -33,13 +33,13 @@ def check_plan(file: JobFile, world_size: int | None) -> None:
 def explain(
     job: JobPath,
     world_size: WorldSize = None,
-    rank: Annotated[int, typer.Option(help="Number of the process whose stages and collectives are shown.")] = 0,
+    rank: Annotated[int, typer.Option(help="Rank whose stages and collectives are shown.")] = 0,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
 ) -> None:
-    """Show what a job does: where each component comes from, what was applied in which order, and why."""
+    """Show the components of a job and their plugins, the strategies in order of application, and the reasons."""
     from d9d_engine.cli.report import print_explanation
 
     loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, world_size=world_size)

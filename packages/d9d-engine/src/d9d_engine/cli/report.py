@@ -1,4 +1,4 @@
-"""Output of ``d9d check`` and ``d9d explain``."""
+"""Text output of ``d9d check`` and ``d9d explain``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GIB = 2**30
 
 
 def print_plan(job: Job, plan: Plan) -> None:
-    """Report a plan, for ``d9d check`` and ``d9d explain``: its numbers and its warnings."""
-    from d9d_engine.cli.stages import pipeline_line  # imports torch, which a wrong job never needs
+    """Print the summary of a plan and its warnings, for ``d9d check`` and ``d9d explain``."""
+    from d9d_engine.cli.stages import pipeline_line  # imports torch; an invalid job fails before
 
     console = console_for()
     table = Table(box=None, show_header=False)
@@ -55,7 +55,7 @@ def print_plan(job: Job, plan: Plan) -> None:
 
 
 def print_explanation(job: Job, plan: Plan) -> None:
-    """Report for ``d9d explain`` where each component of a plan comes from, what was done with it, and why."""
+    """Print for ``d9d explain`` the components of a plan, the plugins they come from, their effects and the reasons."""
     from d9d_engine.cli.stages import pipeline_line, print_stages
 
     console = console_for()
@@ -100,7 +100,7 @@ def print_explanation(job: Job, plan: Plan) -> None:
 
 
 def print_communication(console: Console, job: Job, plan: Plan) -> None:
-    """Report communication for ``d9d explain``: placements of parameters, collectives of a step and of a log entry."""
+    """Print for ``d9d explain`` the placements of parameters and the collectives of a step and of a log entry."""
     if job.mesh.world_size == 1:
         return
     from d9d_engine.compose.communication.rows import grouped
@@ -125,22 +125,22 @@ def print_communication(console: Console, job: Job, plan: Plan) -> None:
     kinds = [f"{calls} {kind} {size:,} bytes" for kind, (calls, size) in found.total.items()]
     console.print(f"  in a step: {'; '.join(kinds) or 'none'}", highlight=False)
     if any(entry.collective.approximate for entry in found.entries):
-        console.print("  ~: depends on what only a step has, such as the choices of a router", highlight=False)
+        console.print("  ~: depends on values of the step, such as the choices of a router", highlight=False)
     if any(entry.collective.bytes is None for entry in found.entries):
-        console.print("  ?: sizes that only the data tells; they are not in the sums", highlight=False)
-    console.print("  not listed: evaluations, and what checkpoints communicate", highlight=False)
+        console.print("  ?: sizes that depend on the data; they are not in the sums", highlight=False)
+    console.print("  not listed: collectives of evaluations and checkpoints", highlight=False)
     for line in found.unknown:
         console.print(Text.assemble(("  not listed: ", "yellow"), line))
 
 
 def _rank_of(job: Job, plan: Plan) -> str:
-    """Rank that numbers are about, where ranks differ."""
+    """Text that names the planned rank, where numbers differ between ranks."""
     rank = plan.collectives.rank
     return f" on rank {rank}" if rank else " on the first rank" if job.pipeline else ""
 
 
 def print_kernel(console: Console, choice: KernelChoice) -> None:
-    """The backend of an op, and what every backend answered."""
+    """Print the chosen backend of an op, and the answer of every backend."""
     supplied = f" ({choice.supplied_by})" if choice.supplied_by else ""
     asked = f", asked for by kernels.{choice.op}," if choice.requested else ""
     compiled = ", compiled" if choice.compiled else ""

@@ -1,4 +1,4 @@
-"""Output of ``explain`` and ``check`` about the stages of a pipeline."""
+"""Text output of ``d9d explain`` and ``d9d check`` about pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from d9d_engine.job import Job
 
 
 def pipeline_line(job: Job, plan: Plan) -> str:
-    """Line about the pipeline."""
+    """Summary line of the pipeline: schedule, stages, ranks and microbatches."""
     pipeline = plan.assembly.pipeline
     stages, name = len(pipeline.hosts), "no schedule" if job.pipeline is None else job.pipeline.name
     return f"{name}, {stages} stage(s) on {pipeline.ranks} rank(s), {job.microbatches} microbatch(es)"
 
 
 def print_stages(console: Console, job: Job, plan: Plan) -> None:
-    """Print the layers of each stage, its rank, and the tensors that it hands on."""
+    """Print a table of stages: layers, pipeline rank, parameters and the tensors passed to the next stage."""
     assembly = plan.assembly
-    table = Table("  stage", "rank along pp", "layers", "parameters", "hands on", box=None)
+    table = Table("  stage", "rank along pp", "layers", "parameters", "sent tensors", box=None)
     for index, (stage, host) in enumerate(zip(assembly.all_stages, assembly.pipeline.hosts, strict=True)):
         count = sum(parameter.numel() for parameter in stage.parameters())
         table.add_row(f"  {index}", str(host), layers_of(stage), f"{count:,}", handed_on(stage, job))
@@ -34,8 +34,8 @@ def print_stages(console: Console, job: Job, plan: Plan) -> None:
 
 
 def layers_of(stage: nn.Module) -> str:
-    """Names of the first and the last block of a stage."""
-    # A model may pass on the blocks of its backbone, so two owners may name the same module.
+    """Names of the first and the last block of a stage, and the number of blocks."""
+    # A model may return the blocks of its backbone, so the same block may be listed by two modules.
     names = {
         id(block): f"{owner}.{name}" if owner else name
         for owner, module in reversed(modules_with(stage, HasBlocks).items())
@@ -48,13 +48,13 @@ def layers_of(stage: nn.Module) -> str:
 
 
 def handed_on(stage: nn.Module, job: Job) -> str:
-    """Names of the tensors that go to the next stage; shapes too if the data section tells the length of a sample."""
+    """Names of the tensors passed to the next stage, with shapes if the data section sets the sample length."""
     length = getattr(job.data, "sequence_length", None)
     microbatch = Unread(TensorSpec((job.microbatch_size, length or 1), torch.int64))
     if not isinstance(stage, PipelineStage):
         return ""
     try:
         specs = stage.boundary(microbatch)
-    except Exception:  # what a microbatch has is up to the data, which is not read here
+    except Exception:  # the keys of a microbatch depend on the data, which is not read here
         return "known when the data is read"
     return ", ".join(f"{name} {list(spec.shape)}" if length else name for name, spec in specs.items())

@@ -1,4 +1,4 @@
-"""``d9d train``."""
+"""Command ``d9d train``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train(
     max_restarts: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="How often to start all processes again after one died; implies --nproc.", min=0
+            metavar="N", help="Number of restarts of all processes after one of them died; implies --nproc.", min=0
         ),
     ] = None,
     alone: Alone = False,
@@ -59,7 +59,7 @@ def train(
                     )
                 return
             if env.launcher is not None:
-                raise JobError(f"--nproc, --max-restarts: {env.launcher} has started this process; tell it instead")
+                raise JobError(f"--nproc, --max-restarts: {env.launcher} has started this process; use its own options")
 
             def load(world_size: int | None, again: bool) -> Job:
                 return load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, again, world_size)

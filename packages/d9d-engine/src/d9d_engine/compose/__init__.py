@@ -1,1 +1,1 @@
-"""Building of a trainer from a job: components, strategies, kernels, initial weights, and the plan."""
+"""Composition of a trainer from a job: components, strategies, kernels, initial weights, and the plan."""

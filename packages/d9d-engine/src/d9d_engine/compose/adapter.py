@@ -1,4 +1,4 @@
-"""Adapters in files of their own: what a fine-tuning method added to a model, saved and loaded without the model."""
+"""Adapter files: tensors that a fine-tuning method added to a model, saved and loaded without the base model."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from d9d_weights.sharding.model_tensors import model_tensors
 from d9d_engine.compose.assemble import Assembly
 from d9d_engine.distributed.mesh import Topology
 
-#: Its readers know one file only.
+#: Shard size limit in bytes: readers of adapters support a single file only.
 _ONE_FILE = 2**62
-#: Weights of the model that the library saves beside terms of embeddings; they are in the model already.
+#: Suffix of base weights that the `peft` library saves with adapters of embeddings; the base model has them already.
 _OF_THE_MODEL = ".base_layer.weight"
 
 
@@ -43,13 +43,13 @@ def save_adapter(
     note: Callable[[str], None],
     others: Mapping[str, bytes],
 ) -> Callable[[Path, ModelCard], None] | None:
-    """Function that writes the adapter and its card into a directory, collective over all ranks; ``None`` without one.
+    """Make the function that writes the adapter and its model card into a directory; ``None`` if there is no adapter.
 
-    ``others`` are files beside it.
+    The function is collective over all ranks. ``others`` maps names of further files to their contents.
 
     Raises:
-        JobError: the job asks for the adapter alone, and its method has none in a file of its own.
-        CheckpointError: likewise, and what this method added has no place in such a file.
+        JobError: the job asks for adapter files, and its method has no adapter format.
+        CheckpointError: the job asks for adapter files, and a tensor of the adapter has no place in their format.
     """
     method: object = assembly.peft
     if not isinstance(method, AdapterFormat):
@@ -84,12 +84,12 @@ def save_adapter(
 def start_method(
     job: BaseJob, selection: Parts, assembly: Assembly, topology: Topology, note: Callable[[str], None]
 ) -> None:
-    """Fill an adapter, a fine-tuning method's tensors, from the model's weights or the adapter it is to start from.
+    """Initialise a fine-tuning method's tensors from the model's weights or from the adapter of ``peft.init_from``.
 
     Collective over all ranks.
 
     Raises:
-        CheckpointError: the adapter is absent, of another kind or of another model, on any rank.
+        CheckpointError: the adapter is missing or does not fit the method or the model, on any rank.
     """
     method: object = assembly.peft
     if isinstance(method, StartsFromWeights):
@@ -128,9 +128,11 @@ def start_method(
 def _compare_names(there: Collection[str], here: Collection[str]) -> None:
     lacking, left = ([name for name in one if name not in other] for one, other in ((here, there), (there, here)))
     if lacking:
-        raise CheckpointError(f"it has no {some(lacking)}; with other targets, or of another model, it fits")
+        raise CheckpointError(
+            f"the adapter has no {some(lacking)}; select only modules that the adapter has, or use one of this model"
+        )
     if left:
-        raise CheckpointError(f"the job's method has no place for its {some(left)}; name these targets too")
+        raise CheckpointError(f"the adapter has {some(left)}, not selected by peft; add these targets")
 
 
 def _published(job: BaseJob, selection: Parts, assembly: Assembly) -> Mapping[str, str]:
@@ -142,9 +144,9 @@ def _published(job: BaseJob, selection: Parts, assembly: Assembly) -> Mapping[st
 
 
 def _classes(job: JobConfig, selection: Selection) -> dict[str, Any]:
-    """Fields by which classes of the ``peft`` library find the class of the base model.
+    """Fields ``task_type`` and ``auto_mapping``, from which the ``peft`` library finds the class of the base model.
 
-    Its task types of classifiers would look for a trained head among the adapter's tensors.
+    Task types of classifiers are not used: with them the library looks for a trained head in the adapter.
     """
     spec = selection.model.spec
     assert isinstance(spec, ModelSpec)

@@ -1,4 +1,4 @@
-"""Assembly of a rank's stages on the meta device: nothing is allocated, everything is decided."""
+"""Assembly of this rank's stages on the meta device, without allocating memory."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ from d9d_engine.step.ownership import Ownership, check_replicas, settle
 
 @dataclass(frozen=True)
 class Assembly:
-    """Assembly of this rank's stages on the meta device, with what the strategies did to them.
+    """This rank's stages on the meta device, after all strategies.
 
     Attributes:
-        pipeline: all stages, and who runs them.
-        stages: those of this rank by index, with all strategies applied.
-        full_model: all stages of the model as one module; those of other ranks stay on the meta device.
-        outlines: all stages but the last, without strategies and on the meta device, to be asked what they hand on.
-        kernels: what the ops run with.
-        applied: each strategy and what it changed, in order of application.
-        reducers: stage -> what must know when a backward starts.
-        peft: the fine-tuning method, to be merged before export.
-        trainable: names of the parameters that train.
-        ownership: who reduces which of their gradients.
-        shared: parameter -> the stages that have it, if there are several.
+        pipeline: all stages and the ranks that run them.
+        stages: index -> stage of this rank, with all strategies applied.
+        full_model: all stages of the model as one module; stages of other ranks stay on the meta device.
+        outlines: all stages but the last, on the meta device and without strategies; used to infer boundary tensors.
+        kernels: chosen backends of the ops.
+        applied: strategies and their effects, in order of application.
+        reducers: stage -> reducers to notify when a backward starts.
+        peft: fine-tuning method, to be merged before export.
+        trainable: names of the trained parameters.
+        ownership: owner of each gradient reduction.
+        shared: parameter -> stages that have it, for parameters of several stages.
         injected: names of the tensors that the fine-tuning method added.
-        communication: stage -> each strategy, and its declaration of what it communicates, if it made one.
+        communication: stage -> strategies and their declared collectives, if declared.
         ops_elsewhere: ops that strategies may have put into stages of other ranks.
     """
 
@@ -85,9 +85,9 @@ class Assembly:
         return list(self.full_model.stages) if isinstance(self.full_model, JoinedStages) else [self.full_model]
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Trained parameters of the full model; those of other ranks stay on the meta device.
+        """Trained parameters of the full model, on every rank, so that rules of an optimizer match the same names.
 
-        So the rules of an optimizer mean the same on every rank.
+        Parameters of other ranks are on the meta device.
         """
         here = dict(self.model.named_parameters())
         everything = {name: here.get(name, parameter) for name, parameter in self.full_model.named_parameters()}
@@ -95,17 +95,17 @@ class Assembly:
 
     @property
     def on_host(self) -> frozenset[str]:
-        """Names of the parameters that live in the host's memory."""
+        """Names of the parameters in host memory."""
         return frozenset(name for _, applied in self.applied for name in applied.on_host)
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Dtype that strategies convert parameters and inputs to, if they do."""
+        """Dtype to which strategies convert parameters and inputs; ``None`` without such a strategy."""
         converted = [applied.compute_dtype for _, applied in self.applied if applied.compute_dtype is not None]
         return converted[-1] if converted else None
 
     def stage_holders(self, topology: Topology) -> StageHolders | None:
-        """Holders of the tensors along ``pp``; ``None`` if each rank holds all. Collective over those ranks."""
+        """Holders of the tensors along ``pp``; ``None`` if each rank holds all. Collective over the ranks of ``pp``."""
         if self.pipeline.ranks == 1:
             return None
         group = topology.axes_group("pp")
@@ -116,7 +116,7 @@ class Assembly:
         return StageHolders(specs_of(model_tensors(self.full_model)), holders, group, topology.device)
 
     def unsplittable(self) -> frozenset[str]:
-        """Names of the modules whose backward cannot be split, because it recomputes or was compiled."""
+        """Names of the modules whose backward cannot be split, because they are checkpointed or compiled."""
         return frozenset(
             name
             for chosen, applied in self.applied
@@ -132,16 +132,15 @@ _UNSPLITTABLE = ("checkpointing", "compile")
 def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
     """Assemble the stages: build them, inject the fine-tuning method, apply strategies in order, bind kernels.
 
-    Stages of other ranks are built on the meta device too: their names and shapes are what all ranks must agree about.
-
-    Collective over all ranks, if a strategy communicates.
+    Stages of other ranks are built on the meta device too, because all ranks must agree about names and shapes.
+    Collective over all ranks if a strategy communicates.
 
     Args:
         root: the job in this process.
-        trains: false for a frozen model beside the trained one.
+        trains: false for a frozen model, such as a reference model.
 
     Raises:
-        BuildError: a part asked for has no effect or cannot run.
+        BuildError: a requested component has no effect or cannot run.
     """
     job, selection, topology = root.job, root.selection, root.topology
     pipeline = plan_pipeline(job, selection)
@@ -158,13 +157,13 @@ def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
             trainable = _inject(peft, selection.peft, full_model)
     if not trains:
         trainable = frozenset()
-    for stage in everything:  # each has its own copy of what several share
+    for stage in everything:  # each stage has its own copy of a shared parameter
         for name, parameter in stage.named_parameters():
             parameter.requires_grad_(name in trainable)
     injected = frozenset(model_tensors(full_model).keys() - before)
     shared = shared_names(everything)
     stages = {index: everything[index] for index in pipeline.stages_of(topology.coordinate["pp"])}
-    # What stages hand on must not depend on which rank asks, so strategies get no hold of these.
+    # Boundary tensors must be inferred alike on all ranks, so strategies do not change these copies.
     outlines = [deepcopy(stage) if index in stages else stage for index, stage in enumerate(everything[:-1])]
     kinds = {name: type(module) for name, module in full_model.named_modules()}  # FSDP2 changes a module's class
     facts = slot_facts(full_model)
@@ -227,10 +226,10 @@ def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
 
 
 def build_stages(job: BaseJob, selection: Parts, pipeline: Pipeline) -> list[nn.Module]:
-    """Stages to assemble: all of the model, on the meta device, without strategies.
+    """Build all stages of the model on the meta device, without strategies.
 
     Raises:
-        BuildError: the model cannot be cut like that, or two stages have a tensor in common that is no parameter.
+        BuildError: the model cannot be split into these stages, or two stages have the same persistent buffer.
     """
     with torch.device("meta"), Undrawn(), _default_dtype(getattr(torch, job.precision.parameters)):
         stages: list[nn.Module] = [instantiate(selection.model, job.model, stage) for stage in pipeline.stages]
@@ -240,7 +239,7 @@ def build_stages(job: BaseJob, selection: Parts, pipeline: Pipeline) -> list[nn.
     for index, stage in enumerate(stages):
         if not isinstance(stage, PipelineStage):
             kind = type(stage).__name__
-            raise BuildError(f"model {selection.model.entry}: {kind} does not say what it hands on; add boundary()")
+            raise BuildError(f"model {selection.model.entry}: {kind} does not declare its outputs; add boundary()")
         parameters = dict(stage.named_parameters())
         for name in model_tensors(stage).keys() - parameters.keys():
             if name in seen:
@@ -253,7 +252,7 @@ def build_stages(job: BaseJob, selection: Parts, pipeline: Pipeline) -> list[nn.
 
 
 def shared_names(stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
-    """Parameters that several stages have, such as a tied embedding: name -> stages."""
+    """Parameters in several stages, such as a tied embedding: name -> stages."""
     found: dict[str, list[int]] = {}
     for index, stage in enumerate(stages):
         for name, _ in stage.named_parameters():
@@ -262,7 +261,7 @@ def shared_names(stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
 
 
 def split_sequences(outlines: Iterable[nn.Module], ranks: int) -> None:
-    """Let outlines of stages hand on a rank's own positions, as the stages do that a strategy changed so."""
+    """Make outlines pass on a rank's own positions only, if a strategy splits the sequence over several ranks."""
     for outline in outlines:
         if ranks > 1 and isinstance(outline, SplitsSequence):
             outline.split_sequence(ranks)
@@ -271,13 +270,13 @@ def split_sequences(outlines: Iterable[nn.Module], ranks: int) -> None:
 def changed_modules(
     anchor: str, applied: Sequence[tuple[Chosen, Applied]], kinds: Mapping[str, type[nn.Module]], here: Set[str]
 ) -> frozenset[str]:
-    """Names of the modules that strategies at an anchor changed, such as those that ``compile`` has compiled.
+    """Names of the modules that strategies at an anchor changed, such as the modules that ``compile`` compiled.
 
-    Stages of other ranks are not asked: there it is the modules of the same kinds, so that each rank plans the same.
+    For stages of other ranks, modules of the same classes are assumed to change, so that all ranks plan alike.
 
     Args:
-        anchor: of the strategies.
-        applied: what strategies did to the stages of this rank.
+        anchor: anchor of the strategies.
+        applied: strategies and their effects on this rank's stages.
         kinds: class of each module of the full model, before strategies.
         here: names of the modules of this rank's stages.
     """
@@ -288,10 +287,10 @@ def changed_modules(
 
 
 def alike_modules(names: Set[str], kinds: Mapping[str, type[nn.Module]], here: Set[str]) -> frozenset[str]:
-    """Names of modules of this rank's stages, and of those of the same kinds in the stages of other ranks.
+    """Names of the given modules, and of all modules of the same classes in the stages of other ranks.
 
     Args:
-        names: modules of this rank's stages.
+        names: names of modules in this rank's stages.
         kinds: class of each module of the full model, before strategies.
         here: names of all modules of this rank's stages.
     """
@@ -302,7 +301,7 @@ def alike_modules(names: Set[str], kinds: Mapping[str, type[nn.Module]], here: S
 def _apply(
     chosen: Chosen, config: Any, stages: Mapping[int, nn.Module], topology: Topology, several: bool
 ) -> dict[int, Applied]:
-    """Apply a strategy to each stage. Of several stages, one may lack what another has."""
+    """Apply a strategy to each stage; it must match in at least one stage of the pipeline, not in each."""
     strategy: Strategy = instantiate(chosen, config)
     outcomes = {index: strategy.apply(stage, topology) for index, stage in stages.items()}
     for outcome in outcomes.values():
@@ -311,7 +310,7 @@ def _apply(
     first, *others = (outcome.unmatched for outcome in outcomes.values())
     unmatched = {what: why for what, why in first.items() if all(what in other for other in others)}
     if several and topology.simulated:
-        return outcomes  # the stages of other ranks are unknown; they are asked when the job starts
+        return outcomes  # other ranks' stages are not simulated; the check runs when the job starts
     if several and topology.is_distributed:
         everywhere = all_gather_objects([changed, list(unmatched)], topology.axes_group("pp"))
         changed = any(there for there, _ in everywhere)
@@ -326,7 +325,7 @@ def _apply(
 
 
 def _merged(outcomes: Sequence[Applied]) -> Applied:
-    """Merge the reports of a strategy on all stages of this rank."""
+    """Merge the reports of one strategy over all stages of this rank."""
     if len(outcomes) == 1:
         return outcomes[0]
     return Applied(
@@ -344,7 +343,7 @@ def _merged(outcomes: Sequence[Applied]) -> Applied:
 
 
 def check_divisibility(stage: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Compare what the model says about its sizes with the mesh.
+    """Check that mesh axes divide the sizes that the model declares.
 
     Raises:
         JobError: an axis does not divide a size; one line for each such size.

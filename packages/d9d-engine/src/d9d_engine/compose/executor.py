@@ -1,4 +1,4 @@
-"""Executor of a job: everything that runs its stages on microbatches, put together."""
+"""Composition of a job's executor, which runs the stages on microbatches."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def build_executor(
     """Build the executor of an assembled model's stages, with the handlers of the job's schedule.
 
     Args:
-        job: has the number format and the sizes of batches.
-        selection: its records.
-        assembly: the stages, materialised.
+        job: job with the precision and batch sizes.
+        selection: plugin records of the job.
+        assembly: assembled stages, materialised.
         topology: this process among others.
-        task: turns microbatches into inputs and outputs into losses.
-        auxiliary_losses: the loss terms of the model's own modules.
-        tallies: what they count.
-        gradients: told when a stage's gradients are complete.
+        task: makes model inputs from microbatches, and losses from outputs.
+        auxiliary_losses: loss terms of the model's modules.
+        tallies: counts of the model's modules.
+        gradients: notified when a stage's gradients are complete.
         statistics: updated with the task's observations.
-        inputs: keyword arguments of the model for a microbatch; by default the task's.
-        ranges: around the actions, for a profiler.
+        inputs: makes the model's keyword arguments for a microbatch; by default the task does.
+        ranges: profiler ranges around the actions.
     """
     return Executor(
         stages=assembly.stages,
@@ -83,16 +83,16 @@ def build_frozen_executor(
     inputs: Callable[[Microbatch], StageInputs],
     group: dist.ProcessGroup | None,
 ) -> Executor:
-    """Build the executor of a frozen model, which never trains; see :func:`build_executor`.
+    """Build the executor of a frozen model; see :func:`build_executor`.
 
     Args:
-        job: has the number format and the sizes of batches.
-        selection: its records.
-        assembly: the stages, materialised.
+        job: job with the precision and batch sizes.
+        selection: plugin records of the job.
+        assembly: assembled stages, materialised.
         topology: this process among others.
-        task: the job's task.
-        inputs: keyword arguments of the model for a microbatch.
-        group: all ranks that train together.
+        task: task of the job.
+        inputs: makes the model's keyword arguments for a microbatch.
+        group: process group of all ranks that train together.
     """
     return build_executor(
         job,

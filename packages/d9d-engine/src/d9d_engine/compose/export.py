@@ -1,4 +1,4 @@
-"""Exports of a trained model, and of what a fine-tuning method added to it."""
+"""Exports of a trained model, or of its adapter, as files in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ from d9d_engine.run.checkpointer import Progress
 
 Kind = Literal["model", "adapter"]
 GENERATION_CONFIG = "generation_config.json"
-#: Fact of a dataset: ids of the tokens that end the replies it teaches.
+#: Key in the facts of a data stream: ids of the tokens that end replies in the training data.
 STOPS = "stop_token_ids"
-#: Packages that train and that no manifest of plugins needs to name.
+#: Packages listed in a model card in addition to the plugins of the manifest.
 _FOUNDATION = ("d9d-core", "d9d-engine", "d9d-weights")
 
 
 class Exporter:
-    """Exporter of the trained model, and of what the fine-tuning method added to it.
+    """Writes the trained model, or its adapter, in Hugging Face layout.
 
     Args:
-        job: validated.
-        selection: the job's records.
-        assembly: the model.
-        topology: the ranks.
-        stream: writes the tokenizer's files.
-        published: parts of the model that training started from that hold for the trained model, too.
-        manifest: the plugins, for the model card.
+        job: validated job.
+        selection: plugin records of the job.
+        assembly: assembled model.
+        topology: this process among the ranks.
+        stream: data stream, which writes the tokenizer's files.
+        published: files and ``config.json`` fields of the pretrained model that an export keeps.
+        manifest: loaded plugins, for the model card.
         note: prints a warning.
 
     Raises:
-        BuildError: the model's Hugging Face layout does not fit its tensors, and the job asks for the model.
-        JobError: the job asks for the adapter alone, and its method has none in a file of its own.
-        CheckpointError: likewise, and what this method added has no place in such a file.
+        BuildError: the job asks for the model, whose Hugging Face layout does not fit its tensors.
+        JobError: the job asks for the adapter, and its method has no adapter format.
+        CheckpointError: the job asks for the adapter, and a tensor of the adapter has no place in its format.
     """
 
     def __init__(
@@ -86,19 +86,19 @@ class Exporter:
         self._save_adapter = self._find_adapter() if job.export and self._spec is not None else None
 
     def __call__(self, progress: Progress, kind: Kind | None = None, directory: Path | None = None) -> list[Path]:
-        """Write the model as it is now. Collective over all ranks.
+        """Write the model in its current state. Collective over all ranks.
 
         Args:
-            progress: how far the run is, for the model card.
-            kind: by default, all that the job asks for.
-            directory: replaced if it exists; by default that of the run for this kind.
+            progress: progress of the run, for the model card.
+            kind: model or adapter; by default, all that the job asks for.
+            directory: target directory, replaced if it exists; by default the run's directory for this kind.
 
         Returns:
             The directories that were written.
 
         Raises:
-            BuildError: there is nothing of this kind to write.
-            SaveError: it cannot be written.
+            BuildError: this job cannot export this kind.
+            SaveError: a file cannot be written.
         """
         return [self._write(one, directory or self._job.run.directory / one, progress) for one in self._kinds(kind)]
 
@@ -108,7 +108,7 @@ class Exporter:
         if kind == "adapter" and self._save_adapter is None and self._spec is not None:
             self._save_adapter = self._find_adapter()
         if kind == "adapter" and self._save_adapter is None:
-            raise BuildError("export(): the job has no fine-tuning method ('peft') with an adapter in files of its own")
+            raise BuildError("export(): the job has no fine-tuning method ('peft') with adapter files")
         if kind is not None:
             return [kind]
         asked: list[Kind] = ["model"] if self._job.export is True and self._spec is not None else []
@@ -126,12 +126,12 @@ class Exporter:
         except SaveError as error:
             raise SaveError(
                 f"the {kind} {directory} could not be written: {error}; "
-                "the last checkpoint is complete, so start again to write it from there"
+                "the last checkpoint is complete; start the job again to export from it"
             ) from error
         return directory
 
     def _config_json(self) -> dict[str, Any]:
-        """Fields of ``config.json``; of a model without that layout there are none."""
+        """Contents of ``config.json``; empty if the model has no Hugging Face layout."""
         if self._spec is None:
             return {}
         job = self._job
@@ -139,7 +139,7 @@ class Exporter:
         return config | _names_of_classes(config, self._stream.facts) | end_of_text(config, self._stream.facts)
 
     def _stops_of_adapter(self) -> dict[str, bytes]:
-        """File beside an adapter whose replies end with other tokens than its base model's; others ignore it."""
+        """``generation_config.json`` of the adapter, if the data has its own stop tokens; else no file."""
         files = self._published.files
         base = _object(files.get(GENERATION_CONFIG, b"")) or self._published.fields
         if not self._stream.facts.get(STOPS):
@@ -147,7 +147,7 @@ class Exporter:
         return {GENERATION_CONFIG: _text(end_of_text({"eos_token_id": base.get("eos_token_id")}, self._stream.facts))}
 
     def _beside(self) -> dict[str, bytes]:
-        """Files of the model that training started from; what ends a reply is told as it was learned."""
+        """Kept files of the pretrained model; ``generation_config.json`` gets the stop tokens of the training data."""
         files = dict(self._published.files)
         settings = _object(files.get(GENERATION_CONFIG, b""))
         if settings is not None and (end := end_of_text(settings, self._stream.facts)):
@@ -180,10 +180,10 @@ class Exporter:
 
 
 def check_names(job: JobConfig, selection: Selection, assembly: Assembly) -> None:
-    """Check that the Hugging Face layout of a model, if it has one, places all of its tensors, before it is trained.
+    """Check before training that the model's Hugging Face layout, if there is one, fits the model's tensors.
 
     Raises:
-        BuildError: it lacks some, or names some that the model has not.
+        BuildError: the layout lacks tensors of the model, or names tensors that the model does not have.
     """
     spec = selection.model.spec
     if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
@@ -200,9 +200,10 @@ def check_names(job: JobConfig, selection: Selection, assembly: Assembly) -> Non
 
 
 def end_of_text(config: Mapping[str, Any], facts: State) -> dict[str, Any]:
-    """Field ``eos_token_id`` of a ``config.json`` or ``generation_config.json`` after training; empty if it stays.
+    """Changed field ``eos_token_id`` of ``config.json`` or ``generation_config.json``; empty if it does not change.
 
-    Stop tokens of learned replies follow the model's own stop tokens, or the data's end of text if the model had none.
+    Stop tokens of the training data are appended to the model's own, or to the data's end-of-text token if the model
+    has none.
     """
     before = config.get("eos_token_id")
     known = facts.get("eos_token_id") if before is None else before
@@ -214,7 +215,7 @@ def end_of_text(config: Mapping[str, Any], facts: State) -> dict[str, Any]:
 
 
 def _object(content: bytes) -> dict[str, Any] | None:
-    """JSON object of a file that somebody else wrote; ``None`` if it is none, and stays as it is."""
+    """Parse a file of the pretrained model; ``None`` if it is not a JSON object."""
     try:
         values = parse_json(content)
     except ValueError:
@@ -227,7 +228,7 @@ def _text(values: Mapping[str, Any]) -> bytes:
 
 
 def _names_of_classes(config: Mapping[str, Any], facts: State) -> dict[str, Any]:
-    """Fields of ``config.json`` for the classes that the data names, if the model has just as many."""
+    """Fields ``id2label`` and ``label2id`` from the data's labels, if the model has the same number of classes."""
     names, classes = facts.get("labels"), config.get("id2label")
     if not isinstance(names, list) or not isinstance(classes, Mapping) or len(names) != len(classes):
         return {}
@@ -238,6 +239,6 @@ def _names_of_classes(config: Mapping[str, Any], facts: State) -> dict[str, Any]
 
 
 def _versions_now(manifest: Manifest) -> dict[str, str]:
-    """Versions of torch, of d9d and of the loaded plugins, by package; a plugin that is a file has its digest."""
+    """Versions by package: torch, d9d and the loaded plugins; a plugin from a file has the file's digest."""
     own = {name: version(name) for name in _FOUNDATION}
     return {**own, "torch": torch.__version__, **versions_of(manifest.plugins)}

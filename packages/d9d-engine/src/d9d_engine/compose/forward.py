@@ -1,4 +1,4 @@
-"""Model of a job that is built to run forward only: its weights, and no memory for gradients or an optimizer."""
+"""Build of a job's model for forward passes only: weights, but no gradients and no optimizer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Inputs = Callable[[Microbatch], StageInputs]
 
 @dataclass(frozen=True)
 class ForwardModel:
-    """Model that is built to run forward only, with its executor.
+    """Model built for forward passes only, with its executor.
 
     Attributes:
-        assembly: its stages, with strategies applied.
-        published: parts of the model it starts from beside the weights.
-        executor: runs it.
-        holds_last: whether this rank has the last stage, which gives the outputs.
+        assembly: stages of the model, with strategies applied.
+        published: files and ``config.json`` fields of the pretrained model that an export keeps.
+        executor: executor that runs the model.
+        holds_last: whether this rank has the last stage, which returns the outputs.
     """
 
     assembly: Assembly
@@ -46,10 +46,10 @@ class ForwardModel:
 
 
 def assemble_forward(root: Root[BaseJob, Parts]) -> Assembly:
-    """Assemble a job's model on the meta device, without anything that trains. Collective over all ranks.
+    """Assemble a job's model for forward passes on the meta device. Collective over all ranks.
 
     Raises:
-        BuildError: a part asked for has no effect or cannot run.
+        BuildError: a requested component has no effect or cannot run.
     """
     assembly = assemble(root, trains=False)
     refuse_unused(root.job.kernels, assembly.kernels, assembly.ops_elsewhere)
@@ -59,13 +59,13 @@ def assemble_forward(root: Root[BaseJob, Parts]) -> Assembly:
 def build_forward(
     root: Root[BaseJob, Parts], assembly: Assembly, inputs: Inputs, task: CheckedTask | None = None
 ) -> ForwardModel:
-    """Build a model to run forward only: an assembled one gets memory and weights. Collective over all ranks.
+    """Allocate an assembled model for forward passes, and load its weights. Collective over all ranks.
 
     Args:
         root: the job in this process.
-        assembly: from :func:`assemble_forward`.
-        inputs: keyword arguments of the model for a microbatch.
-        task: has the losses, for whoever measures them; a model that only runs has none.
+        assembly: model from :func:`assemble_forward`.
+        inputs: makes the model's keyword arguments for a microbatch.
+        task: computes losses; ``None`` if no losses are needed.
 
     Raises:
         CheckpointError: the weights cannot be read or do not fit, on any rank.
@@ -73,7 +73,8 @@ def build_forward(
     job, selection, topology = root.job, root.selection, root.topology
     published, _ = start_model(root, assembly)
     assembly.model.eval()
-    step_mark(assembly.applied)  # what is alive stays: no step follows
+    # A single mark: as no further step is marked, torch keeps all live outputs.
+    step_mark(assembly.applied)
     executor = build_frozen_executor(
         job, selection, assembly, topology, task or WithoutLoss(inputs), inputs, topology.world
     )
@@ -83,10 +84,10 @@ def build_forward(
 
 
 class WithoutLoss:
-    """Task of a model that only runs forward: it has inputs and no loss.
+    """Task of a model that only runs forward: model inputs without losses.
 
     Args:
-        inputs: keyword arguments of the model for a microbatch.
+        inputs: makes the model's keyword arguments for a microbatch.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -94,33 +95,33 @@ class WithoutLoss:
 
     @property
     def late(self) -> bool:
-        """No weight that outputs tell."""
+        """False: no weights depend on outputs."""
         return False
 
     def weigh(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """No weights."""
+        """Empty: no weights."""
         return {}
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """No loss terms."""
+        """Empty: no loss terms."""
         return {}
 
     def check(self, model: object, facts: State) -> None:
-        """Accept every model and all data: whoever wants the outputs has compared them."""
+        """Accept every model and all data: callers of the executor check the outputs themselves."""
 
     def count(self, microbatch: Microbatch) -> int:
         """Number of samples."""
         return len(next(iter(microbatch.values())))
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """No weights."""
+        """Empty: no weights."""
         return {}
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """No losses."""
+        """Empty: no losses."""
         return {}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """No observations."""
+        """Empty: no observations."""
         return {}

@@ -1,4 +1,4 @@
-"""Initial values of a model: the same in every layout, and none on the meta device."""
+"""Initialisation of a model's parameters and buffers, with the same values in every layout."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LIKE = frozenset({torch.empty_like, torch.zeros_like})
 
 
 def initialise(stage: nn.Module, seed: int, device: torch.device) -> None:
-    """Fill all parameters and buffers of a stage on ``device``, each module from a seed of its own name.
+    """Initialise all parameters and buffers of a stage on ``device``; each module's seed derives from its name.
 
-    A sharded parameter is drawn as a full tensor and cut, so every layout starts from the same values; no
-    more than one module's parameters are full at a time.
+    A sharded parameter is drawn as a full tensor and then sharded, so every layout starts from the same values; at
+    most one module's parameters are full tensors at a time.
 
     Raises:
-        BuildError: a module owns parameters but does not say how to fill them.
+        BuildError: a module has parameters or buffers, but no ``reset_parameters``.
     """
     with generators_kept(device), torch.no_grad():
         modules = dict(stage.named_modules())
@@ -39,7 +39,7 @@ def initialise(stage: nn.Module, seed: int, device: torch.device) -> None:
 
 
 def _initialise_module(name: str, module: nn.Module, seed: int, device: torch.device, sharded: Set[int]) -> None:
-    owns = [*module._parameters, *module._buffers]  # noqa: SLF001 - there is no public "own tensors only, None included"
+    owns = [*module._parameters, *module._buffers]  # noqa: SLF001 - no public list of own tensors includes None
     if isinstance(module, LateInit):
         torch.manual_seed(seed)
         with _full_parameters(module, device, sharded):
@@ -54,11 +54,11 @@ def _initialise_module(name: str, module: nn.Module, seed: int, device: torch.de
 
 @contextmanager
 def _full_parameters(module: nn.Module, device: torch.device, sharded: Set[int]) -> Iterator[None]:
-    """Replace the module's DTensors by full tensors inside the block, and keep this rank's shards afterwards.
+    """Replace the module's DTensors by full tensors inside the block, then copy this rank's shards back.
 
     Args:
-        module: owner of the parameters.
-        device: of the full tensors.
+        module: module with the parameters.
+        device: device of the full tensors.
         sharded: identities of the stage's DTensors.
     """
     own = module._parameters  # noqa: SLF001 - setattr would register another parameter with FSDP2
@@ -81,9 +81,9 @@ def _full_parameters(module: nn.Module, device: torch.device, sharded: Set[int])
 
 
 class Undrawn(TorchFunctionMode):
-    """Mode in which initialising a meta tensor draws no values, as it has none; nor does making one like it.
+    """Mode that skips drawing values for meta tensors, and creates empty meta tensors directly.
 
-    torch runs both in Python on the meta device, and imports its compiler for the first: two seconds.
+    On the meta device, torch runs both in Python, and the first call imports the compiler, which takes two seconds.
     """
 
     def __torch_function__(
@@ -105,7 +105,7 @@ class Undrawn(TorchFunctionMode):
 
 
 def _keeps_layout(tensor: Tensor, given: Mapping[str, Any]) -> bool:
-    """Whether a tensor like this one, of these arguments, is another contiguous meta tensor of its shape."""
+    """Whether ``empty_like`` of this tensor with these arguments is a contiguous meta tensor of the same shape."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.is_meta and tensor.is_contiguous()
     default = {"dtype": given.get("dtype"), "memory_format": torch.preserve_format, "requires_grad": False}
     return plain and {**default, **given} == default

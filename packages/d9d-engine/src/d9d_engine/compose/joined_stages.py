@@ -1,4 +1,4 @@
-"""Stages of a model joined to one module."""
+"""Module that joins the stages of a model."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ T = TypeVar("T")
 
 
 def joined_stages(stages: Sequence[nn.Module]) -> nn.Module:
-    """Join stages to one module whose tensors have the names of the full model; an only stage is that module itself."""
+    """Join stages into one module with the tensor names of the full model; a single stage is returned as is."""
     return stages[0] if len(stages) == 1 else JoinedStages(stages)
 
 
 class JoinedStages(nn.Module):
-    """Joined stages of a model: one module, to be looked at together; it has no forward.
+    """Joined stages of a model, for access to modules and tensors by name; has no forward.
 
-    Modules, parameters and buffers are called what they are called in the full model, which is what each stage calls
-    them. A name that several stages have, such as that of a tied embedding, stands for the first of them; the stages
-    themselves, and what else has equal names, are all among :meth:`modules`.
+    Modules, parameters and buffers have their names of the full model. If several stages have the same name, such as
+    a tied embedding, the name means the first stage's; :meth:`modules` yields all of them.
 
     Args:
-        stages: in the order in which a microbatch meets them.
+        stages: stages in pipeline order.
     """
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
@@ -34,7 +33,7 @@ class JoinedStages(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Modules of all stages; the stages have the empty name."""
+        """Named modules of all stages; each stage has the empty name."""
         memo = set() if memo is None else memo
         for stage in self.stages:
             yield from stage.named_modules(memo, prefix, remove_duplicate)
@@ -42,40 +41,40 @@ class JoinedStages(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of all stages, each name once."""
+        """Parameters of all stages, each name once, from its first stage."""
         return _first(stage.named_parameters(prefix, recurse, remove_duplicate) for stage in self._stages)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Buffers of all stages, each name once."""
+        """Buffers of all stages, each name once, from its first stage."""
         return _first(stage.named_buffers(prefix, recurse, remove_duplicate) for stage in self._stages)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """State dict of all stages, each name once."""
+        """State dict of all stages, each name once, from its first stage."""
         return {k: v for stage in reversed(self._stages) for k, v in stage.state_dict(*args, **kwargs).items()}
 
     def get_submodule(self, target: str) -> nn.Module:
-        """First module of that name.
+        """First module with this name.
 
         Raises:
-            AttributeError: no stage has one.
+            AttributeError: no stage has such a module.
         """
         return self._find(lambda stage: stage.get_submodule(target), f"module '{target}'")
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """First parameter of that name.
+        """First parameter with this name.
 
         Raises:
-            AttributeError: no stage has one.
+            AttributeError: no stage has such a parameter.
         """
         return self._find(lambda stage: stage.get_parameter(target), f"parameter '{target}'")
 
     def get_buffer(self, target: str) -> Tensor:
-        """First buffer of that name.
+        """First buffer with this name.
 
         Raises:
-            AttributeError: no stage has one.
+            AttributeError: no stage has such a buffer.
         """
         return self._find(lambda stage: stage.get_buffer(target), f"buffer '{target}'")
 

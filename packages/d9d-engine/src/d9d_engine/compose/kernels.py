@@ -1,4 +1,4 @@
-"""Choice of a backend for every op of a model, made once, with reasons."""
+"""Choice of a kernel backend for every op of a model, with reasons."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from d9d_core.traits import HasOps
 from torch import nn
 
 Judgement = Callable[[Chosen], Iterable[Verdict]]
-#: Name of a module, and of the attribute with its slot.
+#: Site of an op slot: name of the module, name of its attribute.
 Site = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Choice of a kernel: the backend of one op of the model.
+    """Kernel backend chosen for an op of the model.
 
     Attributes:
-        op: the op.
-        sites: names of the modules that call it with this signature.
-        backend: the chosen backend.
-        supplied_by: its distribution, empty for the reference.
-        requested: the job asks for it by name, in ``kernels``.
-        considered: every backend's answer, by name; by distribution/name where several distributions use one name.
-        compiled: the modules are compiled.
+        op: name of the op.
+        sites: op slots, as module name and attribute, that use this backend.
+        backend: name of the chosen backend.
+        supplied_by: distribution of the backend; empty for the reference.
+        requested: whether the job names a backend for the op in ``kernels``.
+        considered: backend -> its answer; ``distribution/backend`` where several distributions use one name.
+        compiled: whether the modules are compiled.
     """
 
     op: str
@@ -60,25 +60,25 @@ def bind_kernels(
 ) -> list[KernelChoice]:
     """Choose a kernel for every op slot and bind it.
 
-    Without a request, the accepting backend with the highest priority is taken, and the reference if none is above 0;
-    the reference, too, if a request is for a part of the op, which would have no effect otherwise. A slot may refuse
-    what a backend built; then the next one is asked.
+    Without a request, the accepting backend with the highest priority above 0 is chosen, else the reference. The
+    reference is also chosen if the job requests a backend for an op that this op contains, because that request would
+    have no effect otherwise. If a slot refuses the function of a backend, the next backend is tried.
 
     Args:
-        holders: objects that may have op slots, and their names: the modules of a model, or an optimizer.
-        registry: offers backends.
-        requested: op -> backend; one asked for by name must run.
+        holders: (name, object) pairs that may have op slots: modules of a model, or an optimizer.
+        registry: registry with the backends.
+        requested: op -> name of the backend; a requested backend must run.
         device: device type.
-        dtype: dtype of the tensors the ops meet.
-        judge: whether the capabilities that a backend requires and refuses let it run here.
-        deterministic: refuse backends that say they are not.
-        compiled: names of the modules that are compiled, with all that is inside of them.
-        outside_graph: names of modules among those whose ops run outside of graphs, with all that is inside of them.
-        documents: whether samples hold several documents; ``None`` if that is not known.
-        checkpointed: names of the modules that the backward computes again, with all that is inside of them.
+        dtype: dtype of the ops' inputs.
+        judge: evaluates the capabilities that a backend requires or excludes.
+        deterministic: refuse backends that are not declared deterministic.
+        compiled: names of compiled modules; submodules are included.
+        outside_graph: names of modules in compiled ones whose ops run outside the graph; submodules are included.
+        documents: whether samples hold several documents; ``None`` if unknown.
+        checkpointed: names of modules under activation checkpointing; submodules are included.
 
     Raises:
-        BuildError: a requested backend refuses, or a slot refuses it.
+        BuildError: a requested backend refuses the op, or a slot refuses the backend.
         PluginError: a requested backend does not exist.
     """
     slots = [
@@ -87,7 +87,7 @@ def bind_kernels(
             slot,
             (_is_inside(name, compiled) and not _is_inside(name, outside_graph), _is_inside(name, checkpointed)),
         )
-        for name, holder in holders  # several stages may each have one of the same name
+        for name, holder in holders  # several stages may have modules with the same name
         if isinstance(holder, HasOps)
         for attribute, slot in holder.op_slots().items()
     ]
@@ -103,15 +103,15 @@ def bind_kernels(
 
 
 def refuse_unused(requested: Iterable[str], choices: Iterable[KernelChoice], elsewhere: Collection[str] = ()) -> None:
-    """Refuse requests for ops that nothing calls.
+    """Refuse requests for ops that the job does not call.
 
     Args:
-        requested: ops that the job names a backend of.
-        choices: those of the model, and of the optimizer if there is one.
-        elsewhere: ops that stages of other ranks may call, too; whether they do is for those ranks to say.
+        requested: ops for which the job names a backend.
+        choices: kernel choices of the model, and of the optimizer if there is one.
+        elsewhere: further ops that stages of other ranks may call; requests for these are accepted.
 
     Raises:
-        BuildError: a request would have no effect.
+        BuildError: a request has no effect.
     """
     ops = sorted({choice.op for choice in choices})
     for op in requested:
@@ -121,7 +121,7 @@ def refuse_unused(requested: Iterable[str], choices: Iterable[KernelChoice], els
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """Backend of an op, and why no signature can have it here; empty if one may."""
+    """Backend of an op; ``refusal`` says why it cannot run for any signature, empty if it may run."""
 
     name: str
     entry: Entry
@@ -130,13 +130,13 @@ class _Offer:
 
 
 def _offers(registry: Registry, op: str, judge: Judgement, deterministic: bool) -> list[_Offer]:
-    """Backends of an op, each judged once for all signatures."""
+    """Backends of an op, with the checks that do not depend on a signature."""
     offers = []
     for entry in registry.kernels(op):
         spec = entry.spec
         assert isinstance(spec, KernelSpec)
         if deterministic and not spec.deterministic:
-            refusal = "computes other bits each time, and the job is 'deterministic'"
+            refusal = "is not deterministic, and the job sets 'deterministic'"
         else:
             verdicts = judge(Chosen(f"kernels.{op}", entry))
             refusal = "; ".join(verdict.reason for verdict in verdicts if verdict.satisfied is False)
@@ -145,7 +145,7 @@ def _offers(registry: Registry, op: str, judge: Judgement, deterministic: bool) 
 
 
 def _is_inside(name: str, modules: Collection[str]) -> bool:
-    """Whether a module is one of these or inside of one; the model itself has the empty name."""
+    """Whether a module is one of these modules or a submodule; the empty name means the whole model."""
     parts = name.split(".")
     return "" in modules or any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
 
@@ -214,7 +214,7 @@ def _built(chosen: Entry, signature: OpSignature) -> Callable[..., Any]:
 
 
 def _best(answers: Mapping[Entry, Decision]) -> Entry | None:
-    """Accepting backend with the highest priority; of equals, the first by distribution and name."""
+    """Accepting backend with the highest priority; ties are resolved by distribution and name."""
     accepted = [entry for entry, decision in answers.items() if decision.accept and decision.priority > 0]
     return min(
         accepted, key=lambda e: (-answers[e].priority, e.origin.distribution, e.spec.key, e.origin.module), default=None
@@ -235,22 +235,21 @@ def _ask(offer: _Offer, signature: OpSignature) -> Decision:
 
 
 def slot_facts(model: nn.Module) -> dict[Site, Mapping[str, Any]]:
-    """Static facts of all slots of a model."""
+    """Static facts of all op slots of a model, by site."""
     return {site: slot.static for site, slot in _slots(model).items()}
 
 
 def holders_alike(
     model: nn.Module, before: Mapping[Site, Mapping[str, Any]], kinds: Mapping[str, type[nn.Module]], here: Set[str]
 ) -> list[tuple[str, object]]:
-    """Holders of the slots of a model by name, for the choice of kernels, so that each rank plans the same.
+    """Holders of the model's op slots by name, after strategies, such that every rank makes the same choices.
 
-    Strategies see the stages of this rank only. So slots elsewhere get the facts that slots in modules of the same
-    class have here since then, slots that modules of the class have no more are left out, and where another slot took
-    the place of one here, one with its facts takes it elsewhere.
+    Strategies change this rank's stages only. For the stages of other ranks, the same changes are assumed in modules
+    of the same class: their slots get the added facts; removed slots are removed, and replaced slots are replaced.
 
     Args:
         model: all stages.
-        before: :func:`slot_facts` before the strategies.
+        before: :func:`slot_facts` from before the strategies.
         kinds: class of each module before the strategies.
         here: names of the modules of this rank's stages.
     """
@@ -295,7 +294,7 @@ def holders_alike(
 
 
 def ops_elsewhere(model: nn.Module, here: Set[str]) -> frozenset[str]:
-    """Ops that strategies may have put in the place of others in stages of other ranks.
+    """Ops that strategies may have substituted in stages of other ranks.
 
     Args:
         model: all stages.
@@ -307,7 +306,7 @@ def ops_elsewhere(model: nn.Module, here: Set[str]) -> frozenset[str]:
 
 
 def _others(alike: Mapping[str, OpSlot], facts: Mapping[str, Any]) -> dict[str, OpSlot]:
-    """Slots like those that took the place of others in a module of the same class here, with the facts of these."""
+    """Copies of the slots that strategies added to a module of the same class, with additional facts."""
     return {
         attribute: OpSlot(slot.op, slot.function, parts=slot.parts, **{**slot.static, **facts})
         for attribute, slot in alike.items()
@@ -315,10 +314,10 @@ def _others(alike: Mapping[str, OpSlot], facts: Mapping[str, Any]) -> dict[str, 
 
 
 class _Elsewhere:
-    """Slots of a module of another rank's stage, which are chosen for and never called.
+    """Op slots of a module on another rank: they take part in the choice of kernels and are never called.
 
     Args:
-        slots: by attribute.
+        slots: attribute -> slot.
     """
 
     def __init__(self, slots: Mapping[str, OpSlot]) -> None:

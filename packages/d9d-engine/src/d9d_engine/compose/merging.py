@@ -1,4 +1,4 @@
-"""Merging of a fine-tuning method into a model for an export, undone bit for bit afterwards."""
+"""Merging of a fine-tuning method into the model for an export, with exact restoration afterwards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @contextmanager
 def merged(peft: PeftMethod | None, model: nn.Module) -> Iterator[None]:
-    """Merge a fine-tuning method into the model inside the block; afterwards training goes on with its adapters.
+    """Merge a fine-tuning method into the model inside the block, and restore the model afterwards, bit for bit.
 
-    A copy of a tensor is made in the host's memory when merging is about to write into it, of this rank's shard only.
+    Before merging writes into a tensor, this rank's shard of the tensor is copied to host memory.
 
     Args:
-        peft: merges; ``None`` if the job has no fine-tuning method.
-        model: all stages; those of other ranks may be on the meta device.
+        peft: fine-tuning method; ``None`` if the job has none.
+        model: all stages; stages of other ranks may be on the meta device.
     """
     if peft is None:
         yield
@@ -43,13 +43,13 @@ def merged(peft: PeftMethod | None, model: nn.Module) -> Iterator[None]:
 
 
 class _Attributes:
-    """The class and the attributes of a module: what is replaced, added and removed in it can be undone."""
+    """Class and attributes of an object, including the contents of containers, for restoration."""
 
     def __init__(self, owner: object) -> None:
         self._owner = owner
         self._class = type(owner)
         self._values = dict(vars(owner)) if hasattr(owner, "__dict__") else {}
-        # Parameters, buffers, children and hooks are in dictionaries of the module.
+        # A module keeps parameters, buffers, submodules and hooks in dictionaries.
         self._contents = {name: value.copy() for name, value in self._values.items() if _is_container(value)}
 
     def restore(self) -> None:
@@ -71,7 +71,7 @@ def _is_container(value: object) -> bool:
 
 
 class _Properties:
-    """Properties of a tensor that merging must keep: its storage, and whether it requires a gradient."""
+    """Storage and ``requires_grad`` of a tensor, for restoration."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -87,10 +87,10 @@ class _Properties:
 
 
 class _Originals(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies of tensors, made before an operator writes into their memory.
+    """Mode that copies a tensor to host memory before an operator writes into it.
 
     Args:
-        shards: this rank's part of each tensor that is to be restored.
+        shards: this rank's shards of the tensors to restore.
     """
 
     def __init__(self, shards: list[Tensor]) -> None:
@@ -105,7 +105,7 @@ class _Originals(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - torch has no public one
+        for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - torch has no public schema
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[number] if number < len(args) else kwargs.get(argument.name)
                 for tensor in leaves(written):
@@ -124,5 +124,5 @@ class _Originals(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """The address of a tensor's memory; 0 if it has none."""
+    """Address of a tensor's storage; 0 on the meta device."""
     return 0 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()

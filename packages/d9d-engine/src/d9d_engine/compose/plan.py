@@ -1,4 +1,4 @@
-"""Plan of a job, made without a GPU, a process group or any memory for the model."""
+"""Plan of a job, made without a GPU, a process group or memory for the model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = ["MemoryEstimate", "Plan"]
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimate of the bytes on the first rank, without activations; ``frozen`` are those of a reference model."""
+    """Estimated bytes per device on the first rank, without activations; ``frozen`` is a frozen reference model."""
 
     parameters: int
     gradients: int
@@ -55,7 +55,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Sum of all items."""
+        """Sum of all parts."""
         return self.parameters + self.gradients + self.optimizer + self.frozen
 
 
@@ -64,19 +64,19 @@ class Plan:
     """Plan of a job: its records, assembled model, memory, kernels, collectives and warnings.
 
     Attributes:
-        selection: records behind the job's names.
-        verdicts: capabilities, satisfied or undecided.
-        assembly: the model on the meta device.
-        parameters: number of parameters, and of those that train.
-        memory: per device.
-        flops_per_token: of forward and backward, if the model and data tell.
-        program: what the first pipeline rank does in one step.
-        groups: the optimizer's parameter groups in words.
-        kernels: what the ops of model and optimizer run with.
+        selection: plugin records of the job.
+        verdicts: capabilities with their verdict: satisfied or undecided.
+        assembly: model on the meta device.
+        parameters: number of all parameters and of trained parameters.
+        memory: estimated memory of a device.
+        flops_per_token: FLOPs of forward and backward per token; ``None`` if unknown.
+        program: pipeline program of this rank's step.
+        groups: parameter groups of the optimizer, as text and numbers for display.
+        kernels: chosen backends for the ops of model and optimizer.
         placements: parameters of this rank by placement.
-        collectives: what this rank communicates in a step.
-        pretrained: which weights the model starts from, in words; ``None`` if they are drawn.
-        warnings: what will run, but slowly, or without an effect.
+        collectives: collectives of this rank in a step.
+        pretrained: text about the pretrained weights; ``None`` if the model is initialised at random.
+        warnings: texts about settings that are slow or have no effect.
     """
 
     selection: Selection
@@ -95,17 +95,17 @@ class Plan:
 
 
 def plan(root: Root[JobConfig, Selection]) -> Plan:
-    """Plan a job: check everything that can be checked before anything is allocated.
+    """Plan a job: make all checks that need no memory for the model.
 
     Raises:
-        D9dError: the job cannot run; the text says why.
+        D9dError: the job cannot run.
     """
     job, selection, registry, topology = root.job, root.selection, root.registry, root.topology
     if job.steps is not None:
         build_lr_schedule(job, selection, job.steps)
     task: Task = instantiate(selection.task, job.task)
     length = getattr(job.data, "sequence_length", None)
-    task.check(job.model, {"sequence_length": length} if isinstance(length, int) else {})  # the rest needs data
+    task.check(job.model, {"sequence_length": length} if isinstance(length, int) else {})  # further facts need the data
     for chosen, config in [*selection.subscribers, *selection.trackers]:
         instantiate(chosen, config)
     metrics = [(chosen, instantiate(chosen, config)) for chosen, config in selection.metrics]
@@ -165,7 +165,7 @@ def _gradient_dtype(job: JobConfig, parameter: Tensor) -> torch.dtype:
 
 
 def _frozen_bytes(root: Root[JobConfig, Selection], assembly: Assembly, task: object) -> int:
-    """Bytes of a frozen model beside the trained one, on this rank, if the task needs one."""
+    """Bytes of the first pass's frozen model on this rank; 0 if there is none."""
     if not isinstance(task, TwoPassTask):
         return 0
     by = settle_first_pass(task.first_pass, assembly)
@@ -179,7 +179,7 @@ def _frozen_bytes(root: Root[JobConfig, Selection], assembly: Assembly, task: ob
 
 
 def build_lr_schedule(job: JobConfig, selection: Selection, steps: int) -> LrSchedule:
-    """Build the learning-rate schedule of a run of so many steps; a constant one by default."""
+    """Build the learning-rate schedule of a run of ``steps`` steps; constant by default."""
     if selection.lr_schedule is None or job.lr_schedule is None:
         return constant_lr
     schedule: LrSchedule = instantiate(selection.lr_schedule, job.lr_schedule, steps)
@@ -189,14 +189,14 @@ def build_lr_schedule(job: JobConfig, selection: Selection, steps: int) -> LrSch
 def choose_optimizer(
     root: Root[JobConfig, Selection], assembly: Assembly
 ) -> tuple[Optimizer, GradientNorm, list[KernelChoice]]:
-    """Choose the optimizer of a plan's trained parameters, without state yet, and kernels for its ops and the norm's.
+    """Build the optimizer of the trained parameters, without state, and choose kernels for it and the gradient norm.
 
     Args:
         root: the job in this process.
-        assembly: the model.
+        assembly: assembled model.
 
     Raises:
-        BuildError: the job names a backend of an op that neither model nor optimizer calls.
+        BuildError: the job names a backend for an op that neither the model nor the optimizer calls.
     """
     job = root.job
     optimizer: Optimizer = instantiate(root.selection.optimizer, job.optimizer, assembly.trained())
@@ -205,7 +205,7 @@ def choose_optimizer(
         [("optimizer", optimizer), ("gradient_clipping", norm)],
         root.registry,
         job.kernels,
-        # Kernels of a GPU read no gradients and states that live in the host's memory.
+        # GPU kernels cannot read gradients and optimizer states in host memory.
         "cpu" if assembly.on_host else root.topology.device.type,
         job.precision.parameters,
         root.resolution.judge.verdicts,
@@ -216,7 +216,7 @@ def choose_optimizer(
 
 
 def flops_per_token(job: JobConfig, selection: Selection, registry: Registry) -> float | None:
-    """FLOPs of forward and backward of a token; ``None`` if the model, the data or the fine-tuning method tells not."""
+    """FLOPs of forward and backward per token; ``None`` if model, data or fine-tuning method do not provide them."""
     spec = selection.model.spec
     length = getattr(job.data, "sequence_length", None)
     if not isinstance(spec, ModelSpec) or spec.flops is None or length is None:

@@ -1,4 +1,4 @@
-"""Published weights to start from."""
+"""Loading of pretrained weights."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Pretrained:
     """Pretrained weights, checked against the model.
 
     Attributes:
-        source: where they lie, opened.
-        location: its path or address.
-        graph: from their names and layouts to the model's; ``None`` if the weights are not wanted.
-        others: files beside the weights that an export keeps, such as ``generation_config.json``; on the main rank.
+        source: opened source of the tensors.
+        location: path or address of the source.
+        graph: mapping from the source's tensors to the model's; ``None`` if weights are not to be loaded.
+        others: further files that an export keeps, such as ``generation_config.json``; on the main rank.
         kept: fields of its ``config.json`` that an export keeps.
     """
 
@@ -49,21 +49,21 @@ class Pretrained:
     kept: Mapping[str, Any]
 
     def summary(self) -> str:
-        """Summary of what would be read, and what would be drawn anew."""
+        """Summary of the tensors to be loaded, initialised at random or left out."""
         if self.graph is None:
-            return f"all drawn; sizes and tokenizer of {self.location}"
-        anew = f"; drawn anew: {', '.join(sorted(self.graph.fresh))}" if self.graph.fresh else ""
+            return f"all weights random; sizes and tokenizer of {self.location}"
+        anew = f"; initialised at random: {', '.join(sorted(self.graph.fresh))}" if self.graph.fresh else ""
         left = f"; left out: {listed(self.graph.left_out)}" if self.graph.left_out else ""
         return f"{len(self.graph.outputs)} tensors from {self.location} fit{anew}{left}"
 
     def load(self, stage: nn.Module, job: BaseJob, topology: Topology, note: Callable[[str], None]) -> None:
-        """Fill the model's tensors from the files. Collective over all ranks.
+        """Load the model's tensors. Collective over all ranks.
 
         Raises:
-            CheckpointError: something cannot be read, on any rank.
+            CheckpointError: a file cannot be read, on any rank.
         """
         if self.graph is None:
-            note(f"pretrained: sizes and tokenizer of {self.location}; all weights are drawn")
+            note(f"pretrained: sizes and tokenizer of {self.location}; all weights are initialised at random")
             return
         targets = {name: tensor for name, tensor in model_tensors(stage).items() if name in self.graph.outputs}
         started = time.perf_counter()
@@ -86,7 +86,7 @@ class Pretrained:
         read = f"{bar.done / 2**30:,.2f} GiB in {seconds:.1f} s, {bar.done / 2**30 / max(seconds, 1e-9):.2f} GiB/s"
         note(f"pretrained: {len(targets)} tensors from {self.location} ({read}{' here' if copies else ''})")
         if self.graph.fresh:
-            note(f"pretrained: not in it, drawn anew: {', '.join(sorted(self.graph.fresh))}")
+            note(f"pretrained: not in it, initialised at random: {', '.join(sorted(self.graph.fresh))}")
         if self.graph.left_out:
             note(f"pretrained: left out, as the model has no place for it: {listed(self.graph.left_out)}")
 
@@ -100,21 +100,21 @@ def pretrained_weights(
     injected: frozenset[str],
     topology: Topology,
 ) -> Iterator[Pretrained | None]:
-    """Open what ``model.pretrained`` names, and compare it with the model before anything is read or allocated.
+    """Open the source that ``model.pretrained`` names, and compare it with the model before reading any tensor.
 
-    A training checkpoint is read as the model that its run would export, merged if it was fine-tuned. Collective over
-    all ranks.
+    A training checkpoint is read like the model that its run would export: adapters are merged. Collective over all
+    ranks.
 
     Args:
-        job: validated.
-        selection: the job's records.
-        registry: has the fine-tuning methods that a checkpoint may be of.
-        stage: the model, on any device.
-        injected: names of the tensors that the fine-tuning method added; they are in no checkpoint.
-        topology: the ranks.
+        job: validated job.
+        selection: plugin records of the job.
+        registry: registry with the fine-tuning methods that a checkpoint may use.
+        stage: model, on any device.
+        injected: names of the tensors that the fine-tuning method added, which are in no source.
+        topology: this process among the ranks.
 
     Raises:
-        CheckpointError: it is damaged or absent, or does not fit the model, on any rank.
+        CheckpointError: the source is missing, damaged or does not fit the model, on any rank.
     """
     spec = selection.model.spec
     model = job.model
@@ -142,7 +142,7 @@ def pretrained_weights(
 
 
 def listed(names: Sequence[str], shown: int = 5) -> str:
-    """Names in a line: those that differ in numbers only, such as of layers, as one."""
+    """List names in a line; names that differ in numbers only, such as layers, are listed once."""
     counts = Counter(re.sub(r"\d+", "*", name) for name in names)
     few = [name if count == 1 else f"{name} ({count} tensors)" for name, count in counts.most_common(shown)]
     return ", ".join(few) + (f" and {len(counts) - shown} more kinds" if len(counts) > shown else "")

@@ -1,4 +1,4 @@
-"""Root that every composition starts from: a job in this process, whose names are looked up and judged once."""
+"""Root of each composition: a job in this process, with its plugin records looked up and judged."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Selected_co = TypeVar("Selected_co", bound=Parts, covariant=True)
 
 @dataclass(frozen=True)
 class Root(Generic[AnyJob_co, Selected_co]):
-    """Root of what a job is composed to in this process.
+    """Job in this process, with its plugin records, from which components are composed.
 
     Attributes:
-        job: validated.
-        registry: meaning of its names.
-        topology: this process among others, and its device.
-        resolution: records of the job, and what judges others in their company.
-        note: prints a line about long work or a warning.
+        job: validated job.
+        registry: registry of the plugins.
+        topology: this process among others, with its device.
+        resolution: plugin records of the job, and the judge of their capabilities.
+        note: prints a warning or a line about a long operation.
     """
 
     job: AnyJob_co
@@ -44,17 +44,17 @@ class Root(Generic[AnyJob_co, Selected_co]):
 
     @property
     def selection(self) -> Selected_co:
-        """Records behind the job's names."""
+        """Plugin records of the job."""
         return self.resolution.selection
 
     def open_data(self, one_pass: bool = False, inputs: TextInputs = "own") -> tuple[DataStream, str]:
-        """Open the job's data, and say how long it took. Collective over all ranks.
+        """Open the job's data; return the stream and the time it took as text. Collective over all ranks.
 
-        One process of each machine prepares what the others find. Arguments are those of
+        On each machine, one process prepares the data first, and the others reuse it. The arguments are passed to
         :func:`d9d_engine.compose.parts.data.open_data`.
 
         Raises:
-            DataError: it cannot be opened.
+            DataError: the data cannot be opened.
         """
         started = time.perf_counter()
         with self.topology.main_first(per_machine=True):
@@ -72,18 +72,18 @@ def compose_root(
     note: Callable[[str], None],
     around: Circumstances | None = None,
 ) -> Root[AnyJob, Selected]:
-    """Compose the root: judge a job's records for this process.
+    """Make the root: judge a job's plugin records for this process.
 
     Args:
-        job: validated.
-        selection: its records.
-        registry: meaning of its names.
-        topology: this process among others, and its device.
-        note: prints a line about long work or a warning.
-        around: what capabilities are judged against; by default, the job's mesh and the topology's device.
+        job: validated job.
+        selection: plugin records of the job.
+        registry: registry of the plugins.
+        topology: this process among others, with its device.
+        note: prints a warning or a line about a long operation.
+        around: circumstances for judging capabilities; by default, the job's mesh and the topology's device.
 
     Raises:
-        D9dError: the components of the job do not go together.
+        D9dError: components of the job do not fit together.
     """
     topology.watchdog.phase("startup")
     around = around or circumstances(job, topology.device)
@@ -91,9 +91,9 @@ def compose_root(
 
 
 def build_task(job: JobConfig, selection: Selection, topology: Topology) -> Task:
-    """Build a job's task, and tell it the topology if it wants to know. Collective over all ranks.
+    """Build a job's task, and attach the topology if the task uses it. Collective over all ranks.
 
-    Losses may depend on what a task communicates, so whoever asks for them builds the task here.
+    Losses may depend on the task's communication, so training and measurements both build the task here.
     """
     task: Task = instantiate(selection.task, job.task)
     if isinstance(task, UsesTopology):
@@ -102,7 +102,7 @@ def build_task(job: JobConfig, selection: Selection, topology: Topology) -> Task
 
 
 def circumstances(job: BaseJob, device: torch.device | None) -> Circumstances:
-    """Circumstances that capabilities are judged against; ``device`` is ``None`` where the job will run elsewhere."""
+    """Circumstances for judging capabilities; ``device`` is ``None`` if the job will run on another machine."""
     capability = None
     if device is not None and device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""Composition root: from a job to a trainer, each component with its collaborators."""
+"""Composition of a trainer from a job: builds each component with its collaborators."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ def build(
     interrupts: Interrupts | None = None,
     owning: bool = False,
 ) -> Trainer:
-    """Compose a training: all that a run needs; nothing is looked up by name afterwards. Collective over all ranks.
+    """Build the trainer of a job with all its components. Collective over all ranks.
 
     Args:
         root: the job in this process.
-        observers: subscribers besides those of the job.
-        interrupts: requests to stop, which may have come already; by default, signals during training.
-        owning: own the run's directory before any data or weights are read, and not only when training starts.
+        observers: subscribers in addition to the ones in the job.
+        interrupts: stop requests, which may already have arrived; by default, signals received during training.
+        owning: take ownership of the run's directory before data or weights are read, not only during training.
 
     Raises:
-        D9dError: the job cannot run; the text says why.
+        D9dError: the job cannot run.
     """
     job, selection, registry, topology, note = root.job, root.selection, root.registry, root.topology, root.note
     own_task = build_task(job, selection, topology)
@@ -80,7 +80,7 @@ def build(
     subscribers = _subscribers(selection, observers, own_task)
     events = Events(subscribers.values())
     events.emit(ev.JobConfigured(job))
-    # What needs no memory comes first, so that a mistake is reported before data is prepared.
+    # Steps that need no memory come first, so that errors are reported before the data is prepared.
     split = split_of(task, topology)
     assembly = _assembled(root)
     check_series(job, selection, assembly, task, own_task)
@@ -147,7 +147,7 @@ def build(
             topology,
             job.gradient_clipping.max_norm,
             norm,
-            # Ranks learn at different moments that a save or a subscriber failed; they stop after the same step.
+            # Ranks learn at different times of a failed save or subscriber, but must stop after the same step.
             stop=lambda: interrupts.requested is not None or store.failed or events.failure is not None,
             views=assembly.ownership.views,
             elsewhere=ties.elsewhere,
@@ -222,7 +222,7 @@ def build(
 
 
 def _assembled(root: Root[JobConfig, Selection]) -> Assembly:
-    """The model on the meta device, with an optimizer chosen for it: both may refuse the job's kernels."""
+    """Assemble the model on the meta device, and check the job's kernels against it and its optimizer."""
     for text in idle_parts(root.job.mesh, root.selection):
         root.note(f"warning: {text}")
     assembly = assemble(root)
@@ -231,7 +231,7 @@ def _assembled(root: Root[JobConfig, Selection]) -> Assembly:
 
 
 def _subscribers(selection: Selection, observers: Sequence[object], task: Task) -> dict[str, object]:
-    """Observers by name, in the order in which they are called."""
+    """Subscribers by name, in call order: the job's, then observers, then the task if it is a subscriber."""
     found = {unique_name(c, selection.subscribers): instantiate(c, config) for c, config in selection.subscribers}
     found |= {f"observers[{index}]": observer for index, observer in enumerate(observers)}
     return {**found, "task": task} if isinstance(task, Subscriber) else found

@@ -1,4 +1,4 @@
-"""Weights that an assembled model starts with: drawn, published, and those of an adapter."""
+"""Allocation of an assembled model, with its initial, pretrained and adapter weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from d9d_engine.step.tied import Ties, find_ties
 
 @dataclass(frozen=True)
 class Published:
-    """Parts of a published model beside its weights that an export keeps.
+    """Parts of a pretrained model, other than weights, that an export keeps.
 
     Attributes:
-        files: files beside the weights, such as ``generation_config.json``, by name; on the main rank.
+        files: name -> contents of further files, such as ``generation_config.json``; on the main rank.
         fields: fields of its ``config.json``.
     """
 
@@ -36,15 +36,15 @@ class Published:
 def start_model(
     root: Root[BaseJob, Parts], assembly: Assembly, accumulate: torch.dtype | None = None
 ) -> tuple[Published, Ties]:
-    """Give a rank's stages their memory and the values that a run starts with. Collective over all ranks.
+    """Allocate a rank's stages and load their initial values. Collective over all ranks.
 
     Args:
         root: the job in this process.
-        assembly: its model, on the meta device.
-        accumulate: dtype in which gradients of tied parameters are added; that of the parameters by default.
+        assembly: assembled model, on the meta device.
+        accumulate: dtype in which gradients of tied parameters are added; by default, the parameter's dtype.
 
     Raises:
-        CheckpointError: published weights or an adapter cannot be read or do not fit, on any rank.
+        CheckpointError: pretrained weights or an adapter cannot be read or do not fit, on any rank.
     """
     published = _start_weights(root, assembly)
     ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, root.topology, accumulate)
@@ -68,13 +68,13 @@ def _start_weights(root: Root[BaseJob, Parts], assembly: Assembly) -> Published:
 
 
 def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: torch.device) -> None:
-    """Give an assembled stage its memory and its initial weights, the same in every layout.
+    """Allocate an assembled stage and initialise its weights, with the same values in every layout.
 
     Args:
-        stage: on the meta device.
-        on_host: names of the parameters that live in the host's memory.
-        seed: of the job.
-        device: where everything else lives.
+        stage: stage on the meta device.
+        on_host: names of the parameters in host memory.
+        seed: seed of the job.
+        device: device of all other tensors.
     """
     kept = {id(parameter) for name, parameter in stage.named_parameters() if name in on_host}
     tied = _tied(stage)
@@ -86,13 +86,13 @@ def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: to
         target = torch.device("cpu") if id(tensor) in kept else device
         if type(tensor) not in (Tensor, nn.Parameter):
             return torch.empty_like(tensor, device=target)
-        # What empty_like does, which of a meta tensor runs in Python and imports a library of algebra for it.
+        # Instead of empty_like, which for a meta tensor runs in Python and imports sympy.
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target)
 
     stage._apply(allocate)  # type: ignore[no-untyped-call]  # noqa: SLF001 - to_empty() has one device for all tensors
     for name, first in tied.items():
         owner, _, leaf = name.rpartition(".")
-        if stage.get_parameter(name) is not stage.get_parameter(first):  # each got memory of its own
+        if stage.get_parameter(name) is not stage.get_parameter(first):  # allocated separately
             setattr(stage.get_submodule(owner), leaf, stage.get_parameter(first))
     initialise(stage, seed, device)
     stage.train()
@@ -100,12 +100,12 @@ def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: to
 
 @dataclass
 class _Adjacent:
-    """Part of the memory that several weights share.
+    """Slice of the memory that several adjacent weights share.
 
     Attributes:
-        memory: where all of them are, made for the first; one object for all.
-        rows: rows of all weights.
-        first: first row of this one.
+        memory: list with the shared tensor, allocated with the first weight; the same list object for all weights.
+        rows: number of rows of all weights.
+        first: first row of this weight.
         weight: the weight, on the meta device.
     """
 
@@ -115,7 +115,7 @@ class _Adjacent:
     weight: Tensor
 
     def to(self, device: torch.device) -> Tensor:
-        """Memory of this weight on a device."""
+        """Memory of this weight on a device; allocates the shared memory if needed."""
         if not self.memory:
             shape = (self.rows, *self.weight.shape[1:])
             self.memory.append(torch.empty(shape, dtype=self.weight.dtype, device=device))
@@ -123,11 +123,11 @@ class _Adjacent:
 
 
 def _adjacent(stage: nn.Module, apart: set[int]) -> dict[int, _Adjacent]:
-    """Weights that follow each other in memory, by the identity of the parameter.
+    """Weights that are to be adjacent in memory, by the identity of the parameter.
 
     Args:
-        stage: on the meta device.
-        apart: identities of parameters that have memory of their own.
+        stage: stage on the meta device.
+        apart: identities of parameters that must have separate memory.
     """
     found: dict[int, _Adjacent] = {}
     for module in (module for module in stage.modules() if isinstance(module, HasAdjacentWeights)):
@@ -146,7 +146,7 @@ def _adjacent(stage: nn.Module, apart: set[int]) -> dict[int, _Adjacent]:
 
 
 def _tied(stage: nn.Module) -> dict[str, str]:
-    """Tied names: name of a parameter that has several -> the first of them."""
+    """Tied parameters: each further name of a parameter -> its first name."""
     first: dict[int, str] = {}
     names = stage.named_parameters(remove_duplicate=False)
     found = {name: first.setdefault(id(parameter), name) for name, parameter in names}

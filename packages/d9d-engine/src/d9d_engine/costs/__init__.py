@@ -1,1 +1,1 @@
-"""Costs of fine-tuning, from what models and methods declare."""
+"""Costs of fine-tuning, from the declarations of models and methods."""

@@ -1,4 +1,4 @@
-"""FLOPs of a token that a fine-tuning method saves, and those that it adds. Imports no torch."""
+"""FLOPs per token that a fine-tuning method saves and adds. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from d9d_core.registry.registry import Registry
 
 from d9d_engine.costs.tuning import adapter_costs, tuned
 
-#: Products of attention: two forward, four backward. Fused attention computes the scores again, which is not counted.
+#: Attention has two matrix products forward, four backward; the recomputed scores of fused attention are not counted.
 _ATTENTION_BACKWARD = 2.0
-#: Share of one rank in one sample of so many positions. FLOPs depend on no number format.
+#: Bytes per element; any value will do, as FLOPs do not depend on it.
 _WIDTH = 4
 
 
 def tuning_flops(job: JobConfig, peft: PluginConfig, length: int, registry: Registry) -> float:
-    """FLOPs of a token with a fine-tuning method less the FLOPs without it, as MFU counts them.
+    """FLOPs per token with a fine-tuning method minus the FLOPs without it, as MFU counts them.
 
-    A frozen weight has no gradient of its own: two FLOPs of six are left out. Before the first weight that trains there
-    is no backward at all. Products that the method adds count like the rest.
+    A frozen weight has no weight gradient, which saves two of its six FLOPs per parameter. There is no backward before
+    the first trained weight. Matrix products that the method adds are counted in full.
 
     Args:
-        job: has the model.
+        job: job with the model.
         peft: config of the method.
-        length: positions of a sample.
-        registry: meaning of the names.
+        length: number of positions of a sample.
+        registry: registry of the plugins.
 
     Raises:
-        D9dError: nothing describes the costs of the model or of the method.
+        D9dError: the model or the method has no cost description.
     """
     model = choose(registry, "model", "model", job.model)
     if not isinstance(model.spec, ModelSpec) or model.spec.cost is None:

@@ -1,4 +1,4 @@
-"""Costs of models whose weights a fine-tuning method freezes or adds to. Imports no torch."""
+"""Costs of models with a fine-tuning method, which freezes weights and adds parameters. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from d9d_core.plugin import PeftSpec
 from d9d_core.registry.registry import Registry
 
 _PRODUCTS = ("product", "grouped_product")
-#: For each op of a block, the costs of its weights.
+#: Method's costs for each weight of each op of a block.
 _Effects = tuple[tuple[AdapterCost, ...], ...]
 
 
 def adapter_costs(config: PluginConfig, registry: Registry) -> AdapterCosts:
-    """Costs of tuning: of a fine-tuning method, and of the methods inside of it.
+    """Function that returns a fine-tuning method's costs for a weight; covers methods nested in the method.
 
     Args:
         config: config of the method.
-        registry: meaning of the names in it.
+        registry: registry of the plugins.
 
     Raises:
-        JobError: nothing describes them.
+        JobError: the method has no cost description.
     """
     entry = registry.find("peft method", config.selector)
     if not isinstance(entry.spec, PeftSpec) or entry.spec.cost is None:
-        raise JobError(f"peft: {entry} has no cost description (PeftSpec.cost), so nothing can be predicted")
+        raise JobError(f"peft: {entry} has no cost description (PeftSpec.cost), which a prediction needs")
     cost: Any = entry.spec.cost.load()
 
     def inner(config: PluginConfig, *arguments: Any) -> AdapterCost:
@@ -43,16 +43,16 @@ def adapter_costs(config: PluginConfig, registry: Registry) -> AdapterCosts:
 def tuned(stages: Sequence[StageCost], cost: AdapterCosts, share: Share) -> list[StageCost]:
     """Costs of stages with a fine-tuning method.
 
-    Frozen weights have no gradients, no products for them and no inputs kept for these. Before the first parameter
-    that trains there is no backward at all, but in later stages, whose inputs always get gradients.
+    Frozen weights have no weight gradients, no matrix products for these, and no inputs kept for them. The first stage
+    has no backward before the first trained parameter; later stages always compute input gradients.
 
     Args:
         stages: costs of all stages without the method.
-        cost: the method's, for each weight.
-        share: of a rank in the work.
+        cost: costs of the method for each weight.
+        share: share of a rank in the work.
 
     Raises:
-        JobError: the cost description of the model names no weights.
+        JobError: the model's cost description names no weights.
     """
     return [_stage(stage, cost, share, passes=index > 0) for index, stage in enumerate(stages)]
 
@@ -84,13 +84,13 @@ def _check(block: BlockCost) -> None:
     named = sum(weight.numbers for op in block.ops for weight in op.weights)
     if not named and block.parameters + block.expert_parameters:
         raise JobError(
-            f"peft: the cost description of the model names no weights of '{block.name}' (OpCost.weights), so "
-            "nothing can be predicted of fine-tuning"
+            f"peft: the cost description of the model names no weights of '{block.name}' (OpCost.weights), which a "
+            "prediction of fine-tuning needs"
         )
 
 
 def _in_order(blocks: Sequence[BlockCost]) -> Iterator[tuple[int, str]]:
-    """Number of the description and name of each block, in the order of the forward, which names have in them."""
+    """Index of the description and name of each block, in the order of the forward, by the numbers in the names."""
     first = next((number for number, block in enumerate(blocks) if block.is_block), 0)
     entries = [
         (first if block.is_block else number, _by_number(name), number, name)
@@ -101,7 +101,7 @@ def _in_order(blocks: Sequence[BlockCost]) -> Iterator[tuple[int, str]]:
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """Key that sorts ``layers.10`` after ``layers.9``."""
+    """Sort key that puts ``layers.10`` after ``layers.9``."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -110,7 +110,7 @@ def _trains(effects: Sequence[AdapterCost]) -> bool:
 
 
 def _block(block: BlockCost, names: Sequence[str], effects: _Effects, into: bool, passes: bool) -> BlockCost:
-    """Cost of a block whose input has a gradient or not (``into``), and whose output has one or not (``passes``)."""
+    """Cost of a block; ``into`` and ``passes`` say whether its input and its output have gradients."""
     ops: list[OpCost] = []
     reached = into
     trained, trained_experts, added, added_experts, released = 0, 0, 0, 0, 0.0
@@ -147,7 +147,7 @@ def _block(block: BlockCost, names: Sequence[str], effects: _Effects, into: bool
 
 
 def _terms(cost: AdapterCost) -> OpCost:
-    """Op of all that a method adds beside another op; products of low rank are bound by their traffic."""
+    """Op with all that a method adds to another op; low-rank products are bound by memory traffic."""
     return OpCost(
         "adapters",
         "product",
@@ -160,7 +160,7 @@ def _terms(cost: AdapterCost) -> OpCost:
 
 
 def _op(op: OpCost, effects: Sequence[AdapterCost], passes: bool) -> OpCost:
-    """Cost of an op whose weights train or not."""
+    """Cost of an op whose weights may be frozen; without a backward if ``passes`` is false."""
     weights = tuple(replace(weight, trains=one.trains) for weight, one in zip(op.weights, effects, strict=True))
     op = replace(op, weights=weights)
     if not passes:

@@ -1,4 +1,4 @@
-"""Settings of torch with which the same job computes the same bits each time."""
+"""Settings that make torch compute bitwise the same results in each run."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from d9d_core.errors import JobError
 
-#: Variable with the workspaces of cuBLAS; with these two sizes its results do not depend on what streams do.
+#: Variable with the workspace sizes of cuBLAS; with these two values, results do not depend on concurrent streams.
 _VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 _SIZES = (":4096:8", ":16:8")
 
 
 def prepare_determinism(device: str) -> None:
-    """Prepare determinism: set what cuBLAS reads when it starts. To be called before the device is used.
+    """Set the variable that makes cuBLAS deterministic, before CUDA is initialised.
 
     Args:
-        device: as in the job file.
+        device: device as in the job file.
 
     Raises:
-        JobError: CUDA has started already, or the variable has another value.
+        JobError: CUDA is already initialised, or the variable has another value.
     """
     if device.partition(":")[0] not in ("auto", "cuda") or not torch.cuda.is_available():
         return
@@ -31,7 +31,7 @@ def prepare_determinism(device: str) -> None:
         return
     remedy = f"start with {_VARIABLE}={_SIZES[0]} in the environment: {_VARIABLE}={_SIZES[0]} d9d train JOB"
     if given is not None:
-        raise JobError(f"deterministic: {_VARIABLE} is '{given}', with which results of cuBLAS may vary; {remedy}")
+        raise JobError(f"deterministic: {_VARIABLE} is '{given}', with which cuBLAS is not deterministic; {remedy}")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise JobError(f"deterministic: CUDA was started by this process without {_VARIABLE}; {remedy}")
     os.environ[_VARIABLE] = _SIZES[0]
@@ -39,15 +39,15 @@ def prepare_determinism(device: str) -> None:
 
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Let torch use deterministic algorithms only inside the block, if enabled; one that has none raises.
+    """Make torch use only deterministic algorithms inside the block, if enabled; an op without one raises.
 
-    Tensors that torch leaves uninitialised stay so: the engine reads none of them, and filling them costs time.
+    Uninitialised tensors are not filled: the engine never reads them, and filling costs time.
     """
     if not enabled:
         yield
         return
     cudnn = torch.backends.cudnn
-    fills: Any = torch.utils.deterministic  # has its settings as properties
+    fills: Any = torch.utils.deterministic  # its settings are properties
     algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     before = cudnn.deterministic, cudnn.benchmark, fills.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

@@ -1,4 +1,4 @@
-"""Choice of the device that a process computes on."""
+"""Choice of the device of a process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["load_kernels_eagerly", "share_hardware_queues"]
 
 
 def choose_device(name: str) -> torch.device:
-    """Choose the device: ``auto`` is the accelerator that torch reports, else the CPU; others are names of devices.
+    """Choose a device: ``auto`` is the accelerator that torch reports, or else the CPU; others are device names.
 
     Raises:
-        JobError: there is no such device here.
+        JobError: this machine has no such device.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     available = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
@@ -28,11 +28,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def own_backend(device: torch.device, blocks: int | None = None) -> dict[str, Any]:
-    """Arguments of ``torch.distributed.new_group`` for a group that takes tensors of this device only.
+    """Arguments of ``torch.distributed.new_group`` for a group for tensors of one device only.
 
     Args:
-        device: of the tensors.
-        blocks: the most thread blocks that its kernels take, where they are NCCL's.
+        device: device of the tensors.
+        blocks: largest number of thread blocks (CTAs) of a collective's kernel; for NCCL only.
     """
     backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
     if backend != "nccl" or blocks is None:
@@ -43,26 +43,26 @@ def own_backend(device: torch.device, blocks: int | None = None) -> dict[str, An
 
 
 def load_kernels_eagerly(device: str) -> None:
-    """Make CUDA load all kernels when it starts, if it has not started yet and nobody has chosen otherwise.
+    """Make CUDA load all kernels at its start, unless it has started or the user has set the variable.
 
-    It loads each kernel when it is first launched, which may have to wait until the GPU is idle. A transfer that waits
-    for another rank keeps it from being idle, so two ranks could wait for each other for ever (CUDA C++ Programming
-    Guide, "Lazy Loading", section "Concurrent execution").
+    With lazy loading, the first launch of a kernel may wait until the GPU is idle. A transfer that waits for another
+    rank keeps the GPU busy, so two ranks could wait for each other forever (CUDA C++ Programming Guide, "Lazy
+    Loading", section "Concurrent execution").
 
     Args:
-        device: as in the job file.
+        device: device as in the job file.
     """
     _set_before_cuda(device, "CUDA_MODULE_LOADING", "EAGER")
 
 
 def share_hardware_queues(device: str) -> None:
-    """Let all streams share two hardware queues, if CUDA has not started yet and nobody has chosen otherwise.
+    """Make all streams share two hardware queues, unless CUDA has started or the user has set the variable.
 
-    With more, kernels begin about a microsecond later while other streams wait, as those of transfers do nearly always
-    (docs/notes.md). With two, transfers may wait for each other, and for what strategies communicate meanwhile.
+    With more queues, kernels start about a microsecond later while other streams wait, which transfer streams nearly
+    always do (docs/notes.md). With two queues, transfers may wait for each other and for collectives of strategies.
 
     Args:
-        device: as in the job file.
+        device: device as in the job file.
     """
     _set_before_cuda(device, "CUDA_DEVICE_MAX_CONNECTIONS", "2")
 
@@ -73,7 +73,7 @@ def _set_before_cuda(device: str, variable: str, value: str) -> None:
 
 
 def is_available(name: str) -> bool:
-    """Whether this machine has the device."""
+    """Whether this machine has the device with this name."""
     kind, _, index = name.partition(":")
     if kind in ("auto", "cpu"):
         return index in ("", "0")
@@ -84,7 +84,7 @@ def is_available(name: str) -> bool:
 
 
 def count_devices(name: str) -> int:
-    """Number of processes that find a device of their own here; one on a CPU, and on a device with a number."""
+    """Number of processes that can each have a device here; 1 for the CPU and for a device name with an index."""
     device = intended_device(name)
     if device.type == "cpu" or ":" in name or not is_available(name):
         return 1
@@ -92,10 +92,10 @@ def count_devices(name: str) -> int:
 
 
 def intended_device(name: str) -> torch.device:
-    """Device that a job is meant for, whether or not this machine has it.
+    """Device that a job names, whether or not this machine has it; ``auto`` is a device of this machine.
 
     Raises:
-        JobError: torch knows no such device.
+        JobError: torch has no such device type.
     """
     if is_available(name):
         return choose_device(name)
@@ -106,22 +106,22 @@ def intended_device(name: str) -> torch.device:
 
 
 def device_of(name: str, local_rank: int, local_world_size: int) -> torch.device:
-    """Choose the device of one of several processes on a machine, and make it the current one.
+    """Choose the device of one of several processes on a machine, and make it the current device.
 
     Args:
-        name: as in the job file.
+        name: device as in the job file.
         local_rank: number of the process on its machine.
-        local_world_size: number of processes on its machine.
+        local_world_size: number of processes on the machine.
 
     Raises:
-        JobError: the machine has no device for it.
+        JobError: the machine has no device left for the process.
     """
     device = choose_device(name)
     if device.type == "cpu":
         return device
     count = torch.accelerator.device_count()
     if ":" not in name:
-        # Some launchers show each process its own device only.
+        # Some launchers make only one device visible to each process.
         index = 0 if count == 1 else local_rank
         if index >= count:
             raise JobError(
@@ -131,8 +131,8 @@ def device_of(name: str, local_rank: int, local_world_size: int) -> torch.device
         device = torch.device(device.type, index)
     elif local_world_size > 1:
         raise JobError(
-            f"device: '{name}' is one device for {local_world_size} processes; write '{device.type}', "
-            "and each takes its own"
+            f"device: '{name}' is a single device, but there are {local_world_size} processes; set device to "
+            f"'{device.type}', so that each process gets its own"
         )
     torch.accelerator.set_device_index(device)
     return device

@@ -1,7 +1,7 @@
-"""Log lines of ranks, by the standard library's ``logging``: loggers below ``d9d``, and where their lines go.
+"""Log lines of ranks, with the standard library's ``logging``: loggers below ``d9d`` and their handler.
 
-Importing this configures nothing. A process that joins a job (:meth:`d9d_engine.job.Job.joined`, every command) prints
-the lines on standard error, unless the program that it is part of has configured logging itself.
+Importing this module configures nothing. A process that joins a job (:meth:`d9d_engine.job.Job.joined`, every command)
+prints the lines on standard error, unless the surrounding program has configured logging.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from d9d_engine.distributed.mesh import describe_rank
 
 __all__ = ["rank_logger"]
 
-#: Logger above those of the engine and of all plugins.
+#: Parent of the loggers of the engine and of all plugins.
 NAME = "d9d"
 
 
@@ -25,8 +25,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """Logger whose lines begin with the rank and its coordinate: ``rank 3 (dp_shard=1): ...``.
 
     Args:
-        logger: that takes the lines.
-        who: the rank.
+        logger: logger that receives the lines.
+        who: text that names the rank.
     """
 
     def __init__(self, logger: logging.Logger, who: str) -> None:
@@ -34,13 +34,13 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         self._who = who
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Put the rank in front of a line."""
-        # The line may have arguments of its own, which the logger inserts.
+        """Prefix a line with the rank."""
+        # The message may have % arguments, which the logger inserts.
         return f"{self._who}: {msg}", kwargs
 
 
 def rank_logger(name: str, topology: Topology) -> RankLogger:
-    """Logger ``d9d.<name>`` of this rank, for code of plugins; ``logging.level`` of the job says what is printed.
+    """Logger ``d9d.<name>`` of this rank, for plugins; the job's ``logging.level`` sets the lowest printed level.
 
     ::
 
@@ -48,7 +48,7 @@ def rank_logger(name: str, topology: Topology) -> RankLogger:
         log.info("sharded %d tensors", count)  # INFO d9d.my_strategy: rank 3 (dp_shard=1): sharded 12 tensors
 
     Args:
-        name: of the plugin.
+        name: name of the plugin.
         topology: this process among others.
     """
     return RankLogger(logging.getLogger(f"{NAME}.{name}"), describe_rank(topology.sizes, topology.rank))
@@ -56,12 +56,12 @@ def rank_logger(name: str, topology: Topology) -> RankLogger:
 
 @contextmanager
 def log_lines(level: str | None, is_main: bool) -> Iterator[None]:
-    """Print the lines of ``d9d`` and all loggers below on standard error inside the block.
+    """Print the lines of all loggers below ``d9d`` on standard error inside the block.
 
-    Where the program has handlers already, only the level is set.
+    If the program has handlers, only the level is set.
 
     Args:
-        level: least level; by default ``info`` on the main rank and ``warning`` on others.
+        level: lowest level; by default ``info`` on the main rank and ``warning`` on the others.
         is_main: whether this is the main rank.
     """
     logger = logging.getLogger(NAME)

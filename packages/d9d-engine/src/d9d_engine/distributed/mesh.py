@@ -1,4 +1,4 @@
-"""Topology of a process: its coordinates, its device, and the device meshes and groups it communicates in."""
+"""Topology of a process: its coordinates, device, device meshes and process groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from d9d_engine.supervision.watchdog import Watchdog
 
 __all__ = ["Topology"]
 
-#: Phases of a run that have a time limit.
+#: Phases of a run with a time limit.
 _PHASES = ("startup", "step", "checkpoint")
 
 
@@ -27,20 +27,20 @@ _PHASES = ("startup", "step", "checkpoint")
 class Topology:
     """Device meshes and process groups of this process, its coordinates on the mesh axes and its device.
 
-    Groups exist once something asks for them; ranks that all build the same job ask in the same order. Two dimensions
-    of two views that join the same ranks share one group.
+    Groups are created when first used; all ranks build the same job and so create groups in the same order. Dimensions
+    of several views with the same ranks share one group.
 
     Attributes:
-        sizes: axis -> size, the base axes and ``ep``.
+        sizes: axis -> size, for the base axes and ``ep``.
         rank: number of this process.
         world_size: number of processes.
         local_rank: number of this process on its machine.
-        device: what it computes on.
-        node_rank: number of its machine.
+        device: device of this process.
+        node_rank: number of this machine.
         num_nodes: number of machines.
-        views: by name; see :class:`d9d_core.plugin.ViewSpec`.
-        watchdog: is told what the process is about to do, and reports when it takes too long.
-        simulated: the other processes do not exist and the device may not either; see ``topology.simulate``.
+        views: name -> view of the mesh; see :class:`d9d_core.plugin.ViewSpec`.
+        watchdog: enforces the time limits of phases.
+        simulated: whether the other processes do not exist; the device may not exist either. See ``topology.simulate``.
     """
 
     sizes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1) | {"ep": 1})
@@ -60,39 +60,39 @@ class Topology:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints, tracks and writes what all ranks share."""
+        """Whether this process prints, tracks and writes for all ranks."""
         return self.rank == 0
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are process groups; a job of one process may do without."""
+        """Whether process groups exist; a job of one process needs none."""
         return self.world_size > 1 or dist.is_initialized()
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of processes that see different samples."""
+        """Number of ranks along the data-parallel axes, which see different samples."""
         return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
 
     @property
     def data_parallel_rank(self) -> int:
-        """Number of the slice of each pack that this process sees."""
+        """Index of this process along the data-parallel axes."""
         coordinate = self.coordinate
         return coordinate["dp_replicate"] * self.sizes["dp_shard"] + coordinate["dp_shard"]
 
     @property
     def coordinate(self) -> dict[str, int]:
-        """Coordinates of this process: base axis -> position along it."""
+        """Coordinates of this process: base axis -> position along the axis."""
         return Grid({axis: self.sizes[axis] for axis in AXES}).coordinate(self.rank)
 
     def __str__(self) -> str:
-        """``rank 3 (dp_replicate=1, dp_shard=1)``; axes of size one are left out."""
+        """``rank 3 (dp_replicate=1, dp_shard=1)``; without axes of size one."""
         return describe_rank(self.sizes, self.rank)
 
     def grid(self, view: str) -> Grid:
-        """Sizes of a view.
+        """Sizes of a view's dimensions.
 
         Raises:
-            BuildError: no plugin declares it.
+            BuildError: no plugin declares the view.
         """
         if view not in self.views:
             raise BuildError(f"no view '{view}' of the mesh is declared; there are: {', '.join(self.views) or 'none'}")
@@ -101,10 +101,10 @@ class Topology:
     def mesh(self, view: str, *dims: str) -> DeviceMesh:
         """Device mesh of a view, or of some of its dimensions. Meshes of one view have a common root.
 
-        Collective over all ranks when a view is used for the first time.
+        Collective over all ranks at the first use of a view.
 
         Raises:
-            BuildError: there is no such view or dimension, or the process group is not initialised.
+            BuildError: the view or dimension does not exist, or the process group is not initialised.
         """
         self._check_dims(view, dims)
         if view not in self._meshes:
@@ -115,13 +115,14 @@ class Topology:
     def axes_group(self, *axes: str, purpose: str = "", blocks: int | None = None) -> dist.ProcessGroup | None:
         """Process group of the ranks that differ from this one along base axes only; ``None`` without process groups.
 
-        Collective over all ranks when it is asked for the first time.
+        Collective over all ranks at the first use.
 
         Args:
             axes: base axes.
-            purpose: a group of its own for each purpose, so that what it carries never waits for what others do. It
-                takes tensors of the device only.
-            blocks: the most thread blocks that its kernels take, if they do on this device.
+            purpose: each purpose has a separate group, so that its messages do not wait for others; such a group
+                supports
+                tensors of this process's device only.
+            blocks: largest number of thread blocks of a collective's kernel, if the backend supports a limit.
         """
         if not self.is_distributed:
             return None
@@ -129,25 +130,25 @@ class Topology:
         return self._group(ranks, purpose, own_backend(self.device, blocks) if purpose else {})
 
     def positions_group(self, axis: str, positions: Sequence[int]) -> dist.ProcessGroup | None:
-        """Process group of some positions along a base axis, or of all others if this process is there.
+        """Process group of some positions along a base axis; if this process is at another position, of all others.
 
-        ``None`` without process groups. Collective over all ranks when it is asked for the first time.
+        ``None`` without process groups. Collective over all ranks at the first use.
         """
         if not self.is_distributed:
             return None
         line = Grid({name: self.sizes[name] for name in AXES}).group(self.rank, [axis])
         here = line.index(self.rank) in positions
-        # torch names a group after the number of groups before it, so every rank has to make one, here and now.
+        # torch names a group by the number of earlier groups, so every rank has to create one here.
         ranks = tuple(rank for position, rank in enumerate(line) if (position in positions) == here)
         return self._group(ranks, f"{axis} {list(positions)}")
 
     def group(self, view: str, *dims: str) -> dist.ProcessGroup | None:
         """Process group of the ranks that differ from this one along ``dims`` only; ``None`` without process groups.
 
-        Collective over all ranks when it is asked for the first time.
+        Collective over all ranks at the first use.
 
         Raises:
-            BuildError: there is no such view or dimension.
+            BuildError: the view or dimension does not exist.
         """
         if not self.is_distributed:
             return None
@@ -156,23 +157,22 @@ class Topology:
 
     @property
     def world(self) -> dist.ProcessGroup | None:
-        """Process group of all ranks; ``None`` without process groups. Takes CPU tensors on any device."""
+        """Process group of all ranks, which supports CPU tensors too; ``None`` without process groups."""
         return dist.group.WORLD if self.is_distributed else None
 
     def barrier(self) -> None:
-        """Wait for all processes, not for their devices. Collective over all ranks."""
+        """Wait for all processes, but not for their devices. Collective over all ranks."""
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1), group=self.world)
 
     def set_timeout(self, phase: Literal["startup", "step", "checkpoint"], seconds: float) -> None:
-        """Change one of the job's ``timeouts``, and that of all process groups with it. To be called on all ranks.
+        """Change one of the job's ``timeouts``, and the timeout of all process groups. Call it on all ranks.
 
-        A rank that waits longer in this phase ends the run with a report. Process groups get the longest of all
-        limits and a margin, because a rank in a short phase may wait for one in a long phase. Nothing where a process
-        is alone.
+        A rank that waits longer in this phase ends the run with a report. Process groups get the longest of all limits
+        plus a margin, as a rank in a short phase may wait for a rank in a long one. No effect for a single process.
 
         Raises:
-            BuildError: there is no such phase, or the time is not above 0.
+            BuildError: the phase does not exist, or the time is not above 0.
         """
         if phase not in _PHASES or not seconds > 0:
             raise BuildError(
@@ -182,7 +182,7 @@ class Topology:
 
     @contextmanager
     def main_first(self, per_machine: bool = False) -> Iterator[None]:
-        """Run the block on the main process first (on each machine's first, if asked), then on all others.
+        """Run the block on the main process first (or on the first process of each machine), then on all others.
 
         Collective over all ranks.
         """
@@ -198,8 +198,8 @@ class Topology:
         for dim in dims:
             if dim not in known:
                 raise BuildError(
-                    f"view '{view}' of the mesh has no dimension '{dim}'; it has {', '.join(known)}; along base axes "
-                    "there is axes_group()"
+                    f"view '{view}' of the mesh has no dimension '{dim}'; it has {', '.join(known)}; for base axes use "
+                    "axes_group()"
                 )
 
     def _make_mesh(self, grid: Grid) -> DeviceMesh:
@@ -220,7 +220,7 @@ class Topology:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         if (ranks, purpose) not in self._groups:
-            # Only members take part: every rank creates exactly its own group of each partition, in the same order.
+            # Only members take part: each rank creates its own group of each partition, in the same order.
             group = dist.new_group(list(ranks), use_local_synchronization=True, **how or {})
             assert isinstance(group, dist.ProcessGroup)
             self._groups[ranks, purpose] = group
@@ -228,7 +228,7 @@ class Topology:
 
 
 def describe_rank(sizes: Mapping[str, int], rank: int) -> str:
-    """``rank 3 (dp_replicate=1, dp_shard=1)``; axes of size one are left out."""
+    """``rank 3 (dp_replicate=1, dp_shard=1)``; without axes of size one."""
     coordinate = Grid({axis: sizes[axis] for axis in AXES}).coordinate(rank)
     shown = ", ".join(f"{axis}={at}" for axis, at in coordinate.items() if sizes[axis] > 1)
     return f"rank {rank} ({shown})" if shown else f"rank {rank}"

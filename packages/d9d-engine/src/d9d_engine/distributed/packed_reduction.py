@@ -1,4 +1,4 @@
-"""All-reduce of many tensors at once: one for each operation and dtype."""
+"""All-reduce of many tensors packed into one buffer per operation and dtype."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Key = tuple[str, torch.dtype]
 
 @dataclass(frozen=True)
 class PackedReduction:
-    """Copies of many tensors, packed for their all-reduce.
+    """Copies of many tensors, packed into 1-D buffers for an all-reduce.
 
     Attributes:
-        buffers: (operation, dtype) -> copies of all tensors of that kind, one after the other, 1-D.
-        places: name -> its buffer, where it begins there, and its shape.
+        buffers: (operation, dtype) -> 1-D buffer with copies of all such tensors.
+        places: name -> key of its buffer, offset in the buffer, and shape.
     """
 
     buffers: Mapping[Key, Tensor]
@@ -31,12 +31,12 @@ class PackedReduction:
     def of(
         tensors: Mapping[str, Tensor], operations: Mapping[str, str], device: torch.device | None
     ) -> PackedReduction:
-        """Pack tensors: a copy of each, so that they may change from then on. Does not wait for the device.
+        """Pack copies of tensors; the tensors may change afterwards. Does not wait for the device.
 
         Args:
-            tensors: by name; the same names, shapes and dtypes in the same order on all ranks.
-            operations: ``sum``, ``max`` or ``min`` of each.
-            device: of the buffers; ``None`` if all tensors are on one.
+            tensors: name -> tensor; names, shapes, dtypes and their order must be the same on all ranks.
+            operations: name -> ``sum``, ``max`` or ``min``.
+            device: device of the buffers; ``None`` if all tensors are on one device.
         """
         pieces: dict[Key, list[Tensor]] = {}
         places: dict[str, tuple[Key, int, torch.Size]] = {}
@@ -44,12 +44,12 @@ class PackedReduction:
             key = (operations[name], tensor.dtype)
             of_key = pieces.setdefault(key, [])
             places[name] = (key, sum(piece.numel() for piece in of_key), tensor.shape)
-            # What was never updated may be in the host's memory still, as on ranks without the last stage.
+            # A state that was never updated may still be in host memory, as on ranks without the last stage.
             of_key.append(tensor.detach().to(device, non_blocking=True).reshape(-1))
         return PackedReduction({key: torch.cat(of_key) for key, of_key in pieces.items()}, places)
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, Tensor]:
-        """Reduce the buffers in place: name -> view of its merged tensor. Collective over the group."""
+        """Reduce the buffers in place; return name -> view of the reduced tensor. Collective over the group."""
         for (operation, _), buffer in self.buffers.items():
             dist.all_reduce(buffer, _OPERATIONS[operation], group)
         return {name: self.view(name) for name in self.places}

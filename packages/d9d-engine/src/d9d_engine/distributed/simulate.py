@@ -1,4 +1,4 @@
-"""Simulation of a world of which only one process exists: meshes of any size, without communication."""
+"""Simulation of a world with one real process: meshes of any size, without communication."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import distributed as dist
 
-# The one way to get at the fake backend: importing this module registers it. A test fails when that changes.
+# Importing this private module registers the fake backend; there is no public way. A test detects changes.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 __all__ = ["simulated_world"]
@@ -16,12 +16,12 @@ __all__ = ["simulated_world"]
 
 @contextmanager
 def simulated_world(size: int, rank: int = 0) -> Iterator[None]:
-    """Simulate a world inside the block: this process is rank ``rank`` of ``size``, and collectives do nothing.
+    """Simulate a world inside the block: this process is rank ``rank`` of ``size``; collectives do nothing.
 
-    Within a real world of that size the block changes nothing.
+    Inside a real world of the same size, the block has no effect.
 
     Raises:
-        RuntimeError: there is a real world of another size.
+        RuntimeError: the process is in a real world of another size.
     """
     if dist.is_initialized():
         if dist.get_world_size() != size:
@@ -30,7 +30,7 @@ def simulated_world(size: int, rank: int = 0) -> Iterator[None]:
         return
     hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    sys.excepthook = hook  # torch's puts the rank in front of every line of a traceback; here is one process
+    sys.excepthook = hook  # torch's hook adds the rank to every line of a traceback
     try:
         yield
     finally:

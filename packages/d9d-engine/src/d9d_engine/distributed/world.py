@@ -1,4 +1,4 @@
-"""Joining and leaving the default process group, from what the environment of a process says."""
+"""Joining and leaving the default process group, as the environment variables of the process say."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from d9d_engine.supervision.hang_report import FAILED, Alarm
 from d9d_engine.supervision.identity import Identity, Store, agree, wait_until
 from d9d_engine.supervision.watchdog import Watchdog
 
-#: The watchdog's report comes before any backend's own.
+#: Seconds added to the longest limit, so that the watchdog reports before a backend's timeout.
 _BACKEND_MARGIN = 60.0
-#: Variables with the interface on which a backend listens.
+#: Variables with the network interface on which a backend listens.
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """World of a job's processes, as one of them sees it.
+    """World of a job's processes, as seen by one of them.
 
     Attributes:
-        env: this process.
-        store: what ranks tell each other without a communicator.
-        watchdog: to be told what the process is about to do.
+        env: rank and sizes of this process.
+        store: key-value store shared by all ranks, which needs no communicator.
+        watchdog: enforces the time limits of phases.
     """
 
     env: ProcessEnv
@@ -56,22 +56,22 @@ def joined(
     timeouts: Mapping[str, float],
     reporter: FailureReporter | None = None,
 ) -> Iterator[World]:
-    """Join the world of all ranks inside the block, as a process group. Collective over all ranks.
+    """Join the world of all ranks inside the block, with a default process group. Collective over all ranks.
 
-    First the ranks compare what they are about to run; only then are communicators made. A default process group that
-    exists already is used as it is, and left.
+    The ranks compare their jobs and versions before communicators are created. An existing default process group is
+    used and not destroyed.
 
     Args:
-        env: this process.
-        device: what it computes on.
-        identity: what must be equal on all ranks.
+        env: rank and sizes of this process.
+        device: device of this process.
+        identity: jobs, plugins and versions, which must be equal on all ranks.
         sizes: mesh axis -> size, for messages.
         timeouts: ``startup``, ``step`` and ``checkpoint`` in seconds.
-        reporter: tells the user why this rank failed; by default an exception just leaves the block.
+        reporter: reports to the user why this rank failed; by default an exception just leaves the block.
 
     Raises:
-        JobError: jobs or software differ between ranks.
-        PluginError: loaded plugins differ between ranks.
+        JobError: ranks have different jobs or software.
+        PluginError: ranks have different plugins.
         TrainingError: ranks did not arrive in time.
     """
     with _loopback(env):
@@ -92,19 +92,19 @@ def joined(
                 tell = reporter or FailureReporter(who, None)
                 shortest = min(timeouts.values())
                 alarm = Alarm(
-                    # A connection of its own: the main thread may be waiting for the store.
+                    # A separate connection: the main thread may be waiting for the store.
                     store.clone(),
                     env.rank,
                     env.world_size,
                     tell=lambda failure: tell.tell(failure, claim),
                     grace=min(10.0, max(2.0, shortest / 4)),
                 )
-                # Each rank asks the store: seldom enough for thousands of them.
+                # Each rank polls the store, so the pause grows with the number of ranks.
                 watchdog.start(alarm, pause=min(max(1.0, env.world_size / 1000), shortest / 4))
             yield World(env, store, watchdog)
         except BaseException as error:
             if reporter is not None and isinstance(error, Exception):
-                # Before connections close: the others must find out who was first.
+                # Report before connections close: the other ranks read from the store which rank failed first.
                 reporter.raised(error, claim)
             watchdog.stop()
             if own and dist.is_initialized():
@@ -117,8 +117,8 @@ def joined(
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """Process groups of this process, the default one included, whoever made them."""
-    # torch has no public list. Groups of libraries must be found, too.
+    """All process groups of this process, including the default one and groups made by libraries."""
+    # torch has no public list of process groups.
     return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]  # noqa: SLF001
 
 
@@ -128,7 +128,7 @@ def _meet(env: ProcessEnv, timeout: float) -> Store:
         # A world may be joined several times; each time needs fresh keys, the same on all ranks.
         return _below(f"d9d/{store.add(f'd9d/joins/{dist.get_rank()}', 1)}", store)
     if env.master is not None:
-        # Processes that the agent starts anew find the same server.
+        # After a restart by the agent, processes find the same server.
         return _below(f"d9d/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _connect(env, env.master, timeout))
     if env.world_size > 1:
         raise JobError(f"{env.world_size} processes need MASTER_ADDR and MASTER_PORT to meet; torchrun sets both")
@@ -136,8 +136,9 @@ def _meet(env: ProcessEnv, timeout: float) -> Store:
 
 
 def _connect(env: ProcessEnv, master: tuple[str, int], timeout: float) -> Store:
-    # torchrun's agent or d9d's launcher may serve a store already, and says so; see torch.distributed.rendezvous, which
-    # cannot be used: it waits until all have come, and does not tell who is missing.
+    # torchrun's agent or d9d's launcher may already serve a store, and sets a variable then.
+    # torch.distributed.rendezvous
+    # cannot be used: it waits until all ranks have come, and does not tell which ones are missing.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     host, port = master
     if not served and env.local_world_size == env.world_size:
@@ -164,9 +165,9 @@ def _connect(env: ProcessEnv, master: tuple[str, int], timeout: float) -> Store:
 
 
 def _listening_at(host: str, port: int) -> int | None:
-    """Descriptor of a socket that listens at an address and nowhere else; ``None`` for a host that only has a name.
+    """File descriptor of a socket that listens at one address only; ``None`` if the host is given by name.
 
-    A name may mean another address here than elsewhere, such as 127.0.1.1 for this machine's own.
+    A name may resolve to another address here than on other machines, such as 127.0.1.1 for this machine's own name.
     """
     try:
         address = ipaddress.ip_address(host)
@@ -175,7 +176,7 @@ def _listening_at(host: str, port: int) -> int | None:
     except ValueError:
         return None
     except OSError as error:
-        # The address is that of a router in front of this machine; or a store of this process listens there already.
+        # The address belongs to a router in front of this machine, or a store of this process already listens there.
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None
         raise
@@ -191,8 +192,9 @@ def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     hook = sys.excepthook
-    # No device_id: subgroups would then be split from the whole world, by all of its ranks together, but the topology
-    # has only the members of a group make it.
+    # No device_id: torch would then create subgroups by splitting the world, a collective over all of its ranks, but
+    # the
+    # topology creates a group on its members only.
     dist.init_process_group(
         backend,
         store=_below("group", store),  # type: ignore[arg-type]
@@ -201,10 +203,10 @@ def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -
         timeout=timedelta(seconds=timeout),
     )
     if env.world_size == 1:
-        sys.excepthook = hook  # torch's puts the rank in front of every line of a traceback
+        sys.excepthook = hook  # torch's hook prefixes every line of a traceback with the rank
         return
-    # Gloo connects each rank with all others. One that has its connections and fails at once would close those that
-    # another still makes, which would then tell of these, and not of the failure.
+    # Gloo connects each rank with all others. If a rank failed right after its own connections were made, other ranks
+    # would report broken connections instead of the failure; so wait until all ranks are connected.
     store.add("connected", 1)
 
     def over() -> bool:
@@ -215,9 +217,9 @@ def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -
 
 @contextmanager
 def _loopback(env: ProcessEnv) -> Iterator[None]:
-    """Let backends listen for this machine only if all ranks are on it, unless the user names an interface.
+    """Make backends listen on the loopback only if all ranks are on this machine, unless the user names an interface.
 
-    Alone, gloo needs no network, but warns where the host's own name is unknown.
+    For a single process this avoids a warning of gloo about an unknown host name.
     """
     elsewhere = env.world_size > env.local_world_size or platform.system() != "Linux"
     chosen = [] if elsewhere else [name for name in _INTERFACES if name not in os.environ]
@@ -230,15 +232,16 @@ def _loopback(env: ProcessEnv) -> Iterator[None]:
 
 
 def _set_timeouts(seconds: float) -> None:
-    # The watchdog enforces the limits of phases. A backend's own limit is the last resort, and the same in all phases:
-    # a rank that is in a short phase may be waiting for one that is in a long phase.
+    # The watchdog enforces the limits of phases. A backend's timeout is the last resort, and equal in all phases: a
+    # rank
+    # in a short phase may wait for a rank in a long one.
     for group in process_groups():
         group.set_timeout(timedelta(seconds=seconds))
 
 
 def _leave_together(store: Store, env: ProcessEnv, timeout: float) -> None:
-    # Through the store, not the group: nobody closes a connection that another rank still reads from, and the process
-    # that serves the store is not gone before the others have asked their last question.
+    # Through the store, not the process group: no rank closes a connection that another rank still reads from, and the
+    # process that serves the store stays until the other ranks have made their last request.
     if store.add("left", 1) == env.world_size:
         store.set("all-left", "")
 
@@ -253,12 +256,12 @@ def _leave_together(store: Store, env: ProcessEnv, timeout: float) -> None:
 
 
 def _abort() -> None:
-    # Destroying waits for what is under way, which will never end.
+    # Destroying a group would wait for pending collectives, which never end.
     for group in process_groups():
         _quietly(group.abort)
     _quietly(dist.destroy_process_group)
 
 
 def _quietly(call: Callable[[], object]) -> None:
-    with suppress(RuntimeError):  # what else goes wrong at the end has no further consequence
+    with suppress(RuntimeError):  # failures at the end have no consequences
         call()

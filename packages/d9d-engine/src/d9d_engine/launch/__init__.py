@@ -1,1 +1,1 @@
-"""Launcher of a job's processes on one machine, and the side of the started processes."""
+"""Launcher of a job's processes on one machine, and the launched processes' side."""

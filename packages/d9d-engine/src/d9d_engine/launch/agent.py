@@ -1,8 +1,8 @@
-"""``d9d train --nproc``: starts the processes that torchrun would start, and prints one cause at the end.
+"""``d9d train --nproc``: starts a job's processes like torchrun, and prints a single cause of a failure.
 
-They all are on this machine, and nothing listens where another one could reach it: the store in which ranks meet is
-bound to the loopback, and so are the listeners of gloo and NCCL unless the user names another interface. torch's
-elastic agent would bind its stores to all interfaces, and unpickles what it finds in them.
+All processes are on this machine, and nothing listens on external interfaces: the store for the rendezvous is bound to
+the loopback, and so are gloo and NCCL unless the user names an interface. torch's elastic agent would bind its stores
+to all interfaces, and it unpickles their contents.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Launch of processes by the agent on this machine, and of all again after a failure.
+    """Launch of a job's processes on this machine, with restarts after a failure.
 
     Attributes:
-        arguments: of the Python interpreter.
-        processes: how many.
-        restarts: how often to start all again after a failure.
-        name_of: rank -> how messages call it.
-        patience: seconds until the last process must have ended after the first one did well.
+        arguments: arguments of the Python interpreter.
+        processes: number of processes.
+        restarts: number of restarts of all processes after a failure.
+        name_of: rank -> name of the rank in messages.
+        patience: seconds within which the last process must end after the first one ended without a failure.
     """
 
     arguments: Sequence[str]
@@ -47,14 +47,13 @@ class Launch:
     patience: float = 600.0
 
     def run(self, interrupts: Interrupts | None = None) -> int:
-        """Run until all processes have ended; prints why if they failed.
+        """Run until all processes have ended; prints the cause of a failure.
 
         Args:
-            interrupts: what asked this process to stop before this call.
+            interrupts: stop requests, which may have arrived before this call.
 
         Returns:
-            The exit status: of the process that failed first; 0 if SIGTERM ended the run, 130 if Ctrl-C ended its
-            start-up.
+            Exit status: of the process that failed first; 0 if SIGTERM ended the run; 130 if Ctrl-C ended its start-up.
         """
         with signals_received() as signals:
             if interrupts is not None and interrupts.requested:
@@ -67,7 +66,7 @@ class Launch:
                 if failure is None:
                     return 0
                 _say(failure.text)
-                # Exit status 2 is a mistake in the job or its surroundings, which another attempt repeats.
+                # Exit status 2 means an error in the job or its environment, which a restart would repeat.
                 if attempt == self.restarts or failure.exit_code == 2:
                     return failure.exit_code
                 _say(f"starting all {self.processes} processes again (restart {attempt + 1} of {self.restarts})")
@@ -82,15 +81,15 @@ def run_ranks(
     environ: Mapping[str, str] | None = None,
     output: IO[str] | None = None,
 ) -> Ended:
-    """Run processes as torchrun's agent does, with its variables, on this machine until all have ended.
+    """Run processes on this machine with torchrun's environment variables, until all have ended.
 
     Args:
-        arguments: of the Python interpreter.
-        processes: how many.
-        signals: numbers of the signals that this process received; see :func:`signals_received`.
-        patience: seconds until the last one must have ended after the first one did well.
-        environ: environment variables; by default, those of this process.
-        output: where they print; by default, where this process prints.
+        arguments: arguments of the Python interpreter.
+        processes: number of processes.
+        signals: signals that this process has received; see :func:`signals_received`.
+        patience: seconds within which the last process must end after the first one ended without a failure.
+        environ: environment variables; by default, the ones of this process.
+        output: file for their output; by default, the output of this process.
     """
     store = _loopback_store()
     common = _environment(processes) | dict(os.environ if environ is None else environ)
@@ -108,18 +107,18 @@ def run_module(
     output: IO[str] | None = None,
     patience: float = 600.0,
 ) -> Failure | None:
-    """Run a module in processes as torchrun's agent does, with its variables, out of reach of other machines.
+    """Run a module in several processes with torchrun's environment variables, unreachable from other machines.
 
     Args:
         module: name for ``python -m``.
-        arguments: of the module.
-        processes: how many.
-        environ: environment variables; by default, those of this process.
-        output: where they print; by default, where this process prints.
-        patience: seconds until the last one must have ended after the first one did well.
+        arguments: arguments of the module.
+        processes: number of processes.
+        environ: environment variables; by default, the ones of this process.
+        output: file for their output; by default, the output of this process.
+        patience: seconds within which the last process must end after the first one ended without a failure.
 
     Returns:
-        Why the process that failed first did, or ``None``.
+        Cause of the first failure, or ``None``.
 
     Raises:
         KeyboardInterrupt: this process was asked to stop; all others have ended.
@@ -133,9 +132,9 @@ def run_module(
 
 @contextmanager
 def signals_received() -> Iterator[list[int]]:
-    """Signals that ask the agent of launched processes to stop: their numbers, as they arrive within the block.
+    """Yield a list that collects the numbers of stop signals as they arrive inside the block.
 
-    Outside the main thread signals cannot be caught, and none arrives.
+    Signals can only be caught in the main thread; in other threads the list stays empty.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -154,11 +153,11 @@ def signals_received() -> Iterator[list[int]]:
 
 
 def cause(failed: Sequence[Rank], name_of: Callable[[int], str]) -> Failure:
-    """Cause of a launch's end among failed processes: the failure that led to the others.
+    """Choose the original failure among the failed processes; the others failed as a consequence.
 
     Args:
-        failed: at least one, without those that the launcher ended.
-        name_of: rank -> how messages call it.
+        failed: at least one process, without processes that the launcher ended.
+        name_of: rank -> name of the rank in messages.
     """
 
     def order(rank: Rank) -> tuple[int, int]:
@@ -183,7 +182,7 @@ def cause(failed: Sequence[Rank], name_of: Callable[[int], str]) -> Failure:
 
 
 def _stopped(ended: Ended, failure: Failure | None, first: bool) -> int:
-    """Exit status of a run that was asked to stop; says what became of it unless the processes did."""
+    """Exit status of a run that was asked to stop; prints the outcome unless the processes have printed it."""
     if ended.training and not ended.insisted:
         if failure is not None:
             _say(failure.text)
@@ -198,7 +197,7 @@ def _stopped(ended: Ended, failure: Failure | None, first: bool) -> int:
 
 
 def _loopback_store() -> Any:
-    """Store in which ranks meet, served by this process to this machine alone."""
+    """Store for the rendezvous, served by this process and reachable from this machine only."""
     from torch import distributed as dist
 
     listening = socket.create_server((_LOOPBACK, 0))
@@ -209,14 +208,14 @@ def _loopback_store() -> Any:
 
 
 def _environment(processes: int) -> dict[str, str]:
-    """Environment of started processes, where the user has set nothing else."""
+    """Environment variables of started processes, unless the user sets them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     values = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
     if platform.system() == "Linux":
-        # All are on this machine, whose own name may be unknown to it.
+        # All processes are on this machine, whose own host name may not resolve.
         values |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return values
 
 
 def _say(text: str) -> None:
-    print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - its purpose
+    print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - console output is the purpose

@@ -1,7 +1,7 @@
-"""Link between a launcher and a process that it started: two connected sockets, which end with either of them.
+"""Link between the launcher and a process that it started: a pair of connected sockets.
 
-The launcher asks to stop; the process tells how far it is, that somebody else asked it to stop, and why it failed. No
-file and no process number is involved, so that nothing is left behind whoever is killed. Imports no torch.
+The launcher sends stop requests; the process sends its progress, stop signals it received, and its failure. Sockets end
+with the processes, so nothing is left behind if either is killed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 from d9d_engine.supervision.failure import Failure
 
-#: Number of the socket's descriptor in the environment of started processes.
+#: Environment variable of started processes with the socket's file descriptor.
 VARIABLE = "D9D_LAUNCH_FD"
 
 
 class Link:
-    """One end of a link between a launcher and its process. Messages are JSON objects, one a line.
+    """One end of a link between launcher and process. Each message is a JSON object in one line.
 
     Args:
-        connection: connected to the other end.
+        connection: socket connected to the other end.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -35,7 +35,7 @@ class Link:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Link | None:
-        """Link to the launcher, in a process that ``d9d train --nproc`` started; processes it starts do not get it."""
+        """Link to the launcher if ``d9d train --nproc`` started this process; child processes do not inherit it."""
         if VARIABLE not in environ:
             return None
         connection = socket.socket(fileno=int(environ[VARIABLE]))
@@ -44,15 +44,15 @@ class Link:
         return cls(connection)
 
     def send(self, **message: Any) -> None:
-        """Send a message, unless the other end is gone. Not for signal handlers: it takes a lock."""
+        """Send a message, unless the other end is closed. Do not call it in signal handlers: it takes a lock."""
         with self._lock, suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Read what has come; waits if nothing has.
+        """Yield the received messages; waits if there are none.
 
         Raises:
-            EOFError: the other end is gone.
+            EOFError: the other end is closed.
         """
         try:
             data = self.connection.recv(65536)
@@ -64,9 +64,9 @@ class Link:
         yield from map(json.loads, lines)
 
     def failed(self, failure: Failure) -> None:
-        """Tell why this process fails; the last one counts."""
+        """Report the failure of this process to the launcher; a later report replaces an earlier one."""
         self.send(failure=asdict(failure))
 
     def echoes(self, first: str) -> None:
-        """Tell that this process fails because another one did."""
+        """Report that this process fails because rank ``first`` failed."""
         self.send(failure=None, first=first)

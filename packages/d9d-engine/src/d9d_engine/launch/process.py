@@ -1,4 +1,4 @@
-"""Process of a job: its warnings, its failure, and its end with the launcher that started it."""
+"""Launched process of a job: its warnings, its failure, and its end if the launcher dies."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.interrupt import Interrupts, stop_signals
 from d9d_engine.supervision.failure import ErrorFile, Failure, FailureReporter, Listener
 
-#: Where an elastic agent wants to read why a process failed.
+#: Environment variable with the file in which torch's elastic agent expects the failure.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-#: Exit status of a process whose launcher is gone: what a shell shows for SIGTERM.
+#: Exit status of a process whose launcher has died; a shell shows the same for SIGTERM.
 ENDED = 128 + signal.SIGTERM
-#: Between the command line and what it runs.
+#: Files left out of reported tracebacks: frames between the command line and the job.
 _HIDDEN = {
     contextlib.__file__,
     *(str(Path(d9d_engine.__path__[0]) / name) for name in ("joining.py", "launch/start.py", "distributed/world.py")),
@@ -33,12 +33,12 @@ _HIDDEN = {
 
 
 class Process:
-    """Process that a launcher started among several for a job; made by :func:`running`.
+    """Process that a launcher started as one of several; made by :func:`running`.
 
     Args:
-        env: which one.
-        listener: who wants to know why it fails.
-        repeats: what is true of the job file alone has been said, by the launcher or by rank 0.
+        env: rank and sizes of this process.
+        listener: receives the failure of this process; ``None`` without a launcher that reads it.
+        repeats: whether the launcher or rank 0 already prints the messages about the job file.
     """
 
     def __init__(self, env: ProcessEnv, listener: Listener | None, repeats: bool) -> None:
@@ -49,40 +49,40 @@ class Process:
         self._name = f"rank {env.rank}"
 
     def reporter(self, name: str) -> FailureReporter:
-        """Reporter of the failure of this rank.
+        """Make the reporter of this rank's failure.
 
         Args:
-            name: the rank with its coordinates, which are known once the job is; warnings show it from now on.
+            name: rank with its coordinates, known once the job is loaded; used in warnings from now on.
         """
         self._name = name
         self._reporter = FailureReporter(f"{name} on {self.env.node}", self._listener, hide=_HIDDEN)
         return self._reporter
 
     def fail(self, error: Exception) -> NoReturn:
-        """End the process, and report the reason unless that was done."""
+        """End the process with an error, and report the error unless that was done."""
         failure = Failure.of(error, f"{self._name} on {self.env.node}")
         if self._reporter is None or not self._reporter.told:
-            # The ranks have not met, so nobody knows whether others say the same.
+            # The ranks have not joined, so each one reports its own failure.
             reporter = self._reporter or FailureReporter(failure.text, self._listener)
             reporter.tell(failure, claim=lambda name: name)
         sys.exit(failure.exit_code)
 
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
-        """Replacement of ``warnings.showwarning``: says which rank warns."""
+        """Replacement of ``warnings.showwarning`` that adds the rank."""
         text = warnings.formatwarning(message, category, filename, lineno, "")
         print(visible(f"{self._name}: {text}"), end="", file=sys.stderr, flush=True)  # noqa: T201
 
 
 @contextlib.contextmanager
 def running(env: ProcessEnv, environ: Mapping[str, str], interrupts: Interrupts) -> Iterator[Process]:
-    """Run as a launched process of a job inside the block: an error that leaves it ends the process, reported once.
+    """Run the block as a launched process of a job: an exception ends the process and is reported once.
 
-    A process that nobody started as one of several just runs the block.
+    Without a launcher, the block just runs.
 
     Args:
-        env: which process.
-        environ: its environment variables.
-        interrupts: what the launcher asks for arrives there.
+        env: rank and sizes of this process.
+        environ: environment variables of this process.
+        interrupts: receives the launcher's stop requests.
     """
     link = Link.from_environment(environ)
     listener = link or (ErrorFile(Path(environ[ERROR_FILE])) if ERROR_FILE in environ else None)
@@ -106,15 +106,16 @@ def running(env: ProcessEnv, environ: Mapping[str, str], interrupts: Interrupts)
 
 
 def _follow(link: Link, interrupts: Interrupts) -> None:
-    """Do what the launcher asks, tell it what others ask, and end this process when it is gone.
+    """Watch, in a thread, for stop requests of the launcher and for signals; exit if the launcher dies.
 
-    Whoever asks one process asks all: the main thread may be waiting for another rank, and is then not reached by a
-    signal. Python notes it in this file at once, whatever the main thread does.
+    A stop request from the launcher is passed to ``interrupts``. A SIGINT or SIGTERM sent to this process is forwarded
+    to the launcher, which asks all processes. The thread reads signals from a pipe (``signal.set_wakeup_fd``), because
+    the main thread may be blocked while it waits for another rank.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    # What is sent to a forked process, such as a worker of a plugin, is not for this one.
+    # Signals sent to a forked child, such as a plugin's worker, must not be forwarded.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     interrupts.entered = lambda: link.send(training=True)
     asking = (signal.SIGINT, *stop_signals())

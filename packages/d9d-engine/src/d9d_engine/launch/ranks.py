@@ -1,4 +1,4 @@
-"""Processes that a launcher started: what it hears from them, and their end."""
+"""Launched processes of a job: their messages to the launcher, and their end."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from d9d_engine.launch.link import VARIABLE, Link
 from d9d_engine.run.interrupt import stop_signals
 from d9d_engine.supervision.failure import Failure
 
-#: How long processes may go on after another one failed, to find out by themselves and tell what they know.
+#: Seconds that processes may continue after one failed, to detect and report the failure themselves.
 _LAST_SECONDS = 2.0
-#: How long a process may take to end after it was done. It ends itself, and says what kept it, before that.
+#: Seconds in which a finished process must exit. Before that, its own watchdog ends it and reports the reason.
 _DONE_SECONDS = PATIENCE + 30
-#: How often to look whether a process has ended.
+#: Seconds between checks whether a process has ended.
 _PAUSE = 0.05
 
 
 @dataclass
 class Rank:
-    """Rank that a launcher started: its process, and what is known about it.
+    """Launched process of a rank, with its reported state.
 
     Attributes:
-        number: its rank.
-        process: as the system knows it.
-        link: to the process.
-        training: it has something to save.
-        done: it has done all it had to.
-        done_at: when it told so, by the clock ``time.monotonic``.
-        failure: why it fails, in its own words.
-        echoes: it fails because another one did.
-        exit_code: how it ended; minus the signal's number if one killed it.
+        number: rank.
+        process: handle of the process.
+        link: link to the process.
+        training: whether the process has progress to save.
+        done: whether the process has finished its work.
+        done_at: time at which it reported that, by ``time.monotonic``.
+        failure: failure that the process reported.
+        echoes: whether the process failed because another one did.
+        exit_code: exit status; minus the signal's number if a signal killed the process.
         ended: place in the order in which processes ended.
     """
 
@@ -57,7 +57,7 @@ class Rank:
     ended: int = 0
 
     def hear(self) -> str | None:
-        """Read what the process tells; returns the name of a signal if one asked it to stop."""
+        """Read the process's messages; return the name of a signal that asked the process to stop, if any."""
         asked = None
         for message in self.link.receive():
             self.training |= "training" in message
@@ -72,13 +72,13 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """End of all processes.
+    """Result of a launch after all processes have ended.
 
     Attributes:
-        failed: those that failed, without those that had to be ended for it.
+        failed: processes that failed by themselves, without processes that the launcher ended.
         asked: name of the signal that asked to stop, or ``None``.
-        training: whether there was something to save.
-        insisted: whether they were not given the time for it.
+        training: whether the processes had progress to save.
+        insisted: whether repeated requests ended them before they could save.
     """
 
     failed: Sequence[Rank]
@@ -88,12 +88,12 @@ class Ended:
 
 
 class Ranks:
-    """Ranks that a launcher started in one attempt, each a process.
+    """Processes of one launch attempt, one for each rank.
 
     Args:
-        arguments: of the Python interpreter.
-        environments: of each process; their number is that of the processes.
-        output: where they print; by default, where this process prints.
+        arguments: arguments of the Python interpreter.
+        environments: environment variables of each process.
+        output: file for their output; by default, the output of this process.
     """
 
     def __init__(
@@ -111,11 +111,12 @@ class Ranks:
     def wait(self, signals: list[int], patience: float) -> Ended:
         """Wait until all processes have ended.
 
-        A request to stop reaches all of them. If one has something to save, they get the time; else they are ended.
+        A stop request is sent to all processes. If a process has progress to save, they get time for that; else they
+        are killed.
 
         Args:
-            signals: numbers of the signals that this process received; a handler may add to it meanwhile.
-            patience: seconds until the last one must have ended after the first one did well.
+            signals: signals that this process has received; a signal handler may append to it.
+            patience: seconds within which the last process must end after the first one ended without a failure.
         """
         asked: str | None = None
         heeded, deadline, failing, insisted = 0, float("inf"), False, False
@@ -125,7 +126,7 @@ class Ranks:
             ended = [rank for rank in self.ranks if rank.exit_code is not None]
             if asked is None and (asked := _name(signals[0]) if signals else told):
                 self._ask(asked)
-            # The first one may have reached other processes, too: it is the same request.
+            # The first signal may also have reached other processes, so it counts as one request.
             for times in range(max(1, heeded), len(signals)):
                 if self._insist(signals[times], times):
                     failing, insisted, deadline = True, True, time.monotonic() + _LAST_SECONDS
@@ -142,7 +143,7 @@ class Ranks:
         return self._close(asked, insisted)
 
     def kill(self) -> None:
-        """End all processes at once."""
+        """Kill all processes."""
         for rank in self.ranks:
             rank.process.kill()
             rank.process.wait()
@@ -158,7 +159,7 @@ class Ranks:
                 pass_fds=[there.fileno()],
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C reaches this process only, which asks the others
+                start_new_session=True,  # Ctrl-C reaches only this process, which asks the others
             )
         rank = Rank(number, process, Link(here))
         self.ranks.append(rank)
@@ -172,16 +173,16 @@ class Ranks:
             except EOFError:
                 self._selector.unregister(key.fileobj)
         if not self._selector.get_map():
-            time.sleep(pause)  # processes that take no part in this
+            time.sleep(pause)  # no process has a link
         return told
 
     def _note_ends(self) -> str | None:
-        """Note which processes have ended; returns the signal that asked the first to stop before it could tell."""
+        """Record ended processes; return the signal that ended the first of them before training, if one did."""
         told = None
         for rank in self.ranks:
             if rank.exit_code is not None or (code := rank.process.poll()) is None:
                 continue
-            told = self._hear(0) or told  # its last words
+            told = self._hear(0) or told  # messages sent before the end
             rank.exit_code = code
             rank.ended = sum(one.exit_code is not None for one in self.ranks)
             if -code in (signal.SIGINT, *stop_signals()) and not self._training():
@@ -200,7 +201,7 @@ class Ranks:
                 rank.link.send(stop=name)
 
     def _insist(self, number: int, before: int) -> bool:
-        """Pass on another Ctrl-C, or kill at the third request; returns whether processes get no more time."""
+        """Forward another Ctrl-C, or kill at the third request; return whether processes get no more time."""
         for rank in self.ranks:
             if rank.exit_code is None and before > 1:
                 rank.process.kill()
@@ -209,11 +210,11 @@ class Ranks:
         return number == signal.SIGINT or before > 1
 
     def _end_the_done(self, now: float) -> None:
-        """End the processes that were done long ago, and that their own watch has not ended either."""
+        """Kill finished processes that have neither exited nor been ended by their own watchdog."""
         for rank in self.ranks:
             if rank.exit_code is None and now > rank.done_at + _DONE_SECONDS:
                 rank.done_at = float("inf")
-                text = f"warning: rank {rank.number} was done {_DONE_SECONDS:g} s ago, but did not end; it was killed"
+                text = f"warning: rank {rank.number} has been done for {_DONE_SECONDS:g} s, but did not exit; killed it"
                 print(visible(text), file=sys.stderr, flush=True)  # noqa: T201
                 rank.process.kill()
 

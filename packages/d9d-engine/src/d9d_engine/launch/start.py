@@ -1,4 +1,4 @@
-"""Launching of a job's processes from the command line, and the start of each of them."""
+"""Launch of a job's processes from the command line, and start-up of each process."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ Runs = TypeVar("Runs", bound=JoinsProcesses)
 Nproc = Annotated[
     str | None,
     typer.Option(
-        metavar="N", help="Start this many processes here; 'auto': as many as the mesh needs, or as there are devices."
+        metavar="N",
+        help="Start this many processes on this machine; 'auto': as many as the mesh needs, or one per device.",
     ),
 ]
 
 
 Alone = Annotated[
-    bool, typer.Option("--alone", help="Run on this machine alone, whatever the environment says of launchers.")
+    bool, typer.Option("--alone", help="Run on this machine only, and ignore the environment variables of launchers.")
 ]
 
 
 def process_of_launcher(environ: MutableMapping[str, str], alone: bool) -> ProcessEnv:
-    """Process that starts, among all that its launcher started; it is refused where it would be alone by mistake.
+    """Rank and sizes of this process, from its launcher's variables; refuses to run alone on one of several machines.
 
     Args:
         environ: environment variables; with ``alone``, the variables of launchers are removed.
-        alone: the user said that there are no others.
+        alone: whether the user gave ``--alone``.
 
     Raises:
         JobError: variables are malformed, or this machine is one of several.
@@ -52,9 +53,9 @@ def process_of_launcher(environ: MutableMapping[str, str], alone: bool) -> Proce
     env = ProcessEnv.from_environment(environ)
     if env.launcher == "mpi" and env.master is None:
         raise JobError(
-            f"MPI started this process as rank {env.rank} of {env.world_size}, but MASTER_ADDR does not say where they "
-            "meet; set it to the machine of rank 0, such as mpirun -x MASTER_ADDR=$(hostname) ..., or give --alone if "
-            "these variables are left from something else"
+            f"MPI started this process as rank {env.rank} of {env.world_size}, but MASTER_ADDR, the address of the "
+            "rendezvous, is not set; set it to the machine of rank 0, such as mpirun -x MASTER_ADDR=$(hostname) ..., "
+            "or give --alone if these variables are left over from another program"
         )
     if env.launcher is None and not alone and (warning := refuse_one_of_several_machines(environ, sys.argv[1:])):
         print_note(warning)
@@ -62,7 +63,7 @@ def process_of_launcher(environ: MutableMapping[str, str], alone: bool) -> Proce
 
 
 def option_words(overrides: Sequence[str], plugin: Sequence[Path], no_plugins: bool, strict: bool) -> list[str]:
-    """Words of the options that every command with a job file has, for the processes that it starts."""
+    """Command-line arguments that repeat the common options of a job command, for the launched processes."""
     words = [word for option in overrides for word in ("--set", option)]
     words += [word for file in plugin for word in ("--plugin", str(file))]
     return [*words, *["--no-plugins"] * no_plugins, *["--strict-plugins"] * strict]
@@ -72,10 +73,10 @@ class Joined(NamedTuple, Generic[Runs]):
     """Process that has joined the others of its job.
 
     Attributes:
-        job: the job.
+        job: loaded job.
         topology: this process among others.
-        start: the clock of the start; an observer of what the job does first.
-        alone: whether nobody has started this process as one of several.
+        start: clock of the start-up, to be used as an observer of the run.
+        alone: whether the process was started without a launcher.
     """
 
     job: Runs
@@ -92,21 +93,21 @@ def joined_process(
     import_modules: Callable[[], None],
     nothing: str = "trained",
 ) -> Iterator[Joined[Runs]]:
-    """Start a launched process: load a job and join its processes inside the block, with the time of each phase.
+    """Load a job and join its processes inside the block, and time each phase of the start-up.
 
     Args:
-        process: this one.
-        interrupts: requests to stop.
-        load: the job.
-        import_modules: imports what builds the job, once and for all that follows.
-        nothing: what has not been done yet, in a word.
+        process: this process.
+        interrupts: stop requests.
+        load: loads the job.
+        import_modules: imports the modules that build the job.
+        nothing: past participle for messages about an interrupted start-up: ``nothing was trained``.
     """
     env = process.env
     with StartUp(print_note, shown=env.rank == 0, processes=env.world_size) as start:
-        # A process that is alone may end as soon as it is asked, and says why it failed on its way out, as every
-        # command does. Others stop together, after their first step.
+        # A single process may end as soon as it is asked, and reports a failure like every command. Ranks of a
+        # distributed job stop together, after their first step.
         alone = env.launcher is None
-        with start_up(nothing=nothing):  # between two phases, too
+        with start_up(nothing=nothing):  # covers the time between phases, too
             with start_up(interrupts, alone, nothing):
                 start.ends("plugins", following="job")
                 loaded = load()
@@ -132,7 +133,7 @@ def joined_process(
 
 @contextmanager
 def start_up(interrupts: Interrupts | None = None, alone: bool = False, nothing: str = "trained") -> Iterator[None]:
-    """Start-up of a command inside the block: an interruption says that nothing was done, in this word."""
+    """Add to a KeyboardInterrupt inside the block that nothing was trained (or as ``nothing`` says)."""
     try:
         with interrupts.raised() if interrupts is not None and alone else nullcontext():
             yield
@@ -143,11 +144,11 @@ def start_up(interrupts: Interrupts | None = None, alone: bool = False, nothing:
 
 
 def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None) -> Runs:
-    """Load a job for its start, and check it for the processes that will be started.
+    """Load a job and check it for the number of processes that will be started.
 
     Args:
-        load: number of processes, if known, and whether the job is read again -> the job.
-        nproc: a number; ``auto``; ``None`` is what the mesh needs.
+        load: loads the job for a number of processes; the second argument says whether the job is read again.
+        nproc: number of processes, ``auto``, or ``None`` for as many as the mesh needs.
     """
     if nproc is not None and nproc != "auto":
         if not nproc.isdecimal() or int(nproc) < 1:
@@ -167,7 +168,7 @@ def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None) -
 
 
 def launch(job: JoinsProcesses, arguments: list[str], restarts: int, interrupts: Interrupts) -> int:
-    """Start the processes of a job here, and wait for them; returns the exit status."""
+    """Start the processes of a job on this machine and wait for them; return the exit status."""
     from d9d_engine.launch.agent import Launch
 
     if job.source.note is not None:

@@ -1,4 +1,4 @@
-"""Phases of a start: wall and CPU seconds of everything before the end of the first step. Imports no torch."""
+"""Phases of a start-up: wall and CPU seconds of each phase until the end of the first step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 #: File in the run's directory with the seconds of the last start.
 FILE = "startup.json"
-#: Phase whose line waits for the next one's: a wrong job prints its error and nothing else.
+#: Phase whose line is printed with the next one's, so that an invalid job prints its error only.
 _BEFORE_JOB = "plugins"
-#: Phases with bars and lines of their own on a terminal.
+#: Phases that show their own bars and lines on a terminal.
 _OWN_BARS = ("data", "weights", "trainer", "first step", "progress", "first pack")
-#: Event -> the phase that it ends, and the one that follows.
+#: Event -> the phase that it ends, and the following phase.
 _ENDS: Mapping[type[Any], tuple[str, str]] = {
     ev.ModelPlanned: ("plan", "data"),
     ev.DataReady: ("data", "weights"),
@@ -40,12 +40,12 @@ _ENDS: Mapping[type[Any], tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Phase of a start in this process.
+    """Phase of a start-up in this process.
 
     Attributes:
-        name: what was done.
-        wall: seconds that passed.
-        cpu: seconds of CPU time of all threads.
+        name: name of the phase.
+        wall: elapsed seconds.
+        cpu: seconds of CPU time, over all threads.
     """
 
     name: str
@@ -54,14 +54,15 @@ class Phase:
 
 
 class StartUp:
-    """Clock of a start, and a subscriber that ends its phases.
+    """Clock of a start-up, and a subscriber that ends its phases.
 
-    On the terminal of one process the current phase is a live line; elsewhere each one is a line when it is done. The
-    first step, or pack of inference, ends the start: one line tells the sum, and the run's directory gets the seconds.
+    On the terminal of a single process the current phase is a live line; otherwise each finished phase is printed. The
+    first step, or the first pack of inference, ends the start-up: a summary line is printed, and the times are written
+    to the run's directory.
 
     Args:
         say: prints a line.
-        shown: false for all but one of several processes, and for those the file is not written.
+        shown: whether this process prints lines and writes the file; true for one process of a run.
         processes: number of processes of the run.
     """
 
@@ -71,7 +72,8 @@ class StartUp:
         self._shown = shown
         self._processes = processes
         self._directory: Path | None = None
-        # A process among others is killed when its start is interrupted, and would leave the terminal without a cursor.
+        # One of several processes is killed if its start-up is interrupted, and would leave the terminal without a
+        # cursor.
         self._terminal = shown and processes == 1 and sys.stderr.isatty()
         self._live: Progress | None = None
         self._wall, self._cpu = time.monotonic() - _age(), 0.0
@@ -79,7 +81,7 @@ class StartUp:
         self._unsaid: list[str] = []
 
     def ends(self, name: str, following: str | None = None) -> None:
-        """End a phase: what has passed since the end of the one before is its time. Another one may follow at once."""
+        """End a phase, which lasted since the end of the previous one; optionally show the following phase."""
         wall, cpu = time.monotonic(), time.process_time()
         phase = Phase(name, wall - self._wall, cpu - self._cpu)
         self.phases.append(phase)
@@ -93,7 +95,7 @@ class StartUp:
             self._show(following)
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
-        """Events that end phases."""
+        """Subscriptions to the events that end phases."""
         yield ev.JobConfigured, self._configured
         for event in _ENDS:
             yield event, self._ended
@@ -127,7 +129,7 @@ class StartUp:
         if self._directory is not None:
             seconds = {"wall": wall, "cpu": cpu, "phases": [*map(asdict, self.phases)]}
             record = {"processes": self._processes, **seconds, "environment": environment()}
-            with suppress(OSError):  # a full disk ends no run
+            with suppress(OSError):  # a full disk must not end the run
                 write_text(self._directory / FILE, json.dumps(record, indent=1) + "\n")
 
     def _show(self, name: str) -> None:
@@ -135,7 +137,7 @@ class StartUp:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         columns = (SpinnerColumn(), TextColumn("start-up: {task.description}"), TimeElapsedColumn())
-        own_lines = sys.stdout.isatty()  # lines for a file must not end up in the terminal
+        own_lines = sys.stdout.isatty()  # lines redirected to a file must not appear on the terminal
         self._live = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=own_lines)
         self._live.add_task(name, total=None)
         self._live.start()
@@ -147,19 +149,19 @@ class StartUp:
 
 
 def environment() -> dict[str, str]:
-    """Versions of Python, of torch and of d9d, the system and the GPU, as far as this process knows them."""
+    """Versions of Python, torch and d9d, the system, and the GPU if CUDA is in use."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for package in ("torch", "d9d-core", "d9d-engine", "d9d-weights"):
         with suppress(PackageNotFoundError):
             found[package] = version(package)
-    torch = sys.modules.get("torch")  # it is not imported for this, nor is a GPU that is not in use touched
+    torch = sys.modules.get("torch")  # do not import torch or initialise CUDA for this
     if torch is not None and torch.cuda.is_initialized():
         found["gpu"] = torch.cuda.get_device_name()
     return found
 
 
 def _age() -> float:
-    """Seconds since this process began; where the system does not tell, those that it has computed."""
+    """Seconds since this process began; if the system does not tell, its CPU time."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

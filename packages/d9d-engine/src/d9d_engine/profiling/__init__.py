@@ -1,1 +1,1 @@
-"""Profiling of training steps: traces, memory snapshots, and a table of the time by kind."""
+"""Profiling of training steps: traces, memory snapshots, and a table of time by kind of work."""

@@ -1,4 +1,4 @@
-"""Profiler of training steps: records the last steps of each cycle, and writes a trace on every rank."""
+"""Profiler of training steps: records the last steps of each cycle and writes a trace on every rank."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.profiling.ranges import PREFIX, Ranges
 from d9d_engine.profiling.summary import STEP, Span, table, time_by_kind
 
-#: Allocations and releases that a memory snapshot tells of, the last ones.
+#: Number of the latest allocations and releases in a memory snapshot.
 _MEMORY_EVENTS = 100_000
 
 
 class StepProfiler:
-    """Profiler of steps: a Chrome trace of each cycle on each rank.
+    """Profiler that writes a Chrome trace of each cycle on each rank.
 
-    They are ``<run>/profile/step-N/rank-R-<coordinate>.json.gz``. Which steps are recorded follows from their number:
-    all ranks record the same ones, and a resumed run goes on with the cycles; a window that it enters in its middle is
-    left out. Between two windows, and without a config, it costs nothing. Traces are compressed in a thread; one that
-    cannot be written costs a line of warning.
+    Traces are ``<run>/profile/step-N/rank-R-<coordinate>.json.gz``. The step number alone decides whether a step is
+    recorded: all ranks record the same steps, and a resumed run continues the cycles; a window that it enters in the
+    middle is skipped. Outside of windows, and without a config, the profiler has no cost. Traces are compressed in a
+    thread; if one cannot be written, a warning is printed.
 
     Args:
-        config: which steps, and what of them; ``None`` is off.
+        config: steps and contents to record; ``None`` disables the profiler.
         topology: this process among others.
-        directory: of the run's traces.
+        directory: directory of the run's traces.
         note: prints a line.
-        ranges: switched on while the profiler runs.
+        ranges: profiler ranges, enabled while the profiler runs.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class StepProfiler:
         self._note = note
         self.ranges = ranges
         self._profile: profile | None = None
-        self._done = 0  # steps of the run
-        self._first = 0  # of them, before the first recorded one
+        self._done = 0  # steps of the run done so far
+        self._first = 0  # steps done before the first recorded step
         self._pool: ThreadPoolExecutor | None = None
         self._pending: list[Future[str | None]] = []
 
     def check(self, step: int, total_steps: int) -> None:
-        """Warn if the steps from ``step`` to ``total_steps`` hold no step that would be recorded."""
+        """Warn if no step from ``step`` to ``total_steps`` would be recorded."""
         if (config := self._config) is None:
             return
         first = config.every - config.warmup - config.active
@@ -73,7 +73,7 @@ class StepProfiler:
             )
 
     def before(self, step: int) -> None:
-        """Begin to record if step ``step`` (0-based) is the first of the window of its cycle."""
+        """Start recording if step ``step`` (0-based) is the first of its cycle's window."""
         config = self._config
         if config is None or self._profile is not None:
             return
@@ -82,7 +82,7 @@ class StepProfiler:
         self._done, self._first = step, step + config.warmup
         if config.memory:
             self._record_memory("all")
-        # Else torch's library prints a line of its own on standard error with each window.
+        # Without this, Kineto prints a line on standard error for each window.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         activities = {ProfilerActivity.CPU}
         if self._topology.device.type != "cpu":
@@ -100,7 +100,7 @@ class StepProfiler:
         self._profile.start()
 
     def after(self, done: int) -> None:
-        """Count a step, with all that was due after it; ``done`` are done now. Writes the trace after the last one."""
+        """Advance after a step and its events; ``done`` steps are done. Writes the trace at the end of a window."""
         if self._config is None:
             return
         if self._profile is not None:
@@ -111,7 +111,7 @@ class StepProfiler:
         self._tell(wait=False)
 
     def close(self) -> None:
-        """Write what is recorded, and wait for what is being written."""
+        """Write recorded steps, and wait for pending writes."""
         if self._profile is not None:
             self._stop()
         self._tell(wait=True)
@@ -125,16 +125,16 @@ class StepProfiler:
         self.ranges.on = False
         try:
             running.stop()
-        except RuntimeError as error:  # the device may be what failed
+        except RuntimeError as error:  # the device may have failed
             self._lost(error)
         if self._config is not None and self._config.memory:
             self._record_memory(None)
 
     def _ready(self, finished: profile) -> None:
-        """Hand what was recorded to the thread that writes it."""
+        """Pass a recorded trace to the writing thread."""
         try:
             self._hand_over(finished)
-        except (OSError, RuntimeError) as error:  # a trace is not worth a run
+        except (OSError, RuntimeError) as error:  # a failed trace must not end the run
             self._lost(error)
 
     def _hand_over(self, finished: profile) -> None:
@@ -142,7 +142,7 @@ class StepProfiler:
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"{_rank_name(self._topology)}.json.gz"
         raw = target.with_name(f".{target.stem}")
-        # Here, because one session of the profiler at a time may use its library.
+        # In this thread, because the profiler's library supports one session at a time.
         finished.export_chrome_trace(str(raw))
         snapshot = self._memory_snapshot() if self._config is not None and self._config.memory else None
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="d9d-traces")
@@ -151,11 +151,11 @@ class StepProfiler:
         )
 
     def _write(self, finished: profile, raw: Path, target: Path, snapshot: Any, done: int, steps: int) -> str | None:
-        """Compress a trace, and make the table of it on the main rank."""
+        """Compress a trace; on the main rank, return the table of times."""
         _compress(raw, target)
         if snapshot is not None:
             memory = raw.with_suffix(".memory")
-            # torch's own function for this writes a pickle.
+            # torch's function for this writes a pickle file.
             memory.write_text(json.dumps(snapshot, default=str), encoding="utf-8")
             _compress(memory, target.with_name(f"{_rank_name(self._topology)}.memory.json.gz"))
         if not (self._topology.is_main and steps):
@@ -176,11 +176,11 @@ class StepProfiler:
         return f"{table(times, total, steps, f'profile of {which} ({where})')}\n  traces: {target.parent}"
 
     def _tell(self, wait: bool) -> None:
-        """Print the tables that are ready."""
+        """Print the finished tables."""
         while self._pending and (wait or self._pending[0].done()):
             try:
                 text = self._pending.pop(0).result()
-            except Exception as error:  # a trace is not worth a run
+            except Exception as error:  # a failed trace must not end the run
                 self._lost(error)
             else:
                 if text is not None:
@@ -190,22 +190,22 @@ class StepProfiler:
         text = f"profiling: a trace up to step {self._done} is lost: {error}"
         if self._topology.is_main:
             self._note(f"warning: {text}")
-        else:  # whose notes are not printed
+        else:  # notes of other ranks are not printed
             rank_logger("profiling", self._topology).warning("%s", text)
 
     def _record_memory(self, enabled: str | None) -> None:
-        # Private, and the only way to a history of allocations; a torch without it has no snapshots.
+        # This private function is the only way to a history of allocations; without it there are no snapshots.
         record = getattr(torch.cuda.memory, "_record_memory_history", None)
         if self._topology.device.type == "cuda" and record is not None:
             record(enabled=enabled, max_entries=_MEMORY_EVENTS)
 
     def _memory_snapshot(self) -> Any:
-        snapshot = getattr(torch.cuda.memory, "_snapshot", None)  # private like the history
+        snapshot = getattr(torch.cuda.memory, "_snapshot", None)  # private, too
         return snapshot() if self._topology.device.type == "cuda" and snapshot is not None else None
 
 
 def _action(warmup: int, active: int, number: int) -> ProfilerAction:
-    """Action of torch's profiler in step ``number`` of the window."""
+    """Action of torch's profiler in step ``number`` of a window."""
     if number < warmup:
         return ProfilerAction.WARMUP
     if number < warmup + active - 1:
@@ -214,7 +214,7 @@ def _action(warmup: int, active: int, number: int) -> ProfilerAction:
 
 
 def _rank_name(topology: Topology) -> str:
-    """``rank-3-dp_replicate1-dp_shard1``; axes of size one are left out."""
+    """``rank-3-dp_replicate1-dp_shard1``; without axes of size one."""
     shown = [f"{axis}{at}" for axis, at in topology.coordinate.items() if topology.sizes[axis] > 1]
     return "-".join([f"rank-{topology.rank}", *shown])
 

@@ -1,4 +1,4 @@
-"""Ranges that a profiler shows around the phases and actions of a step."""
+"""Profiler ranges around the phases and actions of a step."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 from d9d_core.schedule import Action, MicrobatchAction, compute_parts
 from torch.profiler import record_function
 
-#: Begin of the name of every range of ours.
+#: Prefix of the names of d9d's ranges.
 PREFIX = "d9d/"
 OPTIMIZER = "optimizer"
 _NOTHING = nullcontext()
 
 
 class Ranges:
-    """Ranges around phases, by name. While no profiler records, one costs as much as a call and an empty block.
+    """Profiler ranges around named phases. If ``on`` is false, a range costs one call and an empty block.
 
     Attributes:
-        on: a profiler records.
+        on: whether a profiler records.
     """
 
     __slots__ = ("on",)
@@ -26,7 +26,7 @@ class Ranges:
         self.on = False
 
     def __call__(self, name: str) -> AbstractContextManager[object]:
-        """Range of a phase, around the block."""
+        """Range of a phase, as a context manager."""
         return record_function(PREFIX + name) if self.on else _NOTHING
 
 

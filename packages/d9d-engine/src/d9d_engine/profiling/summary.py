@@ -1,4 +1,4 @@
-"""Table of the time of profiled steps by kind, from the public events of a profiler."""
+"""Table of the time of profiled steps by kind of work, from a profiler's public events."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Literal
 
 from d9d_engine.profiling.ranges import OPTIMIZER, PREFIX
 
-#: Begin of the name of the range that torch puts around each recorded step.
+#: Prefix of the name of the range that torch puts around each recorded step.
 STEP = "ProfilerStep"
 Kind = Literal["optimizer", "attention", "matmul", "other", "communication"]
-#: Most telling first: where several kinds run at the same time, the first one counts.
+#: Priority: if several kinds run at the same time, the first one is counted.
 _ORDER: tuple[Kind, ...] = ("optimizer", "attention", "matmul", "other", "communication")
 _LABELS = {
     "matmul": "matmul",
@@ -22,7 +22,7 @@ _LABELS = {
     "optimizer": "optimizer",
     "idle": "idle",
 }
-#: Parts of the names of operations and kernels, in lower case; an operation contains those that it calls.
+#: Patterns in lower-case names of operations and kernels; an operation includes the operations that it calls.
 _NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("communication", re.compile(r"nccl|gloo|c10d|allreduce|all_reduce|allgather|all_gather|reducescatter|_c10d_")),
     ("attention", re.compile(r"attention|flash|fmha|sdpa")),
@@ -31,7 +31,8 @@ _NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
         re.compile(r"gemm|cutlass|cublas|nvjet|matmul|grouped_mm|::(add|b|sp)?mm\b|::baddbmm|::(bi)?linear\b|conv"),
     ),
 )
-#: Inductor's own kernels, named after all that they stand between; products and attention are its templates (``tem``).
+#: Inductor's fused elementwise kernels, whose names contain adjacent ops; matrix products and attention are named
+#: ``tem``.
 _BETWEEN = re.compile(r"triton_(poi|per|red|mix|for)_")
 
 
@@ -40,11 +41,11 @@ class Span:
     """Span of one operation or kernel.
 
     Attributes:
-        name: of the operation, kernel or range.
-        start: microseconds.
-        end: microseconds.
-        on_device: ran on an accelerator.
-        is_range: a range that somebody named, and no operation.
+        name: name of the operation, kernel or range.
+        start: start time in microseconds.
+        end: end time in microseconds.
+        on_device: whether it ran on an accelerator.
+        is_range: whether it is a named range rather than an operation.
     """
 
     name: str
@@ -55,32 +56,32 @@ class Span:
 
 
 def kind_of(span: Span) -> Kind | None:
-    """Kind of the work in a span; ``None`` if it says nothing about work, as a range of a phase."""
-    # A step of torch's own optimizers opens a range of theirs, and kernels belong to the innermost one.
+    """Kind of the work in a span; ``None`` if the name does not tell, as for the range of a phase."""
+    # torch's optimizers open their own range in a step, and kernels belong to the innermost range.
     if span.name == PREFIX + OPTIMIZER or span.name.startswith("Optimizer.step#"):
         return "optimizer"
     name = span.name.lower()
     if _BETWEEN.match(name):
         return "other"
     for kind, pattern in _NAMES:
-        # Communication libraries announce their calls as ranges.
+        # Communication libraries open ranges for their calls.
         if pattern.search(name) and (kind == "communication" or not span.is_range):
             return kind
     return None if span.is_range or name.startswith("autograd::") else "other"
 
 
 def time_by_kind(spans: Iterable[Span], count: int) -> tuple[dict[str, float], float]:
-    """Sum up profiled steps: split their recorded time by kind; every moment counts once.
+    """Split the recorded time of profiled steps by kind of work; each moment is counted once.
 
-    The time is that of the accelerator if anything ran there, and of the CPU otherwise. Communication counts where
-    nothing else runs beside it, the optimizer where its range is open, ``idle`` where no operation runs.
+    This is the accelerator's time if any kernel ran there, else the CPU's. Communication is counted while no other kind
+    runs, the optimizer while its range is open, and ``idle`` while no operation runs.
 
     Args:
-        spans: of all threads and streams.
-        count: steps that were recorded to their end.
+        spans: spans of all threads and streams.
+        count: number of completely recorded steps.
 
     Returns:
-        Microseconds by kind, and of the whole.
+        Microseconds by kind, and in total.
     """
     spans = list(spans)
     steps = sorted(
@@ -88,7 +89,7 @@ def time_by_kind(spans: Iterable[Span], count: int) -> tuple[dict[str, float], f
     )
     on_device = [span for span in spans if span.on_device and span not in steps and not span.is_range]
     if on_device:
-        # The device runs behind the CPU: its own first and last moment bound what was recorded of it.
+        # The device lags behind the CPU, so the device's first and last spans bound its recorded time.
         start, end = min(span.start for span in on_device), max(span.end for span in on_device)
     else:
         start, end = steps[0].start, steps[count - 1].end
@@ -115,11 +116,10 @@ def _first(running: list[int]) -> str:
 def table(times: Mapping[str, float], total: float, steps: int, title: str) -> str:
     """Plain-text table of the time by kind, in milliseconds per step and in percent.
 
-    Args:
-        times: microseconds by kind.
-        total: microseconds of all.
-        steps: how many were recorded.
-        title: of the table.
+    times: kind -> microseconds.
+    total: microseconds in total.
+    steps: number of recorded steps.
+    title: title of the table.
     """
     rows = [
         f"  {label:<22} {times[kind] / 1000 / steps:10.2f} ms {times[kind] / total if total else 0:7.1%}"

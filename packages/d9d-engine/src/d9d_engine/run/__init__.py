@@ -1,1 +1,1 @@
-"""The loop over steps: trainer, prefetching, evaluation, logging, checkpointing."""
+"""Training loop: trainer, prefetching, evaluation, logging, checkpointing."""

@@ -1,4 +1,4 @@
-"""Checkpointer of a run: all it needs to continue as if nothing had happened."""
+"""Checkpointer of a run: saves and restores all state that the run needs to continue exactly."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from d9d_engine.step.tied import Ties
 from d9d_engine.trackers.hub import TrackerHub
 
 _MODEL, _OPTIMIZER, _METRICS = "model/", "optimizer/", "metrics/"
-#: Fields of the job that a resumed run may not change: the weights' meaning and the order of the data depend on them.
+#: Fields of the job that a resumed run may not change: weights and data order depend on them.
 _FIXED = ("model.", "seed", "precision.parameters")
-#: Except where the weights came from, for they are in the checkpoint, and what the model itself lets go.
+#: Fields of the model that may change: the checkpoint has the weights. ModelConfig.free_on_resume adds further ones.
 _FREE = frozenset({"pretrained"})
 
 
 @dataclass
 class Progress:
-    """Counters of a run, and its last logged values, as its checkpointer saves them.
+    """Counters of a run and its last logged values, as saved in checkpoints.
 
     Attributes:
-        step: optimizer steps done.
-        tokens: tokens (or samples) consumed.
-        skips: steps without an update, because something was not finite.
-        logged: the last value of each logged series; of a resumed run, :meth:`losses` of its checkpoint at first.
+        step: number of optimizer steps done.
+        tokens: number of tokens (or samples) consumed.
+        skips: steps without an update because of non-finite values.
+        logged: last value of each logged series; in a resumed run, initially :meth:`losses` of its checkpoint.
     """
 
     step: int = 0
@@ -60,7 +60,7 @@ class Progress:
     logged: dict[str, float] = field(default_factory=dict)
 
     def losses(self) -> dict[str, float]:
-        """Last losses and evaluation values: alike whenever the run is repeated, which other series are not."""
+        """Last losses and evaluation values; unlike other series, these are equal in repeated runs."""
         return {
             name: value
             for name, value in self.logged.items()
@@ -75,17 +75,17 @@ def open_store(
     write: bool = True,
     owning: bool = False,
 ) -> CheckpointStore:
-    """Open the checkpoint store for a run's checkpointer, as the job asks. Collective over all ranks.
+    """Open the checkpoint store of a job's run. Collective over all ranks.
 
     Args:
-        job: validated.
+        job: validated job.
         topology: this process among others.
-        note: prints a line about saves that are tried again.
-        write: make sure that checkpoints can be written.
-        owning: own the directory from now on.
+        note: prints a line about repeated saves.
+        write: whether to check that checkpoints can be written.
+        owning: whether to take ownership of the directory now.
 
     Raises:
-        CheckpointError: the directory cannot be written, or another run works with it.
+        CheckpointError: the directory cannot be written, or another run owns it.
     """
     wanted = job.checkpoint.best
     best = BestOf(wanted.series, wanted.mode, wanted.keep) if wanted else None
@@ -102,9 +102,9 @@ def open_store(
 
 
 class Checkpointer:
-    """Checkpointer of weights, optimizer, metrics, data position, tracker runs and counters.
+    """Saves and restores weights, optimizer state, metrics, data position, tracker runs and counters.
 
-    Learning rate and randomness are pure functions of the step, so the step is all they need.
+    Learning rate and random seeds are pure functions of the step, which is saved.
     """
 
     def __init__(
@@ -141,45 +141,45 @@ class Checkpointer:
         self._resynchronise = resynchronise
 
     def record(self) -> None:
-        """Write to the run's directory what runs; see :func:`~d9d_engine.run.directory.write_start`.
+        """Write the job and its plugins to the run's directory; see :func:`~d9d_engine.run.directory.write_start`.
 
         Collective over all ranks.
 
         Raises:
-            CheckpointError: they cannot be written.
+            CheckpointError: a file cannot be written.
         """
         on_main(lambda: write_start(self._job, self._manifest, self._programs, self._save_assets), self.store.group)
 
     def record_end(self, step: int, total: int, reason: str | None) -> None:
-        """Write to the run's directory that the run is done; see :func:`~d9d_engine.run.directory.write_ending`.
+        """Write to the run's directory that the run is finished; see :func:`~d9d_engine.run.directory.write_ending`.
 
         Collective over all ranks.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the file cannot be written.
         """
         on_main(lambda: write_ending(self._job.run.directory, step, total, reason), self.store.group)
 
     def make_replicas_equal(self) -> None:
-        """Make equal the replicas that strategies let drift apart, before one is read. Collective over all ranks."""
+        """Resynchronise replicas that strategies let diverge, before they are read. Collective over all ranks."""
         for resynchronise in self._resynchronise:
             resynchronise()
 
     def save(self, progress: Progress, wait: bool = False) -> bool:
-        """Save the present state. Collective over all ranks.
+        """Save the current state. Collective over all ranks.
 
-        The checkpoint exists when :meth:`poll` says so. Until :meth:`before_mutation` is called, parameters and
-        optimizer state must stay as they are.
+        :meth:`poll` reports the completed checkpoint. Parameters and optimizer state must not change until
+        :meth:`before_mutation` is called.
 
         Args:
             progress: counters and logged values.
-            wait: return when the checkpoint exists.
+            wait: return after the checkpoint is written.
 
         Returns:
-            Whether the checkpoint exists or is under way; else the storage failed, and the save is to be tried again.
+            Whether the checkpoint is written or being written; if false, the storage failed, so save again.
 
         Raises:
-            CheckpointError: this save (unless it goes on in the background) or the one before failed for good.
+            CheckpointError: this save (unless it continues in the background) or the previous one has finally failed.
         """
         self.make_replicas_equal()
         trackers = self._trackers.request_state()
@@ -205,7 +205,7 @@ class Checkpointer:
             facts,
             # A forward may change buffers and metrics; parameters and moments change in the optimizer's step only.
             volatile=tensors.keys() - self._changed_by_optimizer(),
-            # While steps are skipped, the last value is that of an earlier checkpoint, which must not be replaced.
+            # While steps are skipped, the last value belongs to an earlier checkpoint, which must not be replaced.
             score=None if progress.skips.in_a_row else self._score(progress.logged),
             kept_before=progress.skips.kept_before,
             wait=wait,
@@ -213,7 +213,7 @@ class Checkpointer:
         )
 
     def before_mutation(self) -> None:
-        """Call right before parameters or optimizer state change. The host does not wait."""
+        """Call this before parameters or optimizer state change. The host does not wait."""
         self.store.before_mutation()
 
     def poll(self) -> list[SaveReport]:
@@ -225,21 +225,21 @@ class Checkpointer:
         return reports
 
     def wait(self) -> None:
-        """Wait for the save that is under way, if there is one. Collective over all ranks.
+        """Wait for a running save. Collective over all ranks.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: the save failed.
         """
         self.store.wait()
 
     def restore(self) -> tuple[Progress, Mapping[str, State]]:
-        """Continue from the newest usable checkpoint, if there is one and the job wants it. Collective over all ranks.
+        """Restore the newest usable checkpoint, if there is one and the job allows it. Collective over all ranks.
 
         Returns:
             The counters, and the states of the trackers to open.
 
         Raises:
-            CheckpointError: no checkpoint fits, or there is one although the job says ``never``.
+            CheckpointError: no checkpoint fits, or a checkpoint exists although ``checkpoint.resume`` is ``never``.
         """
         resume = self._job.checkpoint.resume
         if resume == "never" and self.store.steps():
@@ -257,7 +257,7 @@ class Checkpointer:
         return progress, trackers
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors on the device that a checkpoint holds, under the names they have there. Collective over all ranks."""
+        """Tensors that a checkpoint holds, by their names in the checkpoint. Collective over all ranks."""
         left_out = self._left_out()
         return {name: tensor for name, tensor in self._everything().items() if name not in left_out}
 
@@ -268,7 +268,7 @@ class Checkpointer:
         return {**_prefixed(_MODEL, model_tensors(self._stage)), **_prefixed(_OPTIMIZER, self._optimizer_state())}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        """Optimizer state on this rank: there is more for the parameters of others, on the meta device."""
+        """Optimizer state of this rank, without states of other ranks' parameters, which are on the meta device."""
         return {key: tensor for key, tensor in self._optimizer.state().items() if tensor.device.type != "meta"}
 
     def _left_out(self) -> set[str]:
@@ -277,7 +277,7 @@ class Checkpointer:
         return {_MODEL + name for name, p in self._stage.named_parameters() if not p.requires_grad}
 
     def _left_out_anywhere(self) -> list[str]:
-        """Left-out names of all pipeline ranks, for the manifest. Collective, if anything may be left out."""
+        """Names of left-out tensors on all pipeline ranks. Collective if ``checkpoint.trainable_only`` is set."""
         own = sorted(self._left_out())
         if not self._job.checkpoint.trainable_only or self.store.group is None:
             return own
@@ -303,7 +303,7 @@ class Checkpointer:
     def _continue(self, checkpoint: Checkpoint) -> tuple[Progress, Mapping[str, State]]:
         if missing := [name for name in ("job", "plugins") if checkpoint.manifest.get(name) is None]:
             raise CheckpointError(
-                f"{checkpoint.location} does not say which {' and '.join(missing)} it is of: no job saved it"
+                f"{checkpoint.location} does not say which {' and '.join(missing)} it belongs to: no job saved it"
             )
         self._compare(checkpoint)
         values = checked_values(checkpoint.values(), checkpoint.location)
@@ -312,8 +312,8 @@ class Checkpointer:
             self._stream.load_state(values["data"])
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise CheckpointError(
-                f"{checkpoint.location} has a position in the data that the dataset does not understand "
-                f"({type(error).__name__}: {error}); go on with the dataset that wrote it"
+                f"{checkpoint.location} has a position in the data that the dataset cannot read "
+                f"({type(error).__name__}: {error}); continue with the dataset of the saved run"
             ) from error
         for location in self.store.set_aside(newer_than=checkpoint.step):
             self._note(f"warning: a damaged checkpoint was set aside as {location}")
@@ -371,10 +371,10 @@ class Checkpointer:
 
 
 def checked_values(values: Mapping[str, Any], location: str) -> Mapping[str, Any]:
-    """Values of a checkpoint, after a look at their kinds.
+    """Check the types of a checkpoint's values, and return the values.
 
     Raises:
-        CheckpointError: one is absent, or of another kind.
+        CheckpointError: a value is missing or has a wrong type.
     """
     kinds = {"data": dict, "tokens": int, "skipped": int, "trackers": dict}
     wrong = [name for name, kind in kinds.items() if type(values.get(name)) is not kind]
@@ -383,7 +383,7 @@ def checked_values(values: Mapping[str, Any], location: str) -> Mapping[str, Any
     subscribers = values.get("subscribers", {})  # earlier checkpoints have none
     sound = isinstance(subscribers, dict) and all(map(_is_table, subscribers.values()))
     wrong += [] if sound else ["subscribers"]
-    wrong += ["skips"] if not is_state(values.get("skips", Skips().state())) else []  # likewise
+    wrong += ["skips"] if not is_state(values.get("skips", Skips().state())) else []  # earlier checkpoints have none
     wrong += ["losses"] if not are_losses(values.get("losses", {})) else []  # earlier checkpoints have none
     if wrong:
         raise CheckpointError(f"{location}: state.json has no usable {', '.join(wrong)}; copy the checkpoint again")
@@ -404,7 +404,7 @@ def _is_of_model(field: str, names: Collection[str]) -> bool:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted fields; lists stay as they are."""
+    """Flatten nested mappings to dotted fields; lists are kept."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

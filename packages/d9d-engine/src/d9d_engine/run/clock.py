@@ -1,4 +1,4 @@
-"""Clock of the speed that is logged."""
+"""Clock for the logged speed."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Clock of the seconds between two log entries, on the host, without evaluations, checkpoints and other pauses."""
+    """Clock of the host's seconds between two log entries, without evaluations, checkpoints and other pauses."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._stopped: float | None = None
 
     def take(self) -> float:
-        """Seconds since the last call, or since the clock was made."""
+        """Seconds since the last call, or since the clock was created."""
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
         return seconds
 
     def stop(self) -> None:
-        """Leave out the time from now until :meth:`go`; nothing if it is stopped."""
+        """Exclude the time until :meth:`go`; no effect if the clock is stopped."""
         if self._stopped is None:
             self._stopped = time.perf_counter()
 
     def go(self) -> None:
-        """Count again; nothing if it was not stopped."""
+        """Continue after :meth:`stop`; no effect if the clock runs."""
         if self._stopped is not None:
             self._start += time.perf_counter() - self._stopped
             self._stopped = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time of the block out."""
+        """Exclude the time of the block."""
         before = time.perf_counter()
         try:
             yield

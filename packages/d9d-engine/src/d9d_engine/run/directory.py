@@ -1,4 +1,4 @@
-"""Files in the directory of a run: its job, plugins and programs, and its ending once it is done. Imports no torch."""
+"""Files in a run's directory: job, plugins, programs, and the ending of a finished run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from d9d_core.untrusted import parse_json, read_regular
 from d9d_weights.files.atomic import clear, replace, sync_tree, write_json, write_text
 
 JOB, PLUGINS = "job.yaml", "plugins.json"
-#: Files of the tokenizer of the run's data, from which its checkpoints are used without that data.
+#: Folder with the tokenizer of the run's data, so that checkpoints can be used without the data.
 TOKENIZER = "tokenizer"
-#: Programs of the ranks of a pipeline, a line for each.
+#: File with the programs of the pipeline ranks, one line per rank.
 PROGRAMS = "programs.txt"
-#: Ending of a run that has done all that its job asks for.
+#: File that marks a finished run.
 FILE = "finished.json"
 
 
 def write_start(
     job: JobConfig, manifest: Manifest, programs: Sequence[Program], save_assets: Callable[[Path], None]
 ) -> None:
-    """Write a run's directory at its start: the job, all defaults filled in, plugins, tokenizer, pipeline programs.
+    """Write a run's directory at its start: the job with all defaults, plugins, tokenizer, pipeline programs.
 
-    The run is not done then.
+    Removes the ending of an earlier start.
 
     Args:
-        job: of the run.
-        manifest: of the loaded plugins.
-        programs: of all ranks along ``pp``; empty without a pipeline.
-        save_assets: writes the tokenizer of the data into the directory that it is given.
+        job: job of the run.
+        manifest: manifest of the loaded plugins.
+        programs: programs of all ranks along ``pp``; empty without a pipeline.
+        save_assets: writes the data's tokenizer into a given directory.
     """
     directory = job.run.directory
     directory.mkdir(parents=True, exist_ok=True)
@@ -57,29 +57,29 @@ def _write_tokenizer(target: Path, save_assets: Callable[[Path], None]) -> None:
     if any(draft.iterdir()):
         sync_tree(draft)
         replace(target, draft)
-    else:  # datasets without a text
+    else:  # the dataset has no tokenizer
         draft.rmdir()
 
 
 def clear_ending(directory: Path) -> None:
-    """Remove the ending of an earlier start."""
+    """Remove the ending that an earlier start of the run wrote."""
     (directory / FILE).unlink(missing_ok=True)
 
 
 def write_ending(directory: Path, step: int, total: int, reason: str | None) -> None:
-    """Write that a run is done, which is the last that it does.
+    """Write the file that marks a run as finished; the last write of a run.
 
     Args:
-        directory: of the run.
-        step: optimizer steps done.
-        total: steps that the job asked for, or that its epochs have.
-        reason: why a subscriber ended the run before that.
+        directory: directory of the run.
+        step: number of optimizer steps done.
+        total: number of steps that the job asks for, or that its epochs have.
+        reason: why a subscriber ended the run early, if one did.
     """
     write_json(directory / FILE, {"step": step, "steps": total, "reason": reason})
 
 
 def read_ending(directory: Path) -> Mapping[str, Any] | None:
-    """Ending of a run: ``step``, ``steps`` and ``reason``; ``None`` if it is not done, or its file is damaged."""
+    """Read ``step``, ``steps``, ``reason`` of a finished run; ``None`` if the file is missing or damaged."""
     try:
         values = parse_json(read_regular(directory / FILE, links="near"))
     except (OSError, ValueError):

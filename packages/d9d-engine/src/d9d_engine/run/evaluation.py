@@ -1,4 +1,4 @@
-"""Evaluation: losses and metrics over other data, always the same."""
+"""Evaluation: losses and metrics over evaluation data, which is the same each time."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from d9d_engine.step.executor import Executor
 from d9d_engine.step.first_pass import FirstPassRunner, no_first_pass
 from d9d_engine.step.metrics import Statistics
 
-#: Called with the name of a set, and what the last stage gives for a microbatch, both without fillers.
+#: Called with a set's name, and the last stage's outputs and the microbatch, both without filler samples.
 Seen = Callable[[str, Mapping[str, Tensor], Microbatch], None]
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Set of data of an evaluation, with its metrics.
+    """Evaluation dataset, with its metrics.
 
     Attributes:
-        prefetcher: the data, at its start.
-        packs: number of packs that are measured.
-        name: part of the names of its series; empty if it is the only one.
-        statistics: metrics over this data, if there are any.
-        first_pass: what the loss needs of a forward before.
-        real: which samples count, in one pass; ``None`` if all do.
+        prefetcher: prefetcher of the dataset, at its start.
+        packs: number of packs to evaluate.
+        name: part of the names of its series; empty for a single set.
+        statistics: metrics over this dataset, if there are any.
+        first_pass: first pass over a pack, whose results the loss uses.
+        real: samples to count in one pass; ``None`` counts all.
     """
 
     prefetcher: DevicePrefetcher
@@ -47,23 +47,22 @@ class EvaluationSet:
 
     @property
     def prefix(self) -> str:
-        """Beginning of the names of the series."""
+        """Prefix of the names of the set's series."""
         return prefix_of(self.name)
 
 
 class Evaluator:
-    """Evaluator of loss terms and metrics over one or several sets of data.
+    """Evaluates loss terms and metrics over one or several datasets.
 
     Args:
-        task: turns microbatches into losses.
+        task: computes losses of microbatches.
         executor: runs the model.
-        model: this rank's part of it.
-        sets: the data.
-        group: the ranks that see other samples, or other parts of them, or have other stages; ``None`` if there are
-            none.
-        beat: called before each pack: no sign of life for long means that something hangs.
-        likelihood: the loss term whose exponential is the perplexity, if there is one.
-        seen: called with all that is measured, on the ranks that have the last stage.
+        model: this rank's stages of the model.
+        sets: evaluation datasets.
+        group: process group of the ranks with other samples, parts of samples or stages; ``None`` for a single rank.
+        beat: called before each pack, so that the watchdog sees progress.
+        likelihood: loss term whose exponential is the perplexity, if there is one.
+        seen: called with all evaluated outputs, on the ranks that have the last stage.
     """
 
     def __init__(
@@ -85,24 +84,24 @@ class Evaluator:
         self._beat = beat
         self._likelihood = likelihood
         self._seen = seen
-        #: Number of samples that counted in the last run, over all ranks, by set.
+        #: Set -> number of samples counted in the last run, over all ranks.
         self.counted: dict[str, int] = {}
         self._starts = [one.prefetcher.state() for one in sets]
 
     def run(self, tables: Callable[[Mapping[str, Table]], None] | None = None) -> dict[str, float]:
-        """Measure ``eval/loss``, and ``eval/<term>`` of several; ``eval/<set>/loss`` and so on of several sets.
+        """Compute ``eval/loss``, with several terms ``eval/<term>``, with several sets ``eval/<set>/loss`` and so on.
 
         Waits for the device once. Collective over all ranks.
 
         Args:
-            tables: gets the tables of the metrics, if there are any.
+            tables: called with the metrics' tables, if there are any.
         """
         training = self._model.training
         self._model.eval()
         totals = torch.stack([self._totals(one) for one in self.sets])  # [sets, 2, terms + 1]
         self._model.train(training)
         for one, start in zip(self.sets, self._starts, strict=True):
-            one.prefetcher.load_state(start)  # ends its thread until the next time
+            one.prefetcher.load_state(start)  # ends the prefetching thread
         if self._group is not None:
             dist.all_reduce(totals, group=self._group)
         measured = self._metrics()
@@ -130,7 +129,7 @@ class Evaluator:
         return list(self._task.coefficients)
 
     def _totals(self, one: EvaluationSet) -> Tensor:
-        """Sums and weights of the terms on this rank, and the number of samples: [2, terms + 1]."""
+        """Sums and weights of the loss terms on this rank, and the number of samples: [2, terms + 1]."""
         parts: list[Tensor] = []
         if one.statistics is not None:
             one.statistics.reset()
@@ -139,7 +138,7 @@ class Evaluator:
             pack = one.prefetcher.next()
             places = None if one.real is None else one.real.take()
             pack = one.first_pass(pack, None)
-            # Only the rank with the last stage measures; another has zeros to add.
+            # Only the rank with the last stage computes losses; the other ranks add zeros.
             parts.append(self._none(pack))
             real = {} if places is None else {id(mb): here for mb, here in zip(pack, places, strict=True)}
 
@@ -192,17 +191,17 @@ class Evaluator:
 
 
 def prefix_of(name: str) -> str:
-    """Beginning of the names of the series of an evaluation set; without a name it is the only one."""
+    """Prefix of the names of an evaluation set's series; a single set has no name."""
     return f"eval/{name}/" if name else "eval/"
 
 
 def series_of_sets(names: Iterable[str], terms: Collection[str], likelihood: str | None) -> Iterator[str]:
-    """Series that evaluation sets are sure to log, besides those of metrics.
+    """Series that evaluation sets always log, without series of metrics.
 
     Args:
-        names: of the sets.
-        terms: of the loss.
-        likelihood: the term whose exponential is the perplexity, if there is one.
+        names: names of the sets.
+        terms: loss terms.
+        likelihood: loss term whose exponential is the perplexity, if there is one.
     """
     several = terms if len(terms) > 1 else ()
     for name in names:
@@ -211,7 +210,7 @@ def series_of_sets(names: Iterable[str], terms: Collection[str], likelihood: str
 
 
 def likelihood_of(task: object) -> str | None:
-    """Loss term of a task whose exponential is the perplexity, if there is one."""
+    """Loss term of a task whose exponential is the perplexity; ``None`` if there is none."""
     return task.likelihood if isinstance(task, LanguageModelTask) else None
 
 

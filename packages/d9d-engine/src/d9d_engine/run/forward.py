@@ -1,4 +1,4 @@
-"""Forward of the model in training for subscribers, which leaves no trace in it."""
+"""Forward passes of the trained model for subscribers, without side effects on training."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from d9d_engine.step.randomness import generators_kept
 
 
 class ModelForward:
-    """Forward of the model in training: a :class:`~d9d_core.forward.ForwardPass`.
+    """Runs the trained model forward for subscribers; a :class:`~d9d_core.forward.ForwardPass`.
 
     Compiled blocks run eagerly.
 
     Args:
-        build: makes the executor, with :func:`inputs_by_name`, on the first call; collective over all ranks.
+        build: makes the executor, with :func:`inputs_by_name`, at the first call; collective over all ranks.
         model: this rank's stages.
         pipeline: all stages.
-        most: microbatches of a training step, which the schedule takes.
+        most: number of microbatches of a training step, with which the schedule works.
         topology: this process among others.
-        packed: whether samples of the job hold several documents, as its kernels were told.
+        packed: whether samples of the job hold several documents, as kernels were chosen; ``None`` if unknown.
     """
 
     def __init__(
@@ -50,30 +50,30 @@ class ModelForward:
 
     @cached_property
     def least_microbatches(self) -> int:
-        """Least number of microbatches that the pipeline's schedule takes."""
+        """Smallest number of microbatches with which the pipeline's schedule works."""
         return self._pipeline.least_microbatches(self._most)
 
     def __call__(self, pack: Pack, outputs: Callable[[Mapping[str, Tensor], Microbatch], None]) -> None:
-        """Run forward over microbatches. Collective over all ranks, which give packs of the same shapes.
+        """Run forward over microbatches. Collective over all ranks, with packs of the same shapes on each.
 
         Args:
             pack: microbatches on the device, each with ``tokens``.
-            outputs: called with what the last stage returns for each microbatch, on the ranks that have that stage.
+            outputs: called with the last stage's outputs and the microbatch, on the ranks that have the last stage.
 
         Raises:
-            TrainingError: a sample holds several documents, and kernels were chosen for samples of one; or ranks share
-                positions of samples.
+            TrainingError: a sample holds several documents, but kernels were chosen for one document per sample; or
+                ``mesh.cp`` splits the positions of samples.
         """
         self._topology.watchdog.beat()
         if self._topology.sizes.get("cp", 1) > 1:
             raise TrainingError(
-                "a forward beside the training takes whole samples, of which ranks of cp compute parts; leave out the "
-                "subscriber that asks for one, such as one that draws samples, or mesh.cp"
+                "a forward pass during training needs full samples, but ranks of cp have parts of samples; remove the "
+                "subscriber that runs one, such as one that draws samples, or mesh.cp"
             )
         if self._packed is False:
             for microbatch in pack:
                 _check_documents(microbatch)
-        # Dynamo would compile the training for any shape once it has seen another one here, which changes its numbers.
+        # A new input shape would make Dynamo recompile the training for dynamic shapes, which changes its results.
         eager = torch.compiler.set_stance("force_eager")
         with evaluation_mode(self._model), generators_kept(self._topology.device), eager:
             self._executor.evaluate(pack, outputs)
@@ -84,13 +84,13 @@ class ModelForward:
 
 
 def inputs_by_name(microbatch: Microbatch) -> StageInputs:
-    """Inputs of a stage: ``tokens`` enter the first one, and what else there is reaches every stage."""
+    """Inputs of a stage: ``tokens`` for the first stage, all other tensors for every stage."""
     shared = {name: tensor for name, tensor in microbatch.items() if name != "tokens"}
     return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
 
 
 def _check_documents(microbatch: Microbatch) -> None:
-    """Refuse several documents in a sample. Waits for the device if there are ``documents``."""
+    """Raise if a sample holds several documents. Waits for the device if there are ``documents``."""
     documents, lengths = microbatch.get("documents"), microbatch.get("lengths")
     if documents is None:
         return
@@ -99,15 +99,15 @@ def _check_documents(microbatch: Microbatch) -> None:
         others = others & (torch.arange(documents.shape[1], device=documents.device) < lengths[:, None])
     if others.any():
         raise TrainingError(
-            "a sample of this microbatch holds several documents, but the job's data says that each of its samples is "
-            "one, so that kernels of attention may ignore 'documents'; give each document as a sample of its own, or "
-            "name padding behind a sample by 'lengths'"
+            "a sample of this microbatch holds several documents, but the job's data declares one document per "
+            "sample, so attention kernels may ignore 'documents'; make each document a separate sample, or "
+            "mark padding after a sample by 'lengths'"
         )
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put all modules into evaluation mode inside the block, and each into its own mode afterwards."""
+    """Put all modules into evaluation mode inside the block, and restore each module's mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

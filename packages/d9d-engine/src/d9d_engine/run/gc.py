@@ -1,4 +1,4 @@
-"""Garbage collection of Python during training."""
+"""Control of Python's garbage collection during training."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def built_objects_spared() -> Iterator[None]:
-    """Freeze all objects that exist already, for the collector, while the block runs.
+    """Exclude all existing objects from garbage collection inside the block.
 
-    Model, optimizer and libraries are hundreds of thousands of objects that stay. A full collection visits all of them,
-    for more than 100 ms, at a moment of its own on each rank, and all other ranks wait for that one.
+    Model, optimizer and libraries are hundreds of thousands of permanent objects. A full collection visits all of them,
+    which takes more than 100 ms, at different times on each rank, and all other ranks wait.
 
-    What a caller has frozen before stays frozen afterwards, and what the block froze with it: Python has one set of
-    frozen objects.
+    If a caller has frozen objects before, the objects frozen here stay frozen too: Python has a single set of frozen
+    objects.
     """
     before = gc.get_freeze_count()
     gc.collect()
@@ -28,13 +28,13 @@ def built_objects_spared() -> Iterator[None]:
 
 
 class PacedCollection:
-    """Garbage collection at steps of the run, in place of moments that Python chooses on each rank.
+    """Garbage collection at fixed steps, instead of at times that Python chooses on each rank.
 
-    A step with collectives takes as long as its slowest rank, so ranks that collect at different steps delay each other
-    each time, and ranks that collect after the same step once.
+    A step with collectives takes as long as its slowest rank. If ranks collect at different steps, each collection
+    delays all ranks; if all ranks collect after the same step, they are delayed once.
 
     Args:
-        every: steps between two collections of young objects (generation 1); ``None`` leaves all to Python.
+        every: number of steps between collections of young objects (generation 1); ``None`` leaves them to Python.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -42,7 +42,7 @@ class PacedCollection:
 
     @contextmanager
     def paced(self) -> Iterator[None]:
-        """Keep Python from collecting by itself inside the block."""
+        """Disable Python's automatic collection inside the block."""
         before = gc.isenabled()
         if self._every is not None:
             gc.disable()
@@ -53,11 +53,11 @@ class PacedCollection:
                 gc.enable()
 
     def after_step(self, step: int) -> None:
-        """Collect young objects if it is time, after ``step`` steps."""
+        """Collect young objects if due after ``step`` steps."""
         if self._every is not None and step % self._every == 0:
             gc.collect(1)
 
     def after_pause(self) -> None:
-        """Collect all objects, after a checkpoint or an evaluation: ranks have waited for each other anyway."""
+        """Collect all objects after a checkpoint or an evaluation, where ranks wait for each other in any case."""
         if self._every is not None:
             gc.collect()

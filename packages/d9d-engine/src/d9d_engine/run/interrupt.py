@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal as a request to stop after the step. Imports no torch."""
+"""Ctrl-C, SIGTERM and a closed terminal as requests to stop after the step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Signals that ask to save and stop, besides Ctrl-C: SIGTERM, and SIGHUP unless it is ignored, as under nohup."""
-    hangup: Any = getattr(signal, "SIGHUP", None)  # of a terminal that is closed; Windows has none
+    """Signals other than SIGINT that ask to save and stop: SIGTERM, and SIGHUP unless it is ignored, as under nohup."""
+    hangup: Any = getattr(signal, "SIGHUP", None)  # a closed terminal; Windows has none
     heeded = hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN
     return [signal.SIGTERM, *[hangup] * heeded]
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal to stop, other than Ctrl-C, arrived while nothing could be saved yet; its name is the text."""
+    """Stop signal other than Ctrl-C that arrived when nothing could be saved; the text is the signal's name."""
 
 
 class Interrupts:
-    """Requests to stop: in a block, the first signal to stop sets :attr:`requested`, the second SIGINT interrupts.
+    """Stop requests: inside the block, the first stop signal sets :attr:`requested`, a second SIGINT interrupts.
 
-    Outside the main thread signals cannot be caught, and the block changes nothing.
+    Signals can only be caught in the main thread; in other threads the block has no effect.
 
     Attributes:
-        requested: name of the signal that asks to stop; ``None`` if nobody has asked, and again after the block.
-        entered: called when the block begins: from now on there is something to save.
+        requested: name of the signal that asks to stop; ``None`` without a request, and after the block.
+        entered: called when the block begins, from where on there is progress to save.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class Interrupts:
         self._process = os.getpid()
 
     def request(self, name: str) -> None:
-        """Ask to stop, as the signal of that name does. Before the block, this stops what begins there."""
+        """Ask to stop, like the signal of this name. A request before the block takes effect in the block."""
         self.requested = self.requested or name
 
     @contextmanager
     def noted(self) -> Iterator[Interrupts]:
-        """A stop signal inside the block, before and after training, is a request, too; for a whole process."""
+        """Also record stop signals that arrive inside this block, which covers a whole process; see the class."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -56,30 +56,30 @@ class Interrupts:
             yield self
         finally:
             for number, handler in previous.items():
-                # What was saved stays saved, although the interpreter takes its time to end.
+                # Ignore signals during the interpreter's shutdown: everything is saved.
                 atexit.register(signal.signal, number, signal.SIG_IGN)
                 signal.signal(number, handler)
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """A stop signal inside a block within :meth:`noted` ends it, as nothing needs to be saved.
+        """Raise for a stop signal inside the block, where nothing needs to be saved; use it inside :meth:`noted`.
 
         Raises:
-            Terminated: one has arrived.
+            Terminated: a stop signal has arrived.
         """
         self._raises = True
         try:
             self._raise_requested()
             yield
         except Exception:
-            self._raise_requested()  # what was interrupted may have taken it for a failure of its own
+            self._raise_requested()  # interrupted code may have raised its own error because of the signal
             raise
         finally:
             self._raises = False
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Like the block itself, but a request stays after it, for the next block: each is one step of several."""
+        """Like the object itself as a block, but a request is kept for the next block; for one of several steps."""
         self.__enter__()
         try:
             yield
@@ -108,7 +108,7 @@ class Interrupts:
             raise Terminated(self.requested) from None
 
     def _is_of_a_child(self, number: int) -> bool:
-        """Whether this is a forked process, such as a worker of a plugin; the signal then has its usual effect."""
+        """Whether this is a forked child, such as a plugin's worker; the signal then gets its default effect."""
         if os.getpid() == self._process:
             return False
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -126,5 +126,5 @@ class Interrupts:
         if self._is_of_a_child(number):
             return
         if self.requested is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt("again, so at once; what came after the newest checkpoint is lost")
+            raise KeyboardInterrupt("a second time, so stopped at once; steps after the newest checkpoint are lost")
         self.requested = signal.Signals(number).name

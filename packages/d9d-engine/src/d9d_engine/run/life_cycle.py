@@ -1,4 +1,4 @@
-"""Life cycle of a run: opened from its newest checkpoint, guarded against failures, closed."""
+"""Life cycle of a run: opening from the newest checkpoint, handling of failures, closing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Outcome:
     """Outcome of a run.
 
     Attributes:
-        status: all steps done, or interrupted and saved.
-        step: optimizer steps done.
+        status: ``finished`` if all steps are done; ``stopped`` if the run was interrupted and saved.
+        step: number of optimizer steps done.
     """
 
     status: Literal["finished", "stopped"]
@@ -37,12 +37,12 @@ class LifeCycle:
     """Life cycle of a trainer's run.
 
     Args:
-        parts: of the trainer.
+        parts: collaborators of the trainer.
 
     Attributes:
-        progress: counters of the run, from its start on.
-        run: the open run; ``None`` before it is opened, and after it is closed.
-        started: a run was opened, so the weights are those of its newest checkpoint or later ones.
+        progress: counters of the run.
+        run: open run; ``None`` before opening and after closing.
+        started: whether a run was opened, so that the weights are at least as new as its newest checkpoint.
     """
 
     def __init__(self, parts: Collaborators) -> None:
@@ -52,7 +52,7 @@ class LifeCycle:
         self.started = False
 
     def opened(self) -> OpenRun:
-        """Return the open run, or open it."""
+        """Return the open run; open it if necessary."""
         if self.run is None:
             run = self.restored(shown=False)
             with self.called(run):
@@ -61,10 +61,10 @@ class LifeCycle:
         return self.run
 
     def restored(self, shown: bool) -> OpenRun:
-        """Continue from the newest checkpoint, and open what a run writes to.
+        """Restore the newest checkpoint, and open the files and trackers of the run.
 
         Args:
-            shown: show a bar of the steps.
+            shown: whether to show a progress bar.
         """
         parts = self._parts
         self.started = True
@@ -86,7 +86,7 @@ class LifeCycle:
                     parts.note(f"resumed at step {step} of {total}")
                 parts.profiler.check(step, total)
                 if parts.job.deterministic and parts.topology.device.type != "cpu":
-                    parts.note("warning: deterministic: algorithms that compute the same bits each time may be slower")
+                    parts.note("warning: deterministic: deterministic algorithms may be slower")
                 parts.checkpointer.record()
                 parts.trackers.open(self._run_info(step), tracker_states)
             run = OpenRun(self._parts, self.progress, shown)
@@ -98,8 +98,8 @@ class LifeCycle:
 
     @contextmanager
     def called(self, run: OpenRun) -> Iterator[None]:
-        """Guard what a caller asks for between steps; what the caller does itself has no time limit."""
-        if run.busy:  # in a handler of an event, whose failures are those of its subscriber
+        """Guard a call of the trainer's user between steps; the user's own code has no time limit."""
+        if run.busy:  # called by a handler of an event, whose failure counts as the subscriber's
             yield
             return
         self._parts.topology.watchdog.phase("step", self.progress.step)
@@ -113,7 +113,7 @@ class LifeCycle:
 
     @contextmanager
     def guarded(self, run: OpenRun) -> Iterator[None]:
-        """Close the run if the block fails, and save what a plugin that fails leaves sound."""
+        """Close the run if the block fails; save first if a plugin failed and the state is valid."""
         run.busy = True
         try:
             with exits_are_errors(), generators_kept(self._parts.topology.device):
@@ -134,7 +134,7 @@ class LifeCycle:
             run.busy = False
 
     def finish(self, run: OpenRun) -> Outcome:
-        """Settle the run and close it."""
+        """Finish the run: save, export and close it."""
         parts = self._parts
         with self.guarded(run):
             status = run.settle()
@@ -153,7 +153,7 @@ class LifeCycle:
         """Close the run as failed."""
         self._closed()
         run.deferred.__exit__(type(error), error, error.__traceback__)
-        with suppress(Exception):  # the device may be what failed
+        with suppress(Exception):  # the device may have failed
             self._parts.log.drain()
         self._parts.trackers.close("failed")
         try:
@@ -164,16 +164,16 @@ class LifeCycle:
 
     def _closed(self) -> None:
         self.run = None
-        self._parts.interrupts.requested = None  # it has had its effect
+        self._parts.interrupts.requested = None  # the request has been served
         self._parts.topology.watchdog.rest()
 
     @contextmanager
     def _prefetching(self) -> Iterator[None]:
-        """End the prefetcher's thread after the block; packs fetched ahead are fetched again."""
+        """Stop the prefetcher's thread after the block; packs fetched ahead are fetched again later."""
         try:
             yield
         except BaseException:
-            with suppress(Exception):  # the first error counts
+            with suppress(Exception):  # report the first error only
                 self._parts.prefetcher.load_state(self._parts.prefetcher.state())
             raise
         self._parts.prefetcher.load_state(self._parts.prefetcher.state())

@@ -1,4 +1,4 @@
-"""Logging of device tensors a few steps later, without waiting for the GPU."""
+"""Logging of device tensors some steps later, without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Skips:
-    """Skipped steps of a run, as far as the logbook has read their flags. Steps are 1-based.
+    """Skipped steps of a run, as far as their flags have been read. Steps are 1-based.
 
     Attributes:
-        total: all of them.
-        in_a_row: up to the newest step that was read.
-        first: the first one; 0 if there is none.
-        began: the first one of those in a row; 0 if the newest step was finite.
+        total: number of skipped steps.
+        in_a_row: number of consecutive skipped steps up to the newest step.
+        first: first skipped step; 0 if there is none.
+        began: first of the consecutive skipped steps; 0 if the newest step was finite.
     """
 
     total: int = 0
@@ -34,28 +34,28 @@ class Skips:
     began: int = 0
 
     def after(self, step: int, finite: bool) -> Skips:
-        """Skips after one more step."""
+        """Updated counts after one more step."""
         if finite:
             return replace(self, in_a_row=0, began=0)
         return Skips(self.total + 1, self.in_a_row + 1, self.first or step, self.began or step)
 
     @property
     def kept_before(self) -> tuple[int, ...]:
-        """Steps before each of which the last checkpoint is kept: what follows may be beyond repair."""
+        """Steps before which the last checkpoint is kept, because later weights may be useless."""
         return tuple(sorted({self.first, self.began} - {0}))
 
     def state(self) -> dict[str, int]:
-        """Values for a checkpoint."""
+        """Values to save in a checkpoint."""
         return asdict(self)
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Skips:
-        """Skips of a checkpoint's values; see :func:`is_state`."""
+        """Restore from a checkpoint's values; see :func:`is_state`."""
         return cls(**{field.name: state[field.name] for field in fields(cls)})
 
 
 def is_state(values: object) -> bool:
-    """Whether a checkpoint's values are those of :meth:`Skips.state`."""
+    """Whether a checkpoint's values have the form of :meth:`Skips.state`."""
     names = {field.name for field in fields(Skips)}
     if not isinstance(values, dict) or values.keys() != names:
         return False
@@ -66,29 +66,29 @@ def is_state(values: object) -> bool:
 class _Entry:
     step: int
     names: tuple[str, ...]
-    tables: Mapping[str, Table]  # with the device's values
-    values: Tensor  # [names, then the cells of each table], on the host once `copied` has passed
+    tables: Mapping[str, Table]  # whose values are on the device
+    values: Tensor  # values of `names`, then the cells of each table; on the host once `copied` has passed
     copied: torch.Event | None
-    host: Mapping[str, float] | None  # None: this step is watched, not logged
+    host: Mapping[str, float] | None  # None if the step is checked but not logged
     seconds: float
 
 
 class Logbook:
-    """Logbook of steps: watches every one, and writes some.
+    """Reads the values of every step, and logs some steps.
 
-    All ranks read the values of a step after the same later step, so that what follows from them (an error, a stop)
-    happens everywhere at once.
+    All ranks read a step's values after the same later step, so that consequences (an error, a stop) take effect on all
+    ranks at once.
 
     Args:
-        write: gets the step (1-based) and the values of a step to be logged.
-        watch: gets the step (1-based) and the loss of every step.
-        nonfinite: what follows a step whose loss or gradient was not finite.
-        skips: such steps so far.
-        max_skipped: how many in a row are skipped before it is an error.
-        tokens: how many tokens were consumed before.
-        write_tables: gets the tables of a step to be logged, if there are any; ``None`` if nobody takes tables.
-        utilisation: tokens per second -> further values of a step to be logged.
-        max_pending: steps that the host may be ahead of the values it has seen, if they are copied from a device.
+        write: called with the step (1-based) and the values of a logged step.
+        watch: called with the step (1-based) and the loss of every step.
+        nonfinite: whether a step with a non-finite loss or gradient is an error or is skipped.
+        skips: steps skipped so far.
+        max_skipped: number of consecutive skipped steps that is an error.
+        tokens: number of tokens consumed before.
+        write_tables: called with the step and the tables of a logged step; ``None`` without receivers of tables.
+        utilisation: tokens per second -> further values of a logged step.
+        max_pending: number of steps that the host may be ahead of the values it has read from a device.
     """
 
     def __init__(
@@ -125,19 +125,19 @@ class Logbook:
         seconds: float = 0.0,
         beside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Take in a step; older steps whose values have arrived are written.
+        """Record a step, and log older steps whose values have arrived.
 
         Args:
-            step: 1-based.
-            result: device tensors.
-            logged: host values to log with it; ``None`` if the step is not logged.
+            step: number of the step, 1-based.
+            result: device tensors of the step.
+            logged: host values to log with the step; ``None`` if the step is not logged.
             measured: further 0-d device tensors to log, and tables.
-            seconds: time since the last step that was logged, for the series ``tokens_per_second``.
-            beside: makes the stream that ``measured`` may be read in the current one; then the copy is made there, and
-                the stream of the step does not wait for what was measured.
+            seconds: time since the last logged step, for the series ``tokens_per_second``.
+            beside: context manager that makes the stream of ``measured`` current; values are copied in that stream, so
+                that the step's stream does not wait for ``measured``.
 
         Raises:
-            NonFiniteError: an earlier step was not finite and the policy is ``error``, or too many in a row were not.
+            NonFiniteError: an earlier step was not finite and the policy is ``error``, or too many consecutive steps.
         """
         tensors = {name: getattr(result, name) for name in ("finite", "stop", "tokens", "loss", "grad_norm")}
         tables: dict[str, Table] = {}
@@ -154,14 +154,14 @@ class Logbook:
             values, copied = _copied(cells)
         self._pending.append(_Entry(step, tuple(tensors), tables, values, copied, logged, seconds))
         limit = self._max_pending if copied is not None else 0
-        while len(self._pending) > limit:  # not: as far as copied, which differs between ranks
+        while len(self._pending) > limit:  # do not test `copied`, which differs between ranks
             self._take(self._pending.popleft())
 
     def drain(self) -> None:
-        """Wait for all values; afterwards every step so far is known to be finite (or skipped).
+        """Wait for all values; then every step so far was finite or skipped.
 
         Raises:
-            NonFiniteError: one was not and the policy is ``error``, or too many in a row were not.
+            NonFiniteError: a step was not finite and the policy is ``error``, or too many consecutive steps.
         """
         while self._pending:
             self._take(self._pending.popleft())
@@ -195,27 +195,27 @@ class Logbook:
         if self._nonfinite == "error":
             raise NonFiniteError(
                 f"step {step}: {what}; this step changed nothing. Look at its data, lower the learning rate, "
-                "or set 'nonfinite: skip' to go on without such steps"
+                "or set 'nonfinite: skip' to skip such steps"
             )
         if self.skips.in_a_row >= self._max_skipped:
             began = self.skips.began
             raise NonFiniteError(
-                f"step {step}: {what}, and so on for {self.skips.in_a_row} steps in a row since step {began}; weights "
-                f"are probably useless. The last checkpoint before step {began} was kept: remove the newer ones, "
-                "lower the learning rate or look at the data there, and start again; or raise max_skipped"
+                f"step {step}: {what}; {self.skips.in_a_row} steps in a row since step {began}; weights "
+                f"are probably useless. The last checkpoint before step {began} was kept: remove newer ones, "
+                "lower the learning rate or inspect the data there, and start again; or raise max_skipped"
             )
 
 
 def _copied(cells: Sequence[Tensor]) -> tuple[Tensor, torch.Event | None]:
-    """Copy all cells to the host in one row, in the current stream; the event passes when it is there."""
+    """Copy all cells to the host as one 1-D tensor, in the current stream; the event passes after the copy."""
     device = cells[0].device
     values = torch.cat([tensor.flatten().to(wide_dtype(tensor.device)) for tensor in cells])
     if device.type == "cpu":
         return values, None
     current = torch.accelerator.current_stream(device)
-    if device.type != "mps":  # which has one stream
+    if device.type != "mps":  # MPS has a single stream
         for cell in cells:
-            # Cells of another stream: the allocator would give their memory away while this one still reads it.
+            # For cells of another stream: the allocator must not reuse their memory while this stream reads it.
             cell.record_stream(current)
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
@@ -225,7 +225,7 @@ def _copied(cells: Sequence[Tensor]) -> tuple[Tensor, torch.Event | None]:
 
 
 def _filled(tables: Mapping[str, Table], cells: Tensor) -> dict[str, Table]:
-    """Fill tables with their values from the host: all cells, one table after the other."""
+    """Fill tables with values from the host; ``cells`` has the cells of all tables in order."""
     parts = torch.split(cells, [table.values.numel() for table in tables.values()])
     pairs = zip(tables.items(), parts, strict=True)
     return {name: replace(table, values=part.view(table.values.shape)) for (name, table), part in pairs}

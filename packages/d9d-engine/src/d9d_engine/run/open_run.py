@@ -1,4 +1,4 @@
-"""Open run of a trainer: one step after the other, with the log entries, evaluations and checkpoints that are due."""
+"""Open run of a trainer: steps, with the log entries, evaluations and checkpoints that are due."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ from d9d_engine.supervision.compilation import CompilationLog
 from d9d_engine.trackers.hub import TrackerHub
 from d9d_engine.trackers.run_log import HubLog
 
-#: Writes the model, see :class:`d9d_engine.compose.export.Exporter`.
+#: Function that exports the model; see :class:`d9d_engine.compose.export.Exporter`.
 Export = Callable[[Progress, Literal["model", "adapter"] | None, Path | None], list[Path]]
 
 
 @dataclass(frozen=True)
 class Collaborators:
-    """Collaborators of a trainer, for its open run.
+    """Collaborators of a trainer and its open run.
 
     Attributes:
-        job: the resolved job.
+        job: resolved job.
         topology: this process among others.
-        stage: the model as this rank holds it: all of it, or its pipeline stages as one module.
-        step: one training step.
-        total_steps: how many steps the whole run has.
-        prefetcher: packs on the device.
-        trackers: where logged values go.
-        log: takes values of tasks and subscribers.
-        evaluator: measures the loss on other data.
-        checkpointer: checkpoints.
-        export: writes the trained model.
-        interrupts: whether this process was asked to stop.
-        events: observers.
+        stage: this rank's model: the full model, or its pipeline stages as one module.
+        step: training step.
+        total_steps: number of steps of the run.
+        prefetcher: prefetcher of packs to the device.
+        trackers: destinations of logged values.
+        log: log for values of tasks and subscribers.
+        evaluator: evaluator; ``None`` without an evaluation section.
+        checkpointer: saves and restores checkpoints.
+        export: exports the trained model.
+        interrupts: stop requests.
+        events: event bus of the subscribers.
         note: prints a line.
-        sleeper: releases memory of the device.
-        profiler: records some steps.
+        sleeper: releases device memory.
+        profiler: profiles some steps.
         utilisation: tokens per second -> further values to log.
-        ends: subscribers that may end the run, by name.
+        ends: name -> subscriber that may end the run.
     """
 
     job: JobConfig
@@ -83,7 +83,7 @@ class Collaborators:
 
     @property
     def reason_to_end(self) -> str | None:
-        """Reason of the first subscriber that wants to end the run; alike on all ranks."""
+        """Reason of the first subscriber that wants to end the run; the same on all ranks."""
         reasons = ((name, one.reason_to_end) for name, one in self.ends.items())
         return next((f"{name}: {reason}" for name, reason in reasons if reason is not None), None)
 
@@ -92,19 +92,19 @@ class OpenRun:
     """Open run, between its start and its end.
 
     Args:
-        parts: of the trainer.
-        progress: counters, which are counted on.
-        shown: show a bar of the steps.
+        parts: collaborators of the trainer.
+        progress: counters, updated by the run.
+        shown: whether to show a progress bar.
 
     Attributes:
-        owned: what is held until the end, such as the directory of the checkpoints.
-        deferred: failures of subscribers, which are raised when all ranks have done the same step.
-        bar: of all steps.
-        clock: of the speed that is logged.
-        collection: of Python's garbage.
-        compilation: of code, and why.
+        owned: resources held until the end, such as the checkpoint directory.
+        deferred: context that defers failures of subscribers until all ranks have finished the same step.
+        bar: progress bar.
+        clock: clock of the logged speed.
+        collection: pacing of Python's garbage collection.
+        compilation: log of compilations.
         evaluated: step of the last evaluation, and its values.
-        busy: the trainer is at work, and not its caller.
+        busy: whether the trainer, and not its caller, is running.
     """
 
     def __init__(self, parts: Collaborators, progress: Progress, shown: bool) -> None:
@@ -130,28 +130,28 @@ class OpenRun:
             parts.job.logging.max_pending,
         )
         self._saved = progress.step or None  # the step of the last save
-        self._retry: int | None = None  # the step after which a save that failed is tried again
+        self._retry: int | None = None  # step after which a failed save is repeated
         self._between_steps = True
         parts.log.follow(lambda: progress.step + (not self._between_steps))
 
     def begin(self) -> None:
         """Tell subscribers that training starts."""
-        self.parts.events.failure = None  # that of an earlier run has been raised
+        self.parts.events.failure = None  # an earlier run has raised its own
         self.deferred.enter_context(self.parts.events.deferring())
         self.parts.events.emit(ev.TrainingStarts(self.progress.step, self.parts.total_steps, self.parts.log))
 
     @property
     def stops(self) -> bool:
-        """Whether any rank was asked to stop, or failed; known to all ranks after the same step."""
+        """Whether any rank was asked to stop or failed; the ranks learn of it after the same step."""
         return self._logbook.stop
 
     @property
     def is_over(self) -> bool:
-        """Whether no step is to follow."""
+        """Whether the run has no further step."""
         return self.progress.step >= self.parts.total_steps or self.stops or self.parts.reason_to_end is not None
 
     def advance(self) -> ev.StepResult:
-        """Make one step, and what is due after it."""
+        """Make one step, with the log entry, evaluation and checkpoint that are due."""
         job, parts, progress = self.parts.job, self.parts, self.progress
         parts.topology.watchdog.phase("step", progress.step)
         parts.profiler.before(progress.step)
@@ -172,14 +172,14 @@ class OpenRun:
             with self.clock.paused():
                 if self._save():
                     self._retry = None
-                else:  # all ranks count alike, where their clocks would differ
+                else:  # counted in steps, which are equal on all ranks, unlike clocks
                     self._retry = progress.step + 2 ** (parts.checkpointer.store.failures - 1)
         self.collection.after_step(progress.step)
         parts.profiler.after(progress.step)
         return result
 
     def evaluate(self) -> None:
-        """Evaluate the model as it is, and log the values."""
+        """Evaluate the current model and log the values."""
         assert self.parts.evaluator is not None
         self._logbook.drain()
         step = self.progress.step
@@ -189,7 +189,7 @@ class OpenRun:
             with self.parts.step.evaluation_weights():
                 values = self.parts.evaluator.run(lambda tables: self.parts.trackers.write_tables(step, tables))
             if wrong := ", ".join(f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)):
-                self.parts.note(f"warning: the evaluation after step {step} found no number: {wrong}")
+                self.parts.note(f"warning: the evaluation after step {step} is not finite: {wrong}")
             self._write(step, values)
             self.evaluated = (step, values)
             self.compilation.after(step)
@@ -197,30 +197,30 @@ class OpenRun:
             self.parts.events.emit(ev.EvaluationEnds(step, values))
 
     def save(self) -> None:
-        """Save what is not saved yet, and wait until the checkpoint exists."""
+        """Save the current step if necessary, and wait until its checkpoint is written."""
         self._logbook.drain()
         if self._saved != self.progress.step:
             self._save(wait=True)
         self.settle_writes()
 
     def settle_writes(self) -> None:
-        """Wait for values that are on their way to the host, and for the checkpoint that is being written."""
+        """Wait for pending copies of logged values and for a running save."""
         self._logbook.drain()
         self.parts.topology.watchdog.phase("checkpoint", self.progress.step)
         self.parts.checkpointer.wait()
         self._announce()
 
     def export(self, kind: Literal["model", "adapter"] | None = None, directory: Path | None = None) -> list[Path]:
-        """Write the model as it is to be used; see :class:`d9d_engine.compose.export.Exporter`."""
+        """Export the model with its evaluation weights; see :class:`d9d_engine.compose.export.Exporter`."""
         self.parts.checkpointer.make_replicas_equal()
         with self.parts.step.evaluation_weights():
             return self.parts.export(self.progress, kind, directory)
 
     def settle(self) -> Literal["finished", "stopped"]:
-        """Save the last step, and export the model if all are done."""
+        """Save the last step, and export the model if all steps are done."""
         step, total, reason = self.progress.step, self.parts.total_steps, self.parts.reason_to_end
         self._logbook.drain()
-        if step or reason is not None:  # else nothing has happened
+        if step or reason is not None:  # otherwise there is nothing to save
             self.save()
         if self.parts.events.failure is not None:
             raise self.parts.events.failure
@@ -235,15 +235,15 @@ class OpenRun:
         if last := self.progress.skips.in_a_row:
             self.parts.note(
                 f"warning: the last {last} of {step} steps were skipped, as their losses or gradients were not finite; "
-                f"the exported model may be useless. The last checkpoint before step {self.progress.skips.began} stays"
+                f"the exported model may be useless. The checkpoint before step {self.progress.skips.began} is kept"
             )
         self.parts.step.task.finalize()
         self.export()
         return "finished"
 
     def rescue(self, error: Exception) -> None:
-        """Save what a plugin that failed has left sound."""
-        # Others cannot be asked: they wait for this rank in the middle of a step.
+        """Save the state after a plugin failed between steps, if this process is the only rank."""
+        # Other ranks cannot take part in a save: they wait for this rank in the middle of a step.
         alone = self.parts.topology.world_size == 1
         if isinstance(error, NonFiniteError | CheckpointError) or not (alone and self._between_steps):
             return
@@ -253,9 +253,9 @@ class OpenRun:
             self.parts.sleeper.wake(self.parts.sleeper.asleep)
             self._save(wait=True)
         except Exception as second:
-            error.add_note(f"besides, nothing could be saved after step {self.progress.step}: {second!r}")
+            error.add_note(f"in addition, saving failed after step {self.progress.step}: {second!r}")
         else:
-            self.parts.note(f"saved after step {self.progress.step}, for what follows: {type(error).__name__}")
+            self.parts.note(f"saved after step {self.progress.step}, before this error: {type(error).__name__}")
 
     def _record(self, result: ev.StepResult) -> None:
         progress, statistics = self.progress, self.parts.step.statistics
@@ -269,12 +269,12 @@ class OpenRun:
             self._logbook.record(progress.step, result, {"lr": lr}, values, self.clock.take(), statistics.beside)
         self.parts.log.deliver()
         progress.skips, progress.tokens = self._logbook.skips, self._logbook.tokens
-        if due:  # else the period goes on, should the run be prolonged
+        if due:  # otherwise the period continues if the run is prolonged
             statistics.reset()
 
     def _save(self, wait: bool = False) -> bool:
         progress = self.progress
-        self._logbook.drain()  # no checkpoint from a step whose finiteness is unread
+        self._logbook.drain()  # a checkpoint must not contain a step that may not be finite
         self.parts.log.drain()
         progress.skips, progress.tokens = self._logbook.skips, self._logbook.tokens
         self.parts.topology.watchdog.phase("checkpoint", progress.step)
@@ -287,7 +287,7 @@ class OpenRun:
         return saved
 
     def _announce(self) -> None:
-        """Report the checkpoints that exist by now."""
+        """Report the checkpoints written since the last call."""
         for report in self.parts.checkpointer.poll():
             self.bar.saved(report.step)
             self.parts.note(
@@ -298,7 +298,7 @@ class OpenRun:
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         self.bar.logged(values)
-        # Trackers get the names as they are, and say which they cannot keep; a checkpoint holds texts only.
+        # Trackers get the original names, and report unsupported ones; a checkpoint stores valid text only.
         self.parts.trackers.write(step, values)
         values = {storable(name): value for name, value in values.items()}
         self.progress.logged.update(values)

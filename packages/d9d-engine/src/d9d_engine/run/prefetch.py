@@ -1,4 +1,4 @@
-"""Prefetching of packs to the device, ahead of the step that needs them."""
+"""Prefetching of packs to the device before steps need them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ Split = Callable[[Microbatch], Microbatch]
 
 
 class DevicePrefetcher:
-    """Prefetcher of packs: takes them from a stream in a thread and copies them to the device without waiting.
+    """Takes packs from a stream in a thread, and copies them to the device without waiting.
 
-    The packs are the same whatever ``prefetch`` is. A context manager; leaving it ends the thread, and so does
-    forgetting the prefetcher, once the pack that is being taken is there.
+    The packs do not depend on ``prefetch``. Use the prefetcher as a context manager: leaving the block ends the thread.
+    Deleting the prefetcher also ends it, after the pack that the thread is fetching.
 
     Args:
-        stream: yields packs of CPU tensors. Once the first pack is asked for, nobody else may move it.
-        device: where the model is.
-        prefetch: how many packs may be taken from the stream before they are asked for; 0 takes and copies each when
-            it is asked for, without a thread.
-        waiting_for: is told which thread the caller waits for, for reports of a run that hangs
+        stream: yields packs of CPU tensors; must not be used elsewhere after the first pack was requested.
+        device: device of the model.
+        prefetch: number of packs to fetch ahead; 0 fetches and copies each pack at its request, without a thread.
+        waiting_for: context manager told which thread the caller waits for, for reports of a hang
             (:meth:`d9d_engine.supervision.watchdog.Watchdog.waiting_for`).
-        split: takes this rank's part of each microbatch, before it is copied; ``None`` takes all of it.
+        split: selects this rank's part of each microbatch before the copy; ``None`` takes all of it.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class DevicePrefetcher:
         """Return the next pack, on the device.
 
         Raises:
-            Exception: what the stream raised for this pack; again until :meth:`load_state`.
+            Exception: the stream's exception for this pack, repeatedly until :meth:`load_state`.
             RuntimeError: the prefetcher is closed.
         """
         if self._closed:
@@ -78,11 +77,11 @@ class DevicePrefetcher:
         return taken.transferred.receive()
 
     def state(self) -> State:
-        """State of the stream right after the last pack that :meth:`next` returned; the stream itself is ahead."""
+        """State of the stream after the last pack that :meth:`next` returned; the stream itself may be ahead."""
         return self.stream.state() if self._state is None else self._state
 
     def load_state(self, state: State) -> None:
-        """Continue at ``state``: what was taken ahead is dropped, and nothing is taken before :meth:`next`.
+        """Continue at ``state``: prefetched packs are dropped, and no pack is fetched before :meth:`next`.
 
         Raises:
             DataError: the state belongs to other data.
@@ -92,7 +91,7 @@ class DevicePrefetcher:
         self._state = None
 
     def close(self) -> None:
-        """End the thread, after the pack that it may be waiting for. :meth:`state` stays what it was."""
+        """End the thread, after the pack it may be fetching. :meth:`state` does not change."""
         self._closed = True
         self._stop()
 
@@ -136,24 +135,24 @@ def _name_of(stream: DataStream) -> str:
 
 
 class _Transfer:
-    """Copies to a device, on a stream of their own.
+    """Copies packs to a device, on a separate stream.
 
     Args:
-        device: where to.
-        beside: copy in a stream beside the one that computes, if the device has several.
-        split: takes the part of a microbatch that is copied; ``None`` takes all of it.
+        device: target device.
+        beside: whether to copy on a separate stream, if the device supports several.
+        split: selects the part of a microbatch to copy; ``None`` copies all of it.
     """
 
     def __init__(self, device: torch.device, beside: bool, split: Split | None = None) -> None:
         self._split = split
-        # MPS has one stream only and shares its memory with the CPU.
+        # MPS has a single stream, and shares its memory with the CPU.
         self._has_streams = device.type not in ("cpu", "mps", "meta")
         self._beside = torch.Stream(device) if beside and self._has_streams else None
-        # With its index: whoever asks for a pack may have another current device.
+        # A device with its index: the thread that receives a pack may have another current device.
         self._device = device if self._beside is None else self._beside.device
 
     def start(self, pack: Pack) -> _Transferred:
-        """Begin to copy a pack; it is received later, maybe in another thread."""
+        """Start to copy a pack; it is received later, maybe in another thread."""
         if self._split is not None:
             pack = [self._split(microbatch) for microbatch in pack]
         if self._device.type == "cpu":
@@ -166,7 +165,7 @@ class _Transfer:
 
     def _copy(self, pack: Pack) -> Pack:
         # Only copies from pinned memory are asynchronous.
-        pack = list(pack)  # of whatever kind of sequence
+        pack = list(pack)  # the pack may be any type of sequence
         if not self._has_streams:
             return cast("Pack", map_tree(lambda tensor: tensor.to(self._device), pack))
         return cast("Pack", map_tree(lambda tensor: tensor.pin_memory().to(self._device, non_blocking=True), pack))
@@ -177,9 +176,9 @@ class _Transferred:
     """Pack whose copy has been started.
 
     Attributes:
-        pack: on the device.
-        device: where it is, if the copy may still run.
-        copied: happens on the device when the copy is done.
+        pack: pack on the device.
+        device: device of the pack; ``None`` if the copy is complete.
+        copied: event after the copy.
     """
 
     pack: Pack
@@ -187,26 +186,26 @@ class _Transferred:
     copied: torch.Event | None = None
 
     def receive(self) -> Pack:
-        """Return the pack for use in the current stream, which waits for the copy; this thread does not."""
+        """Return the pack for use in the current stream, which waits for the copy; the thread does not wait."""
         if self.device is not None and self.copied is not None:
             current = torch.accelerator.current_stream(self.device)
             current.wait_event(self.copied)
             for tensor in leaves(self.pack):
-                # The allocator would otherwise give the memory to the next copy while this stream still reads it.
+                # The allocator must not reuse the memory for the next copy while this stream still reads it.
                 tensor.record_stream(current)
         return self.pack
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Pack taken ahead, and the stream's state after it."""
+    """Pack fetched ahead, with the stream's state after it."""
 
     transferred: _Transferred
     state: State
 
 
 class _Worker:
-    """Thread that takes packs from a stream, at most ``ahead`` more than were asked for."""
+    """Thread that fetches packs from a stream, at most ``ahead`` more than were requested."""
 
     def __init__(self, stream: DataStream, transfer: _Transfer, ahead: int) -> None:
         self._stream = stream
@@ -219,7 +218,7 @@ class _Worker:
         self.thread.start()
 
     def take(self) -> _Taken:
-        """Take the next pack, as soon as there is one; raises what the stream raised."""
+        """Wait for the next pack; raises the stream's exception."""
         if self._failure is None:
             item = self._ready.get()
             if isinstance(item, _Taken):
@@ -229,12 +228,12 @@ class _Worker:
         raise self._failure
 
     def ask_to_stop(self) -> None:
-        """Have the thread end after the pack that it may be taking; does not wait, so any thread may call it."""
+        """Make the thread end after the pack it may be fetching; does not wait, so any thread may call it."""
         self._stopping = True
         self._room.release()
 
     def stop(self) -> None:
-        """Return once the thread has ended."""
+        """End the thread, and wait for its end."""
         self.ask_to_stop()
         self.thread.join()
 
@@ -245,8 +244,8 @@ class _Worker:
                 return
             try:
                 transferred = self._transfer.start(_next_pack(self._stream))
-                # A copy, in case the stream goes on changing what it returned.
+                # A copy, as the stream may modify the state it returned.
                 self._ready.put(_Taken(transferred, copy.deepcopy(self._stream.state())))
-            except BaseException as error:  # raised again where the pack is asked for
+            except BaseException as error:  # raised again by `take`
                 self._ready.put(error)
                 return

@@ -1,4 +1,4 @@
-"""Progress bars on a terminal and in a notebook."""
+"""Progress bar of a run, on a terminal or in a notebook."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from rich.text import Text
 
 from d9d_engine.sparklines import sparklines
 
-#: Characters of the curve of the loss.
+#: Width of the loss curve in characters.
 _CURVE = 24
-#: How often a terminal is drawn anew: a drawing takes about a millisecond, in which training gets no interpreter.
+#: Redraws per second: each takes about a millisecond, during which it holds the interpreter lock.
 _PER_SECOND = 4
-#: Series of which a terminal shows the last value; of those of memory, the first that there is.
+#: Memory series; a terminal shows the last value of the first one that is logged.
 _MEMORY = ("memory/reserved_gib", "memory/allocated_gib", "memory/resident_gib")
 _SHOWN = ("tokens_per_second", "mfu", "eval/loss", *_MEMORY)
 
 
 class _Curve:
-    """Curve of a bounded number of points: with too many, each two neighbours become their mean.
+    """Curve with a bounded number of points: above the bound, neighbouring points are averaged.
 
     Args:
-        most: points that are kept at least, once there were so many.
+        most: half of the largest number of points.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._stride, self._sum, self._count = 1, 0.0, 0
-        self.values: list[float] = []  # another thread draws it: appended to or replaced, nothing else
+        self.values: list[float] = []  # read by the drawing thread, so only append to it or replace it
 
     def add(self, value: float) -> None:
-        """Add a value; one that is not finite is left out."""
+        """Add a value; a non-finite one is ignored."""
         if not math.isfinite(value):
             return
         self._sum += value
@@ -59,10 +59,10 @@ class _Curve:
 
 
 class _Display(Progress):
-    """Bar with a line of text below it.
+    """Progress bar with a line of text below.
 
     Args:
-        below: the text; called by the thread that draws.
+        below: returns the text; called by the drawing thread.
     """
 
     def __init__(self, *columns: ProgressColumn, below: Callable[[], str], **settings: Any) -> None:
@@ -70,23 +70,22 @@ class _Display(Progress):
         super().__init__(*columns, **settings)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Bar and text."""
+        """Progress bar and text."""
         yield from super().get_renderables()
         yield Text(self._below(), style="dim")
 
 
 class ProgressBar:
-    """Progress bar of steps, and what the run does at present.
+    """Progress bar of steps, with the state of the run.
 
-    On a terminal: a bar with the time that remains, and below it the loss with its curve so far, the learning rate,
-    and what was logged last of the speed, the use of the device and its memory, the evaluation, and the newest
-    checkpoint. In a notebook: one line. See :func:`bar_of`. A step costs some microseconds: a thread draws, some
-    times a second.
+    On a terminal: a bar with the remaining time; below it the loss with its curve, the learning rate, the last logged
+    speed, utilisation, memory and evaluation, and the newest checkpoint. In a notebook: one line. See :func:`bar_of`. A
+    step costs some microseconds: a thread draws a few times per second.
 
     Args:
-        total: steps of the whole run.
-        done: steps done before.
-        shown: false for all but one of several processes.
+        total: number of steps of the whole run.
+        done: number of steps done before.
+        shown: whether this process shows the bar; true for one process of a run.
     """
 
     def __init__(self, total: int, done: int, shown: bool = True) -> None:
@@ -110,11 +109,11 @@ class ProgressBar:
         return "  ".join([f"loss {self._loss:.3f}", f"lr {self._lr:.1e}", *self._speed()])
 
     def issued(self, step: int, lr: float) -> None:
-        """Step ``step`` (1-based) is on its way with this learning rate; its loss comes later."""
+        """Record that step ``step`` (1-based) was launched with this learning rate; its loss follows later."""
         self._lrs[step] = lr
 
     def update(self, step: int, loss: float) -> None:
-        """Step ``step`` (1-based) is known to be done."""
+        """Record that step ``step`` (1-based) is done, with its loss."""
         self._loss, self._lr = loss, self._lrs.pop(step)
         if self._progress.disable:
             return
@@ -125,11 +124,11 @@ class ProgressBar:
             self._progress.update(self._task, completed=step, shown=self.text)
 
     def logged(self, values: Mapping[str, float]) -> None:
-        """Show these values until others come; most are not shown."""
+        """Show these values until newer ones are logged; ignores series that the bar does not show."""
         self._logged.update({name: values[name] for name in _SHOWN if name in values})
 
     def saved(self, step: int) -> None:
-        """The checkpoint after ``step`` steps exists."""
+        """Record that the checkpoint after ``step`` steps is written."""
         self._saved = step
 
     def __enter__(self) -> ProgressBar:
@@ -146,7 +145,7 @@ class ProgressBar:
         return [] if rate is None else [f"{rate:,.0f} tokens/s"]
 
     def _below(self) -> str:
-        """Text below the bar of a terminal."""
+        """Text below the bar on a terminal."""
         if math.isnan(self._lr):
             return "no step is done yet"
         curve = sparklines({"loss": list(enumerate(self._curve.values))}, _CURVE)["loss"]
@@ -164,11 +163,11 @@ class ProgressBar:
 
 
 def _display(columns: Sequence[ProgressColumn], below: Callable[[], str]) -> _Display | None:
-    """Bar with a text below it, on standard error; ``None`` if that is no terminal, or a notebook's."""
+    """Bar with text below it, on standard error; ``None`` if standard error is no terminal or in a notebook."""
     console = Console(stderr=True)
     if console.is_jupyter or not sys.stderr.isatty():
         return None
-    # Steps of minutes have a speed, too; lines for a file must not end up in the terminal.
+    # A long period, so that steps of minutes have a speed. Lines redirected to a file must not appear on the terminal.
     own_lines = sys.stdout.isatty()
     return _Display(
         *columns,

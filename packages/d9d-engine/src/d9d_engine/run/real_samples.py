@@ -1,4 +1,4 @@
-"""Samples and fillers of one pass: which places of a microbatch count."""
+"""Real samples of one pass over a dataset, without the fillers that complete the last batch."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from d9d_core.errors import DataError
 from d9d_core.types import Microbatch, Pack, State
 from torch import Tensor
 
-#: Number of the first row in each place of a microbatch, see :mod:`d9d_core.data`.
+#: Key of the index of the first row at each place of a microbatch; see :mod:`d9d_core.data`.
 ROWS = "rows"
 
 
 class RealSamples:
-    """Stream of one pass that remembers, on the host, which places of each microbatch count: those without a filler.
+    """Data stream of one pass that records, on the host, which places of each microbatch hold real samples.
 
-    Packs are looked at where they are read, which may be in another thread and ahead of :meth:`take`.
+    Packs are inspected when they are fetched, maybe in another thread and ahead of :meth:`take`.
 
     Args:
-        stream: makes one pass.
-        where: field of the job file that it is from.
-        limit: only samples whose first row is below this count; ``None`` for all.
+        stream: stream that makes one pass.
+        where: field of the job file with the dataset.
+        limit: count only samples whose first row is below this number; ``None`` counts all.
 
     Raises:
-        DataError: the stream makes none, or there are no samples.
+        DataError: the stream does not make a single pass, or has no samples.
     """
 
     def __init__(self, stream: DataStream, where: str, limit: int | None = None) -> None:
         if not isinstance(stream.facts.get(ROWS), int):
             raise DataError(
-                f"{where}: this dataset makes no pass over all of its samples in order (its stream has no fact "
-                f"'{ROWS}'); take a number of batches instead, such as 'packs: 8'"
+                f"{where}: this dataset cannot make one pass over all of its samples in order (its stream has no fact "
+                f"'{ROWS}'); evaluate a number of batches instead, such as 'packs: 8'"
             )
         samples = stream.facts.get("samples")
         if not isinstance(samples, int) or samples < 1:
@@ -43,7 +43,7 @@ class RealSamples:
         self._stream = stream
         self._limit = limit
         self._taken: deque[list[list[int]]] = deque()
-        #: Number of samples after which none counts.
+        #: Number of real samples in the pass.
         self.samples = samples if limit is None else min(samples, limit)
 
     @property
@@ -58,18 +58,18 @@ class RealSamples:
         return pack
 
     def take(self) -> list[list[int]]:
-        """Places that count in each microbatch of the oldest pack that was not asked about."""
+        """Places of the real samples in each microbatch of the oldest pack not taken yet."""
         return self._taken.popleft()
 
     def _places(self, microbatch: Microbatch) -> list[int]:
         firsts = microbatch[ROWS].tolist()
         texts = len(firsts) // len(microbatch["samples"]) if "samples" in microbatch else 1
         limit = math.inf if self._limit is None else self._limit
-        # The texts of a sample count together.
+        # All texts of a sample are real or none.
         return [place for place in range(len(firsts)) if 0 <= firsts[place - place % texts] < limit]
 
     def state(self) -> State:
-        """Position of the stream."""
+        """State of the stream."""
         return self._stream.state()
 
     def load_state(self, state: State) -> None:
@@ -78,17 +78,18 @@ class RealSamples:
         self._taken.clear()
 
     def save_assets(self, directory: Path) -> None:
-        """Write what an exported model needs from the data."""
+        """Write the files of the data that an exported model needs, such as the tokenizer."""
         self._stream.save_assets(directory)
 
 
 def only(tensors: Mapping[str, Tensor], microbatch: Microbatch, places: Sequence[int]) -> dict[str, Tensor]:
-    """Take only real samples, by place, of a microbatch or of a model's outputs for it. Does not wait for the device.
+    """Select real samples, by place, from a microbatch or from a model's outputs. Does not wait for the device.
 
     Args:
-        tensors: of B places along dim 0, or of the B / T samples where a sample has T texts; others stay as they are.
-        microbatch: has ``rows`` [B].
-        places: the numbers to take, in order; at least one.
+        tensors: name -> tensor with B places along dim 0, or with the B / T samples if each has T texts; other
+            tensors are kept.
+        microbatch: microbatch with ``rows`` [B].
+        places: indices of the places to select, in order; at least one.
     """
     count = len(microbatch[ROWS])
     samples = len(microbatch["samples"]) if "samples" in microbatch else count

@@ -29,9 +29,9 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trainer of a built job: all of it (:meth:`train`), or some steps at a time.
+    """Trainer of a built job; trains all of it (:meth:`train`), or some steps at a time.
 
-    In a notebook, or in a loop of one's own::
+    In a notebook, or in a custom loop::
 
         with job.build() as trainer:
             for result in trainer.steps(100):  # with the logging, evaluations and checkpoints of the job
@@ -39,17 +39,17 @@ class Trainer:
             trainer.evaluate()
             trainer.export("draft")
 
-    The block's end saves and closes the run; so does :meth:`finish`. Its collaborators are public, so that they can be
-    used alone. Made by :func:`d9d_engine.compose.training.build`.
+    The end of the block saves and closes the run, like :meth:`finish`. The trainer's collaborators are public, so that
+    each can be used alone. Made by :func:`d9d_engine.compose.training.build`.
 
     Args:
-        parts: its collaborators.
+        parts: collaborators of the trainer.
     """
 
     def __init__(self, parts: Collaborators) -> None:
         self._parts = parts
         self._life = LifeCycle(parts)
-        parts.topology.watchdog.rest()  # what a caller does before it trains has no limit
+        parts.topology.watchdog.rest()  # no time limit before training starts
 
     @property
     def job(self) -> JobConfig:
@@ -63,17 +63,17 @@ class Trainer:
 
     @property
     def progress(self) -> Progress:
-        """Counters of the run, from its start on."""
+        """Counters of the run."""
         return self._life.progress
 
     @property
     def stage(self) -> nn.Module:
-        """Model as this rank holds it: all of it, or its pipeline stages as one module."""
+        """This rank's model: the full model, or its pipeline stages as one module."""
         return self._parts.stage
 
     @property
     def step(self) -> TrainStep:
-        """One training step, which takes a step number and a pack."""
+        """Training step, which takes a step number and a pack."""
         return self._parts.step
 
     @property
@@ -83,7 +83,7 @@ class Trainer:
 
     @property
     def prefetcher(self) -> DevicePrefetcher:
-        """Packs on the device."""
+        """Prefetcher of packs to the device."""
         return self._parts.prefetcher
 
     @property
@@ -93,39 +93,39 @@ class Trainer:
 
     @property
     def log(self) -> RunLog:
-        """Log for values of one's own, which the trackers get."""
+        """Log for the caller's own values, which go to the trackers."""
         return self._parts.log
 
     @property
     def evaluator(self) -> Evaluator | None:
-        """Evaluator, if the job has a section ``evaluation``."""
+        """Evaluator; ``None`` if the job has no section ``evaluation``."""
         return self._parts.evaluator
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """Checkpoints of the run."""
+        """Checkpointer of the run."""
         return self._parts.checkpointer
 
     @property
     def interrupts(self) -> Interrupts:
-        """Requests to stop."""
+        """Stop requests of this process."""
         return self._parts.interrupts
 
     @property
     def events(self) -> Events:
-        """Observers."""
+        """Event bus of the subscribers."""
         return self._parts.events
 
     def train(self) -> Outcome:
-        """Train until all steps are done or an interrupt arrives, from the newest checkpoint if there is one.
+        """Train from the newest checkpoint, if there is one, until all steps are done or an interrupt arrives.
 
-        Ctrl-C and SIGTERM, on any rank, let all ranks finish the same step, save, and return. Collective over all
+        After Ctrl-C or SIGTERM on any rank, all ranks finish the same step, save, and return. Collective over all
         ranks.
 
         Raises:
             NonFiniteError: a loss or gradient was not finite and the policy is ``error``.
             CheckpointError: a checkpoint could not be read or written.
-            TrainingError: a plugin wanted to end the process; what is sound is saved.
+            TrainingError: a plugin tried to end the process; valid state was saved.
         """
         self._check_awake("train")
         if opens := self._life.run is None:
@@ -142,9 +142,9 @@ class Trainer:
             return self._life.finish(run)
 
     def start(self) -> None:
-        """Open the run and continue from its newest checkpoint; nothing if it is open. Collective over all ranks.
+        """Open the run from its newest checkpoint; no effect if it is open. Collective over all ranks.
 
-        The other methods do this where it is needed.
+        Other methods call this when needed.
 
         Raises:
             CheckpointError: a checkpoint could not be read.
@@ -155,18 +155,18 @@ class Trainer:
     def steps(self, count: int | None = None) -> Iterator[ev.StepResult]:
         """Train some steps, with the log entries, evaluations and checkpoints that are due. Collective over all ranks.
 
-        Between two of them, any code may run; it does not count in the speed that is logged.
+        The caller may run any code between steps; its time does not count for the logged speed.
 
         Args:
-            count: how many at most; all that are left, if absent.
+            count: largest number of steps; by default, all remaining steps.
 
         Yields:
-            The result of each step, as tensors on the device. There are fewer than ``count`` where the run ends before.
+            The result of each step, as device tensors. Fewer than ``count`` if the run ends before.
 
         Raises:
             KeyboardInterrupt: Ctrl-C or SIGTERM arrived in a step. All ranks have finished the same step; the run is
-                saved and closed, and the next call continues it.
-            TrainingError: it was called inside a step.
+                saved and closed, and the next call continues the run.
+            TrainingError: the method was called inside a step.
             D9dError: see :meth:`train`.
         """
         run = self._between_steps("steps")
@@ -174,13 +174,13 @@ class Trainer:
             self._parts.note(f"nothing left to train: all {self.total_steps} steps are done")
         done = 0
         while (count is None or done < count) and not run.is_over:
-            self._check_awake("steps")  # the caller may have let it sleep since
+            self._check_awake("steps")  # the caller may have called sleep()
             with self.interrupts.kept(), self._life.called(run):
                 result = run.advance()
             done += 1
             yield result
             if run is not self._life.run:
-                return  # it was finished meanwhile
+                return  # the caller has finished the run
         if run.stops:
             asked = self.interrupts.requested or "another rank"
             outcome = self.finish()
@@ -188,13 +188,13 @@ class Trainer:
             raise KeyboardInterrupt(f"{asked}: stopped after step {outcome.step} of {self.total_steps} and saved")
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate now, as ``evaluation`` of the job says, and log the values. Collective over all ranks.
+        """Evaluate now, as the job's section ``evaluation`` says, and log the values. Collective over all ranks.
 
         Raises:
-            BuildError: the job has no such section.
+            BuildError: the job has no section ``evaluation``.
         """
         if self.evaluator is None:
-            raise BuildError("evaluate(): the job has no section 'evaluation', which says on what data; add one")
+            raise BuildError("evaluate(): the job has no section 'evaluation' with the data; add one")
         run = self._between_steps("evaluate")
         with self._life.called(run):
             if run.evaluated is None or run.evaluated[0] != self.progress.step:
@@ -203,10 +203,10 @@ class Trainer:
         return dict(run.evaluated[1])
 
     def save(self) -> None:
-        """Save a checkpoint now and wait until it exists; nothing if this step is saved. Collective over all ranks.
+        """Save a checkpoint and wait until it is written; no effect if this step is saved. Collective over all ranks.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         run = self._between_steps("save")
         with self._life.called(run), run.clock.paused():
@@ -215,21 +215,21 @@ class Trainer:
     def export(
         self, directory: Path | str | None = None, kind: Literal["model", "adapter"] | None = None
     ) -> list[Path]:
-        """Write the model as it is now in Hugging Face layout; training may go on. Collective over all ranks.
+        """Write the current model in Hugging Face layout; training may continue. Collective over all ranks.
 
-        A run that was never open is opened, and continues from its newest checkpoint, if it has one.
+        If the run was never opened, it is opened from its newest checkpoint first.
 
         Args:
-            directory: replaced if it exists; by default ``<run>/model`` or ``<run>/adapter``.
-            kind: the model, or what the fine-tuning method added; by default what the job's ``export`` says, and of a
-                directory the model.
+            directory: target directory, replaced if it exists; by default ``<run>/model`` or ``<run>/adapter``.
+            kind: the model or the adapter; by default as the job's ``export`` says, or the model if ``directory`` is
+                given.
 
         Returns:
-            The directories.
+            The directories that were written.
 
         Raises:
-            BuildError: the model or the method has no such layout.
-            SaveError: they cannot be written.
+            BuildError: the model or the fine-tuning method has no such format.
+            SaveError: a file cannot be written.
         """
         kind = "model" if kind is None and directory is not None else kind
         where = None if directory is None else Path(directory)
@@ -243,23 +243,23 @@ class Trainer:
             return run.export(kind, where)
 
     def sleep(self, *tags: Tag) -> int:
-        """Release memory of the device for somebody else, such as the engine that makes rollouts.
+        """Release device memory for other programs, such as an engine that generates rollouts.
 
-        The tensors stay the same objects, with their shapes, dtypes, meshes and placements; their contents wait in
-        pinned memory of the host. Nobody may use them meanwhile. Packs that were fetched ahead are fetched again.
-        A checkpoint that is being written is waited for. What sleeps already is left alone. Collective over all ranks.
+        The tensors stay the same objects, with their shapes, dtypes, meshes and placements; their contents are kept in
+        pinned host memory, and must not be used. Prefetched packs are dropped and fetched again. A running save is
+        waited for. Tags that are already asleep are ignored. Collective over all ranks.
 
         Args:
             tags: ``weights`` (parameters and buffers of all models), ``optimizer`` (its state, and gradients) and
-                ``communicators`` (what NCCL has allocated); all of them, if none is named.
+                ``communicators`` (memory of NCCL); by default all of them.
 
         Returns:
-            Bytes that the tensors had on this rank's device.
+            Bytes of the tensors on this rank's device.
 
         Raises:
-            TrainingError: there is no such tag, or it was called inside a step.
-            BuildError: this version of torch cannot release communicators. Then, and if the host has no memory for the
-                contents, everything is awake, and the run goes on.
+            TrainingError: a tag does not exist, or the method was called inside a step.
+            BuildError: this version of torch cannot release communicators. After this error, or if host memory is too
+                small, everything is awake and the run can continue.
         """
         sleeper, step = self._parts.sleeper, self.progress.step
         chosen = tuple(tag for tag in sleeper.settle(tags) if tag not in sleeper.asleep)
@@ -275,16 +275,16 @@ class Trainer:
         return freed
 
     def wake(self, *tags: Tag) -> int:
-        """Take memory of the device back; training then goes on as if nothing had happened. Collective over all ranks.
+        """Take device memory back; training then continues with the same state. Collective over all ranks.
 
         Args:
-            tags: see :meth:`sleep`; what is awake is left alone.
+            tags: see :meth:`sleep`; tags that are awake are ignored.
 
         Returns:
             Bytes of the tensors on this rank's device.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; nothing is lost, and another call tries again.
+            torch.OutOfMemoryError: device memory is too small; nothing is lost, and the call can be repeated.
         """
         sleeper, step = self._parts.sleeper, self.progress.step
         chosen = tuple(tag for tag in sleeper.settle(tags) if tag in sleeper.asleep)
@@ -296,7 +296,7 @@ class Trainer:
         return taken
 
     def finish(self) -> Outcome:
-        """Save, export what the job asks for if all steps are done, and close the run. Collective over all ranks.
+        """Save, export if all steps are done and the job asks for it, and close the run. Collective over all ranks.
 
         Raises:
             D9dError: see :meth:`train`.
@@ -321,7 +321,7 @@ class Trainer:
             self._life.finish(run)
             return
         if isinstance(error, Exception):
-            run.rescue(error)  # if this rank is alone: others may be anywhere
+            run.rescue(error)  # only effective for a single rank: other ranks may be anywhere
         self._life.abort(run, error)
 
     def _between_steps(self, call: str, awake: bool = True) -> OpenRun:

@@ -1,1 +1,1 @@
-"""Sleep: a trainer's memory on the device, released for somebody else and taken back."""
+"""Temporary release of a trainer's device memory."""

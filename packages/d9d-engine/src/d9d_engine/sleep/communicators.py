@@ -1,4 +1,4 @@
-"""Communicators of process groups: release of their device memory, and its return."""
+"""Release and return of the device memory of process groups' communicators."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from d9d_engine.distributed.world import process_groups
 
 
 def suspend() -> int:
-    """Release the device memory of all communicators of this process; none may be used until :func:`resume`.
+    """Release the device memory of all communicators of this process, which must not be used until :func:`resume`.
 
-    Their groups stay the same objects, and their connections stay. Collective over all ranks; nothing may be on its
-    way. NCCL has this from 2.29.7 on (``ncclCommSuspend``), torch as ``Backend.suspend``.
+    Process groups stay the same objects, and connections stay open. No communication may be pending. Collective over
+    all ranks. Needs NCCL 2.29.7 (``ncclCommSuspend``) and a torch with ``Backend.suspend``.
 
     Returns:
-        Number of communicators; those of the CPU, such as gloo's, have nothing on a device and do not count.
+        Number of released communicators, without CPU communicators such as gloo's, which have no device memory.
 
     Raises:
-        BuildError: this torch cannot.
+        BuildError: this version of torch cannot release communicators.
     """
     backends = list(_of_devices())
-    for backend in backends:  # all are asked before one is suspended
+    for backend in backends:  # check all before suspending any
         if not hasattr(backend, "suspend"):
             raise BuildError(
                 f"sleep('communicators'): {type(backend).__name__} of torch {torch.__version__} cannot release its "
@@ -44,9 +44,9 @@ def resume() -> None:
 
 def _of_devices() -> Iterator[Any]:
     for group in process_groups():
-        # Private, so a test pins them: torch has no public list of a group's backends.
+        # torch has no public list of a group's backends; a test detects changes of these private names.
         for device in group._device_types:  # noqa: SLF001
             backend = group._get_backend(device)  # noqa: SLF001
-            # gloo answers for accelerators, too, and has nothing on them.
+            # gloo may be the backend for accelerators, too, but has no memory there.
             if device.type != "cpu" and not (dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)):
                 yield backend

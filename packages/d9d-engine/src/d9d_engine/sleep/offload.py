@@ -1,4 +1,4 @@
-"""Offload of tensors: their contents move to the host's memory and back, the tensors themselves stay."""
+"""Offload of tensors: contents move to host memory and back, while the tensor objects stay."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 __all__ = ["Offloaded", "offload"]
 
-#: Bytes of a piece of the host's memory. The pinned allocator of torch rounds each piece up to a power of two.
+#: Bytes of a chunk of host memory. torch's pinned allocator rounds each allocation up to a power of two.
 CHUNK = 2**28
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Storage of one or more tensors, emptied.
+    """Emptied storage of one or more tensors.
 
     Attributes:
-        storage: of the device.
-        bytes: its size before.
-        at: where its contents begin among all that were offloaded.
+        storage: storage on the device.
+        bytes: size of the storage before.
+        at: offset of its contents in all offloaded bytes.
     """
 
     storage: torch.UntypedStorage
@@ -31,10 +31,10 @@ class _Stored:
 
 
 class Offloaded:
-    """Contents of device tensors in the host's memory. Made by :func:`offload`.
+    """Contents of device tensors in host memory. Made by :func:`offload`.
 
     Attributes:
-        bytes: how many; also what the tensors occupied on the device.
+        bytes: number of bytes, on the host and before on the device.
     """
 
     def __init__(self, stored: Sequence[_Stored], chunks: Sequence[Tensor]) -> None:
@@ -43,12 +43,12 @@ class Offloaded:
         self.bytes = sum(one.bytes for one in stored)
 
     def restore(self) -> None:
-        """Give every tensor its memory and contents back, and the host's memory free; a second call does nothing.
+        """Restore the memory and contents of every tensor, and free the host memory; a second call has no effect.
 
         Waits for the device.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; nothing is lost, and another call tries again.
+            torch.OutOfMemoryError: device memory is too small; nothing is lost, and the call can be repeated.
         """
         done: list[_Stored] = []
         try:
@@ -67,19 +67,18 @@ class Offloaded:
 
 
 def offload(tensors: Iterable[Tensor], pin_memory: bool = True) -> Offloaded:
-    """Move the contents of tensors to the host's memory, and release theirs on the device.
+    """Move the contents of tensors to host memory, and release their device memory.
 
-    A tensor stays the same object with its shape, strides, dtype, DTensor mesh and placements, and so do all its views
-    and aliases; until :meth:`Offloaded.restore`, nobody may read or write it. Waits for the device.
+    A tensor stays the same object with its shape, strides, dtype, DTensor mesh and placements, and so do its views and
+    aliases; they must not be read or written until :meth:`Offloaded.restore`. Waits for the device.
 
     Args:
-        tensors: on a device, which may be the CPU; of DTensors, the part that this rank holds. Those without memory of
-            their own that can be released (on the meta device, of a file, shared between processes, empty) are left
-            alone.
-        pin_memory: copy to pinned memory, which is as fast as the link; of tensors on a CPU it changes nothing.
+        tensors: tensors on a device, which may be the CPU; local shards of DTensors are moved. Tensors without own
+            releasable memory (meta device, file-backed, shared between processes, empty) are ignored.
+        pin_memory: copy to pinned memory, for the full speed of the link; no effect for tensors on the CPU.
 
     Returns:
-        What brings them back.
+        Object that restores the tensors.
     """
     stored: list[_Stored] = []
     at = 0
@@ -99,7 +98,7 @@ def offload(tensors: Iterable[Tensor], pin_memory: bool = True) -> Offloaded:
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """Storages that can be emptied, each once however many tensors are in it."""
+    """Releasable storages of tensors, each once even if several tensors share it."""
     seen: set[int] = set()
     for tensor in tensors:
         own = local(tensor.detach())
@@ -112,7 +111,7 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
 
 
 def _pieces(one: _Stored, chunks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of a storage, as bytes, beside the parts of the host's memory for them."""
+    """Pairs of byte tensors: part of a storage, and its place in the chunks of host memory."""
     contents = torch.empty(0, dtype=torch.uint8, device=one.storage.device).set_(one.storage)
     done = 0
     while done < one.bytes:

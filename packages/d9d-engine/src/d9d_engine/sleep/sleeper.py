@@ -1,4 +1,4 @@
-"""Sleeper: what a trainer has on the device, released and taken back by tags."""
+"""Release and return of a trainer's device memory by tags."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from d9d_engine.sleep.communicators import resume, suspend
 from d9d_engine.sleep.offload import Offloaded, offload
 
-#: Parts that can sleep: parameters and buffers of all models; optimizer state and gradients; memory of NCCL.
+#: Tags of memory: parameters and buffers of all models; optimizer state and gradients; memory of NCCL.
 Tag = Literal["weights", "optimizer", "communicators"]
 TAGS: tuple[Tag, ...] = get_args(Tag)
 
 
 class Sleeper:
-    """Sleeper of a trainer's memory on the device.
+    """Releases a trainer's device memory, and takes it back.
 
     Args:
-        tensors: tag -> the tensors that there are at the moment.
-        device: of the trainer.
+        tensors: tag -> function that returns the current tensors.
+        device: device of the trainer.
     """
 
     def __init__(self, tensors: Mapping[Tag, Callable[[], Iterable[Tensor]]], device: torch.device) -> None:
@@ -32,27 +32,27 @@ class Sleeper:
 
     @property
     def asleep(self) -> tuple[Tag, ...]:
-        """Tags that are asleep."""
+        """Tags whose memory is released."""
         return tuple(self._asleep)
 
     def settle(self, tags: Collection[str]) -> list[Tag]:
-        """Tags that are meant by some; all by none.
+        """Check tags and bring them into order; without any, return all tags.
 
         Raises:
-            TrainingError: there is no such tag.
+            TrainingError: a tag does not exist.
         """
         if unknown := [tag for tag in tags if tag not in TAGS]:
-            raise TrainingError(f"'{unknown[0]}' is nothing that can sleep; choose among {', '.join(TAGS)}")
+            raise TrainingError(f"'{unknown[0]}' is no tag of memory to release; choose among {', '.join(TAGS)}")
         return [tag for tag in TAGS if not tags or tag in tags]
 
     def sleep(self, tags: Iterable[Tag]) -> int:
-        """Release the memory of these tags, as far as they are awake; returns the bytes of tensors.
+        """Release the memory of these tags, unless they are asleep; return the bytes of tensors.
 
-        Collective over all ranks if the communicators are among them. Waits for the device. If it fails, these tags are
-        awake.
+        Collective over all ranks if ``communicators`` is among the tags. Waits for the device. After a failure, these
+        tags are awake.
 
         Raises:
-            BuildError: this torch cannot release communicators.
+            BuildError: this version of torch cannot release communicators.
         """
         fresh = [tag for tag in tags if tag not in self._asleep]
         try:
@@ -77,12 +77,12 @@ class Sleeper:
         return freed
 
     def wake(self, tags: Iterable[Tag]) -> int:
-        """Take the memory of these tags back, as far as they are asleep; returns the bytes of tensors.
+        """Take the memory of these tags back, unless they are awake; return the bytes of tensors.
 
-        Collective over all ranks if the communicators are among them. Waits for the device.
+        Collective over all ranks if ``communicators`` is among the tags. Waits for the device.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; nothing is lost, and another call tries again.
+            torch.OutOfMemoryError: device memory is too small; nothing is lost, and the call can be repeated.
         """
         taken = 0
         for tag in tags:

@@ -1,4 +1,4 @@
-"""Auxiliary loss terms of a model's own modules, and the tallies that they adapt to."""
+"""Auxiliary losses of a model's modules, and tallies to which modules adapt."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import distributed as dist
 
 
 class AuxiliaryLosses:
-    """Auxiliary losses: the loss terms of a model's modules.
+    """Loss terms of a model's modules, such as load-balancing losses.
 
     Args:
-        stages: those of this rank, materialised, by index.
-        model: the full model, on any device: all ranks have to agree about the terms.
-        task: makes the model's inputs, from which the weights of these terms follow, and has terms of its own.
-        context_ranks: ranks of ``cp``, each of which has a part of each sample's positions and the losses of all.
+        stages: index -> stage of this rank, materialised.
+        model: full model, on any device; all ranks must have the same terms.
+        task: task with its own loss terms; makes the model's inputs, which determine the weights of the terms.
+        context_ranks: number of ranks of ``cp``; each has a part of every sample's positions, and the losses of all.
 
     Raises:
-        BuildError: two modules mean different things by one term, or a module and the task share a name.
+        BuildError: two modules define one term differently, or a module and the task have a term of the same name.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], model: nn.Module, task: Task, context_ranks: int = 1) -> None:
@@ -47,14 +47,14 @@ class AuxiliaryLosses:
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Coefficients of the terms in the total."""
+        """Term -> its coefficient in the total loss."""
         return {name: term.coefficient for name, term in self.terms.items()}
 
     def weights(self, microbatch: Microbatch) -> dict[str, int | Tensor]:
-        """Weights of the terms in a microbatch: samples or positions.
+        """Term -> its weight in a microbatch: number of samples or of positions.
 
-        They follow from the shape [B, S, ...] of the first input; or, where the inputs have ``lengths``, from those, as
-        0-d tensors.
+        Weights follow from the shape [B, S, ...] of the first input, or from the input ``lengths``, if given, as 0-d
+        tensors.
         """
         if not self.terms:
             return {}
@@ -65,12 +65,12 @@ class AuxiliaryLosses:
             first = next(iter(inputs.first.values()))
             counts = {"sample": len(first), "position": first.shape[:2].numel() * self._context_ranks}
         else:
-            # Those of whole samples, also on ranks that share their positions.
+            # Lengths of full samples, also on ranks that have a part of the positions.
             counts = {"sample": (lengths > 0).sum(), "position": lengths.sum()}
         return {name: counts[term.per] for name, term in self.terms.items()}
 
     def begin(self, scale: Mapping[str, Tensor]) -> None:
-        """Fill the modules' factor buffers: the gradients of their sums in this step.
+        """Fill the modules' factor buffers with the gradients of their loss sums in this step.
 
         Args:
             scale: term -> 1 / (global weight).
@@ -82,7 +82,7 @@ class AuxiliaryLosses:
             torch._foreach_copy_([buffer for buffer, _ in pairs], [value for _, value in pairs])
 
     def take(self, stage: int) -> dict[str, Tensor]:
-        """Sums of the terms in the last forward of a stage, over the modules that have them; 0-d float32."""
+        """Term -> its sum in the last forward of a stage, over all modules of the stage; 0-d float32."""
         parts: dict[str, list[Tensor]] = {}
         for module in self._modules[stage]:
             for term, buffer in module.loss_sums().items():
@@ -91,11 +91,11 @@ class AuxiliaryLosses:
 
 
 class Tallies:
-    """Tallies of modules, beside their auxiliary losses: for metrics, and for modules that adapt to them once per step.
+    """Tallies of modules, for metrics and for modules that adapt to them once per step.
 
     Args:
-        stages: those of this rank, materialised, by index.
-        group: the ranks that see other samples, or other parts of them; ``None`` if there are none.
+        stages: index -> stage of this rank, materialised.
+        group: process group of the ranks with other samples or parts of samples; ``None`` for a single rank.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], group: dist.ProcessGroup | None = None) -> None:
@@ -108,7 +108,7 @@ class Tallies:
         self._sums: dict[int, dict[str, Tensor]] = {}
 
     def take(self, stage: int) -> dict[str, Tensor]:
-        """Tallies of a stage's last forward, ``"<module>/<name>"`` -> tensor. The next one overwrites them."""
+        """Tallies of a stage's last forward, ``"<module>/<name>"`` -> tensor; overwritten by the next forward."""
         modules, adaptive = self._modules[stage], self._adaptive[stage]
         counted = {f"{name}/{key}": t for name, module in modules.items() for key, t in module.tallies().items()}
         needed = {
@@ -121,7 +121,7 @@ class Tallies:
         return counted
 
     def adapted_bytes(self) -> list[int]:
-        """Bytes of each all-reduce of :meth:`adapt`: one for each dtype of the tallies that modules adapt to."""
+        """Bytes of each all-reduce of :meth:`adapt`: one for each dtype of the reduced tallies."""
         found: dict[torch.dtype, int] = {}
         for module in (module for of_stage in self._adaptive.values() for module in of_stage.values()):
             tallies = module.tallies()
@@ -130,10 +130,10 @@ class Tallies:
         return list(found.values())
 
     def adapt(self, finite: Tensor) -> None:
-        """Let modules adapt to the step's sums. Collective over the group, if there are such modules.
+        """Let modules adapt to their summed tallies of this step. Collective over the group, if such modules exist.
 
         Args:
-            finite: 0-d bool, whether the step counts.
+            finite: 0-d bool; false if the step is skipped.
         """
         sums = {key: tensor for of_stage in self._sums.values() for key, tensor in of_stage.items()}
         if not sums:

@@ -1,4 +1,4 @@
-"""Boundaries of stages: the tensors between them, known without running them."""
+"""Boundary tensors between pipeline stages, inferred without running the stages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Boundaries:
     """Boundary tensors between pipeline stages, for microbatches of any shape.
 
     Args:
-        stages: all of the model but the last, on any device, equal on all ranks; with the trait ``PipelineStage``.
-        compute_dtype: what strategies convert parameters to, if they do. A tensor that a stage announces in the format
-            of its parameters then has this one.
+        stages: all stages but the last, on any device, equal on all ranks; with the trait ``PipelineStage``.
+        compute_dtype: dtype to which strategies convert parameters, if they do; it replaces the parameters' dtype in
+            the declared boundary tensors.
     """
 
     def __init__(self, stages: Sequence[nn.Module], compute_dtype: torch.dtype | None = None) -> None:
@@ -30,7 +30,7 @@ class Boundaries:
         self._known: dict[tuple[int, _Shapes], Specs] = {}
 
     def after(self, stage: int, microbatch: Microbatch) -> Specs:
-        """Specifications of the tensors that a stage hands to the next one for this microbatch, in order."""
+        """Specifications of the tensors that a stage passes to the next one for this microbatch, in order."""
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in microbatch.items())
         if (stage, shapes) not in self._known:
             given = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in shapes}
@@ -38,16 +38,16 @@ class Boundaries:
         return self._known[stage, shapes]
 
     def announced(self, stage: int, microbatch: Specs) -> Specs:
-        """Specifications of what a stage hands on, for a microbatch of which only specifications are known."""
+        """Specifications of a stage's boundary tensors, from the specifications of a microbatch."""
         module = self._stages[stage]
         assert isinstance(module, PipelineStage)  # checked when the stages were built
         return {name: self._converted(spec) for name, spec in module.boundary(microbatch).items()}
 
     def conform(self, stage: int, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> dict[str, Tensor]:
-        """Bring outputs into the announced order and format.
+        """Bring outputs into the declared order and dtypes.
 
         Raises:
-            BuildError: the stage returned something else than it announces.
+            BuildError: the stage returned other tensors than it declares.
         """
         announced = self.after(stage, microbatch)
         returned = {name: tuple(tensor.shape) for name, tensor in outputs.items()}

@@ -10,7 +10,7 @@ from d9d_core.tensors import local
 from torch import Tensor, nn
 from torch import distributed as dist
 
-#: Part of a bucket from which on a gradient is reduced alone: a call costs less than copies there and back.
+#: A gradient of at least 1 / _ALONE of a bucket is reduced alone: a call costs less than the two copies.
 _ALONE = 8
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -20,8 +20,8 @@ class Member:
     """Parameter whose gradient is in a bucket.
 
     Attributes:
-        parameter: it.
-        group: over which processes.
+        parameter: the parameter.
+        group: process group of the all-reduce.
         operation: ``sum`` or ``max``.
     """
 
@@ -32,7 +32,7 @@ class Member:
 
 @dataclass
 class Bucket:
-    """Bucket of gradients that are all-reduced together: one group, one operation, one dtype, one device."""
+    """Bucket of gradients that are all-reduced together, with one group, operation, dtype and device."""
 
     members: Sequence[Member]
     missing: int = 0
@@ -40,9 +40,9 @@ class Bucket:
     _work: dist.Work | None = field(default=None, repr=False)
 
     def launch(self) -> None:
-        """Start the all-reduce; a gradient that does not exist counts as zeros. Collective over the bucket's group.
+        """Start the all-reduce; a missing gradient counts as zeros. Collective over the bucket's group.
 
-        A gradient that is alone is reduced where it is.
+        A single gradient is reduced in place.
         """
         parts = []
         for member in self.members:
@@ -55,7 +55,7 @@ class Bucket:
         self._work = dist.all_reduce(self._flat, _OPERATIONS[first.operation], first.group, async_op=True)
 
     def land(self) -> None:
-        """Make the gradients final; the device waits, the host does not (on CPU they are the same)."""
+        """Write the reduced gradients back; the device waits for the all-reduce, the host only if it is the device."""
         assert self._flat is not None
         if self._work is not None:
             self._work.wait()
@@ -67,17 +67,17 @@ class Bucket:
 
 
 class Buckets:
-    """Buckets that are launched as their gradients appear, always in the same order on every rank.
+    """Buckets that are all-reduced as soon as their gradients exist, in the same order on every rank.
 
-    Gradients appear from the last layer to the first, so buckets are filled in reverse order of registration. A bucket
-    is launched when it and all before it are full: ranks on which some parameter has no gradient launch the rest at the
-    end, in the same order, so collectives always meet their counterparts.
+    Gradients are computed from the last layer to the first, so buckets are filled in reverse order of registration. A
+    bucket is launched once it and all earlier ones are complete. Ranks on which a gradient is missing launch the
+    remaining buckets at the end in the same order, so that collectives match.
 
     Args:
-        members: in order of registration.
-        limit: bytes of a bucket; a gradient of at least an eighth of them gets one of its own, which needs no copies.
-        overlap: launch during the backward. Only if nothing else reduces over the same ranks meanwhile: a rank without
-            some gradient launches later than the others, so they would disagree about which reduction comes first.
+        members: parameters in order of registration.
+        limit: size of a bucket in bytes; a gradient of at least an eighth of it is reduced alone, without copies.
+        overlap: launch during the backward. Only allowed if nothing else communicates over the same ranks meanwhile: a
+            rank that lacks a gradient launches later, so the order of communication would differ between ranks.
     """
 
     def __init__(self, members: Iterable[Member], limit: int, overlap: bool = True) -> None:
@@ -89,7 +89,7 @@ class Buckets:
                 member.parameter.register_post_accumulate_grad_hook(self._arrival(index))  # type: ignore[no-untyped-call]
 
     def sizes(self) -> list[tuple[dist.ProcessGroup, int]]:
-        """Process group and bytes of each bucket: one all-reduce in a step."""
+        """Process group and bytes of each bucket, which is one all-reduce per step."""
         return [
             (
                 bucket.members[0].group,
@@ -99,13 +99,13 @@ class Buckets:
         ]
 
     def arm(self) -> None:
-        """Get ready for the last backward of the step: gradients that appear are final on this rank."""
+        """Prepare for the last backward of the step, in which gradients become final on this rank."""
         self._armed, self._next = True, 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.members)
 
     def finish(self) -> None:
-        """Launch what is left, and make all gradients final."""
+        """Launch the remaining buckets, and wait for all of them."""
         self._armed = False
         for bucket in self._buckets[self._next :]:
             bucket.launch()
@@ -126,7 +126,7 @@ class Buckets:
 
 
 def _fill(members: Sequence[Member], limit: int) -> list[Bucket]:
-    """Fill buckets per kind; they are ordered by when they become full."""
+    """Fill buckets of each kind, ordered by the position of their last gradient."""
     done: list[tuple[int, list[Member]]] = []
     open_: dict[tuple[object, ...], tuple[int, list[Member]]] = {}
     last: Mapping[int, int] = {id(member): index for index, member in enumerate(members)}

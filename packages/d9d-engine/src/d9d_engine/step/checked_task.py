@@ -1,4 +1,4 @@
-"""Task of a job whose returned values are checked the first time, with its distribution named."""
+"""Task wrapper that checks returned values at first use; errors name the task's distribution."""
 
 from __future__ import annotations
 
@@ -29,56 +29,56 @@ Returned = TypeVar("Returned")
 
 
 class LossTask(Task, Protocol):
-    """Task as the step sees it, whose loss may have a weight that only outputs tell."""
+    """Task as used by the step; the weight of its loss may depend on outputs."""
 
     @property
     def late(self) -> bool:
-        """Whether only outputs tell the weight of the loss (:class:`~d9d_core.task.WeighsOutputs`)."""
+        """Whether the weight of the loss depends on outputs (:class:`~d9d_core.task.WeighsOutputs`)."""
         ...
 
     def weigh(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Term -> its weight in this microbatch, which may need the outputs; after ``losses``."""
+        """Term -> its weight in this microbatch, which may depend on the outputs; call it after ``losses``."""
         ...
 
 
 class CheckedTask:
-    """Checked task, as the loop sees it: each method is checked on its first call; later ones go straight to the task.
+    """Task that checks each method's value at the first call; later calls go straight to the wrapped task.
 
     Args:
-        chosen: the task's record.
-        task: what was built.
+        chosen: plugin record of the task.
+        task: wrapped task.
 
     Attributes:
-        late: only outputs tell the weight of the loss (:class:`~d9d_core.task.WeighsOutputs`).
+        late: whether the weight of the loss depends on outputs (:class:`~d9d_core.task.WeighsOutputs`).
 
     Raises:
-        BuildError: it weighs outputs, and has not one loss term.
+        BuildError: the task weighs outputs, but has several loss terms or none.
     """
 
     def __init__(self, chosen: Chosen, task: Task) -> None:
         self._chosen = chosen
         self._task = task
-        # Asked here once: whether a protocol holds takes Python 15 µs to find out.
+        # Checked once: isinstance with a protocol takes 15 µs.
         self.late = isinstance(task, WeighsOutputs)
         self._steps = task if isinstance(task, SeesSteps) else None
         if self.late and len(task.coefficients) != 1:
             terms = ", ".join(task.coefficients) or "none"
             raise BuildError(
-                f"{subject(chosen)} weighs its outputs, so it has one loss term, not these: {terms}; gradients of "
-                "several could not be told apart when their weights are known"
+                f"{subject(chosen)} weighs its outputs, so it must have exactly one loss term, not these: {terms}; the "
+                "gradients of several terms cannot be separated once their weights are known"
             )
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """The loss terms and their coefficients."""
+        """Loss term -> its coefficient."""
         return self._task.coefficients
 
     def check(self, model: Any, facts: State) -> None:
-        """Compare the model's config with the facts of the data."""
+        """Check the model's config and the facts of the data."""
         self._task.check(model, facts)
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
-        """Tokens (or samples) of this microbatch."""
+        """Number of tokens (or samples) in this microbatch."""
         return self._checked("count", self._task.count(microbatch), self._check_count)
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
@@ -98,7 +98,7 @@ class CheckedTask:
         return self._checked("observations", self._task.observations(outputs, microbatch), self._check_observations)
 
     def weigh(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Term -> its weight in this microbatch, which may need the outputs; after ``losses``."""
+        """Term -> its weight in this microbatch, which may depend on the outputs; call it after ``losses``."""
         if not self.late:
             return self.weights(microbatch)
         assert isinstance(self._task, WeighsOutputs)
@@ -110,35 +110,35 @@ class CheckedTask:
         return {term: weight}
 
     def begin_step(self, step: int) -> None:
-        """Tell the task the step (0-based) whose microbatches follow, if it wants to know."""
+        """Tell the task the number (0-based) of the step that begins, if the task uses it."""
         if self._steps is not None:
             self._steps.begin_step(step)
 
     def split(self, share: PositionShare) -> Callable[[Microbatch], Microbatch]:
-        """Function that takes a rank's positions of a microbatch.
+        """Function that selects a rank's positions of a microbatch.
 
         Raises:
-            JobError: the task's losses need all positions of a sample, or it does not say that they do not.
+            JobError: the task has no ``split_positions``: its losses need all positions of a sample.
         """
         if not isinstance(self._task, SplitsPositions):
             raise JobError(
                 f"mesh.cp is {share.ranks}, but task '{self._chosen.spec.name}' needs all positions of a sample on one "
-                "rank: it has no split_positions(); leave mesh.cp out, or take a task that has it, such as causal_lm"
+                "rank: it has no split_positions(); remove mesh.cp, or use a task that has it, such as causal_lm"
             )
         task = self._task
         return lambda microbatch: task.split_positions(microbatch, share)
 
     def finalize(self) -> None:
-        """Let the task end the training, if it has something to do then."""
+        """Call the task's hook for the end of training, if it has one."""
         if isinstance(self._task, FinishesTraining):
             self._task.finalize()
 
     def hparams(self) -> State:
-        """Hyperparameters of the task's own, for the trackers."""
+        """Additional hyperparameters of the task, for the trackers."""
         return self._task.hparams() if isinstance(self._task, HasHparams) else {}
 
     def own_metrics(self) -> Mapping[str, Metric]:
-        """New metrics of the task's own, by name."""
+        """Metrics of the task, newly made, by name."""
         return self._task.metrics() if isinstance(self._task, OwnsMetrics) else {}
 
     def _checked(self, method: str, value: Returned, check: Callable[[str, object], None]) -> Returned:
@@ -159,7 +159,7 @@ class CheckedTask:
         check_mapping(self._chosen, call, value, Tensor)
         assert isinstance(value, Mapping)
         if missing := sorted(self.coefficients.keys() - value.keys()):
-            text = f"{call} lacks the loss terms {', '.join(missing)}, which coefficients has"
+            text = f"{call} lacks the loss terms {', '.join(missing)}, which are in its coefficients"
             raise BuildError(f"{subject(self._chosen)}: {text}")
         for term in self.coefficients:
             if value[term].ndim:

@@ -1,4 +1,4 @@
-"""Gradient clipping: the norm, its all-reduce with the step's other totals (loss, flags), and the division."""
+"""Gradient clipping: global norm, its all-reduce together with the step's other scalars, and scaling."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ from d9d_engine.subscribers.event_bus import Events
 
 
 class Clipper:
-    """Clipper of gradients and the step's totals: measures the global norm and scales gradients to ``max_norm``.
+    """Computes the global gradient norm, reduces the step's scalars, and scales gradients to ``max_norm``.
 
-    Each rank takes the norm of its own part of every gradient. A part that several ranks hold is counted by the first
-    of them only; so parameters on different meshes, sharded over several axes or over none add up, which torch's own
-    clipping refuses. All scalars travel in one reduction (in two for the maximum norm), and nothing waits for the
-    device.
+    Each rank computes the norm of its shard of every gradient. A shard on several ranks is counted by the first of them
+    only, so parameters on different meshes, with any sharding, can be combined, unlike in torch's clipping. All scalars
+    are reduced in one message (two for the maximum norm), and the host does not wait for the device.
 
     Args:
-        parameters: the trained parameters.
-        coefficients: loss term -> its factor in the total.
+        parameters: name -> trained parameter.
+        coefficients: loss term -> its coefficient in the total.
         topology: this process among others.
-        max_norm: ``None`` measures only.
-        norm: measures this rank's gradients.
-        stop: whether this process was asked to stop; asked once per step.
-        views: parameter -> the view of the mesh that it is sharded over, if there is one.
-        elsewhere: names of parameters that another pipeline rank counts, because it has them too.
-        divide: takes the divisor that clips (0-d float32) instead of a pass over the gradients here.
+        max_norm: largest norm; ``None`` computes the norm without scaling.
+        norm: computes the norm of this rank's gradients.
+        stop: whether this process was asked to stop; called once per step.
+        views: parameter -> mesh view over which it is sharded, if any.
+        elsewhere: names of tied parameters that another pipeline rank counts.
+        divide: takes over the scaling by a divisor (0-d float32), to save a pass over the gradients.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Clipper:
         self._max_norm = max_norm
         self._norm = norm
         self.stop = stop
-        # Ranks that differ along tp only compute the same loss; the last pipeline stage alone computes any.
+        # Ranks along tp compute the same loss, so one of them counts; only the last pipeline stage computes the loss.
         self._shares_loss = topology.coordinate["tp"] == 0
 
     @torch.no_grad()
@@ -75,17 +74,17 @@ class Clipper:
 
         Args:
             loss: this rank's share of each term's mean.
-            tokens: this rank's.
+            tokens: number of tokens on this rank.
         """
         device = self._topology.device
         share = 1.0 if self._shares_loss else 0.0
         counted = share if self._topology.coordinate["pp"] == 0 else 0.0  # every stage sees the same tokens
-        none = torch.zeros((), device=device)  # a stage without the head has no part in the task's loss
+        none = torch.zeros((), device=device)  # a stage without the head has no loss
         terms = torch.stack([loss.terms.get(t, none) for t in self._coefficients]).to(wide_dtype(device)) * share
         flags = [on_device(flag, terms) for flag in (tokens * counted, float(self.stop()))]
         power = self._power(device)
         maximum = math.isinf(self._norm.p)
-        # Reductions to a maximum may drop a NaN, so it is counted.
+        # A maximum reduction may lose a NaN, so NaNs are counted in the sum.
         last = torch.isnan(power).to(power.dtype) if maximum else power
         scalars = torch.cat([terms, *flags, last.reshape(1)])
         if self._topology.world_size > 1:
@@ -123,10 +122,10 @@ class Clipper:
 
 
 class GradientNorm:
-    """Norm of a rank's gradients for clipping, before ranks add their shares up.
+    """Norm of this rank's gradients, before it is reduced over ranks.
 
     Args:
-        p: which norm.
+        p: order of the norm.
     """
 
     def __init__(self, p: float) -> None:
@@ -134,18 +133,18 @@ class GradientNorm:
         self._power = OpSlot("gradient_power", partial(gradient_power, p=p), p=p)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the sum."""
+        """Op slot of the sum of powers."""
         return {"gradient_power": self._power}
 
     def __call__(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-        """This rank's share of ``norm ** p`` (of the norm itself, if it is the maximum).
+        """This rank's share of ``norm ** p``; for the maximum norm, of the norm itself.
 
         Args:
-            gradients: on any devices; none is empty.
-            device: of the result.
+            gradients: non-empty tensors on any devices.
+            device: device of the result.
 
         Returns:
-            0-d, float64 where the device has it.
+            0-d tensor, float64 if the device supports it.
         """
         if not gradients:
             return torch.zeros((), dtype=wide_dtype(device), device=device)
@@ -154,34 +153,33 @@ class GradientNorm:
 
 
 def gradient_power(gradients: Sequence[Tensor], device: torch.device, *, p: float) -> Tensor:
-    """Reference of the op ``gradient_power``: norms of tensors in float32, their powers summed in a wider format.
+    """Reference of the op ``gradient_power``: norms of tensors in float32, sum of their powers in a wider dtype.
 
     Args:
-        gradients: at least one, on any devices.
-        device: of the result.
-        p: power; infinite for the largest magnitude, which is not a sum.
+        gradients: one or more tensors, on any devices.
+        device: device of the result.
+        p: order of the norm; infinity returns the largest magnitude instead of a sum.
 
     Returns:
-        0-d.
+        0-d tensor.
     """
-    # torch's get_total_norm would round each tensor's norm to the gradients' dtype. Private, so a test pins it.
+    # torch's get_total_norm would round each norm to the gradients' dtype. A test detects changes of this private op.
     norms = torch._foreach_norm(list(gradients), p, dtype=torch.float32)  # noqa: SLF001
     each = torch.stack([norm.to(device, non_blocking=True) for norm in norms]).to(wide_dtype(device))
     return each.max() if math.isinf(p) else (each**p).sum()
 
 
 def division_of(optimizer: Optimizer, events: Events) -> Callable[[Tensor], None] | None:
-    """Method of the optimizer that divides gradients in its step, if it has one and nobody reads them at the step."""
+    """Optimizer's method that divides gradients; ``None`` without one, or if a subscriber may read gradients."""
     read = events.heard(ev.OptimizerStepStarts, ev.OptimizerStepEnds)
     return optimizer.divide_gradients if isinstance(optimizer, DividesGradients) and not read else None
 
 
 def counts(parameter: Tensor, topology: Topology, view: str | None = None) -> bool:
-    """Whether the norm for clipping counts a parameter's shard on this rank: it is the first that holds this shard.
+    """Whether this rank counts its shard of a parameter for the norm: it is the first rank with this shard.
 
-    Along mesh dimensions that shard it, every rank holds another part. Along the others, and along base axes (or
-    dimensions of its view) that its mesh does not span, the first rank counts. Pipeline ranks hold different
-    parameters.
+    Ranks have different shards along mesh dimensions that shard the parameter. Along all other dimensions, and along
+    axes that the parameter's mesh does not span, the first rank counts. Pipeline ranks hold different parameters.
     """
     if topology.world_size == 1:
         return True

@@ -1,4 +1,4 @@
-"""Executor of programs: one handler per action type."""
+"""Executor of pipeline programs, with one handler per action type."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from d9d_engine.step.metrics import Statistics
 from d9d_engine.step.randomness import seed_generators
 
 Outputs = Callable[[Mapping[str, Tensor], Microbatch], None]
-#: Number of the step in a forward that belongs to none.
+#: Step number of a forward outside of a step.
 _NO_STEP = -1
 
 
@@ -46,8 +46,8 @@ class StageLoss:
     """Loss of a step on this rank, 0-d float32.
 
     Attributes:
-        terms: this rank's share of the mean of each term over the microbatches; of a task that weighs outputs, the sum.
-        weight: of this rank's outputs, of such a task; ``None`` on ranks without the last stage.
+        terms: loss term -> this rank's share of its mean over the microbatches; a sum if the task weighs outputs.
+        weight: weight of this rank's outputs if the task weighs outputs; ``None`` on ranks without the last stage.
     """
 
     terms: Mapping[str, Tensor]
@@ -55,27 +55,27 @@ class StageLoss:
 
 
 class Executor:
-    """Executor of this rank's program, one action after the other.
+    """Runs this rank's program, one action after the other.
 
-    Handlers of other action types, such as sends and receives, see it as a
-    :class:`~d9d_core.program.runner.StageRunner`. They may replace those defined here.
+    Handlers of further action types, such as sends and receives, get the executor as a
+    :class:`~d9d_core.program.runner.StageRunner`, and may replace the handlers defined here.
 
     Args:
-        stages: those of this rank, by index.
+        stages: index -> stage of this rank.
         pipeline: all stages, and the programs.
-        boundaries: what stages hand to each other.
+        boundaries: boundary tensors between stages.
         topology: this process among others.
-        task: turns microbatches into inputs and outputs into losses.
-        auxiliary_losses: the loss terms of the model's own modules.
-        tallies: what they count.
-        gradients: told when a stage's gradients are complete.
+        task: makes model inputs from microbatches, and losses from outputs.
+        auxiliary_losses: loss terms of the model's modules.
+        tallies: counts of the model's modules.
+        gradients: notified when a stage's gradients are complete.
         statistics: updated with the task's observations.
-        draws: number of the step, of the microbatch and of the stage -> seed of what is drawn there.
-        autocast: number format of the forward's matrix products, if not the parameters'.
+        draws: (step, microbatch, stage) -> seed of random numbers in the forward.
+        autocast: autocast dtype of the forward; ``None`` disables autocast.
         unsplittable: names of the modules whose backward cannot be split.
-        handlers: makes the handlers of the schedule's own.
-        inputs: keyword arguments of the model for a microbatch; by default the task's.
-        ranges: around the actions, for a profiler.
+        handlers: makes the schedule's own handlers.
+        inputs: makes the model's keyword arguments for a microbatch; by default the task does.
+        ranges: profiler ranges around the actions.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Executor:
         self._last = len(pipeline.hosts) - 1
         self._position = topology.coordinate["pp"]
         self._task = task
-        self._weight: Tensor | None = None  # of the outputs of this step so far, if the task weighs them
+        self._weight: Tensor | None = None  # sum of the output weights of this step, if the task weighs outputs
         self._inputs = inputs
         self._ranges = ranges or Ranges()
         self._auxiliary = auxiliary_losses
@@ -127,7 +127,7 @@ class Executor:
     def run(self, step: int, pack: Pack, scale: Mapping[str, Tensor]) -> StageLoss:
         """Run forward and backward over all microbatches; afterwards parameters hold their gradients.
 
-        Collective over the ranks that share parameters, and over those of the pipeline.
+        Collective over the ranks that share parameters, and over the pipeline ranks.
         """
         program, backwards, split = self._program(len(pack))
         state = StepState(step, pack, scale, backwards=Counter(backwards), split=split)
@@ -148,15 +148,15 @@ class Executor:
 
         Args:
             pack: microbatches on the device.
-            outputs: called with what the model returns for each microbatch, on the ranks that have the last stage.
-            step: the training step whose draws are made; by default random numbers go on as they are.
+            outputs: called with the model's outputs and the microbatch, on the ranks that have the last stage.
+            step: training step whose random numbers are drawn; by default the generators continue.
         """
         state = StepState(_NO_STEP if step is None else step, pack, {}, evaluated=outputs)
         with torch.no_grad():
             self._interpret(self.pipeline.forward_program(self._position, len(pack)), state)
 
     def _overview(self, microbatches: int) -> tuple[Program, Counter[int], Mapping[int, frozenset[int]]]:
-        """Overview of this rank's program: how many backwards each stage runs, and which of them are split."""
+        """This rank's program, the number of backwards of each stage, and the microbatches whose backward is split."""
         program = self.pipeline.program(self._position, microbatches)
         parts = [part for action in program for part in compute_parts(action)]
         backwards = Counter(part.stage for part in parts if isinstance(part, Backward | InputBackward))
@@ -178,7 +178,7 @@ class Executor:
             end()
 
     def forward(self, action: Action, state: StepState) -> None:
-        """Run a stage on a microbatch: the loss on the last stage; elsewhere, hand on what it returns."""
+        """Run a stage on a microbatch; the last stage computes the loss, other stages pass on their outputs."""
         assert isinstance(action, Forward)
         stage, microbatch = action.stage, state.pack[action.microbatch]
         leaves = self._leaves(action, state)
@@ -196,13 +196,13 @@ class Executor:
             roots = {"loss": self._loss(outputs, microbatch, state)}
         if state.evaluated is None:
             self._observe(stage, outputs, microbatch, state)
-            # Edges, so that nobody keeps what was sent: the graph does not need it.
+            # Keep gradient edges instead of outputs, so that sent tensors are freed: the graph does not need them.
             edges = {name: get_gradient_edge(tensor) for name, tensor in roots.items()}
             dtypes = {name: tensor.dtype for name, tensor in roots.items()}
             state.visits[stage, action.microbatch] = Visit(leaves, edges, dtypes)
 
     def backward(self, action: Action, state: StepState) -> None:
-        """Compute all gradients of a microbatch in a stage, and hand back those of its inputs."""
+        """Compute all gradients of a microbatch in a stage, and pass input gradients to the previous stage."""
         assert isinstance(action, Backward)
         visit, gradients = self.open_backward(action, state)
         if visit.roots:
@@ -210,7 +210,7 @@ class Executor:
         self.close_backward(action, visit, state)
 
     def open_backward(self, action: MicrobatchAction, state: StepState) -> tuple[Visit, list[Tensor | None]]:
-        """Begin a backward: returns the visit, and the gradient of each of its roots."""
+        """Begin a backward; return the visit, and the gradient of each of its roots."""
         stage, microbatch = key = (action.stage, action.microbatch)
         visit = state.visits.pop(key)
         state.backwards[stage] -= 1
@@ -222,7 +222,7 @@ class Executor:
         return visit, [arrived[name].to(dtype) for name, dtype in visit.dtypes.items()]
 
     def close_backward(self, action: MicrobatchAction, visit: Visit, state: StepState) -> None:
-        """Hand the gradients of a stage's inputs back to the previous stage."""
+        """Pass the gradients of a stage's inputs to the previous stage."""
         if action.stage == 0:
             return
         back: dict[str, Tensor] = {}
@@ -236,11 +236,11 @@ class Executor:
             state.input_gradients[action.stage, action.microbatch] = back
 
     def announced(self, stage: int, microbatch: Microbatch) -> Mapping[str, TensorSpec]:
-        """Tensors that a stage hands to the next one for this microbatch, in order."""
+        """Specifications of the tensors that a stage passes to the next one for this microbatch, in order."""
         return self._boundaries.after(stage, microbatch)
 
     def after_weights(self, stage: int) -> None:
-        """Tell the reducers of a stage that weight gradients which a backward had deferred were added."""
+        """Tell the reducers of a stage that deferred weight gradients were added."""
         self._gradients.after_weights(stage)
 
     def _is_here(self, stage: int) -> bool:
@@ -260,7 +260,7 @@ class Executor:
         return leaves
 
     def _call(self, stage: int, microbatch: Microbatch, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        # Asked of the task each time: it replaces its methods after their first call.
+        # Look up the task's method each time: CheckedTask replaces its methods after their first call.
         inputs = self._inputs(microbatch) if self._inputs else self._task.inputs(microbatch)
         kept = inputs.kept if stage == self._last else {}
         own = inputs.first if stage == 0 else leaves
@@ -275,7 +275,7 @@ class Executor:
             outputs: Mapping[str, Tensor] = self.stages[stage](**own, **inputs.shared)
         if both := kept.keys() & outputs.keys():
             names = ", ".join(sorted(both))
-            raise BuildError(f"the task keeps {names} for its losses, which the model returns, too; rename one of them")
+            raise BuildError(f"both the task's kept inputs and the model's outputs have {names}; rename one of them")
         return {**outputs, **kept} if kept else outputs
 
     def _hand_on(self, action: Forward, outputs: Mapping[str, Tensor], state: StepState) -> None:
@@ -294,7 +294,7 @@ class Executor:
         return torch.stack([c * means[term] for term, c in self._coefficients.items()]).sum()
 
     def _observe(self, stage: int, outputs: Mapping[str, Tensor], microbatch: Microbatch, state: StepState) -> None:
-        # The gradients of these are injected where they arise, so they take no part in the backward from here.
+        # Modules inject the gradients of auxiliary losses themselves, so these sums are not part of the backward.
         self._count(
             stage, {term: sum_ * state.scale[term] for term, sum_ in self._auxiliary.take(stage).items()}, state
         )
@@ -302,7 +302,7 @@ class Executor:
         if stage == self._last and self._statistics:
             self._statistics.update(self._task.observations(outputs, microbatch))
         if counted and self._statistics.tallied:
-            # The next forward of the stage writes over them.
+            # The next forward of the stage overwrites the tallies.
             state.counted.append({name: tensor.clone() for name, tensor in counted.items()})
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""First pass over a pack: a forward without gradients, whose results the loss needs."""
+"""First pass over a pack: a forward without gradients, whose outputs the loss uses."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from d9d_engine.step.executor import Executor
 
 
 class FirstPassRunner(Protocol):
-    """Runner of first passes."""
+    """Runs first passes over packs."""
 
     def __call__(self, pack: Pack, step: int | None) -> Pack:
-        """Pack whose microbatches have what the first pass adds. Collective over all ranks.
+        """Add first-pass tensors to the microbatches of a pack. Collective over all ranks.
 
         Args:
             pack: microbatches on the device.
-            step: 0-based; ``None`` in an evaluation.
+            step: number of the step, 0-based; ``None`` in an evaluation.
         """
         ...
 
 
 def no_first_pass(pack: Pack, step: int | None) -> Pack:  # noqa: ARG001 - see FirstPassRunner
-    """Pack as it is, for tasks that need no first pass."""
+    """Return the pack unchanged, for tasks without a first pass."""
     return pack
 
 
 class FirstForward:
-    """First pass over a pack: a forward over all its microbatches, before the one that is trained.
+    """First pass that runs a forward over all microbatches of a pack, before the trained forward.
 
     Args:
-        task: says what is kept, and what becomes of it.
+        task: selects the outputs to keep, and computes the added tensors.
         executor: runs the model.
-        around: the state that the model is in meanwhile, such as evaluation mode.
-        ranks: the ranks that see other samples.
-        draws: make the draws of the training step, if there is one.
+        around: context manager that sets the model's mode, such as evaluation mode.
+        ranks: ranks with different samples.
+        draws: whether to draw the random numbers of the training step, if there is one.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class FirstForward:
         self._draws = draws
 
     def outputs(self, pack: Pack, step: int | None = None) -> list[Mapping[str, Tensor]]:
-        """Tensors kept of each microbatch, in order; none on ranks without the last stage. Collective over ``pp``."""
+        """Kept outputs of each microbatch, in order; empty on ranks without the last stage. Collective over ``pp``."""
         kept: dict[int, Mapping[str, Tensor]] = {}
 
         def keep(outputs: Mapping[str, Tensor], microbatch: Microbatch) -> None:
@@ -70,7 +70,7 @@ class FirstForward:
         return [kept[id(microbatch)] for microbatch in pack] if kept else []
 
     def __call__(self, pack: Pack, step: int | None) -> Pack:
-        """Run the pass; see :class:`FirstPassRunner`."""
+        """Run the first pass; see :class:`FirstPassRunner`."""
         kept = self.outputs(pack, step)
         if not kept:
             return pack
@@ -79,28 +79,28 @@ class FirstForward:
 
 
 class StoredOutputs:
-    """Results of a first pass over a whole dataset, looked up by the numbers of samples.
+    """First pass that looks up results of a whole dataset by sample index.
 
     Args:
-        table: tensors [samples, ...] on the device, by name.
+        table: name -> tensor [samples, ...] on the device.
     """
 
     def __init__(self, table: Mapping[str, Tensor]) -> None:
         self._table = table
 
     def __call__(self, pack: Pack, step: int | None) -> Pack:  # noqa: ARG002
-        """Look the samples of a pack up; see :class:`FirstPassRunner`."""
+        """Look up the results of a pack's samples; see :class:`FirstPassRunner`."""
         return [{**mb, **{name: of_all[mb["samples"]] for name, of_all in self._table.items()}} for mb in pack]
 
 
 @dataclass(frozen=True)
 class GroupRanks:
-    """Ranks of a first pass that see different samples; see :class:`d9d_core.first_pass.DataRanks`.
+    """Ranks with different samples in a first pass; see :class:`d9d_core.first_pass.DataRanks`.
 
     Attributes:
         rank: number of this rank among them.
-        ranks: how many there are.
-        group: them as a process group; ``None`` if there is one.
+        ranks: number of ranks.
+        group: process group of the ranks; ``None`` for a single rank.
     """
 
     rank: int
@@ -108,7 +108,7 @@ class GroupRanks:
     group: dist.ProcessGroup | None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Tensors of all ranks, [n, ...] each, in a row: [ranks * n, ...]. Collective over the group."""
+        """Concatenate the tensors [n, ...] of all ranks to [ranks * n, ...]. Collective over the group."""
         if self.group is None or self.ranks == 1:
             return tensor
         gathered = tensor.new_empty(self.ranks * len(tensor), *tensor.shape[1:])
@@ -116,7 +116,7 @@ class GroupRanks:
         return gathered
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum of the ranks' tensors, in place. Collective over the group."""
+        """Sum the tensors of all ranks in place. Collective over the group."""
         if self.group is not None and self.ranks > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor

@@ -1,4 +1,4 @@
-"""Gradient accumulation over microbatches and reduction over ranks: the gradient of a step."""
+"""Gradients of a step: accumulation over microbatches and reduction over ranks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ MIB = 2**20
 class Gradients:
     """Gradients of the trained parameters between backward and optimizer.
 
-    What a strategy reduces by itself (FSDP2) is left to it; the rest is summed here, in buckets: while the last
-    microbatch's backward runs, or after it if a strategy reduces meanwhile. A parameter that took no part in a step, on
-    this rank or on any, counts as having a zero gradient, so that a step means the same in every layout.
+    Gradients that a strategy reduces itself (FSDP2) are left to the strategy. All others are all-reduced here in
+    buckets: during the last microbatch's backward, or after it if a strategy communicates during the backward. A
+    parameter without a gradient in a step, on some or all ranks, gets a zero gradient, so that a step has the same
+    result in every layout.
 
     Args:
-        parameters: the trained parameters by name.
-        ownership: who reduces what.
+        parameters: name -> trained parameter.
+        ownership: owners of the reductions.
         topology: this process among others.
-        reducers: stage -> what must know when a backward of it starts.
-        ties: parameters that several stages have.
-        bucket_mib: size of a bucket.
-        accumulate: the number format in which microbatches add up; the parameters' own by default.
+        reducers: stage -> reducers to notify when a backward of the stage starts.
+        ties: tied parameters of several stages.
+        bucket_mib: size of a bucket in MiB.
+        accumulate: dtype in which gradients are accumulated; by default the parameter's dtype.
 
     Raises:
-        BuildError: one gradient is to be reduced by several operations.
+        BuildError: one gradient would be reduced by several operations.
     """
 
     def __init__(
@@ -57,18 +58,18 @@ class Gradients:
         self._split: set[int] = set()
         for parameter in parameters.values():
             if accumulate is not None and parameter.dtype != accumulate:
-                parameter.grad_dtype = accumulate  # autograd and FSDP2 add up in it
+                parameter.grad_dtype = accumulate  # the dtype in which autograd and FSDP2 accumulate
         members = _members(parameters, ownership, topology)
         alone = len(self._reducers) == 1 and not any(self._reducers.values())
         self._buckets = Buckets(members, bucket_mib * MIB, overlap=alone)
 
     def before_backward(self, last: bool, stage: int = 0, complete: bool = True) -> None:
-        """Prepare for a backward of a stage, which is about to start.
+        """Prepare for a backward of a stage that is about to start.
 
         Args:
-            last: no other follows in this step.
-            stage: which.
-            complete: it computes all gradients of its microbatch; if not, :meth:`after_weights` follows.
+            last: whether this is the last backward of the stage in this step.
+            stage: index of the stage.
+            complete: whether the backward computes all gradients; if not, :meth:`after_weights` follows.
         """
         if last:
             self._buckets.arm()
@@ -78,12 +79,12 @@ class Gradients:
             reducer.before_backward(last=last, complete=complete)
 
     def after_weights(self, stage: int) -> None:
-        """Take note that the weight gradients that a backward had deferred are there."""
+        """Notify the reducers of a stage that deferred weight gradients are computed."""
         for reducer in self._reducers[stage]:
             reducer.after_weights()
 
     def reduce(self, stage: int) -> None:
-        """Reduce the gradients of a stage, which are all there. Collective over the ranks that share its parameters."""
+        """Reduce the complete gradients of a stage. Collective over the ranks that share its parameters."""
         self._open.discard(stage)
         if stage in self._split:
             for reducer in self._reducers[stage]:
@@ -105,7 +106,7 @@ class Gradients:
         self._ties.reduce()
 
     def reductions(self) -> list[tuple[str, dist.ProcessGroup, int]]:
-        """All-reduces of a step: what they reduce, their process group and bytes."""
+        """All-reduces of a step: purpose, process group and bytes of each."""
         buckets = [("gradients in a bucket", group, size) for group, size in self._buckets.sizes()]
         return buckets + [("gradient of a tied parameter", group, size) for group, size in self._ties.sizes()]
 
@@ -115,14 +116,14 @@ class Gradients:
         return self._device
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply all gradients, which are final, by a 0-d tensor on the device."""
+        """Multiply all final gradients by a 0-d tensor on the device."""
         for parameter in self._parameters.values():
             if parameter.grad is not None:
                 gradient = local(parameter.grad)
                 gradient.mul_(factor.to(gradient.device, non_blocking=True))
 
     def reset(self) -> None:
-        """Set all gradients to none, as zero_grad does; their memory is reused by the next step."""
+        """Set all gradients to None, like zero_grad; the next step reuses their memory."""
         for parameter in self._parameters.values():
             parameter.grad = None
         self._ties.reset()

@@ -1,4 +1,4 @@
-"""Scale of the losses, known before the first backward."""
+"""Scaling of the loss terms, known before the first backward."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from d9d_engine.step.gradients import Gradients
 
 
 class LossScale:
-    """Scale of each sum of the loss, so that gradients need no scaling pass.
+    """Factor for each sum of a loss term, so that gradients need no scaling pass.
 
-    A term's factor is its coefficient over its weight in all ranks' packs. A term without weight gets the factor zero.
-    Only where the weight follows from outputs (:class:`~d9d_core.task.WeighsOutputs`) gradients are scaled
-    after the last backward.
+    A factor is 1 / (the term's weight over all ranks' packs), and zero without weight. If the weight depends on outputs
+    (:class:`~d9d_core.task.WeighsOutputs`), gradients are scaled after the last backward instead.
 
     Args:
-        task: declares the terms and their weights.
-        auxiliary_losses: the terms of the model's own modules.
-        group: the ranks that see other samples, or other parts of them; ``None`` if there are none.
-        everywhere: those ranks and the stages of the pipeline.
+        task: task that declares terms and weights.
+        auxiliary_losses: loss terms of the model's modules.
+        group: process group of the ranks with other samples or parts of samples; ``None`` for a single rank.
+        everywhere: process group of these ranks and the pipeline's stages.
 
     Raises:
-        BuildError: the task weighs outputs, and modules of the model have losses besides.
+        BuildError: the task weighs outputs, and modules of the model add loss terms.
     """
 
     def __init__(
@@ -46,12 +45,12 @@ class LossScale:
         self._everywhere = everywhere
         if task.late and auxiliary_losses.terms:
             raise BuildError(
-                f"the task's loss has a weight that only outputs tell, and modules of the model have losses besides "
-                f"({', '.join(auxiliary_losses.terms)}), whose gradients could not be told apart; switch these off"
+                f"the weight of the task's loss depends on outputs, but modules of the model add loss terms too "
+                f"({', '.join(auxiliary_losses.terms)}), whose gradients cannot be separated; switch these terms off"
             )
 
     def begin(self, pack: Pack) -> Mapping[str, Tensor]:
-        """Factors of the terms: 1 / (weight in all ranks' packs), 0-d float32 on the device; zero without weight.
+        """Compute term -> 1 / (its weight in all ranks' packs), 0-d float32 on the device; zero without weight.
 
         Collective over the group.
         """
@@ -71,14 +70,14 @@ class LossScale:
         return dict(zip(terms, inverse.unbind(), strict=True))
 
     def settle(self, loss: StageLoss, gradients: Gradients) -> StageLoss:
-        """Scale loss and gradients by a weight that is known only now. Collective over all ranks, if it is one.
+        """Scale loss and gradients if the weight depends on outputs. Collective over all ranks in that case.
 
         Args:
-            loss: sums, and the weight of this rank's outputs.
-            gradients: final but for their scale.
+            loss: sums of the terms, and the weight of this rank's outputs.
+            gradients: reduced but unscaled gradients.
 
         Returns:
-            The loss, as this rank's share of means.
+            The loss, as this rank's share of the means.
         """
         if not self._task.late:
             return loss
@@ -94,8 +93,8 @@ class LossScale:
 
 
 def on_device(number: int | float | Tensor, like: Tensor) -> Tensor:
-    """Convert a number, or a 0-d tensor on the device, to the device and dtype of another tensor, as [1]."""
+    """Convert a number, or a 0-d device tensor, to a tensor [1] with the device and dtype of ``like``."""
     if isinstance(number, Tensor):
         return number.to(like.dtype).reshape(1)
-    # Filled by a kernel: copying a host value would have to wait for it.
+    # Filled by a kernel: a copy from the host would wait for the device.
     return like.new_full((1,), number)

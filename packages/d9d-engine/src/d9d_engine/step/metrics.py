@@ -1,4 +1,4 @@
-"""Metrics of a job as one object: updated in the forward, logged, saved and merged together."""
+"""Metrics of a job as one object: updated in the forward, and logged, saved and merged together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from d9d_engine.distributed.packed_reduction import PackedReduction
 
 __all__ = ["Statistics"]
 
-#: Series that the loop itself logs.
+#: Series that the training loop logs.
 _TAKEN = ("finite", "stop", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps", "mfu")
 
 
@@ -26,24 +26,23 @@ def _is_taken(series: str) -> bool:
 
 
 class Statistics:
-    """Metrics of a job as one object: updated in a step's forward, logged, saved and merged together.
+    """Metrics of a job as one object: updated in a step's forward, and logged, saved and merged together.
 
-    States of all metrics are merged together, with one all-reduce for each operation and dtype. On a GPU this, and all
-    that is computed of merged states, may run on a stream of its own, beside the following steps, for nothing but the
-    log reads it. Only the copies into the buffers are made by the stream of the step, because the next update may write
-    into a state. The communicator is the one that the step uses too: its collectives run in the order in which the
-    hosts issue them, which is the same on all ranks, whatever the stream. A communicator of its own would take device
-    memory, and gain nothing for a reduction that begins as soon as it is issued.
+    The states of all metrics are merged with one all-reduce for each operation and dtype. On a GPU, merging and the
+    computation of values may run on a separate stream in parallel to the following steps, because only the log reads
+    the results. Copies into the buffers are made on the step's stream, as the next update may change a state. The
+    communicator is shared with the step: its collectives run in the order in which hosts launch them, the same on all
+    ranks. A separate communicator would take device memory without a gain.
 
     Args:
-        metrics: by a name that is unique within the job.
-        gated: undo the updates of a step that was not finite; costs a few kernels per metric and step.
-        group: the ranks that see other samples, or other parts of them, or have other stages of the model; ``None`` if
-            there are none. A state that was never updated changes nothing when it is merged.
-        device: where merged states are.
-        twins: a second instance of each metric, for a stream of its own: they are never updated, and compute the values
-            of merged states. One that does not take the tensors it loads where they are is left out after its first
-            values. Without twins, nothing runs beside the step.
+        metrics: name, unique within the job, -> metric.
+        gated: whether to undo the updates of non-finite steps; costs a few kernels per metric and step.
+        group: process group of the ranks with other samples, parts of samples or stages; ``None`` for a single rank. A
+            state without updates does not change the merged state.
+        device: device of merged states.
+        twins: second instances of the metrics, for the separate stream: they are never updated, and compute values
+            from merged states. A twin that copies loaded tensors to another device is dropped after its first values.
+            Without twins, all work runs on the step's stream.
     """
 
     def __init__(
@@ -67,18 +66,18 @@ class Statistics:
 
     @property
     def tallied(self) -> bool:
-        """Whether a metric reads what modules tally."""
+        """Whether a metric reads tallies of modules."""
         return any(isinstance(metric, StageMetric) for metric in self._metrics.values())
 
     def attach(self, stage: nn.Module) -> None:
-        """Show the full model to the metrics that want to know it; before their states are loaded."""
+        """Pass the full model to metrics that use it; call this before states are loaded."""
         for metric in (*self._metrics.values(), *self._twins.values()):
             if isinstance(metric, StageMetric):
                 metric.attach(stage)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Make the stream of merged states the current one, if there is one; it waits for the present one."""
+        """Make the stream of merged states current, if there is one; it waits for the previous stream."""
         if self._stream is None:
             yield
             return
@@ -87,25 +86,25 @@ class Statistics:
             yield
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Begin a step: copy states if updates may have to be undone."""
         if self._gated:
             copies = {n: {k: t.clone() for k, t in metric.state().items()} for n, metric in self._metrics.items()}
             self._before = copies
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
-        """Take in what the task observes in one microbatch."""
+        """Update metrics with the task's observations of one microbatch."""
         for metric in self._metrics.values():
             if not isinstance(metric, StageMetric):
                 metric.update(observations)
 
     def tally(self, counted: Mapping[str, Tensor]) -> None:
-        """Take in what the modules of one stage tallied in one microbatch."""
+        """Update metrics with the tallies of one stage in one microbatch."""
         for metric in self._metrics.values():
             if isinstance(metric, StageMetric):
                 metric.update(counted)
 
     def settle(self, finite: Tensor) -> None:
-        """Settle a step: if it was not finite, it counts in no statistic. Decided on the device."""
+        """End a step: undo its updates if it was not finite. Decided on the device."""
         for name, before in self._before.items():
             after = self._metrics[name].state()
             if after.keys() != before.keys():
@@ -117,13 +116,13 @@ class Statistics:
         self._before = {}
 
     def compute(self) -> dict[str, Tensor | Table]:
-        """Values since the last reset: series -> 0-d value or table; a taken name gets the metric's own in front.
+        """Values since the last reset: series -> 0-d value or table. Collective over the group.
 
-        1-D values become a series each. Where there is a stream of its own, the values must be read in :meth:`beside`.
-        Collective over the group.
+        A name that another metric or the loop uses gets the metric's name as a prefix. A 1-D value becomes one series
+        per element. With a separate stream, values must be read inside :meth:`beside`.
 
         Raises:
-            BuildError: a metric computes something else than values by name.
+            BuildError: a metric returned something other than a mapping of names to values.
         """
         if self._group is None:
             computed: dict[str, Any] = {name: metric.compute() for name, metric in self._metrics.items()}
@@ -152,20 +151,20 @@ class Statistics:
         }
 
     def reset(self) -> None:
-        """Begin a new period."""
+        """Begin a new logging period."""
         for metric in self._metrics.values():
             metric.reset()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Merged state of all metrics, ``"<metric>/<name>"`` -> tensor, equal on all ranks.
+        """Merged state of all metrics, ``"<metric>/<name>"`` -> tensor, equal on all ranks. Collective over the group.
 
-        From then on the first rank carries it and the others begin anew, as they do after a load: so a resumed run
-        adds up the same numbers in the same order. Collective over the group.
+        Afterwards the first rank holds the merged state and the others start from zero, as after a load, so that a
+        resumed run adds the same numbers in the same order.
         """
         if self._group is None:
             merged = {name: metric.state() for name, metric in self._metrics.items()}
         else:
-            # A file takes no views of one buffer.
+            # Clone: a file cannot store views of one buffer.
             reduced = self._reduced(self._packed())
             merged = {name: {key: t.clone() for key, t in of.items()} for name, of in reduced.items()}
         for name, metric in self._metrics.items():
@@ -173,13 +172,13 @@ class Statistics:
         return {f"{name}/{key}": tensor for name, of in merged.items() for key, tensor in of.items()}
 
     def load(self, known: Callable[[str, Mapping[str, Tensor]], bool]) -> list[str]:
-        """Continue each metric from a saved state.
+        """Restore each metric from a saved state.
 
         Args:
-            known: fills the tensors of the named metric from what was saved; false if they do not fit.
+            known: fills the tensors of the named metric from the saved state; returns false if they do not fit.
 
         Returns:
-            The names of the metrics that start anew, because nothing fitting was saved.
+            Names of the metrics without a fitting saved state.
         """
         anew = []
         for name, metric in self._metrics.items():
@@ -199,7 +198,7 @@ class Statistics:
         return PackedReduction.of(tensors, operations, self._device)
 
     def _reduced(self, packed: PackedReduction) -> dict[str, dict[str, Tensor]]:
-        """Merged state of each metric. Collective over the group."""
+        """Merge the state of each metric. Collective over the group."""
         assert self._group is not None
         if self._stream is not None:
             for buffer in packed.buffers.values():
@@ -217,13 +216,13 @@ class Statistics:
 
 
 def _elsewhere(state: Mapping[str, Tensor], merged: Mapping[str, Tensor]) -> bool:
-    """Whether a metric copied what it was to load to another device: it loads in place, and was never updated."""
+    """Whether a metric copied the loaded state to another device: its ``load_state`` copies into existing tensors."""
     return any(tensor.device != merged[key].device for key, tensor in state.items())
 
 
 def _computed(metric: Metric, merged: dict[str, Tensor]) -> Mapping[str, Tensor | Vector | Table]:
-    """Values of a merged state; afterwards the metric has its own again."""
-    own = {key: tensor.clone() for key, tensor in metric.state().items()}  # it may load in place
+    """Values of a merged state; afterwards the metric has its previous state."""
+    own = {key: tensor.clone() for key, tensor in metric.state().items()}  # the metric may load in place
     metric.load_state(merged)
     values = metric.compute()
     metric.load_state(own)
@@ -231,10 +230,10 @@ def _computed(metric: Metric, merged: dict[str, Tensor]) -> Mapping[str, Tensor 
 
 
 def _expanded(metric: str, values: object) -> dict[str, Tensor | Table]:
-    """Values of a metric by series, those of vectors by a series each.
+    """Values of a metric by series; a vector becomes one series per element.
 
     Raises:
-        BuildError: they are something else than values by name.
+        BuildError: the values are no mapping of names to values.
     """
     if not isinstance(values, Mapping):
         kind = type(values).__name__
@@ -257,6 +256,6 @@ def _expanded(metric: str, values: object) -> dict[str, Tensor | Table]:
 
 
 def _series(series: str, values: Tensor, names: tuple[str, ...]) -> dict[str, Tensor | Table]:
-    # Cast together: the log would cast each.
+    # One cast for all: the log would cast each value.
     each = values.to(wide_dtype(values.device)).unbind()
     return {f"{series}/{name}": value for name, value in zip(names, each, strict=True)}

@@ -1,7 +1,7 @@
-"""Ownership of gradient reductions: one owner for each parameter and mesh axis, settled before anything is allocated.
+"""Ownership of gradient reductions: one owner for each parameter and mesh axis, determined before allocation.
 
-Placements cannot tell: FSDP2 on a two-dimensional mesh sums over both dimensions although one of them reads
-"replicated", and a norm under sequence parallelism looks like any other replicated weight. So strategies say it.
+Placements do not show the owner: FSDP2 on a two-dimensional mesh reduces over both dimensions although one of them is
+Replicate, and a norm under sequence parallelism looks like any replicated weight. So strategies declare ownership.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 
 @dataclass(frozen=True)
 class Ownership:
-    """Ownership of gradient reductions: the owner of each parameter along each mesh axis.
+    """Owner of the gradient reduction of each parameter along each mesh axis.
 
     Attributes:
-        owners: parameter -> axis (or dimension of its view) -> owner; only those with more than one rank.
+        owners: parameter -> axis (or dimension of its view) -> owner; only axes with several ranks.
         views: parameter -> its view of the mesh, if it has one.
     """
 
@@ -34,11 +34,11 @@ class Ownership:
     views: Mapping[str, str] = field(default_factory=dict)
 
     def synchronised(self, parameter: str) -> tuple[str, ...]:
-        """Axes over which the synchroniser all-reduces the gradient of a parameter."""
+        """Axes over which the engine all-reduces the gradient of a parameter."""
         return tuple(axis for axis, owner in self.owners.get(parameter, {}).items() if owner.owner == "sync")
 
     def table(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        """Table of rows (axis, "owner, operation", parameters), for people."""
+        """Rows (axis, "owner, operation", parameters) for display."""
         rows: dict[tuple[str, str], list[str]] = {}
         for name, axes in self.owners.items():
             for axis, owner in axes.items():
@@ -48,15 +48,15 @@ class Ownership:
 
 
 def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tuple[str, Applied]]) -> Ownership:
-    """Settle the ownership of reductions. What no strategy claims over a data axis, the synchroniser sums.
+    """Determine the owners of reductions; the engine sums over data axes that no strategy claims.
 
     Args:
         parameters: names of the trained parameters.
-        topology: sizes of the mesh axes, and its views.
-        applied: each strategy, by how messages call it, and what it did.
+        topology: sizes of the mesh axes, and views.
+        applied: (name of a strategy in messages, effects of the strategy) pairs.
 
     Raises:
-        BuildError: two strategies claim one reduction, or a claim is about something that does not exist.
+        BuildError: two strategies claim one reduction, or a claim names an axis that does not exist.
     """
     outcomes = list(applied)
     views = _views(outcomes)
@@ -68,11 +68,11 @@ def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tupl
             view = views.get(entry.parameter)
             axes = topology.sizes if view is None else sizes[view]
             if view is not None and entry.axis not in axes and entry.axis in _covered(topology, view):
-                continue  # the ranks of that axis are among those of one of the view's dimensions, which has its owner
+                continue  # a dimension of the view covers this axis, and has its own owner
             if entry.axis not in axes:
                 raise BuildError(f"{strategy} reduces '{entry.parameter}' over '{entry.axis}', which is no mesh axis")
             if axes[entry.axis] == 1 or entry.parameter not in owners:
-                continue  # one rank has nothing to reduce; a frozen parameter has no gradient
+                continue  # a single rank has nothing to reduce; a frozen parameter has no gradient
             key = (entry.parameter, entry.axis)
             if key in claimed:
                 raise BuildError(
@@ -91,18 +91,18 @@ def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tupl
 def check_replicas(
     parameters: Mapping[str, Tensor], ownership: Ownership, topology: Topology, applied: Iterable[tuple[str, Applied]]
 ) -> None:
-    """Check ownership: refuse strategies that let replicas of a parameter drift apart and never make them equal again.
+    """Check that a strategy which lets replicas of a parameter diverge can make them equal again.
 
-    A checkpoint holds one replica of each parameter, so the others would be lost without a word.
+    A checkpoint holds one replica of each parameter, so the others would be lost silently.
 
     Args:
-        parameters: trained parameters, as the strategies left them.
-        ownership: of their gradients.
+        parameters: name -> trained parameter, after all strategies.
+        ownership: owners of the gradient reductions.
         topology: this process among others.
-        applied: each strategy, by how messages call it, and what it did.
+        applied: (name of a strategy in messages, effects of the strategy) pairs.
 
     Raises:
-        BuildError: naming the strategy, the axis and a parameter.
+        BuildError: replicas diverge; the text names the strategy, the axis and a parameter.
     """
     for strategy, outcome in applied:
         if outcome.resynchronise is not None:
@@ -115,13 +115,13 @@ def check_replicas(
             if axes.get(entry.axis, 1) > 1 and not _is_sharded(parameters[entry.parameter], entry.axis):
                 raise BuildError(
                     f"{strategy} leaves the gradient of '{entry.parameter}' unreduced over {entry.axis}, so that its "
-                    f"{axes[entry.axis]} replicas drift apart, and a checkpoint would keep one of them; the strategy "
-                    "has to declare Applied.resynchronise, which makes them equal before each save"
+                    f"{axes[entry.axis]} replicas diverge, and a checkpoint would keep only one of them; the strategy "
+                    "must declare Applied.resynchronise, which makes them equal before each save"
                 )
 
 
 def _is_sharded(parameter: Tensor, axis: str) -> bool:
-    """Whether ranks along an axis hold different parts of a parameter."""
+    """Whether ranks along an axis hold different shards of a parameter."""
     if not is_dtensor(parameter):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -134,19 +134,19 @@ def _views(outcomes: Iterable[tuple[str, Applied]]) -> dict[str, str]:
         for name, view in outcome.views.items():
             if views.setdefault(name, view) != view:
                 raise BuildError(
-                    f"{strategy} spreads '{name}' over the view '{view}', another strategy over '{views[name]}'; "
+                    f"{strategy} places '{name}' on the view '{view}', another strategy on '{views[name]}'; "
                     "remove one of them from 'parallel'"
                 )
     return views
 
 
 def _covered(topology: Topology, view: str) -> set[str]:
-    """Base axes that a view's dimensions are made of."""
+    """Base axes that a view's dimensions cover."""
     return {axis for dim in topology.views[view].dims for axis in dim.axes}
 
 
 def _data_axes(topology: Topology, view: str | None) -> Mapping[str, int]:
-    """Axes, or dimensions of a view, over which ranks see different tokens, and their sizes."""
+    """Axes, or dimensions of a view, over which ranks have different tokens -> their sizes."""
     if view is None:
         return {axis: topology.sizes.get(axis, 1) for axis in DATA_AXES}
     dims, sizes = topology.views[view].dims, Grid.of_view(topology.views[view], topology.sizes).sizes

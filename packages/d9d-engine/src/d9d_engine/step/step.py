@@ -1,4 +1,4 @@
-"""Training step, top to bottom."""
+"""Training step, in the order of execution."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from d9d_engine.subscribers.event_bus import Events
 
 
 class TrainStep:
-    """Training step: takes one pack and makes one optimizer step. Never waits for the GPU.
+    """Training step: makes one optimizer step with one pack. Never waits for the GPU.
 
     Args:
-        task: counts tokens, and is told the step.
-        first_pass: what the loss needs of a forward before, such as that of a frozen reference model.
-        loss_scale: the global weight of each loss term.
-        executor: forward and backward over all microbatches.
-        gradients: makes gradients final.
-        clipper: norm, clipping and the finiteness flag.
+        task: counts tokens; notified of each step.
+        first_pass: adds first-pass tensors that the loss needs, such as outputs of a frozen reference model.
+        loss_scale: factor of each loss term.
+        executor: runs forward and backward over all microbatches.
+        gradients: finishes accumulation and reduction of gradients.
+        clipper: computes the norm and the finiteness flag, and clips.
         statistics: metrics over each logging period.
-        before_update: called before parameters change, while a checkpoint may still be copying them.
+        before_update: called before parameters change, as a checkpoint may still be copying them.
         optimizer: updates the parameters.
-        ties: keeps the copies of a parameter on several stages equal.
-        lr_schedule: step -> factor on the base learning rate.
-        tallies: what the model's modules counted, which some adapt to.
-        events: observers.
-        ranges: around the phases, for a profiler.
-        mark: called when a step begins, for recorded modules; see
+        ties: keeps copies of tied parameters equal.
+        lr_schedule: step -> factor of the base learning rate.
+        tallies: counts of the model's modules, to which some modules adapt.
+        events: event bus of the subscribers.
+        ranges: profiler ranges around the phases.
+        mark: called at the begin of a step, for CUDA graphs; see
             :func:`d9d_engine.compose.parts.cuda_graphs.step_mark`.
     """
 
@@ -80,7 +80,7 @@ class TrainStep:
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """Let the model hold the weights to evaluate inside the block, if the optimizer trains others."""
+        """Put the optimizer's evaluation weights into the model inside the block, if it has separate ones."""
         if not isinstance(self.optimizer, AveragesWeights):
             yield
             return
@@ -94,7 +94,7 @@ class TrainStep:
         """Run step ``step`` (0-based) on this rank's slice of a pack, on the device. Collective over all ranks."""
         self.events.emit(ev.StepStarts(step, pack))
         self.task.begin_step(step)
-        self.mark()  # CUDA graphs may write over what they returned in the step before
+        self.mark()  # CUDA graphs may overwrite outputs of the previous step
 
         self.events.emit(ev.ForwardBackwardStarts(step))
         self.statistics.begin()
@@ -104,8 +104,8 @@ class TrainStep:
         self.events.emit(ev.ForwardBackwardEnds(step))
 
         with self.ranges("gradient reduction"):
-            self.gradients.finish()  # reductions over ranks land; each has exactly one owner
-        loss = self.loss_scale.settle(loss, self.gradients)  # for a task that weighs outputs, gradients are scaled now
+            self.gradients.finish()  # finish reductions over ranks; each has exactly one owner
+        loss = self.loss_scale.settle(loss, self.gradients)  # scales gradients if the task weighs outputs
         with self.ranges("clip"):
             result = self.clipper.clip(loss, sum(self.task.count(microbatch) for microbatch in pack))
 
@@ -114,8 +114,8 @@ class TrainStep:
         with self.ranges(OPTIMIZER):
             self.optimizer.set_lr_factor(self.lr_schedule(step))  # a pure function of the step: nothing to save
             self.optimizer.step(result.finite)  # a non-finite step changes nothing, decided on the device
-        self.ties.copy_values()  # what several stages share, such as a tied embedding
-        self.tallies.adapt(result.finite)  # such as the bias that balances experts
+        self.ties.copy_values()  # parameters in several stages, such as a tied embedding
+        self.tallies.adapt(result.finite)  # such as the bias that balances the load of experts
         self.events.emit(ev.OptimizerStepEnds(step))
 
         self.statistics.settle(result.finite)
@@ -125,5 +125,5 @@ class TrainStep:
 
 
 def constant_lr(step: int) -> float:  # noqa: ARG001 - a schedule takes the step
-    """Learning-rate schedule of a job that names none: the base learning rate at every step."""
+    """Default learning-rate schedule: the base learning rate at every step."""
     return 1.0

@@ -1,4 +1,4 @@
-"""Tied parameters: those that several stages have, such as an embedding that is also the head's."""
+"""Tied parameters, which several stages have, such as an embedding whose weight is also the head's."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Tie:
     """Copies of one tied parameter.
 
     Attributes:
-        first: this rank's copy, or the first of them: the optimizer's.
-        others: further copies on this rank, which follow it.
-        group: the ranks that have a copy; ``None`` if no other does.
-        trains: whether there are gradients to sum.
+        first: first copy on this rank, which the optimizer updates.
+        others: further copies on this rank, updated from the first.
+        group: process group of the ranks with a copy; ``None`` if only this rank has one.
+        trains: whether the parameter is trained.
     """
 
     first: nn.Parameter
@@ -35,19 +35,19 @@ class Tie:
 class Ties:
     """Tied parameters of a rank: keeps their copies equal, and sums their gradients.
 
-    Each rank with a copy updates its own, from the same gradient and so to the same values. Copies on one rank share
-    one update: torch cannot shard one parameter in two stages at once.
+    Each rank with a copy makes the same update from the same gradient. Copies on one rank share one update, because
+    torch cannot shard one parameter in two stages.
 
     Attributes:
-        ties: those that this rank takes part in.
-        elsewhere: names of parameters whose first copy is on another rank, which counts them.
+        ties: tied parameters of this rank.
+        elsewhere: names of parameters whose first copy is on another rank, which counts them in the norm.
     """
 
     ties: Sequence[Tie] = ()
     elsewhere: frozenset[str] = field(default_factory=frozenset)
 
     def gather(self) -> None:
-        """Add the gradients of a rank's own copies up, in the first of them."""
+        """Add the gradients of this rank's copies into the gradient of the first copy."""
         for tie in self.ties:
             for other in tie.others:
                 if other.grad is None:
@@ -60,7 +60,7 @@ class Ties:
         """All-reduce the gradients. Collective over the ranks that have a copy."""
         for tie in self.ties:
             if tie.group is not None and tie.trains:
-                assert tie.first.grad is not None  # zeros, if the step made none
+                assert tie.first.grad is not None  # zeros if the step computed none
                 dist.all_reduce(local(tie.first.grad), group=tie.group)
 
     def sizes(self) -> list[tuple[dist.ProcessGroup, int]]:
@@ -72,14 +72,14 @@ class Ties:
         ]
 
     def reset(self) -> None:
-        """Set the gradients of the copies to none."""
+        """Set the gradients of the other copies to None."""
         for tie in self.ties:
             for other in tie.others:
                 other.grad = None
 
     @torch.no_grad()
     def copy_values(self) -> None:
-        """Copy the values of the first copy to the others: whenever those have changed."""
+        """Copy the values of the first copy to the others; call this after the first copy has changed."""
         for tie in self.ties:
             for other in tie.others:
                 local(other).copy_(local(tie.first))
@@ -96,12 +96,12 @@ def find_ties(
     """Find the tied parameters of this rank. Collective over all ranks.
 
     Args:
-        stages: those of this rank.
-        shared: parameter -> the stages that have it.
-        trainable: names of the parameters that train.
-        pipeline: where stages are.
+        stages: index -> stage of this rank.
+        shared: parameter -> stages that have it.
+        trainable: names of the trained parameters.
+        pipeline: assignment of stages to ranks.
         topology: this process among others.
-        accumulate: the number format in which gradients add up; the parameters' own by default.
+        accumulate: dtype in which gradients are accumulated; by default the parameter's dtype.
     """
     ties, elsewhere = [], set()
     position = topology.coordinate["pp"]

@@ -1,1 +1,1 @@
-"""Subscribers of the engine itself."""
+"""Built-in subscribers."""

@@ -13,10 +13,10 @@ from d9d_engine.subscribers.config import EarlyStoppingConfig
 
 
 class EarlyStopping:
-    """Early stopping: the run ends once a series has not got better for some values in a row.
+    """Ends the run once a series has not improved for several consecutive values.
 
-    NaN is never better. Logged values are alike on all ranks, so all of them end after the same step. The count is part
-    of checkpoints; of another series, or in the other mode, it starts anew.
+    NaN never counts as an improvement. Logged values are equal on all ranks, so all ranks end after the same step. The
+    count is saved in checkpoints; with another series or mode it starts at zero.
 
     Args:
         config: series and patience.
@@ -33,19 +33,19 @@ class EarlyStopping:
 
     @property
     def reason_to_end(self) -> str | None:
-        """Reason to end the run, if the patience is over."""
+        """Reason to end the run; ``None`` while the patience lasts."""
         config = self.config
         if self._since < config.patience:
             return None
-        best = "it never was a number" if self._best is None else f"the best was {self._best:.6g}"
-        return f"{config.series} has not got better in {self._since} values ({best})"
+        best = "it was never finite" if self._best is None else f"the best was {self._best:.6g}"
+        return f"{config.series} has not improved in {self._since} values ({best})"
 
     def state(self) -> State:
-        """Best value, and how many have come since; with what they are of."""
+        """Series, mode, best value, and number of values since then."""
         return {"series": self.config.series, "mode": self.config.mode, "best": self._best, "since": self._since}
 
     def load_state(self, state: State) -> None:
-        """Continue to count; patience and minimal difference may be others."""
+        """Restore the count; patience and minimal difference may differ from the saved run's."""
         best, since = state.get("best"), state.get("since")
         same = (state.get("series"), state.get("mode")) == (self.config.series, self.config.mode)
         if same and (best is None or isinstance(best, float)) and isinstance(since, int):

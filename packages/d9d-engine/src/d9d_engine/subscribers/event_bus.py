@@ -12,13 +12,13 @@ from d9d_core.subscriber import OwnEvent, subscriptions_of
 
 
 class Events:
-    """Bus of events: delivers them to the handlers it was built with, in the order of the job file.
+    """Event bus: delivers events to the subscribers' handlers, in the order of the job file.
 
     Args:
-        subscribers: observers, or functions that are marked by :func:`~d9d_core.subscriber.subscribe`.
+        subscribers: observers, or functions marked by :func:`~d9d_core.subscriber.subscribe`.
 
     Attributes:
-        failure: what a subscriber has raised while :meth:`deferring`; the run is to stop, and to raise it.
+        failure: exception of a subscriber while :meth:`deferring`; the run must stop and raise it.
     """
 
     def __init__(self, subscribers: Iterable[object] = ()) -> None:
@@ -37,11 +37,14 @@ class Events:
         self.emit(EventsReady(self.emit))
 
     def heard(self, *events: type[Any]) -> bool:
-        """Whether anybody subscribes to one of these events."""
+        """Whether there is a subscriber to one of these events."""
         return any(self._handlers.get(event) for event in events)
 
     def emit(self, event: object) -> None:
-        """Call the event's handlers."""
+        """Call the event's handlers.
+
+        A subscriber that raises is not called again; its exception is raised here, or at the end of :meth:`deferring`.
+        """
         for number, handler in self._handlers.get(type(event), ()):
             if number in self._dismissed:
                 continue
@@ -55,7 +58,7 @@ class Events:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Keep what subscribers raise inside the block as :attr:`failure`, which is raised at its end."""
+        """Collect subscribers' exceptions inside the block as :attr:`failure`, and raise it at the end of the block."""
         self._deferring = True
         try:
             yield

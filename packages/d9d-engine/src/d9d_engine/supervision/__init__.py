@@ -1,1 +1,1 @@
-"""Supervision of ranks: failures and hangs are noticed, explained, and reported once."""
+"""Supervision of ranks: detection of failures and hangs, and one report of the cause."""

@@ -1,8 +1,8 @@
-"""Compilation during a run: how long it takes, and why code that was compiled is compiled again.
+"""Log of compilation during a run: its duration, and the reasons for recompilation.
 
-Dynamo compiles a function when it is called, and again when a guard of each version that it has fails. Its reasons are
-logged, and torch.compile takes no hook for them; where compilation starts and ends, callbacks are told. Both are
-private in torch 2.11 to 2.15, so a test fails when they change. A step in which nothing is compiled costs a comparison.
+Dynamo compiles a function at its first call, and again when a guard of every cached version fails. It logs the reasons;
+torch.compile has no hook for them. Callbacks report the start and end of compilation. Both are private in torch 2.11 to
+2.15, so a test detects changes. A step without compilation costs one comparison.
 """
 
 from __future__ import annotations
@@ -23,45 +23,46 @@ from torch import nn
 
 __all__ = ["Recompiled"]
 
-#: Steps of a process in which code is compiled: for the first lengths, for others, and for gradients that add up.
+#: First steps, in which compilation is expected: for the first length, for other lengths, and for accumulated
+#: gradients.
 FREE_STEPS = 3
-#: torch's logger of the reasons, and the name that switches it on.
+#: torch's logger of recompilation reasons, and the name of the artifact that enables it.
 LOGGER, ARTIFACT = "torch._dynamo.guards.__recompiles", "recompiles"
 _REASON = re.compile(r"^\s*- \d+/\d+\S*: (.+)$", re.MULTILINE)
 _FUNCTION = re.compile(r"Recompiling function (\S+) in (\S+)")
-#: Reason -> what to do about it; the first that matches.
+#: (Pattern of a reason, advice); the first match is used.
 _ADVICE = (
     (
         r"size mismatch|\.size\(\)|\.shape",
-        "lengths differ; torch generalises over a dimension at its second size, and 'dynamic: true' of the strategy "
-        "compile does at once; batches of one length compile once",
+        "sequence lengths differ; torch generalises over a dimension at its second size, and 'dynamic: true' of the "
+        "strategy compile does so at once; batches of one length compile once",
     ),
     (
         r"GLOBAL_STATE|grad_mode|is_grad_enabled|inference_mode|\.training",
-        "code without gradients, as evaluations and first passes run it, is compiled for itself once: nothing to do",
+        "code without gradients (evaluations and first passes) is compiled separately once: nothing to do",
     ),
-    (r"dtype mismatch", "a tensor came in another number format; give each batch the same formats"),
-    (r"stride mismatch", "a tensor lies differently in memory; make it contiguous before it enters the block"),
-    (r"requires_grad", "a tensor needs a gradient in some calls only; let it be the same in all"),
+    (r"dtype mismatch", "a tensor has another dtype; give each batch the same dtypes"),
+    (r"stride mismatch", "a tensor has another memory layout; make it contiguous before the block"),
+    (r"requires_grad", "a tensor requires a gradient in some calls only; make all calls alike"),
     (r"BACKEND_MATCH", "two strategies or libraries compile the same code; keep one of them"),
 )
 _OTHER = (
-    "a value of Python that the block reads has changed; hand it over as a tensor, or keep it the same; "
+    "a Python value that the block reads has changed; pass it as a tensor, or keep it constant; "
     "TORCH_LOGS=recompiles prints all reasons"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Recompiled(OwnEvent):
-    """Code was compiled again after the first steps; emitted once for each kind of block and cause, on each rank.
+    """Event of a recompilation after the first steps; emitted once per kind of block and cause, on each rank.
 
     Attributes:
-        step: number of steps that are done, with the one that waited for it.
-        block: qualified name of the module that was called; empty if it is none of the model.
-        function: the block's class, or the function and its file.
-        cause: the guard that failed, in torch's words.
-        advice: what to do.
-        seconds: time for all compilation of the step.
+        step: number of steps done, including the step with the recompilation.
+        block: qualified name of the recompiled module; empty for code outside of the model.
+        function: class of the module, or function and file.
+        cause: failed guard, in torch's words.
+        advice: suggested change.
+        seconds: time of all compilations in the step.
     """
 
     step: int
@@ -80,13 +81,13 @@ class _Found:
 
 
 class CompilationLog:
-    """Log of compilation: tells that it takes place, how long it took, and after the first steps why.
+    """Prints that code is compiled, for how long, and, after the first steps, why.
 
     Args:
-        model: whose modules are told by name.
-        emit: takes :class:`Recompiled`.
+        model: model whose modules are named.
+        emit: called with :class:`Recompiled`.
         note: prints a line.
-        done: steps that were done before.
+        done: number of steps done before.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class CompilationLog:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen inside the block. Where nothing has imported Dynamo, nothing is compiled, and nothing imported."""
+        """Listen for compilations inside the block; no effect without Dynamo imported, as nothing is compiled then."""
         if "torch._dynamo" not in sys.modules:
             yield
             return
@@ -114,7 +115,7 @@ class CompilationLog:
         logger = logging.getLogger(LOGGER)
         handler = _Reasons(self._hear)
         others = [other for other in logger.handlers if isinstance(other, _Reasons)]
-        # The switch by itself: torch._logging.set_logs, which is public, resets what a user has chosen, and prints.
+        # Set this artifact only: the public torch._logging.set_logs would reset the user's settings and print.
         now = _Switch(ARTIFACT in log_state.artifact_names, logger.level, logger.propagate)
         handler.before = others[0].before if others else now
         log_state.artifact_names.add(ARTIFACT)
@@ -132,16 +133,16 @@ class CompilationLog:
                     log_state.artifact_names.discard(ARTIFACT)
                 logger.setLevel(handler.before.level)
                 logger.propagate = handler.before.propagate
-            with suppress(ValueError):  # torch.compiler.reset() has forgotten them
+            with suppress(ValueError):  # torch.compiler.reset() removes callbacks
                 callbacks.remove_start_callback(self._start)
             with suppress(ValueError):
                 callbacks.remove_end_callback(self._end)
 
     def after(self, step: int) -> None:
-        """Tell what was compiled until now.
+        """Report the compilations since the last call.
 
         Args:
-            step: number of steps that are done.
+            step: number of steps done.
         """
         if not self._seconds and not self._found:
             return
@@ -152,7 +153,7 @@ class CompilationLog:
             return
         for one in found:
             cause = _telling(one.reasons)
-            key = (one.function, re.sub(r"\d+", "#", cause))  # other sizes are the same cause
+            key = (one.function, re.sub(r"\d+", "#", cause))  # causes that differ only in sizes count as one
             if key in self._told:
                 continue
             self._told.add(key)
@@ -171,7 +172,7 @@ class CompilationLog:
         self._found.append(_Found(block, function, tuple(reasons)))
 
     def _called(self, frame: FrameType | None) -> tuple[str, str] | None:
-        """Name and class of the innermost module of the model whose call led here."""
+        """Name and class of the innermost module of the model among the calling frames."""
         while frame is not None:
             own = frame.f_locals.get("self")
             if isinstance(own, nn.Module) and (known := self._names.get(id(own))) and known[1] is own:
@@ -183,7 +184,7 @@ class CompilationLog:
         self._started = time.perf_counter()
         if not self._announced:
             self._announced = True
-            self._note("compiling ...: the first steps take longer; the next start finds most of it in torch's cache")
+            self._note("compiling ...: the first steps take longer; the next start reuses torch's cache")
 
     def _end(self, _: Any) -> None:
         if self._started is not None:
@@ -193,7 +194,7 @@ class CompilationLog:
 
 @dataclass(frozen=True, slots=True)
 class _Switch:
-    """Switch of torch's lines: whether they are on, from which level, and whether they are printed."""
+    """Settings of torch's logger of recompilations: enabled, level and propagation."""
 
     on: bool = False
     level: int = logging.NOTSET
@@ -201,13 +202,13 @@ class _Switch:
 
 
 class _Reasons(logging.Handler):
-    """Handler of torch's lines about recompilation, which are printed nowhere.
+    """Log handler that receives torch's lines about recompilation without printing them.
 
     Args:
-        hear: takes a line.
+        hear: called with each line.
 
     Attributes:
-        before: what to return to when the last of them leaves.
+        before: logger settings to restore when the last such handler is removed.
     """
 
     def __init__(self, hear: Callable[[str], None]) -> None:
@@ -216,19 +217,19 @@ class _Reasons(logging.Handler):
         self.before = _Switch()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a line, in the thread that compiles."""
+        """Pass on a line, in the compiling thread."""
         self._hear(record.getMessage())
 
 
 def _telling(reasons: tuple[str, ...]) -> str:
-    """Most telling reason: each version in the cache has one, and that of another mode says nothing."""
+    """Most informative reason: each cached version has one, and a version for another grad mode says nothing."""
     return next((reason for reason in reasons if "GLOBAL_STATE" not in reason), reasons[0])
 
 
 def _advice(cause: str, found: _Found) -> str:
     text = next((advice for pattern, advice in _ADVICE if re.search(pattern, cause)), _OTHER)
-    from torch._dynamo import config  # documented, and imported by now
+    from torch._dynamo import config  # documented, and already imported
 
     if len(found.reasons) >= config.recompile_limit:
-        return f"that was the last time: from {len(found.reasons) + 1} versions on it runs uncompiled; {text}"
+        return f"last recompilation: from {len(found.reasons) + 1} versions on it runs uncompiled; {text}"
     return text

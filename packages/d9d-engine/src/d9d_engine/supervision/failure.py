@@ -1,8 +1,8 @@
-"""Failure reports of ranks, so that the user reads the cause, once. Imports no torch.
+"""Failure reports of ranks: the user reads the cause once. Imports no torch.
 
-Where somebody waits for the process, the text goes there, and is printed when everything has ended: to ``d9d train
---nproc`` over its link, to torchrun's elastic agent in the file and the format that it asks for. Elsewhere the rank
-prints it. Ranks that fail because another one did stay silent.
+If a launcher waits for the process, the report goes to the launcher, which prints it when all processes have ended:
+over its link to ``d9d train --nproc``, or in the error file of torchrun's elastic agent. Otherwise the rank prints the
+report. Ranks that fail because of another rank's failure print nothing.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from d9d_core.failures import describe
 from d9d_core.untrusted import visible
 from d9d_weights.files.atomic import write_text
 
-#: What a broken connection to another rank looks like; its cause may lie there.
+#: Messages of a broken connection to another rank, which may have caused the failure.
 _BROKEN = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo/|nccl|timed out", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Failure of a rank, as it is reported.
+    """Failure of a rank, as reported.
 
     Attributes:
-        text: what the user reads.
-        exit_code: of the process.
-        second_hand: it looks like the consequence of what happened to another rank.
+        text: text for the user.
+        exit_code: exit status of the process.
+        second_hand: whether the failure looks like a consequence of another rank's.
     """
 
     text: str
@@ -43,12 +43,12 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, who: str | None = None, hide: Collection[str] = ()) -> Failure:
-        """Make the failure of an exception: the message of one raised on purpose, the traceback of any other.
+        """Make the failure of an exception: the message of a D9dError, the traceback of any other.
 
         Args:
-            error: what was raised.
-            who: rank and node, for the headline above a traceback; without it, none is made.
-            hide: source files whose frames are left out where the traceback begins.
+            error: exception.
+            who: rank and machine, for a headline above a traceback; no headline by default.
+            hide: source files whose frames are left out at the begin of a traceback.
         """
         if isinstance(error, D9dError):
             return cls(describe(error), error.exit_code)
@@ -62,23 +62,23 @@ class Failure:
 
 
 class Listener(Protocol):
-    """Protocol of who waits for a process and wants to know why it failed."""
+    """Receiver of a process's failure, such as its launcher."""
 
     def failed(self, failure: Failure) -> None:
-        """Tell why this process fails; the last one counts."""
+        """Report the failure of this process; a later report replaces an earlier one."""
         ...
 
     def echoes(self, first: str) -> None:
-        """Tell that this process fails because the one named ``first`` did."""
+        """Report that this process fails because the rank named ``first`` failed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorFile:
-    """File for a rank's failure that an elastic agent asked for with ``TORCHELASTIC_ERROR_FILE``.
+    """Error file of a rank for torch's elastic agent, from ``TORCHELASTIC_ERROR_FILE``.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
     """
 
     path: Path
@@ -88,23 +88,23 @@ class ErrorFile:
         self._replace(failure.text, time.time())
 
     def echoes(self, first: str) -> None:
-        """Write whose failure led to this one, with a later time: an agent takes the earliest for the cause."""
+        """Write that another rank failed first, with a later time: the agent reports the earliest failure."""
         self._replace(f"stopped because {first} failed", time.time() + 1)
 
     def _replace(self, text: str, when: float) -> None:
         headline = text.strip().rpartition("\n")[2]
         extra = {"py_callstack": text, "timestamp": str(int(when))}
-        # In one step: the process may be ended while it writes, and half a file would hide the cause.
+        # Atomically: the process may be killed while it writes, and a partial file would hide the cause.
         write_text(self.path, json.dumps({"message": {"message": headline, "extraInfo": extra}}))
 
 
 class FailureReporter:
-    """Reporter of the failure of one rank.
+    """Reports the failure of one rank.
 
     Args:
-        who: rank and node.
-        listener: who started the process and waits for it; without one, standard error is used.
-        hide: source files whose frames are left out where tracebacks begin.
+        who: rank and machine.
+        listener: launcher that waits for the process; ``None`` to print on standard error.
+        hide: source files whose frames are left out at the begin of tracebacks.
     """
 
     def __init__(self, who: str, listener: Listener | None, hide: Collection[str] = ()) -> None:
@@ -115,30 +115,30 @@ class FailureReporter:
         self._lock = threading.Lock()
 
     def raised(self, error: BaseException, claim: Callable[[str], str]) -> None:
-        """Report an exception that ends this rank, unless its cause lies in another one."""
+        """Report an exception that ends this rank, unless another rank failed first."""
         self.tell(Failure.of(error, self.who, self._hide), claim)
 
     def tell(self, failure: Failure, claim: Callable[[str], str]) -> bool:
         """Report a failure, if this rank is the first to fail and this is its first failure.
 
         Args:
-            failure: what to tell.
-            claim: takes the name of this rank and returns that of the rank which failed first.
+            failure: failure to report.
+            claim: takes the name of this rank, and returns the name of the rank that failed first.
 
         Returns:
-            Whether it was told as the cause.
+            Whether the failure was reported as the cause.
         """
-        # The watchdog ends other ranks, upon which the main thread of this one fails as well.
+        # The watchdog ends other ranks, after which this rank's main thread fails too.
         with self._lock:
             if self.told:
                 return False
             self.told = True
-        # Before the claim: a rank that learns that it is not the first may end, which ends all.
+        # Report before the claim: a rank that was not the first may end at once, which ends all processes.
         if self._listener is not None:
             self._listener.failed(failure)
         try:
             first = claim(self.who)
-        except RuntimeError:  # the store is gone, with the process that held it
+        except RuntimeError:  # the process that served the store has ended
             first = "another rank" if failure.second_hand else self.who
         if first != self.who:
             if self._listener is not None:

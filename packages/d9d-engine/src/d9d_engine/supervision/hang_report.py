@@ -1,4 +1,4 @@
-"""Hang report: the exchange of all ranks' watchdogs when one of them thinks that the run is stuck."""
+"""Hang report: exchange between the watchdogs of all ranks when one of them detects no progress."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import NoReturn
 from d9d_engine.supervision.failure import Failure
 from d9d_engine.supervision.identity import Store, spell_ranks, wait_until
 
-#: Key of the rank that failed first.
+#: Store key with the name of the rank that failed first.
 FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Status of a rank in a hang report. Ranks with equal phase, step and ``where`` do the same.
+    """Status of a rank in a hang report. Ranks with equal phase, step and ``where`` do the same work.
 
     Attributes:
         who: rank, coordinates and machine.
         phase, step: see :class:`d9d_engine.supervision.watchdog.Phase`.
         where, waits, stack: see :class:`d9d_engine.supervision.stacks.Doing`.
         elapsed: seconds in this phase.
-        remaining: seconds to its deadline; negative once it has passed.
+        remaining: seconds to the deadline of the phase; negative after the deadline.
     """
 
     who: str
@@ -41,16 +41,16 @@ class Status:
 
 
 class Alarm:
-    """Alarm of a hang: raised by a rank that is late, answered by all; that rank withdraws it, or ends the run.
+    """Alarm of a suspected hang: a late rank raises it, all ranks answer, and that rank withdraws it or ends the run.
 
-    Alarms are numbered; one that was withdrawn is followed by the next.
+    Alarms are numbered; after a withdrawn alarm, the next number is used.
 
     Args:
-        store: a connection of its own: a main thread that waits for the store would hold up this one.
-        rank: of this process.
+        store: store with a separate connection, because the main thread may block the other one.
+        rank: rank of this process.
         world_size: number of processes.
-        tell: tells the user; see ``failure.FailureReporter.tell``.
-        grace: seconds within which ranks must answer, or leave after another one failed.
+        tell: reports a failure to the user; see ``failure.FailureReporter.tell``.
+        grace: seconds within which ranks must answer, or end after another rank's failure.
     """
 
     def __init__(
@@ -64,23 +64,24 @@ class Alarm:
         self._number = 0
 
     def look(self, late: bool, status: Callable[[], Status], moved: Callable[[], bool]) -> float | None:
-        """Answer an alarm if there is one; raise one if this rank is late. Does not return if the run is stuck.
+        """Answer a pending alarm, or raise one if this rank is late. Does not return if the run is stuck.
 
         Args:
-            late: the deadline of this rank has passed.
-            status: what it does.
-            moved: whether it did something since.
+            late: whether this rank's deadline has passed.
+            status: returns the current status of this rank.
+            moved: returns whether this rank has made progress since its deadline was set.
 
         Returns:
-            Seconds that another rank has left, for which this one should wait; ``None`` if a rank has failed.
+            Seconds that another rank has left, during which this rank should wait; 0.0 if no alarm is pending; ``None``
+            if a rank has failed or the store is gone.
         """
         try:
             return None if self._store.check([FAILED]) else self._look(late, status, moved)
         except RuntimeError:
-            return None  # the process that held the store is gone
+            return None  # the process that served the store has ended
 
     def leave(self) -> NoReturn:
-        """End this process, whatever its main thread does: an exception would not reach one that waits in C++."""
+        """End this process at once: an exception would not reach a main thread that waits in C++."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -117,9 +118,10 @@ class Alarm:
     def _await_verdict(self, key: str, own: Status, moved: Callable[[], bool]) -> float | None:
         verdict = f"{key}/verdict"
         if not wait_until(lambda: self._store.check([verdict]) or moved(), 3 * self.grace + 10, 0.1):
-            self._end(key, Failure(report({self._rank: own}, self._world_size, own)))  # the one who judges is gone
+            # The rank that raised the alarm has ended.
+            self._end(key, Failure(report({self._rank: own}, self._world_size, own)))
         if not self._store.check([verdict]):
-            return None  # to be answered again, with more time left
+            return None  # this rank has moved on and answers later
         text = self._store.get(verdict).decode()
         if text == "end":
             self.leave()
@@ -130,22 +132,22 @@ class Alarm:
         with suppress(RuntimeError):
             self._store.set(f"{key}/verdict", "end")
         if self._rank == 0:
-            time.sleep(1.0)  # this process may hold the store, and the others have yet to read the verdict
+            time.sleep(1.0)  # this process may serve the store, from which the other ranks must read the verdict
         self.leave()
 
 
 def report(answers: Mapping[int, Status], world_size: int, own: Status) -> str:
-    """Hang report: what the ranks do, the odd one out first, followed by its stack.
+    """Text of a hang report: activities of all ranks, the outlier first, and the outlier's stack.
 
     Args:
-        answers: rank -> status, of those that answered.
+        answers: rank -> status, for ranks that answered.
         world_size: number of ranks.
-        own: of the rank that noticed.
+        own: status of the rank that raised the alarm.
     """
     groups: dict[tuple[str, int | None, str, bool], list[int]] = {}
     for rank, status in sorted(answers.items()):
         groups.setdefault((status.phase, status.step, status.where, status.waits), []).append(rank)
-    # The smallest group is the odd one; between equals, the one that waits for nobody.
+    # The smallest group is the outlier; of groups of equal size, one that does not wait.
     ordered = sorted(groups.items(), key=lambda group: (len(group[1]), group[0][3]))
     silent = [rank for rank in range(world_size) if rank not in answers]
     limit = f"phase '{own.phase}' (timeouts.{own.phase})"

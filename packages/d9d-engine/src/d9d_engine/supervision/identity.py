@@ -1,7 +1,7 @@
-"""Identity of ranks: whether all run the same thing, compared through a store before any communicator exists.
+"""Identity of ranks: job, plugins and versions, compared through a store before any communicator exists.
 
-Ranks with different plugins or jobs would build different collectives and wait for each other for ever. A store answers
-single requests, so a difference is an error on every rank instead.
+Ranks with different plugins or jobs would build different collectives and wait for each other forever. A store needs
+no communicator, so each difference can become an error on every rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _ERRORS: Mapping[str, type[D9dError]] = {kind.__name__: kind for kind in (JobErr
 
 
 class Store(Protocol):
-    """Protocol of a ``torch.distributed`` store for identities. All of it raises RuntimeError if the store is gone."""
+    """Protocol of a ``torch.distributed`` store. All methods raise RuntimeError if the server has ended."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write a value."""
         ...
 
     def get(self, key: str, /) -> bytes:
-        """Read a value; waits until there is one."""
+        """Read a value; waits until the key has one."""
         ...
 
     def add(self, key: str, amount: int, /) -> int:
@@ -43,22 +43,22 @@ class Store(Protocol):
         ...
 
     def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Write if the key has the expected value, or none; returns what it has then."""
+        """Write if the key has the expected value, or no value; return the value afterwards."""
         ...
 
     def clone(self) -> Store:
-        """Another connection to the same values, for another thread."""
+        """Open another connection to the same values, for another thread."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of a rank's process: what must be equal on all ranks.
+    """Identity of a rank's process: data that must be equal on all ranks.
 
     Attributes:
-        software: versions of the interpreter and of torch.
-        plugins: what is loaded.
-        job: field -> value as JSON, from the whole resolved job.
+        software: versions of Python and torch.
+        plugins: loaded plugins.
+        job: field -> value as JSON, from the full resolved job.
     """
 
     software: Mapping[str, str]
@@ -70,9 +70,9 @@ class Identity:
         """Identity of a job in this process.
 
         Args:
-            manifest: the loaded plugins.
-            resolved: all values of the job. Its ``plugins`` section holds paths, which may differ between nodes; what
-                was loaded is in the manifest.
+            manifest: manifest of the loaded plugins.
+            resolved: all values of the job. Its ``plugins`` section is left out: it has paths, which may differ between
+                machines, while the manifest has the loaded plugins.
         """
         software = {"python": platform.python_version(), "torch": version("torch")}
         values = {key: value for key, value in resolved.items() if key != "plugins"}
@@ -84,11 +84,11 @@ class Identity:
 
     @classmethod
     def loads(cls, data: bytes) -> Identity:
-        """Read what :meth:`dumps` has written."""
+        """Parse the JSON that :meth:`dumps` returned."""
         return cls(*json.loads(data))
 
     def differences(self, other: Identity, mine: str, theirs: str) -> Iterator[tuple[type[D9dError], str]]:
-        """Differences of two identities, one message each, with the error that it makes."""
+        """Yield the differences of two identities: type of the error and one message each."""
         for name, here, there in _changes(self.software, other.software):
             yield JobError, f"software differs across ranks: {name}: {mine} {here}, {theirs} {there}"
         for line in Manifest(self.plugins).differences(Manifest(other.plugins), mine, theirs):
@@ -98,13 +98,13 @@ class Identity:
 
 
 def agree(store: Store, env: ProcessEnv, identity: Identity, timeout: float) -> None:
-    """Compare this rank's identity with all others'. Collective over all ranks, through the store.
+    """Compare this rank's identity with all others. Collective over all ranks, through the store.
 
     Args:
-        store: empty below its prefix.
-        env: this process.
-        identity: what must be equal.
-        timeout: seconds to wait for ranks that have not started.
+        store: store without values under its prefix.
+        env: rank and sizes of this process.
+        identity: identity of this rank.
+        timeout: seconds to wait for ranks that have not arrived.
 
     Raises:
         JobError: jobs or software differ; the same error on all ranks.
@@ -117,7 +117,7 @@ def agree(store: Store, env: ProcessEnv, identity: Identity, timeout: float) -> 
         store.set(f"identity/{digest}", data)
     store.set(f"here/{env.rank}", json.dumps([digest, env.node]))
     store.add("arrived", 1)
-    pause = max(0.02, env.world_size / 20_000)  # seconds between two questions: the store serves all ranks
+    pause = max(0.02, env.world_size / 20_000)  # seconds between requests: one store serves all ranks
     if env.rank == 0:
         arrived = wait_until(lambda: store.add("arrived", 0) >= env.world_size, timeout, pause)
         store.set("verdict", json.dumps(_judge(store, env) if arrived else _missing(store, env, timeout)))
@@ -127,15 +127,15 @@ def agree(store: Store, env: ProcessEnv, identity: Identity, timeout: float) -> 
     if not kind:
         return
     store.add("read", 1)
-    if env.rank == 0:  # its process may hold the store
+    if env.rank == 0:  # rank 0 may serve the store
         wait_until(lambda: store.add("read", 0) >= store.add("arrived", 0), 5, pause)
     raise _ERRORS.get(kind, TrainingError)(text)
 
 
 def wait_until(true: Callable[[], bool], timeout: float, pause: float) -> bool:
-    """Wait until a condition holds, asking every ``pause`` seconds; false if it never did within ``timeout``.
+    """Wait until a condition holds, testing every ``pause`` seconds; false if it does not hold within ``timeout``.
 
-    Unlike the store's own waiting it can be interrupted and leaves the store to other threads.
+    Unlike waiting in the store, this can be interrupted, and other threads can use the store.
     """
     deadline = time.monotonic() + timeout
     while not true():
@@ -146,7 +146,7 @@ def wait_until(true: Callable[[], bool], timeout: float, pause: float) -> bool:
 
 
 def spell_ranks(ranks: Iterable[int]) -> str:
-    """Spell ranks: ``rank 3``, or ``ranks 0-3, 7``."""
+    """Text of a set of ranks: ``rank 3``, or ``ranks 0-3, 7``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -173,7 +173,7 @@ def _judge(store: Store, env: ProcessEnv) -> tuple[str, str]:
             found.setdefault(kind, []).append(text)
     if not found:
         return "", ""
-    # Other plugins may well give the job other defaults: they are the cause.
+    # Different plugins may give the job different defaults, so they are the cause.
     kind = PluginError if PluginError in found else JobError
     return kind.__name__, "\n".join(found[kind])
 

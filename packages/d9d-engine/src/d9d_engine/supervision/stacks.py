@@ -1,4 +1,4 @@
-"""Stacks of this process's threads: what they do, and which of them waits for other ranks. Imports no torch."""
+"""Stacks of this process's threads: activity, and which thread waits for other ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 
-#: Frames of torch that stand around a collective and do not say which.
+#: Names of torch's wrapper functions around collectives.
 _WRAPPERS = frozenset({"wrapper", "inner", "_fn", "wrapped", "decorate_context", "func", "new_fn"})
-#: Where the main thread is while autograd's threads work, on an accelerator.
+#: Activity of the main thread while autograd's threads run the backward, on an accelerator.
 _IN_BACKWARD = "in torch's _engine_run_backward"
 #: Calls that wait for a collective or for the device.
 _WAITING = re.compile(r"\b(wait|synchronize|item|tolist|cpu)\(")
-#: Frames in a stack: enough to see what was called, without the command line's own.
+#: Number of shown frames: enough to see the call, without the frames of the command line.
 _SHOWN = 24
 
 
@@ -26,9 +26,9 @@ class Doing:
     """Activity of a process.
 
     Attributes:
-        where: one line, for comparing ranks.
-        waits: whether it is inside a collective, as far as Python can tell.
-        stack: the frames of the thread that says so, outermost first.
+        where: one-line description, for comparing ranks.
+        waits: whether the thread is inside a collective, as far as Python can tell.
+        stack: stack of the described thread, outermost frame first.
     """
 
     where: str
@@ -37,19 +37,19 @@ class Doing:
 
 
 def doing(torch_home: Path, waited_for: threading.Thread | None = None) -> Doing:
-    """Activity of the main thread, or of one that works for it: a collective of its backward, or what it waits for.
+    """Activity of the main thread, or of the thread that it waits for, such as autograd's in a backward.
 
     Args:
-        torch_home: the directory of the torch package.
-        waited_for: the thread that the main thread says it waits for.
+        torch_home: directory of the torch package.
+        waited_for: thread that the main thread waits for, if known.
     """
-    frames = sys._current_frames()  # noqa: SLF001 - documented, for debugging of this kind
+    frames = sys._current_frames()  # noqa: SLF001 - documented for debugging
     main = threading.main_thread().ident
     assert main is not None
     found = _doing(frames[main], torch_home)
-    if waited_for is not None and waited_for.ident in frames:  # else it has ended
+    if waited_for is not None and waited_for.ident in frames:  # otherwise the thread has ended
         return _doing(frames[waited_for.ident], torch_home)
-    if not found.where.startswith(_IN_BACKWARD):  # else threads of background work would hide the main one
+    if not found.where.startswith(_IN_BACKWARD):  # otherwise background threads could hide the main thread
         return found
     others = [_doing(frame, torch_home) for ident, frame in frames.items() if ident != main]
     return next((one for one in others if one.waits), found)
@@ -63,12 +63,12 @@ def _doing(frame: FrameType, torch_home: Path) -> Doing:
     stack = "".join(traceback.StackSummary.from_list(frames[_SHOWN::-1]).format())
     distributed = [one.name for one in inside if Path(one.filename).is_relative_to(torch_home / "distributed")]
     if distributed:
-        # The innermost function of torch.distributed is the collective, or what FSDP waits for.
+        # The innermost function of torch.distributed is the collective, or FSDP's wait.
         name = next((name for name in distributed if name not in _WRAPPERS), distributed[0])
         return Doing(f"waits in {name}, called at {line}", True, stack)
     if inside:
         return Doing(f"in torch's {inside[0].name}, called at {line}", False, stack)
-    # What is implemented in C++ has no frame; only the line tells.
+    # C++ functions have no frame; only the source line shows the call.
     if match := _WAITING.search(caller.line or ""):
         return Doing(f"waits in {match[0]}...) at {line}", True, stack)
     return Doing(f"not in a collective, but at {line}", False, stack)

@@ -1,15 +1,15 @@
-"""Watchdog: a thread on each rank that notices when nothing moves any more, and says which rank is to blame.
+"""Watchdog: a thread on each rank that detects a stuck run and reports which rank is the cause.
 
-A collective that one rank never enters holds all others for ever, and their stacks all look innocent. So when a
-deadline passes, every rank's thread publishes what its process is doing, and one of them prints the comparison:
+If one rank never enters a collective, all others wait forever, and their stacks do not show why. So when a deadline
+passes, every rank's thread publishes its process's activity, and one of them prints the comparison:
 
     error: no progress for 600 s in phase 'step' (timeouts.step); the odd one out first
       rank 1 (dp_shard=1) on node-a: step 17: not in a collective, but at my_data/stream.py:31 (read)
       ranks 0, 2-7: step 17: waits in all_reduce, called at d9d_engine/step/step.py:66 (__call__)
 
-Then all processes end, the main threads being stuck where no exception reaches them. The threads talk through the
-store, which needs no communicator. A run counts as stuck when the deadlines of all ranks have passed: while one of them
-has time left, the others wait for it.
+Then all processes end, because no exception reaches the blocked main threads. The threads communicate through the
+store, which needs no communicator. A run counts as stuck once the deadlines of all ranks have passed: while a rank has
+time left, the others wait for it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from d9d_engine.supervision.stacks import doing
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Phase of the main thread, as it last announced.
+    """Phase that the main thread announced last.
 
     Attributes:
-        name: which limit applies.
+        name: name of the phase, and of its limit.
         step: optimizer step, if there is one.
         since, deadline: seconds on the monotonic clock.
     """
@@ -45,12 +45,12 @@ class Phase:
 
 
 class Watchdog:
-    """Watchdog of the phases of one process. Without limits or :meth:`start` it does nothing.
+    """Enforces the time limits of a process's phases. No effect without limits or before :meth:`start`.
 
     Args:
         limits: phase -> seconds.
-        who: this rank, its coordinates and its machine.
-        changed: called in the main thread when the phase is another one than before.
+        who: rank, coordinates and machine of this process.
+        changed: called in the main thread when a phase with another name begins, or a limit changes.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Watchdog:
         """Begin a phase, replacing the previous one. Costs no communication.
 
         Args:
-            name: which limit applies.
+            name: name of the phase, and of its limit.
             step: optimizer step, if there is one.
 
         Raises:
-            KeyError: there is no such limit.
+            KeyError: the phase has no limit.
         """
         if not self._limits:
             return
@@ -87,10 +87,10 @@ class Watchdog:
         return max(self._limits.values(), default=0.0)
 
     def set_limit(self, name: str, seconds: float) -> None:
-        """Change the limit of a phase, from now on if it is the present one. Nothing without limits.
+        """Change the limit of a phase, effective at once if the phase is current. No effect without limits.
 
         Raises:
-            KeyError: there is no such limit.
+            KeyError: the phase has no limit.
         """
         if not self._limits:
             return
@@ -102,18 +102,18 @@ class Watchdog:
             self.beat()
 
     def beat(self) -> None:
-        """Restart the limit: the main thread moves on within its phase."""
+        """Restart the current phase's limit, because the main thread has made progress."""
         phase = self._phase
         if phase is not None:
             self.phase(phase.name, phase.step)
 
     def rest(self) -> None:
-        """End the phase: the main thread runs code of the caller, which has no limit."""
+        """End the phase: the main thread runs the caller's code, without a limit."""
         self._phase = None
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Be in a phase inside the block, and in none after it."""
+        """Be in a phase inside the block, and in no phase afterwards."""
         self.phase(name)
         try:
             yield
@@ -122,7 +122,7 @@ class Watchdog:
 
     @contextmanager
     def waiting_for(self, thread: threading.Thread) -> Iterator[None]:
-        """The main thread waits for another thread inside the block, which is then the one that a report shows."""
+        """Announce that the main thread waits for ``thread`` inside the block, so that a report shows that thread."""
         self._waited_for = thread
         try:
             yield
@@ -133,8 +133,8 @@ class Watchdog:
         """Start the thread.
 
         Args:
-            alarm: how this rank talks to the others.
-            pause: seconds between two looks.
+            alarm: alarm shared with the other ranks.
+            pause: seconds between checks.
         """
         self._thread = threading.Thread(target=self._watch, args=(alarm, pause), name="d9d-watchdog", daemon=True)
         self._thread.start()
@@ -143,16 +143,16 @@ class Watchdog:
         """End the thread."""
         self._stopped.set()
         if self._thread is not None:
-            self._thread.join(5.0)  # it may wait for a store that does not answer any more
+            self._thread.join(5.0)  # the thread may wait for a store that no longer answers
 
     def _watch(self, alarm: Alarm, pause: float) -> None:
-        patience = 0.0  # on the monotonic clock: until then another rank has time left
+        patience = 0.0  # time on the monotonic clock until which another rank has time left
         while not self._stopped.wait(pause):
             phase = self._phase
             late = phase is not None and time.monotonic() > max(phase.deadline, patience)
             left = alarm.look(late, self._status, moved=partial(self._has_moved, phase))
             if left is None:
-                # Most collectives notice, and their exception ends this rank in an orderly way.
+                # Most collectives raise after a rank's failure, and this rank then ends with the exception.
                 if not self._stopped.wait(alarm.grace):
                     alarm.leave()
                 return

@@ -1,4 +1,4 @@
-"""Backlog of a tracker: what it has been given and has not written for sure."""
+"""Backlog of a tracker: entries that it may not have written yet."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from d9d_core.tracker import Histogram, SeriesName, split_tags
 
-#: Kinds of values that JSON can hold; the others are lost in a crash if a tracker is behind at a checkpoint.
+#: Kinds of values that can be saved as JSON; other kinds are lost in a crash if the tracker was behind.
 _KINDS = ("write", "write_texts", "write_histograms")
 
 
 class Backlog:
-    """Backlog of a tracker: entries since its last flush, which a checkpoint keeps if the tracker is behind.
+    """Backlog of a tracker: entries since its last flush, which a checkpoint saves if the tracker is behind.
 
-    Filled by the thread of the training, and emptied by that of the tracker.
+    Filled by the training thread, emptied by the tracker's thread.
 
     Args:
-        step: the step up to which the tracker has everything.
-        room: how many entries are kept; of more, the last ones.
+        step: step up to which the tracker has flushed all entries.
+        room: largest number of entries; older ones are dropped.
     """
 
     def __init__(self, step: int, room: int) -> None:
@@ -32,7 +32,7 @@ class Backlog:
         self._entries: deque[tuple[int, str, int, Mapping[str, Any]]] = deque(maxlen=room)
 
     def add(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Take in what the tracker is given."""
+        """Add values that are passed to the tracker."""
         with self._lock:
             self._last = max(self._last, step)
             if kind in _KINDS:
@@ -40,7 +40,7 @@ class Backlog:
                 self._entries.append((self._count, kind, step, values))
 
     def mark(self) -> Callable[[], None]:
-        """Return what is to be called once the tracker has flushed all it was given so far."""
+        """Return a function to call once the tracker has flushed all entries so far."""
         with self._lock:
             count, step = self._count, self._last
 
@@ -53,7 +53,7 @@ class Backlog:
         return flushed
 
     def state(self) -> dict[str, Any]:
-        """The step of the last flush, and the entries since then, as JSON can hold them."""
+        """Step of the last flush, and the entries since then, in a form for JSON."""
         with self._lock:
             entries = [(kind, step, values) for _, kind, step, values in self._entries]
             step = self._step
@@ -61,14 +61,14 @@ class Backlog:
 
     @staticmethod
     def read(entries: Sequence[Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Kind, step and values of the entries of a state."""
+        """Yield kind, step and values of the entries of a state."""
         for kind, step, values in entries:
             named = {SeriesName(name, tags) if tags else name: value for name, tags, value in values}
             yield kind, step, {name: _value(kind, value) for name, value in named.items()}
 
 
 def _plain(kind: str, values: Mapping[str, Any]) -> list[Any]:
-    """Names, tags and values; JSON has no word for numbers that are not finite, so that they are texts."""
+    """Names, tags and values; non-finite numbers become texts, which JSON lacks otherwise."""
 
     def number(value: float) -> float | str:
         return value if math.isfinite(value) else str(value)

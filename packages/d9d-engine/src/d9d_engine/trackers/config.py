@@ -10,22 +10,22 @@ __all__ = ["ConsoleConfig", "JsonlConfig"]
 
 
 class ConsoleConfig(PluginConfig):
-    """Console: one line per logged step."""
+    """Prints one line per logged step."""
 
     name: Literal["console"] = "console"
     """Selects this tracker."""
     series: list[str] | None = None
-    """Patterns of the series to show, such as `loss*`; by default `eval/*` and all without `/`, but for `tokens`."""
+    """Patterns of the series to show, such as `loss*`; by default `eval/*` and names without `/` except `tokens`."""
 
 
 class JsonlConfig(PluginConfig):
-    """JSON lines: one object per logged step in <run>/metrics.jsonl, and the loss curve <run>/loss.svg.
+    """Writes one JSON object per logged step to <run>/metrics.jsonl, and draws the loss curve <run>/loss.svg.
 
-    Tables of metrics, such as the load of each expert, go to <run>/tables.jsonl and become one heat map each. What else
-    a task or a subscriber logs goes to histograms.jsonl, texts.jsonl and pictures/<name>/<step>.png.
+    Tables of metrics, such as the load of each expert, go to <run>/tables.jsonl, and each is drawn as a heat map. Other
+    logged values go to histograms.jsonl, texts.jsonl and pictures/<name>/<step>.png.
     """
 
     name: Literal["jsonl"] = "jsonl"
     """Selects this tracker."""
     picture: bool = True
-    """Draw the loss curve and the heat maps when the run ends."""
+    """Whether to draw the loss curve and the heat maps at the end of the run."""

@@ -20,8 +20,8 @@ class ConsoleTracker:
     def __init__(self, config: ConsoleConfig) -> None:
         self._config = config
 
-    def open(self, run: RunInfo, state: State | None) -> ConsoleRun:  # noqa: ARG002 - there is nothing to continue
-        """Start printing."""
+    def open(self, run: RunInfo, state: State | None) -> ConsoleRun:  # noqa: ARG002 - the console has no state
+        """Start printing the lines of a run."""
         if run.description:
             _print(f"{run.name}: {run.description}")
         return ConsoleRun(run.total_steps, self._config.series)
@@ -31,8 +31,8 @@ class ConsoleRun:
     """Open run of the tracker ``console``.
 
     Args:
-        total_steps: of the run.
-        series: patterns of the series that lines show; ``None`` for those that fit a line.
+        total_steps: number of steps of the run.
+        series: patterns of the series to show; ``None`` for the default ones.
     """
 
     def __init__(self, total_steps: int, series: Sequence[str] | None = None) -> None:
@@ -41,7 +41,7 @@ class ConsoleRun:
         self._said = series is not None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Print one line; after the first that is not complete, what it leaves out."""
+        """Print one line; the first time that series are left out, print their names too."""
         shown = {name: value for name, value in values.items() if self._shows(name)}
         if shown:
             text = "  ".join(_format(name, value) for name, value in shown.items())
@@ -58,19 +58,19 @@ class ConsoleRun:
         return any(fnmatchcase(name, pattern) for pattern in self._series)
 
     def flush(self) -> None:
-        """Do nothing: lines are flushed as they are printed."""
+        """Do nothing: each line is flushed when printed."""
 
     def state(self) -> State:
-        """No state: there is nothing to continue."""
+        """Empty state."""
         return {}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        """Do nothing: the last line was printed already."""
+        """Do nothing: all lines are printed."""
 
 
 def _print(text: str) -> None:
-    with suppress(OSError):  # a full disk behind it, or a closed terminal, may pass
-        print(visible(text), flush=True)  # noqa: T201 - its purpose
+    with suppress(OSError):  # a full disk or a closed terminal must not end the run
+        print(visible(text), flush=True)  # noqa: T201 - console output is the purpose
 
 
 def _format(name: str, value: float) -> str:

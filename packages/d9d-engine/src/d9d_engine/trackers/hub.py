@@ -1,4 +1,4 @@
-"""Hub of all trackers of a run: a thread for each, so that one that fails or waits neither ends nor delays training."""
+"""Hub of a run's trackers, with a thread for each, so that a failing or slow tracker cannot stop or delay training."""
 
 from __future__ import annotations
 
@@ -34,21 +34,22 @@ from d9d_engine.trackers.backlog import Backlog
 
 __all__ = ["TrackerHub"]
 
-#: Entries that may wait for one tracker; later ones are left out until it has caught up.
+#: Largest number of pending calls for one tracker; further entries are dropped until it has caught up.
 ROOM = 1000
-#: Name beside those of trackers, under which a checkpoint keeps what some had not taken yet.
+#: Key, next to tracker names, of the pending entries in a checkpoint.
 BEHIND = "(behind)"
-#: Share of the patience: a tracker that takes longer is late. What it has not written is in the checkpoint, too, so
-#: that waiting again and again would buy little for the time of all ranks.
+#: Share of the patience: a tracker that answers later is late. Its pending entries are in the checkpoint, so waiting
+#: for
+#: it again and again would cost time on all ranks for little.
 _SOON = 0.02
 _NOT_YET = "has not written everything yet"
-#: Names that are reported one by one; a corpus may have a million odd labels.
+#: Number of invalid names that are reported; a dataset may have a million invalid labels.
 _REPORTED = 10
-#: Values that are refused, with none taken in between, before the backend is to blame; and as many names that a tracker
-#: gets for the first time, if it has taken others.
+#: Number of consecutive refused values after which the tracker is switched off; and the number if all of them have new
+#: names and the tracker has accepted other names before.
 _TRIED, _DOUBTED = 3, 10
 
-#: Kind of values, by the method that writes it -> the protocol of runs that take it.
+#: Kind of values (name of the method that writes it) -> protocol of runs that support it.
 _TAKES: Mapping[str, type] = {
     "write": object,
     "write_tables": TakesTables,
@@ -57,7 +58,7 @@ _TAKES: Mapping[str, type] = {
     "write_pictures": TakesPictures,
     "write_files": TakesFiles,
 }
-#: Kind of values -> one of them, for notes.
+#: Kind of values -> noun for messages.
 _ONE: Mapping[str, str] = {
     "write": "number",
     "write_tables": "table",
@@ -69,15 +70,14 @@ _ONE: Mapping[str, str] = {
 
 
 class TrackerHub:
-    """Hub that forwards to every tracker, in a thread of its own.
+    """Forwards logged values to every tracker, each in its own thread.
 
     Args:
-        trackers: by a name that is unique within the job.
+        trackers: name, unique within the job, -> tracker.
         warn: prints a line; called in any thread.
         patience: seconds that :meth:`flush`, :meth:`state` and the answer to :meth:`request_state` wait for all
-            trackers together; three times as long while one opens, as :meth:`close` does. One that is late is not
-            waited for, until it answers within a fiftieth of that time again, and has taken no longer for anything in
-            between.
+            trackers together; three times as long while a tracker opens, and in :meth:`close`. A late tracker is not
+            waited for until it again answers within a fiftieth of that time, with no slower call in between.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None], patience: float = 10.0) -> None:
@@ -90,14 +90,13 @@ class TrackerHub:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no tracker, as on all ranks but the first."""
+        """Whether there are no trackers, as on all ranks but the first."""
         return not self._trackers
 
     def open(self, run: RunInfo, states: Mapping[str, Any]) -> None:
-        """Open every tracker, continuing those whose state a checkpoint kept. Does not wait.
+        """Open every tracker, with its state from a checkpoint if there is one. Does not wait.
 
-        One that was behind at that checkpoint continues from the last step that it had for sure, and gets again what
-        followed.
+        A tracker that was behind at the checkpoint continues from its last flushed step, and gets later entries again.
         """
         self._states = {name: state for name, state in states.items() if name != BEHIND}
         behind = states.get(BEHIND, {})
@@ -114,29 +113,29 @@ class TrackerHub:
         self._hand("write", step, dict(values))
 
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
-        """Log tables after ``step`` steps, where a tracker takes any. Does not wait."""
+        """Log tables after ``step`` steps, to trackers that support tables. Does not wait."""
         self._hand("write_tables", step, tables)
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Log histograms, where a tracker takes any. Does not wait."""
+        """Log histograms, to trackers that support histograms. Does not wait."""
         self._hand("write_histograms", step, histograms)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Log texts, where a tracker takes any; half of a surrogate pair becomes its escape. Does not wait."""
-        # Neither a checkpoint, which keeps what a tracker has not written yet, nor a file in UTF-8 can hold one.
+        """Log texts, to trackers that support texts; unpaired surrogates are escaped. Does not wait."""
+        # Neither UTF-8 files nor checkpoints, which save pending entries, can hold unpaired surrogates.
         plain = {name: text.encode(errors="backslashreplace").decode() for name, text in texts.items()}
         self._hand("write_texts", step, plain)
 
     def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
-        """Log pictures, where a tracker takes any. Does not wait."""
+        """Log pictures, to trackers that support pictures. Does not wait."""
         self._hand("write_pictures", step, pictures)
 
     def write_files(self, step: int, files: Mapping[str, Path]) -> None:
-        """Log files, where a tracker takes any; one that is gone by then is left out, with a warning."""
+        """Log files, to trackers that support files; a file that is missing by then is dropped, with a warning."""
         self._hand("write_files", step, files)
 
     def _hand(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Queue values of one kind, which has the name of a tracker's method, for all trackers."""
+        """Queue values of one kind for all trackers; the kind is the name of a tracker's method."""
         self._queue(kind, step, {self._storable(name): value for name, value in values.items()}, self._threads)
 
     def _queue(self, kind: str, step: int, values: Mapping[str, Any], threads: Sequence[_TrackerThread]) -> None:
@@ -150,12 +149,12 @@ class TrackerHub:
                 thread.write_now(run, kind, step, there)
 
     def _storable(self, name: str) -> str:
-        """Name that every tracker can keep; another than was given is reported."""
+        """Name that every tracker can store; a changed name is reported."""
         kept = storable(name)
         if kept != name and kept not in self._renamed and self._threads:
             self._renamed.add(kept)
             if len(self._renamed) <= _REPORTED:
-                self._warn(f"note: the name {_readable(name)} cannot be kept as it is and is logged as '{kept}'")
+                self._warn(f"note: the name {_readable(name)} cannot be stored and is logged as '{kept}'")
             if len(self._renamed) == _REPORTED:
                 self._warn("note: further names of this kind are not reported")
         return kept
@@ -163,14 +162,14 @@ class TrackerHub:
     def _still_there(self, step: int, files: Mapping[str, Path]) -> Mapping[str, Path]:
         for name, path in files.items():
             if not path.is_file():
-                self._warn(f"warning: file '{name}' of step {step} is gone: {path}; no tracker has it")
+                self._warn(f"warning: file '{name}' of step {step} is missing: {path}; it is not logged")
         return {name: path for name, path in files.items() if path.is_file()}
 
     def flush(self) -> None:
-        """Flush every tracker, so that what was written survives a crash; waits for a limited time."""
+        """Flush every tracker, so that logged values survive a crash; waits for a limited time."""
 
         def flush(thread: _TrackerThread) -> Callable[[TrackerRun], None]:
-            # What is behind goes on from its last flush, so that the state has to be of then, or later.
+            # A tracker that is behind continues from its last flush, so its saved state must not be older.
             done, keep = thread.backlog.mark(), self._keeps(thread.name)
 
             def call(run: TrackerRun) -> None:
@@ -185,15 +184,16 @@ class TrackerHub:
         self._ask(flush)()
 
     def request_state(self) -> Callable[[], dict[str, State]]:
-        """Have every tracker flush, and keep its state at this moment, for a checkpoint that is written meanwhile.
+        """Request a flush and the current state of every tracker, for a checkpoint that is written in the background.
 
         Does not wait.
 
         Returns:
-            What waits for a limited time, in any thread, and returns the same as :meth:`state` would have.
+            Function that waits for a limited time, in any thread, and returns the states like :meth:`state`.
         """
-        # Of now: what follows until the answers are there is no part of the checkpoint. The states second, as a tracker
-        # may answer an earlier call in between: they have to be of the last flush, or later.
+        # The checkpoint includes entries up to now only. Read backlogs before states, as a tracker may answer an
+        # earlier
+        # call in between: a state must not be older than the last flush.
         behind = self._behind()
         before = dict(self._states)
         states: dict[str, State] = {}
@@ -217,24 +217,24 @@ class TrackerHub:
 
         def answer() -> dict[str, State]:
             wait()
-            there = flushed.copy()  # a tracker may answer while this is put together
+            there = flushed.copy()  # a tracker may answer concurrently
             late = {name: waiting for name, waiting in behind.items() if name not in there}
-            # A tracker that still opened had no state then; without one, its run could not be continued.
+            # A tracker that is still opening gets its previous state, without which its run could not be continued.
             return {**self._states, **before, **states, **({BEHIND: late} if late else {})}
 
         return answer
 
     def state(self) -> dict[str, State]:
-        """States of the trackers by name; of one that failed or is behind, the last that is known.
+        """States of the trackers by name; of a failed or late tracker, its last known state.
 
-        Of those that are behind, also what they have not written for sure, as far as JSON can hold it.
+        For late trackers, also their pending entries, as far as JSON can represent them.
         """
         self._ask(lambda thread: self._keeps(thread.name))()
         behind = self._behind()
         return {**self._states, **({BEHIND: behind} if behind else {})}
 
     def _behind(self) -> dict[str, State]:
-        """Backlogs of trackers, by name, as far as they hold anything."""
+        """Non-empty backlogs of the trackers, by name."""
         waiting = {thread.name: thread.backlog.state() for thread in self._threads if not thread.ended.is_set()}
         return {name: state for name, state in waiting.items() if state["entries"]}
 
@@ -245,7 +245,7 @@ class TrackerHub:
         return call
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        """End every run; waits for a limited time."""
+        """Close every tracker's run; waits for a limited time."""
         for thread in self._threads:
             thread.close(status)
         seconds = 3 * self._patience
@@ -253,18 +253,19 @@ class TrackerHub:
         for thread in self._threads:
             if not thread.ended.wait(max(0.0, deadline - time.monotonic())):
                 self._warn(
-                    f"warning: tracker '{thread.name}' has not ended after {seconds:g} s and is left behind; "
+                    f"warning: tracker '{thread.name}' did not end within {seconds:g} s and was abandoned; "
                     "its last entries may be missing"
                 )
         self._threads = []
 
     def _ask(self, call: Callable[[_TrackerThread], Callable[[TrackerRun], None]]) -> Callable[[], None]:
-        """Have all trackers run a call after all before it; returns what waits, little for those that are late."""
+        """Queue a call for all trackers; return a function that waits for the calls, only briefly for late trackers."""
         begin = time.monotonic()
         asked = []
         for thread in self._threads:
             if not thread.is_busy:
-                # Libraries are imported while a run opens, and a run that no checkpoint knows cannot be continued.
+                # Opening imports libraries, and a run whose state is in no checkpoint cannot be continued, so wait
+                # longer.
                 patience = self._patience if thread.opened.is_set() else 3 * self._patience
                 soon = patience * _SOON if thread.opened.is_set() else patience
                 asked.append((thread, 0.0 if thread.is_late else patience, thread.ask(call(thread), soon)))
@@ -273,20 +274,20 @@ class TrackerHub:
             for thread, patience, done in asked:
                 if not done.wait(max(0.0, begin + patience - time.monotonic())):
                     thread.is_late = True
-                    thread.say_late(f"has not written everything within {patience:g} s, and is not waited for")
+                    thread.say_late(f"has not written everything within {patience:g} s and is no longer waited for")
 
         return wait
 
 
 class _TrackerThread:
-    """Thread of one tracker, which makes all calls to it, in order. After a failure it makes none.
+    """Thread of one tracker, which makes all calls to the tracker, in order; none after a failure.
 
     Attributes:
-        name: of the tracker.
-        opened: the run of the tracker is open, or failed.
-        ended: the run of the tracker is closed, or failed.
-        backlog: what it has not written for sure.
-        is_late: it has not answered soon the last time, or took long for something before.
+        name: name of the tracker.
+        opened: set once the tracker's run is open or has failed.
+        ended: set once the tracker's run is closed or has failed.
+        backlog: entries that the tracker may not have written.
+        is_late: whether the last answer was slow, or a call before it.
     """
 
     def __init__(
@@ -304,7 +305,7 @@ class _TrackerThread:
         self._said_late = False
         self._longest, self._has_written = 0.0, False
         self._left_out = 0
-        self._taken: set[tuple[str, str]] = set()  # kinds and names; a name may be that of several kinds
+        self._taken: set[tuple[str, str]] = set()  # (kind, name) pairs; several kinds may use one name
         self._refused: set[tuple[str, str]] = set()
         self._doubts = 0
         work = threading.Thread(target=self._work, args=(tracker, run, state), name=f"d9d-tracker-{name}", daemon=True)
@@ -312,16 +313,16 @@ class _TrackerThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the tracker has not come yet to what it was asked last."""
+        """Whether the tracker has not reached the last queued request yet."""
         return not self._asked.is_set()
 
     def write(self, kind: str, step: int, values: Mapping[str, Any], call: Callable[[TrackerRun], None]) -> None:
-        """Queue a call with values, or leave it out if there is no room."""
+        """Queue a call with values, or drop it if the queue is full."""
         if self.ended.is_set():
             return
         if self._calls.qsize() >= ROOM:
             self._left_out += 1
-            self.say_late(f"is {ROOM} entries behind; entries are left out until it has caught up")
+            self.say_late(f"is {ROOM} entries behind; entries are dropped until it has caught up")
             return
         self.backlog.add(kind, step, values)
 
@@ -332,10 +333,10 @@ class _TrackerThread:
         self._calls.put(work)
 
     def write_now(self, run: TrackerRun, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write values in the tracker's thread. A name that it refuses is left out from then on.
+        """Write values in the tracker's thread. A refused name is left out from then on.
 
         Raises:
-            Exception: of the tracker, if the names are not to blame.
+            Exception: exception of the tracker, if it does not depend on names.
         """
         left = {name: value for name, value in values.items() if (kind, name) not in self._refused}
         if values and not left:
@@ -346,7 +347,7 @@ class _TrackerThread:
         if not left:
             raise failure
         failures: dict[str, Exception] = {}
-        # Names that were taken before come first: if these fail too, the backend is to blame.
+        # Try names that were accepted before first: if these fail too, the backend is the cause.
         for name in sorted(left, key=lambda name: (kind, name) not in self._taken):
             error = self._failure(run, kind, step, {name: left[name]}) if len(left) > 1 else failure
             if error is not None:
@@ -357,12 +358,12 @@ class _TrackerThread:
         for name, error in failures.items():
             self._refused.add((kind, name))
             self._warn(
-                f"warning: tracker '{self.name}' refuses the {_ONE[kind]} {_readable(name)}, which it gets no more: "
+                f"warning: tracker '{self.name}' refuses the {_ONE[kind]} {_readable(name)}, which is no longer sent: "
                 f"{shown(error)}"
             )
 
     def _failure(self, run: TrackerRun, kind: str, step: int, values: Mapping[str, Any]) -> Exception | None:
-        """Write values, and return the exception of the tracker; ``None`` if it took them."""
+        """Write values; return the tracker's exception, or ``None``."""
         try:
             getattr(run, kind)(step, dict(values))
         except Exception as error:
@@ -372,17 +373,17 @@ class _TrackerThread:
         return None
 
     def _most_doubts(self, kind: str, values: Collection[str], failures: Collection[str]) -> int:
-        """Refusals in a row at which the tracker is switched off."""
+        """Number of consecutive refusals at which the tracker is switched off."""
         if not self._taken or any((kind, name) in self._taken for name in failures):
             return min(_TRIED, len(values))
         return _DOUBTED
 
     def ask(self, call: Callable[[TrackerRun], None], soon: float) -> threading.Event:
-        """Queue a call; the event happens when it was made or the tracker has failed.
+        """Queue a request; the event is set when it was made or the tracker has failed.
 
-        From then on the tracker is late if that took more seconds than ``soon``, or any call since it was asked before:
-        one with slow writes may happen to have nothing to do when it is asked. Nor does asking again, with no write in
-        between, show that its writes have become fast.
+        Afterwards the tracker is late if the request, or any call since the previous request, took more than ``soon``
+        seconds. A late tracker stays late until a write was made in between: a request without a write does not show
+        that writes have become fast.
         """
         done = self._asked = threading.Event()
         begin = time.monotonic()
@@ -400,9 +401,9 @@ class _TrackerThread:
         return done
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        """Queue the end of the run."""
+        """Queue the end of the tracker's run."""
         if self._left_out and not self.ended.is_set():
-            self._warn(f"warning: tracker '{self.name}' was too slow: {self._left_out} entries are left out")
+            self._warn(f"warning: tracker '{self.name}' was too slow: {self._left_out} entries were dropped")
         self._calls.put(lambda run: run.close(status))
         self._calls.put(None)
 
@@ -420,7 +421,7 @@ class _TrackerThread:
                 begin = time.monotonic()
                 call(run)
                 self._longest = max(self._longest, time.monotonic() - begin)
-        except BaseException as error:  # SystemExit, too, ends this tracker only
+        except BaseException as error:  # even SystemExit must end this tracker only
             with suppress(Exception):
                 self._warn(f"tracker '{self.name}' failed and is switched off: {shown(error)}")
         finally:
@@ -443,6 +444,6 @@ def _readable(name: str) -> str:
 
 def _plain_state(run: TrackerRun) -> State:
     text = json.dumps(run.state(), allow_nan=False, ensure_ascii=False)
-    # Half of a surrogate pair fails here, and not where the checkpoint is written, which would end the run.
+    # An unpaired surrogate must fail here: in the checkpoint's thread, the error would end the run.
     state: State = json.loads(text.encode())
     return state

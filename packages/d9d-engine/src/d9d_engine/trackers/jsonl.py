@@ -1,4 +1,4 @@
-"""JSON lines tracker: logged values as lines of JSON, pictures as PNG, and drawings of the curves."""
+"""Tracker that writes logged values as lines of JSON, pictures as PNG files, and drawings of curves."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class JsonlTracker:
         self._config = config
 
     def open(self, run: RunInfo, state: State | None) -> JsonlRun:
-        """Open the files; lines that came after the checkpoint, and a line torn by a crash, are cut off."""
+        """Open the files, and cut off lines after the checkpoint and a line torn by a crash."""
         return JsonlRun(run, self._config.picture, (state or {}).get("lengths"))
 
 
 class JsonlRun:
-    """Open run of the tracker ``jsonl``: its files."""
+    """Open run of the tracker ``jsonl``."""
 
     def __init__(self, run: RunInfo, picture: bool, lengths: Json = None) -> None:
         self._run = run
@@ -55,7 +55,7 @@ class JsonlRun:
         return self._metrics, self._tables, self._histograms, self._texts
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append one line; a value that is not finite becomes null, as JSON has no other word for it."""
+        """Append one line; non-finite values become null, as JSON cannot represent them."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._metrics.append({"step": step} | finite)
 
@@ -90,7 +90,7 @@ class JsonlRun:
             file.sync()
 
     def state(self) -> State:
-        """Lengths of the files: what is logged after a checkpoint and before the next step has the same step."""
+        """Lengths of the files, to tell apart entries of the same step logged before and after the checkpoint."""
         return {"lengths": {file.path.name: file.length for file in self._files}}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:  # noqa: ARG002
@@ -101,10 +101,10 @@ class JsonlRun:
             return
         try:
             self._draw(self._run.directory)
-        except PluginError as error:  # pictures are an extra; the lines that they show are written
+        except PluginError as error:  # pictures are optional: the values are already written
             with suppress(OSError):
                 text = f"warning: {self._run.directory}: no loss.svg: {error}"
-                print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - a tracker's only way to say something
+                print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - a tracker has no other way to report
 
     def _draw(self, directory: Path) -> None:
         from d9d_engine.trackers.picture import draw_loss
@@ -116,6 +116,6 @@ class JsonlRun:
 
 
 def _folder(name: str) -> str:
-    """Folder of a name; two names have two. No name is ``.`` or ``..``: the hub codes them."""
+    """Folder of a name, different for each name. No name is ``.`` or ``..``: the hub encodes them."""
     coded = re.sub(r"[^\w.-]", lambda found: f"%{ord(found[0]):02X}", name)
     return shortened(coded, LONGEST_NAME)

@@ -1,4 +1,4 @@
-"""Files of one JSON object per line and logged step."""
+"""Files with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 from d9d_core.untrusted import open_regular, parse_json, visible
 from d9d_weights.files.atomic import replacing
 
-#: Bytes that may wait for a disk that is full; more of them are an error.
+#: Largest number of bytes kept in memory while a disk is full.
 ROOM = 16 * 2**20
-#: Bytes of the longest line that is read in one piece; parts of a longer one are no JSON.
+#: Longest line in bytes; a longer one is read in parts, which are invalid JSON and skipped.
 _LONGEST = 1 << 26
 
 
 class LineFile:
-    """File of lines of logged steps, which is cut back to the resumed step.
+    """File with one line per entry of a step, cut back to the resumed step when opened.
 
-    What cannot be written, because the disk is full or fails for a while, waits in memory for the next call.
+    Lines that cannot be written, because the disk is full or fails temporarily, are kept in memory until the next call.
 
     Args:
-        path: where.
+        path: path of the file.
         resumed_step: lines of later steps, and a line torn by a crash, are cut off.
-        length: bytes that the file had at the checkpoint; lines of ``resumed_step`` itself that came later are cut off
-            too. ``None`` if that is not known.
-        lazy: make a new file with its first line only.
+        length: size of the file in bytes at the checkpoint; later lines of ``resumed_step`` itself are cut off, too.
+            ``None`` if unknown.
+        lazy: create a new file at the first line only.
     """
 
     def __init__(self, path: Path, resumed_step: int, lazy: bool = False, length: int | None = None) -> None:
@@ -42,19 +42,19 @@ class LineFile:
         else:
             path.unlink(missing_ok=True)
         self._written = path.stat().st_size if path.exists() else 0
-        # Without a buffer, so that it is known what has been written.
+        # Unbuffered, so that the number of written bytes is known.
         self._file = path.open("ab", buffering=0) if path.exists() or not lazy else None
 
     @property
     def length(self) -> int:
-        """Bytes of the file, with those that wait."""
+        """Size of the file in bytes, including lines in memory."""
         return self._written + len(self._waiting)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write one line; other processes see it at once.
+        """Write one line, at once visible to other processes.
 
         Raises:
-            OSError: too much waits for the disk.
+            OSError: the disk takes no data, and too many lines are in memory.
         """
         self._waiting += json.dumps(line, allow_nan=False).encode() + b"\n"
         if (error := self._write()) is None:
@@ -64,11 +64,11 @@ class LineFile:
         if not self._said:
             self._said = True
             text = f"warning: {self.path}: {error.strerror}; lines wait in memory until they can be written"
-            with suppress(OSError):  # it may be the same disk
-                print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - a tracker's only way to say something
+            with suppress(OSError):  # standard error may be on the same disk
+                print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - a tracker has no other way to report
 
     def sync(self) -> None:
-        """Sync all lines to the disk, if it takes them."""
+        """Sync all lines to the disk, if possible."""
         if self._write() is None and self._file is not None:
             with suppress(OSError):
                 os.fsync(self._file.fileno())
@@ -77,7 +77,7 @@ class LineFile:
         """Close the file.
 
         Raises:
-            OSError: lines that waited cannot be written still.
+            OSError: lines in memory still cannot be written.
         """
         error = self._write()
         if self._file is not None:
@@ -86,7 +86,7 @@ class LineFile:
             raise error
 
     def _write(self) -> OSError | None:
-        """Write what waits; returns why that is not possible now."""
+        """Write pending lines; return the error if the disk takes no data."""
         try:
             while self._waiting:
                 if self._file is None:
@@ -100,16 +100,16 @@ class LineFile:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the complete lines of a file, one by one; lines torn by a crash are left out."""
+    """Read the complete lines of a file one by one; lines torn by a crash are skipped."""
     for _, line in _read(path):
         yield line
 
 
 def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read complete lines with the bytes before each."""
+    """Yield complete lines, each with its byte offset."""
     try:
         file = os.fdopen(open_regular(path, "near"), "rb")
-    except OSError:  # absent, or a pipe or a device, which would never end
+    except OSError:  # missing, or a pipe or device, whose content may never end
         return
     position = 0
     with file:
@@ -124,7 +124,7 @@ def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _cut(path: Path, step: int, length: int | None) -> None:
-    # Line by line and not as a whole: tables of a long run are large.
+    # Line by line, as tables of a long run are large.
     with replacing(path) as temporary, temporary.open("x", encoding="utf-8") as file:
         for begin, line in _read(path):
             if line["step"] < step or (line["step"] == step and (length is None or begin < length)):

@@ -20,12 +20,12 @@ class _Style(TypedDict, total=False):
 
 
 def draw_loss(lines: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw a picture of training and evaluation loss over steps, with the learning rate behind, as SVG.
+    """Draw training and evaluation loss over steps as SVG, with the learning rate in the background.
 
     Args:
-        lines: logged values, each with ``step``; those without a loss are passed over.
-        path: where the picture goes.
-        title: above the picture.
+        lines: logged values, each with ``step``; lines without a loss are ignored.
+        path: path of the picture.
+        title: title above the picture.
 
     Raises:
         PluginError: matplotlib is not installed.
@@ -54,11 +54,11 @@ def draw_loss(lines: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
 
 
 def draw_overlay(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, series: str) -> None:
-    """Draw the curves of several runs over one another, as SVG, or as an HTML page that holds it.
+    """Draw the curves of several runs in one picture, as SVG or as an HTML page with the SVG.
 
     Args:
-        curves: steps and values by name of the run.
-        path: where the picture goes; its suffix decides.
+        curves: name of a run -> points (step, value).
+        path: path of the picture; its suffix selects the format.
         series: name of the values.
 
     Raises:

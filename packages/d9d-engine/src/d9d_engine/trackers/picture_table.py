@@ -12,17 +12,17 @@ from d9d_weights.files.atomic import write_text
 from d9d_engine.figures import figure_svg, new_figure
 from d9d_engine.trackers.tables import TableHistory
 
-#: Inches of one cell, where so few cells leave room; and of a panel, however many there are.
+#: Size of a cell in inches; bounds of a panel's width and height in inches.
 _CELL = 0.42
 _WIDTH, _HEIGHT = (2.6, 7.0), (1.4, 6.0)
-#: More cells than this are drawn as pixels: a path for each would be megabytes.
+#: Largest number of cells drawn as vector paths; more cells are rasterized, to keep the file small.
 _PATHS = 1500
 
 
 def draw_table(history: TableHistory, path: Path, title: str) -> None:
-    """Draw a picture of a table: its mean over the logged steps beside the last one, as SVG.
+    """Draw a table as SVG heat maps: its mean over the logged steps, and the last logged step.
 
-    With a neutral value, it is white, less is blue and more is red; cells without a value are grey.
+    If the table has a neutral value, that value is white, lower ones blue and higher ones red; missing values are grey.
 
     Raises:
         PluginError: matplotlib is not installed.
@@ -56,7 +56,7 @@ def _colours(history: TableHistory) -> dict[str, Any]:
     neutral = history.last.neutral
     if neutral is None:
         return {"cmap": "viridis", "norm": Normalize(low, high)}
-    # As far down as to zero and up at least as far: small deviations look small.
+    # A range from zero to at least twice the neutral value, so that small deviations look small.
     span = max(high - neutral, neutral - low, abs(neutral)) or 1.0
     return {"cmap": "RdBu_r", "norm": TwoSlopeNorm(neutral, min(low, neutral - abs(neutral)), neutral + span)}
 
@@ -71,7 +71,7 @@ def _counted(cells: int) -> tuple[str, ...]:
 
 
 def _label(axis: Any, names: Sequence[str], room: int) -> None:
-    """Name cells at their centres, from the first on, as many as there is room for, at even steps."""
+    """Label cells at their centres, starting with the first, at even steps, with at most ``room`` labels."""
     cells = len(names)
     step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, cells) if s >= cells or cells / s <= room)
     axis.set_ticks([cell + 0.5 for cell in range(0, cells, step)], list(names[::step]))

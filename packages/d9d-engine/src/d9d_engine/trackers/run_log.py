@@ -1,4 +1,4 @@
-"""Log of a run for tasks and subscribers, over the hub of trackers."""
+"""Log of a run for tasks and subscribers, which forwards values to the tracker hub."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from d9d_engine.trackers.hub import TrackerHub
 @dataclass(frozen=True, slots=True)
 class _Entry:
     step: int
-    kind: str  # of the hub's method that takes it
+    kind: str  # name of the hub's method for this kind
     name: str
     tensors: tuple[Tensor, ...]  # on the host once `copied` has passed
     copied: torch.Event | None
-    read: Callable[..., Any]  # from the tensors to what the hub takes
+    read: Callable[..., Any]  # makes the hub's value from the tensors
 
 
 class HubLog:
-    """Log of a run (:class:`d9d_core.tracker.RunLog`) that hands what has arrived to the trackers.
+    """Log of a run (:class:`d9d_core.tracker.RunLog`) that forwards values to the trackers once they are on the host.
 
     Args:
-        hub: the trackers; without any, such as on other ranks than the first, nothing is copied.
-        step: the present step, 1-based; see :meth:`follow`.
-        lag: steps after which values are handed over; by then, the device has copied them.
+        hub: trackers; without any, such as on other ranks than the first, no values are copied.
+        step: returns the current step, 1-based; see :meth:`follow`.
+        lag: number of steps after which values are forwarded; by then, the device has copied them.
     """
 
     def __init__(self, hub: TrackerHub, step: Callable[[], int], lag: int) -> None:
@@ -46,14 +46,14 @@ class HubLog:
         self._pending: deque[_Entry] = deque()
 
     def follow(self, step: Callable[[], int]) -> None:
-        """Take the present step from somebody else, such as a run that is opened."""
+        """Replace the function that returns the current step."""
         self._step = step
 
     def scalar(self, name: str, value: float | Tensor, tags: Mapping[str, str] | None = None) -> None:
         """Log a number, or a tensor with one element.
 
         Raises:
-            ValueError: it is no number, or has more than one element.
+            ValueError: the value is no number, or has more than one element.
         """
         if isinstance(value, Tensor):
             self._keep("write", name, tags, [_single(f"scalar '{name}'", value)], _number)
@@ -64,7 +64,7 @@ class HubLog:
         """Log a histogram.
 
         Raises:
-            ValueError: it is none, or a bound is no single number.
+            ValueError: the value is no histogram, or a bound is no single number.
         """
         _check_type(f"histogram '{name}'", value, Histogram)
         counts = _real(f"counts of histogram '{name}'", value.counts)
@@ -77,14 +77,14 @@ class HubLog:
         self._keep("write_histograms", name, tags, [counts, *bounds], _histogram)
 
     def text(self, name: str, value: str, tags: Mapping[str, str] | None = None) -> None:
-        """Log a text; of another object, what ``str`` makes of it now."""
+        """Log a text; another object is converted by ``str`` at once."""
         self._keep("write_texts", name, tags, [], partial(str, str(value)))
 
     def picture(self, name: str, value: Tensor, tags: Mapping[str, str] | None = None) -> None:
         """Log a picture: uint8 [height, width, 3].
 
         Raises:
-            ValueError: it has another shape or dtype.
+            ValueError: the tensor has another shape or dtype.
         """
         _check_type(f"picture '{name}'", value, Tensor)
         if value.ndim != 3 or value.shape[2] != 3 or value.dtype != torch.uint8 or not value.numel():
@@ -97,31 +97,31 @@ class HubLog:
         """Log a table.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the value is no table.
         """
         _check_type(f"table '{name}'", value, Table)
         _check_type(f"values of table '{name}'", value.values, Tensor)
         self._keep("write_tables", name, tags, [value.values], lambda values: replace(value, values=values))
 
     def file(self, name: str, path: Path, tags: Mapping[str, str] | None = None) -> None:
-        """Log a file, which stays as it is until the run ends.
+        """Log a file, which must not change until the run ends.
 
         Raises:
-            ValueError: there is no such file.
+            ValueError: the file does not exist.
         """
         path = Path(path).absolute()
         if not path.is_file():
-            raise ValueError(f"file '{name}': {path} is no file; write it before it is logged")
+            raise ValueError(f"file '{name}': {path} is no file; write the file before logging it")
         self._keep("write_files", name, tags, [], lambda: path)
 
     def deliver(self) -> None:
-        """Hand over what was logged so many steps ago that nothing is waited for."""
+        """Forward values that are old enough to be on the host, without waiting."""
         step = self._step() - self._lag
         while self._pending and self._pending[0].step <= step:
             self._hand_over(self._pending[0].step)
 
     def drain(self) -> None:
-        """Wait for all values and hand them over."""
+        """Wait for all values and forward them."""
         while self._pending:
             self._hand_over(self._pending[0].step)
 
@@ -133,11 +133,11 @@ class HubLog:
         tensors: list[Tensor],
         read: Callable[..., Any],
     ) -> None:
-        # Whatever is wrong is an error on all ranks: on those without trackers too, which would wait for the others.
+        # Raise on all ranks, also on ranks without trackers, which would otherwise wait for the first rank.
         if not isinstance(name, str) or not all(isinstance(text, str) for tag in (tags or {}).items() for text in tag):
-            raise ValueError(f"the name {shown(name)} with tags {shown(tags)}: names and tags are texts")
+            raise ValueError(f"the name {shown(name)} with tags {shown(tags)}: names and tags must be strings")
         if any(map(is_dtensor, tensors)):
-            raise ValueError(f"'{name}' is spread over ranks; log its full_tensor(), taken on all ranks")
+            raise ValueError(f"'{name}' is a DTensor; call full_tensor() on all ranks, and log the result")
         if self._hub.is_empty:
             return
         copies = tuple(_host_copy(tensor) for tensor in tensors)
@@ -149,7 +149,7 @@ class HubLog:
         self._pending.append(_Entry(self._step(), kind, SeriesName(name, tags) if tags else name, copies, copied, read))
 
     def _hand_over(self, step: int) -> None:
-        """Hand over all entries of one step, those of a kind together."""
+        """Forward all entries of one step, grouped by kind."""
         entries = []
         while self._pending and self._pending[0].step == step:
             entry = self._pending.popleft()
@@ -162,12 +162,12 @@ class HubLog:
 
 
 def _check_type(what: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):  # one kind of error for all that cannot be logged
+    if not isinstance(value, kind):  # ValueError for all values that cannot be logged
         raise ValueError(f"{what} is a {type(value).__name__}; log a {kind.__name__}")  # noqa: TRY004
 
 
 def _real(what: str, value: Tensor) -> Tensor:
-    """Float tensor, so that bfloat16 and integers are read alike."""
+    """Convert to a wide float dtype, so that all real dtypes can be logged."""
     _check_type(what, value, Tensor)
     if value.is_complex():
         raise ValueError(f"{what} is complex; log its real and imaginary part")
@@ -190,7 +190,7 @@ def _as_float(what: str, value: Any) -> float:
 
 
 def _host_copy(value: Tensor) -> Tensor:
-    """Copy into the host's memory; from a device, one that is still under way."""
+    """Copy to host memory; a copy from a device runs asynchronously."""
     value = value.detach()
     if value.device.type == "cpu":
         return value.clone()

@@ -1,4 +1,4 @@
-"""Tables as lines of JSON."""
+"""Tables of a metric as lines of JSON."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class TableHistory:
     """History of one table in a run.
 
     Attributes:
-        mean: over the logged steps, cell by cell; NaN where there never was a value.
-        steps: how many were logged.
-        last: of the last logged step.
-        last_step: its number.
+        mean: mean over the logged steps, per cell; NaN for cells that never had a value.
+        steps: number of logged steps.
+        last: table of the last logged step.
+        last_step: last logged step.
     """
 
     mean: Table
@@ -32,7 +32,7 @@ class TableHistory:
 
 
 def table_line(step: int, name: str, table: Table) -> dict[str, Any]:
-    """Serialise a table as a JSON object that explains itself; what is not finite becomes null."""
+    """Serialise a table with its labels as a JSON object; non-finite values become null."""
     values = [[_short(value) for value in row] for row in table.values.tolist()]
     labels = {"row": table.row, "column": table.column, "unit": table.unit, "neutral": table.neutral}
     names = {"rows": list(table.rows)} if table.rows else {}
@@ -42,9 +42,9 @@ def table_line(step: int, name: str, table: Table) -> dict[str, Any]:
 def read_tables(path: Path) -> dict[str, TableHistory]:
     """Read the histories of all tables in a file, line by line.
 
-    A table that changed its shape or the names of its rows starts anew there.
+    The history of a table restarts where its shape or row names change.
     """
-    sums: dict[str, tuple[Tensor, Tensor]] = {}  # sum and number of the values of each cell
+    sums: dict[str, tuple[Tensor, Tensor]] = {}  # sum and number of values of each cell
     found: dict[str, TableHistory] = {}
     for line in read_lines(path):
         name, table = line["table"], _table(line)
@@ -54,7 +54,7 @@ def read_tables(path: Path) -> dict[str, TableHistory]:
             values, there, steps = values + sums[name][0], there + sums[name][1], found[name].steps + 1
         sums[name] = values, there
         found[name] = TableHistory(table, steps, table, line["step"])
-    means = {name: total / there for name, (total, there) in sums.items()}  # 0 / 0 is NaN, as it should be
+    means = {name: total / there for name, (total, there) in sums.items()}  # 0 / 0 gives NaN for cells without a value
     return {name: replace(of, mean=replace(of.last, values=means[name])) for name, of in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""Utilisation of the device: share of its peak FLOPs, and memory, as series of the log. Never waits for the device."""
+"""Utilisation of the device: model FLOPs utilisation and memory, as logged series. Never waits for the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-#: Part of a device's name -> its peak in TFLOP/s: bfloat16, dense, as the vendor states it. More special names first.
+#: Part of a device's name -> vendor's peak in TFLOP/s for dense bfloat16. More specific names come first.
 _PEAKS: Mapping[str, float] = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -28,24 +28,24 @@ _PEAKS: Mapping[str, float] = {
     "RTX 3090": 71.0,
     "MI325X": 1307.0,
     "MI300X": 1307.0,
-    "MI250X": 191.5,  # of one of its two dies, each of which is a device
+    "MI250X": 191.5,  # of one of two dies; each die is a device
 }
 _GIB = 2**30
 _STATUS = Path("/proc/self/status")
 
 
 class Utilisation:
-    """Utilisation of the device: series ``mfu`` and ``memory/...`` of a log entry, from what the host knows.
+    """Computes the series ``mfu`` and ``memory/...`` of a log entry, without waiting for the device.
 
-    ``mfu`` is model FLOPs utilisation (Chowdhery et al. 2022, "PaLM", appendix B): the tokens of a second times the
-    model's FLOPs per token, forward and backward, over the peak of all devices. What is computed twice does not count.
+    ``mfu`` is model FLOPs utilisation (Chowdhery et al. 2022, "PaLM", appendix B): tokens per second times the model's
+    FLOPs per token, forward and backward, over the peak of all devices. Recomputed activations do not count.
 
     Args:
-        device: of this process.
+        device: device of this process.
         devices: number of devices that train together.
-        flops_per_token: of forward and backward; ``None`` if the model or the data does not tell.
-        peak_tflops: peak of a device in TFLOP/s; by default that of the vendor, for GPUs that are known here.
-        memory: whether to log memory; by default on GPUs only. On a CPU it differs from run to run.
+        flops_per_token: FLOPs per token of forward and backward; ``None`` if unknown.
+        peak_tflops: peak of a device in TFLOP/s; by default the vendor's, for GPUs in this module's table.
+        memory: whether to log memory; by default on GPUs only. CPU values differ from run to run.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Utilisation:
         self._memory = device.type == "cuda" if memory is None else memory
         if peak_tflops is None and device.type == "cuda":
             peak_tflops = known_peak(torch.cuda.get_device_name(device))
-        self._per_token = None  # share of the peak that one token of a second is
+        self._per_token = None  # MFU per (token / s)
         if flops_per_token is not None and peak_tflops is not None:
             self._per_token = flops_per_token / (peak_tflops * 1e12 * devices)
 
     def __call__(self, tokens_per_second: float) -> dict[str, float]:
-        """Values at present: the peaks of memory so far, of this process."""
+        """Current values; memory values are the peaks of this process so far."""
         mfu = {} if self._per_token is None else {"mfu": tokens_per_second * self._per_token}
         return mfu | (self._memory_values() if self._memory else {})
 
@@ -80,13 +80,13 @@ class Utilisation:
 
 
 def known_peak(name: str) -> float | None:
-    """Peak in TFLOP/s of the device of a name, if it is known here."""
+    """Peak in TFLOP/s of the device with this name; ``None`` if unknown."""
     words = f" {name.replace('-', ' ')} "
     return next((peak for part, peak in _PEAKS.items() if f" {part} " in words), None)
 
 
 def resident_bytes() -> int | None:
-    """Largest memory that this process had so far; ``None`` where the system does not tell."""
+    """Peak resident memory of this process so far, in bytes; ``None`` if the system does not report it."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:

@@ -1,1 +1,1 @@
-"""Communication of a job in words and numbers, for `d9d explain`: placements, and the collectives of a step."""
+"""Placements and collectives of a job, as shown by ``d9d explain``."""

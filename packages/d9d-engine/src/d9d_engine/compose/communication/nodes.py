@@ -1,4 +1,4 @@
-"""Tensor parallelism over several machines: known before a job starts, with what it will cost."""
+"""Warning about tensor parallelism across machines, with its cost, before a job starts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MIB = 2**20
 
 
 def processes_of_node(device: str, environ: Mapping[str, str] = os.environ) -> int | None:
-    """Number of processes on a machine: what the launcher says, else the devices here; ``None`` if neither is known.
+    """Number of processes per machine, from the launcher or the number of local devices; ``None`` if unknown.
 
     Args:
-        device: as in the job file.
-        environ: environment with the launcher's ``LOCAL_WORLD_SIZE``.
+        device: device type as in the job file.
+        environ: environment variables with the launcher's ``LOCAL_WORLD_SIZE``.
     """
     given = environ.get("LOCAL_WORLD_SIZE", "")
     if given.isdigit() and int(given):
@@ -26,23 +26,23 @@ def processes_of_node(device: str, environ: Mapping[str, str] = os.environ) -> i
 
 
 def node_warning(tp: int, per_node: int | None, collectives: StepCollectives) -> str | None:
-    """Warning that ``tp`` communicates between nodes, with the bytes of a step; ``None`` if it does not.
+    """Warning that ``tp`` communicates between machines, with the bytes of a step; ``None`` if it does not.
 
-    Ranks are numbered along ``tp`` first, so that it lies within a machine if it divides the processes there.
+    Ranks are numbered along ``tp`` first, so a tp group is within one machine if its size divides ``per_node``.
 
     Args:
-        tp: size of the axis.
-        per_node: processes of a machine; ``None`` if it is not known.
-        collectives: what a step communicates.
+        tp: size of the axis ``tp``.
+        per_node: number of processes per machine; ``None`` if unknown.
+        collectives: collectives of a step.
     """
     if per_node is None or tp == 1 or per_node % tp == 0:
         return None
-    # Along tp alone: what is reduced over all ranks crosses machines anyway.
+    # Collectives over tp only: reductions over all ranks cross machines in any case.
     own = [entry.collective for entry in collectives.entries if entry.collective.group == "tp"]
     calls = sum(one.count for one in own)
     unknown = any(one.bytes is None for one in own)
     size = sum((one.bytes or 0) * one.count for one in own)
-    bytes_ = "bytes that only the data tells" if unknown else f"{size / MIB:,.1f} MiB ({size:,} bytes)"
+    bytes_ = "bytes that depend on the data" if unknown else f"{size / MIB:,.1f} MiB ({size:,} bytes)"
     wider = "wider than" if tp > per_node else "no divisor of"
     return (
         f"mesh.tp is {tp}, {wider} the {per_node} processes of a node: {calls} calls with {bytes_} a step and rank "

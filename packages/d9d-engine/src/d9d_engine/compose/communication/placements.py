@@ -1,4 +1,4 @@
-"""Placements of parameters: which of a rank's parameters are whole, and over which mesh dimensions others are cut."""
+"""Placements of parameters: replicated or sharded over which mesh dimensions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from d9d_core.tensors import is_dtensor
 from torch import Tensor, nn
 
-#: A number in a qualified name, such as that of a layer.
+#: Number in a qualified name, such as a layer index.
 _NUMBER = re.compile(r"(?<=\.)\d+\b")
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Parameters of one placement whose names differ in numbers only.
+    """Parameters with equal placement and shape whose names differ only in numbers.
 
     Attributes:
-        pattern: their name, with ``*`` for numbers that differ.
-        count: how many they are.
-        shape: whole shape of each; the first one's where they differ.
-        placement: the placement in words.
-        trained: whether they train.
+        pattern: name, with ``*`` for numbers if there are several.
+        count: number of parameters.
+        shape: full shape.
+        placement: text about the placement.
+        trained: whether the parameters are trained.
     """
 
     pattern: str
@@ -46,12 +46,12 @@ def placed_parameters(model: nn.Module) -> Sequence[Placed]:
 
 
 def without_numbers(text: str) -> str:
-    """Text in which the numbers in qualified names, such as those of layers, are ``*``."""
+    """Replace the numbers in qualified names, such as layer indices, by ``*``."""
     return _NUMBER.sub("*", text)
 
 
 def placement_of(parameter: Tensor) -> str:
-    """Placement of a parameter in words: what each mesh dimension of more than one rank does to it."""
+    """Text about the placement of a parameter: replicated or sharded over each mesh dimension of several ranks."""
     if not is_dtensor(parameter):
         return "whole"
     mesh, parts = parameter.device_mesh, []

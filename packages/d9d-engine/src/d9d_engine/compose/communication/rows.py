@@ -1,4 +1,4 @@
-"""Rows of a table of collectives: those that differ in numbers of layers only are one."""
+"""Rows of the table of collectives; collectives that differ only in layer indices share a row."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from d9d_engine.compose.communication.step import Entry
 
 @dataclass
 class Row:
-    """Row of the table of collectives: calls that differ in numbers of layers only.
+    """Row of the table of collectives.
 
     Attributes:
-        source: who communicates.
-        entry: the first collective of the row.
-        calls: calls of all of them.
-        what: their purpose, with ``*`` for numbers that differ.
+        source: strategy or component that communicates.
+        entry: first collective of the row.
+        calls: number of calls of all collectives of the row.
+        what: purpose, with ``*`` for differing numbers.
     """
 
     source: str
@@ -26,7 +26,7 @@ class Row:
     what: str
 
     def cells(self) -> Sequence[str]:
-        """Kind, mesh dimensions, number of ranks, calls, bytes of each and purpose."""
+        """Cells of the row: kind, mesh dimensions, number of ranks, calls, bytes per call and purpose."""
         one = self.entry.collective
         size = "?" if one.bytes is None else f"{'~' if one.approximate else ''}{one.bytes:,}"
         calls = f"{'up to ' if one.at_most else ''}{self.calls}"
@@ -34,7 +34,7 @@ class Row:
 
 
 def grouped(entries: Iterable[Entry]) -> Sequence[Row]:
-    """Rows of collectives, in the order of their first: same source, kind, ranks, bytes and pattern of the purpose."""
+    """Group collectives into rows by source, kind, ranks, bytes and purpose, in order of first occurrence."""
     rows: dict[tuple[object, ...], Row] = {}
     for entry in entries:
         one = entry.collective

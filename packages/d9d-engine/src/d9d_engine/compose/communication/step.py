@@ -1,7 +1,7 @@
-"""Collectives of one training step on one rank, from declarations: nothing is run, and no process is started.
+"""Collectives of one training step on one rank, from declarations, without running the step or other processes.
 
-Strategies declare their own (:attr:`d9d_core.strategy.Applied.collectives`); what stages send each other and
-what the loop itself reduces is known here. Not listed: evaluations, checkpoints, and what plugins do without saying so.
+Strategies declare theirs (:attr:`d9d_core.strategy.Applied.collectives`); pipeline transfers and the training loop's
+own reductions are added here. Not listed: evaluations, checkpoints, and undeclared communication of plugins.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from d9d_engine.step.tied import find_ties
 
 @dataclass(frozen=True)
 class Entry:
-    """Collective of a step, and who makes it.
+    """Collective of a step with its source.
 
     Attributes:
-        source: a strategy's name; or the part of the loop.
-        collective: the calls.
+        source: name of a strategy, or part of the training loop.
+        collective: declared collective.
     """
 
     source: str
@@ -69,9 +69,9 @@ class StepCollectives:
 
     Attributes:
         rank: number of the rank.
-        entries: those of a step.
-        logged: those of a log entry, which merge metrics.
-        unknown: what communicates, or may, without saying what; one line each.
+        entries: collectives of a step.
+        logged: collectives of a log entry, which merge metrics.
+        unknown: one line for each component that may communicate without a declaration.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class StepCollectives:
 
     @property
     def total(self) -> Mapping[str, tuple[int, int]]:
-        """Calls and bytes of each kind in a step; those of unknown size count as none."""
+        """Kind -> number of calls and of bytes in a step; calls of unknown size add no bytes."""
         found: dict[str, tuple[int, int]] = {}
         for entry in self.entries:
             one = entry.collective
@@ -93,20 +93,20 @@ class StepCollectives:
 def step_collectives(
     job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, task: Task, optimizer: Optimizer
 ) -> StepCollectives:
-    """List the collectives of a step on the rank of a topology. Collective over all ranks, for groups are made.
+    """List the collectives of a step on this rank. Creates process groups: collective over all ranks.
 
     Args:
-        job: validated.
-        selection: its records.
+        job: validated job.
+        selection: plugin records of the job.
         assembly: this rank's stages, with all strategies applied.
-        topology: this process among others, simulated or not.
-        task: the job's task.
-        optimizer: the job's optimizer.
+        topology: this process among others, which may be simulated.
+        task: task of the job.
+        optimizer: optimizer of the job.
     """
     checked = CheckedTask(selection.task, task)
     program = assembly.pipeline.program(topology.coordinate["pp"], job.microbatches)
     shapes = {index: shape_of(job, assembly, program, index) for index in assembly.stages}
-    # First, because it settles in which format gradients add up, which strategies may reduce them in.
+    # First, because this sets the dtype of accumulated gradients, in which strategies may reduce.
     loop = list(_of_loop(job, assembly, topology, checked))
     entries = [
         *_of_strategies(assembly, shapes),
@@ -124,7 +124,7 @@ def step_collectives(
 
 
 def shape_of(job: JobConfig, assembly: Assembly, program: Program, stage: int) -> StepShape:
-    """Shape of a step on one of a rank's stages, from which its communication follows."""
+    """Passes and sizes of a step on one of this rank's stages, from which strategies compute their collectives."""
     lengths = sample_lengths(job.data)
     most = None if lengths is None else lengths.most
     parameters = getattr(torch, job.precision.parameters)
@@ -152,7 +152,7 @@ _PASSES: Mapping[type[Action], Pass] = {
 
 
 def _of_strategies(assembly: Assembly, shapes: Mapping[int, StepShape]) -> Iterator[Entry]:
-    """Declared collectives; those of forwards in checkpointed blocks once more, as a recomputation."""
+    """Collectives that strategies declare; forwards in checkpointed blocks are listed again, as a recomputation."""
     repeated = [
         name
         for chosen, applied in assembly.applied
@@ -171,7 +171,7 @@ def _of_strategies(assembly: Assembly, shapes: Mapping[int, StepShape]) -> Itera
 
 
 def _of_program(job: JobConfig, assembly: Assembly, topology: Topology, program: Program) -> Iterator[Entry]:
-    """Sends and receives between the stages of a pipeline: one call for each tensor."""
+    """Sends and receives between pipeline stages: one entry per tensor."""
     hosts = assembly.pipeline.hosts
     line = Grid({axis: topology.sizes[axis] for axis in AXES}).group(topology.rank, ["pp"])
     counted: dict[tuple[type[Action], int], int] = {}
@@ -182,7 +182,7 @@ def _of_program(job: JobConfig, assembly: Assembly, topology: Topology, program:
     lengths = sample_lengths(job.data)
     for (kind, stage), count in counted.items():
         way, other, gradients = _TRANSFERS[kind]
-        maker = min(stage, stage + other)  # the boundary behind this stage
+        maker = min(stage, stage + other)  # stage that produces the tensors
         ranks = tuple(sorted((topology.rank, line[hosts[stage + other]])))
         what = f"{'gradients of ' if gradients else ''}outputs of stage {maker}"
         unknown: dict[str, TensorSpec | None] = {"": None}
@@ -195,7 +195,7 @@ def _of_program(job: JobConfig, assembly: Assembly, topology: Topology, program:
             yield Entry("pipeline", Collective(way, "pp", ranks, size, count, text, approximate=guess))
 
 
-#: Kind of call, the stage at the other end, and whether gradients travel.
+#: Kind of call, offset to the other stage, and whether gradients are sent.
 _TRANSFERS: Mapping[type[Action], tuple[Kind, int, bool]] = {
     SendActivation: ("send", 1, False),
     ReceiveActivation: ("receive", -1, False),
@@ -205,19 +205,19 @@ _TRANSFERS: Mapping[type[Action], tuple[Kind, int, bool]] = {
 
 
 def handed_on(job: JobConfig, assembly: Assembly, stage: int) -> Mapping[str, TensorSpec] | None:
-    """Tensors that a stage hands to the next one; ``None`` if only the data tells."""
+    """Tensors that a stage passes to the next one; ``None`` if they depend on the data."""
     lengths = sample_lengths(job.data)
     if lengths is None or lengths.most is None:
         return None
     spec = TensorSpec((job.microbatch_size * lengths.texts, lengths.most // job.mesh.cp), torch.int64)
     try:
         return Boundaries(assembly.outlines, assembly.compute_dtype).announced(stage, Unread(spec))
-    except Exception:  # what a microbatch has is up to the data, which is not read here
+    except Exception:  # the keys of a microbatch depend on the data, which is not read here
         return None
 
 
 def _of_loop(job: JobConfig, assembly: Assembly, topology: Topology, task: CheckedTask) -> Iterator[Entry]:
-    """Collectives of the loop itself: weights of losses, gradients that no strategy reduces, totals, and tallies."""
+    """Collectives of the training loop: weights of loss terms, unclaimed gradients, totals and tallies."""
     if topology.world_size == 1:
         return
     world, data = tuple(range(topology.world_size)), topology.axes_group(*DATA_AXES)
@@ -250,7 +250,7 @@ def _of_loop(job: JobConfig, assembly: Assembly, topology: Topology, task: Check
     if job.gradient_clipping.p == float("inf"):
         yield _reduced("totals", "world", world, wide, "maximum norm of gradients")
     for size in Tallies(assembly.stages).adapted_bytes():
-        yield _reduced("tallies", "data", samples, size, "what modules adapt to")
+        yield _reduced("tallies", "data", samples, size, "tallies that modules adapt to")
 
 
 def _of_optimizer(selection: Selection, optimizer: Optimizer) -> Iterator[Entry]:
@@ -260,7 +260,7 @@ def _of_optimizer(selection: Selection, optimizer: Optimizer) -> Iterator[Entry]
 
 
 def _of_metrics(selection: Selection, topology: Topology, task: Task) -> Iterator[Entry]:
-    """Collectives of a log entry: states of all metrics, one all-reduce for each operation and format."""
+    """Collectives of a log entry: one all-reduce of metric states for each operation and dtype."""
     metrics: list[Metric] = [instantiate(chosen, config) for chosen, config in selection.metrics]
     metrics += task.metrics().values() if isinstance(task, OwnsMetrics) else ()
     tensors: dict[str, Tensor] = {}
@@ -276,7 +276,7 @@ def _of_metrics(selection: Selection, topology: Topology, task: Task) -> Iterato
 
 
 def _unknown(selection: Selection, assembly: Assembly, task: Task, optimizer: Optimizer) -> Iterator[str]:
-    """Parts of a job that may communicate and do not say what."""
+    """One line for each component that may communicate without declaring its collectives."""
     silent = dict.fromkeys(
         str(chosen.entry)
         for declared in assembly.communication.values()
@@ -288,7 +288,7 @@ def _unknown(selection: Selection, assembly: Assembly, task: Task, optimizer: Op
     if isinstance(task, TwoPassTask):
         yield f"task {selection.task.entry}: its first pass over the batch"
     if isinstance(task, UsesTopology):
-        yield f"task {selection.task.entry}: what it communicates itself, if it does"
+        yield f"task {selection.task.entry}: its own communication, if any"
     if not isinstance(optimizer, DeclaresCollectives) or optimizer.collectives() is None:
         yield f"optimizer {selection.optimizer.entry} does not declare its collectives"
 
@@ -302,14 +302,14 @@ def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def _dims(topology: Topology, ranks: Iterable[int]) -> str:
-    """Base axes along which some ranks differ."""
+    """Base axes along which these ranks differ."""
     grid = Grid({axis: topology.sizes[axis] for axis in AXES})
     places = [grid.coordinate(rank) for rank in ranks]
     return " x ".join(axis for axis in AXES if len({place[axis] for place in places}) > 1)
 
 
 class Unread(Mapping[str, TensorSpec]):
-    """Microbatch of which only the size is known: it has any tensor, always of the same shape."""
+    """Microbatch before the data is read: every key has a tensor of the same shape and dtype."""
 
     def __init__(self, spec: TensorSpec) -> None:
         self._spec = spec

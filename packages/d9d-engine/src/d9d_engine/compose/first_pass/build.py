@@ -1,4 +1,4 @@
-"""First pass of a job: the model that runs it, and what it gave for all samples if that is stored."""
+"""Build of a job's first pass: the model that runs it, and stored results if the task asks for them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from d9d_engine.step.metrics import Statistics
 
 @dataclass(frozen=True)
 class BuiltFirstPass:
-    """Built first pass of a job, if its task makes one.
+    """First pass of a job; empty if the task makes none.
 
     Attributes:
-        forward: runs the model; ``None`` if there is no first pass.
-        store: runs it over a whole dataset: of a stream and the field of the job file it is from. ``None`` runs it for
-            each pack.
-        model: the frozen model that runs it, if it is one of its own.
+        forward: runs the first pass over a pack; ``None`` without a first pass.
+        store: makes a runner with stored results from a stream and the stream's field in the job file; ``None`` to run
+            the first pass on each pack.
+        model: frozen model of the first pass, if it is separate from the trained one.
     """
 
     forward: FirstForward | None = None
@@ -42,11 +42,11 @@ class BuiltFirstPass:
     model: nn.Module | None = None
 
     def over(self, stream: DataStream, where: str) -> FirstPassRunner:
-        """Runner over the packs of a stream. Collective over all ranks.
+        """Runner of the first pass for the packs of a stream. Collective over all ranks.
 
         Args:
-            stream: at its start, where it is left.
-            where: the field of the job file it is from.
+            stream: stream at its start; its position is restored.
+            where: field of the job file with the dataset.
         """
         if self.forward is None:
             return no_first_pass
@@ -60,17 +60,17 @@ def build_first_pass(
     own_task: object,
     running: tuple[AuxiliaryLosses, Tallies, Gradients, Statistics],
 ) -> BuiltFirstPass:
-    """Build the first pass of a job, a frozen model included if it needs one. Collective over all ranks.
+    """Build the first pass of a job, including a frozen model if needed. Collective over all ranks.
 
     Args:
         root: the job in this process.
-        assembly: the trained model, with the weights that the run starts with.
-        task: the job's task, checked.
-        own_task: the task itself, which may be a :class:`~d9d_core.first_pass.TwoPassTask`.
-        running: what the trained model runs with.
+        assembly: trained model, with its initial weights.
+        task: checked task of the job.
+        own_task: the unwrapped task, which may be a :class:`~d9d_core.first_pass.TwoPassTask`.
+        running: collaborators of the trained model's executor.
 
     Raises:
-        JobError: the model that the task asks for cannot be had.
+        JobError: the job cannot provide the model that the task asks for.
     """
     if not isinstance(own_task, TwoPassTask):
         return BuiltFirstPass()
@@ -109,7 +109,7 @@ def build_first_pass(
 
 @contextmanager
 def _evaluating(model: nn.Module, method: SwitchesOff | None = None) -> Iterator[None]:
-    """Evaluation mode, and a fine-tuning method's terms switched off, inside the block."""
+    """Switch to evaluation mode inside the block, with the fine-tuning method switched off if one is given."""
     training = model.training
     model.eval()
     try:

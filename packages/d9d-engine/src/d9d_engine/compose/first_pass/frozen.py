@@ -1,4 +1,4 @@
-"""Frozen model beside the trained one, such as the reference of preference tuning or a teacher."""
+"""Assembly of a frozen model in addition to the trained one, such as a reference model or a teacher."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from d9d_engine.compose.root import Root
 
 
 def settle_first_pass(chosen: FirstPass, assembly: Assembly) -> PassModel:
-    """Model that runs a first pass, where the task leaves it open.
+    """Choose the model of a first pass if the task leaves the choice open.
 
     Raises:
-        JobError: the job has no fine-tuning method whose terms can be switched off.
+        JobError: the job has no fine-tuning method that can be switched off.
     """
     removable = isinstance(assembly.peft, SwitchesOff)
     if chosen.by == "frozen":
@@ -31,7 +31,7 @@ def settle_first_pass(chosen: FirstPass, assembly: Assembly) -> PassModel:
             "has no 'peft'" if assembly.peft is None else "has a fine-tuning method that trains the model's own tensors"
         )
         raise JobError(
-            f"{chosen.where}: 'without_adapter' is the model without the terms of a fine-tuning method, but the job "
+            f"{chosen.where}: 'without_adapter' runs the model with its fine-tuning method switched off, but the job "
             f"{why}; use copy or stored"
         )
     return chosen.by
@@ -40,19 +40,19 @@ def settle_first_pass(chosen: FirstPass, assembly: Assembly) -> PassModel:
 def assemble_frozen(
     root: Root[JobConfig, Selection], chosen: FirstPass, by: PassModel
 ) -> tuple[Root[JobConfig, Selection], Assembly]:
-    """Assemble a frozen model beside the trained one, on the meta device, in the same layout.
+    """Assemble a frozen model on the meta device, in the same layout as the trained one.
 
     Args:
-        root: the job of the trained model in this process.
-        chosen: the task's choice.
+        root: job of the trained model in this process.
+        chosen: first pass that the task asks for.
         by: ``copy`` or ``other``.
 
     Returns:
-        The job with that model, and the model.
+        Root of the job with the frozen model, and its assembly.
 
     Raises:
-        JobError: the layout does not suit that model.
-        BuildError: likewise.
+        JobError: the layout does not fit the frozen model.
+        BuildError: the layout does not fit the frozen model.
     """
     if by == "copy":
         return root, assemble(root, trains=False)
@@ -70,7 +70,7 @@ def assemble_frozen(
 
 
 def _suits(registry: Registry, selector: str, model: Chosen) -> bool:
-    """Whether a strategy finds in a model what it needs; experts are not in every one."""
+    """Whether a model has all that a strategy requires of it, such as experts."""
     spec = registry.find("strategy", selector).spec
     assert isinstance(spec, StrategySpec)
     return {token for token in spec.requires if token.startswith("model:")} <= set(model.spec.provides)

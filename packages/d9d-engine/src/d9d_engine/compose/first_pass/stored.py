@@ -1,4 +1,4 @@
-"""Results of a first pass over a whole dataset, computed once and kept in the run's directory."""
+"""First-pass results of a whole dataset, computed once and stored in the run's directory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.step.first_pass import FirstForward, GroupRanks, StoredOutputs
 
-#: Name of the samples' numbers in microbatches, and of their count among the facts of a dataset.
+#: Key of the sample indices in microbatches, and of the number of samples in the facts of a dataset.
 SAMPLES = "samples"
-_OTHERWISE = "nothing can be stored for each, so let the reference run in every step"
+_OTHERWISE = "results cannot be stored per sample; run the reference in every step instead"
 
 
 def stored_outputs(
@@ -38,18 +38,18 @@ def stored_outputs(
     topology: Topology,
     note: Callable[[str], None],
 ) -> StoredOutputs:
-    """Stored outputs of a first pass for each sample of a dataset: read in the run's directory or computed and written.
+    """Load first-pass results of all samples from the run's directory, or compute and store them.
 
     Collective over all ranks.
 
     Args:
-        job: has the run's directory, and decides which results belong to it.
-        forward: runs the model, which has the weights that the run starts with.
-        stream: the dataset, at its start, where it is left.
-        where: field of the job file it is from.
-        ranks: those that see other samples.
+        job: job with the run's directory; its settings determine whether stored results are valid.
+        forward: runs the first pass with the initial weights.
+        stream: dataset at its start; its position is restored.
+        where: field of the job file with the dataset.
+        ranks: ranks with different samples.
         holds_last: whether this rank has the last stage.
-        topology: the ranks.
+        topology: this process among the ranks.
         note: prints a line.
 
     Raises:
@@ -70,10 +70,10 @@ def stored_outputs(
         on_all(write, world)
         note(f"{where}: the first pass over all samples is stored in {path}")
     else:
-        note(f"{where}: the first pass over all samples is there, in {path}")
+        note(f"{where}: the first pass over all samples was already stored in {path}")
     found = on_all(lambda: _read(path), world)
     if found is None:
-        raise JobError(f"{where}: {path} is not there on every machine; runs of several machines need a shared run.dir")
+        raise JobError(f"{where}: {path} is missing on a machine; runs of several machines need a shared run.dir")
     return StoredOutputs({name: tensor.to(topology.device) for name, tensor in found.items()})
 
 
@@ -87,7 +87,7 @@ def _count(stream: DataStream, where: str) -> int:
 def _run(
     forward: FirstForward, stream: DataStream, where: str, ranks: GroupRanks, topology: Topology
 ) -> tuple[list[Tensor], list[Mapping[str, Tensor]]]:
-    """Run over an epoch: numbers of the samples of each microbatch, and what is kept of them.
+    """Run the first pass over an epoch; return sample indices and kept outputs of each microbatch.
 
     Collective over ``pp``.
     """
@@ -115,7 +115,7 @@ def _run(
 def _gathered(
     numbers: list[Tensor], rows: list[Mapping[str, Tensor]], count: int, where: str, ranks: GroupRanks
 ) -> dict[str, Tensor]:
-    """Tensors [samples, ...] by name. Collective over the ranks that see other samples."""
+    """Gather name -> tensor [samples, ...]. Collective over the ranks with different samples."""
     places = ranks.all_gather(torch.cat(numbers))
     found = torch.zeros(count, dtype=torch.bool, device=places.device)
     found[places] = True
@@ -130,7 +130,7 @@ def _gathered(
 
 
 def _identity(job: JobConfig, stream: DataStream) -> str:
-    """Digest of what the results depend on: the data, the model, its start and its number format."""
+    """Digest of the settings that determine the results: data, task, model, fine-tuning, seed and precision."""
     peft = None if job.peft is None else job.peft.model_dump(mode="json")
     model, precision = job.model.model_dump(mode="json"), job.precision.model_dump(mode="json")
     parts = [dict(stream.state()), job.task.selector, model, peft, job.seed, precision]
@@ -140,7 +140,7 @@ def _identity(job: JobConfig, stream: DataStream) -> str:
 def _read(path: Path) -> dict[str, Tensor] | None:
     try:
         return load_file(path)
-    except (FileNotFoundError, SafetensorError):  # a damaged one is computed again
+    except (FileNotFoundError, SafetensorError):  # results of a damaged file are computed again
         return None
 
 

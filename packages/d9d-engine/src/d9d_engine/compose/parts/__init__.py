@@ -1,1 +1,1 @@
-"""Parts of a run that sections of the job ask for: data, length, metrics, evaluation."""
+"""Components of a run for sections of the job: data, steps, metrics, evaluation."""

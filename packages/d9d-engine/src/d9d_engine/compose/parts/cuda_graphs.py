@@ -1,4 +1,4 @@
-"""Recorded modules (CUDA graphs): which layouts allow them, and where a step begins for them."""
+"""CUDA graphs of modules: check of the layout, and mark of a step's begin."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _INSIDE = ("tensor", "context", "expert")
 
 
 def records_graphs(applied: Sequence[tuple[Chosen, Applied]]) -> bool:
-    """Whether a strategy records modules as CUDA graphs."""
+    """Whether a strategy captures modules as CUDA graphs."""
     return any(outcome.cuda_graphs for _, outcome in applied)
 
 
 def check_cuda_graphs(applied: Sequence[tuple[Chosen, Applied]], pipeline: Pipeline, device: str | None) -> None:
-    """Refuse CUDA graphs of modules where a replay would use other memory than the recording, or write over it.
+    """Refuse CUDA graphs of modules if a replay would use other memory than the capture, or overwrite live memory.
 
-    A replay repeats the addresses of the recording. So parameters must stay where they are, nothing but the device's
-    kernels may run inside of a module, and outputs must be done with when the next step begins. A model that only runs
-    forward needs no more than that: nothing is a step of it, so torch keeps what is alive.
+    A replay uses the addresses of the capture. So parameters must keep their addresses, a module must run device
+    kernels only, and outputs must no longer be needed when the next step begins. In a model that only runs forward,
+    outputs stay valid: no steps are marked, so torch keeps live tensors.
 
     Args:
-        applied: each strategy and what it changed.
+        applied: strategies and their effects.
         pipeline: all stages.
-        device: type of the device; ``None`` where it is not known yet.
+        device: device type; ``None`` if unknown.
 
     Raises:
-        BuildError: the job does not allow it; the text says why, and what to do.
+        BuildError: the job cannot use CUDA graphs.
     """
     recording = next((chosen for chosen, outcome in applied if outcome.cuda_graphs), None)
     if recording is None:
@@ -41,9 +41,9 @@ def check_cuda_graphs(applied: Sequence[tuple[Chosen, Applied]], pipeline: Pipel
     reason = _reason(applied, pipeline, device)
     if reason is not None:
         raise BuildError(
-            f"{recording.where}: strategy '{recording.spec.name}' is to record CUDA graphs, but {reason}; remove "
-            "'cudagraphs: true', and of the modes write 'max-autotune-no-cudagraphs' for 'max-autotune' and 'default' "
-            "for 'reduce-overhead'"
+            f"{recording.where}: strategy '{recording.spec.name}' is to capture CUDA graphs, but {reason}; remove "
+            "'cudagraphs: true', or set mode: 'default' instead of 'reduce-overhead', or "
+            "'max-autotune-no-cudagraphs' instead of 'max-autotune'"
         )
 
 
@@ -53,34 +53,34 @@ def _reason(applied: Sequence[tuple[Chosen, Applied]], pipeline: Pipeline, devic
     if len(pipeline.hosts) > 1:
         return (
             f"the model is cut into {len(pipeline.hosts)} pipeline stages: their outputs are sent while later "
-            "microbatches run, which would write over them"
+            "microbatches run, which would overwrite the outputs"
         )
     for chosen, outcome in applied:
         if outcome.reducers or any(owner.owner == "fsdp" for owner in outcome.gradients):
             return (
                 f"{chosen.where} ({chosen.spec.name}) gathers or copies the parameters of a block into other memory "
-                "in each step and frees them after it, and a graph knows one address"
+                "in each step and frees them after it, but a graph uses fixed addresses"
             )
         if outcome.on_host:
-            return f"{chosen.where} ({chosen.spec.name}) keeps parameters in the host's memory"
+            return f"{chosen.where} ({chosen.spec.name}) keeps parameters in host memory"
         if isinstance(chosen.spec, StrategySpec) and chosen.spec.anchor in _INSIDE:
             return (
-                f"{chosen.where} ({chosen.spec.name}) communicates between ranks inside of blocks, whose rows or waits "
-                "differ from step to step"
+                f"{chosen.where} ({chosen.spec.name}) communicates between ranks inside of blocks, with sizes or "
+                "waits that differ from step to step"
             )
     return None
 
 
 def step_mark(applied: Sequence[tuple[Chosen, Applied]]) -> Callable[[], None]:
-    """Function to call when a step begins; it does nothing where no module is recorded.
+    """Function to call at the begin of a step; it does nothing if no module is captured.
 
-    It says that what graphs returned in the step before is done with. That is once a step, and not once a microbatch:
-    gradients of earlier microbatches lie in the graphs' memory until the update, and within a step torch keeps what is
-    alive, by a recording for each microbatch of the step.
+    The mark tells torch that outputs of the previous step's graphs are no longer needed. It is called once a step, not
+    once a microbatch: gradients of earlier microbatches stay in the graphs' memory until the update, and within a step
+    torch preserves live tensors by capturing one graph for each microbatch.
     """
     if not records_graphs(applied):
         return lambda: None
-    # At once: without any mark, torch takes each call of a block for a step of its own.
+    # Mark now: without any mark, torch treats each call of a block as a separate step.
     mark: Callable[[], None] = torch.compiler.cudagraph_mark_step_begin
     mark()
     return mark

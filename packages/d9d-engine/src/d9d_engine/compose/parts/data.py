@@ -1,4 +1,4 @@
-"""Data of a job: what datasets say beforehand, a dataset that is opened for this rank, and steps of its epochs."""
+"""Data of a job: dataset of this rank, positions of this rank, and number of steps from epochs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from d9d_engine.step.checked_task import CheckedTask
 
 
 def documents_of(job: BaseJob) -> bool | None:
-    """Whether samples of the job hold several documents, those of evaluations included; ``None`` if that is not known.
+    """Whether samples of the job, evaluations included, hold several documents; ``None`` if unknown.
 
     See :func:`d9d_core.data.packs_documents`.
     """
@@ -30,7 +30,7 @@ def documents_of(job: BaseJob) -> bool | None:
 
 
 def split_of(task: CheckedTask, topology: Topology) -> Callable[[Microbatch], Microbatch] | None:
-    """Function that takes this rank's positions of a microbatch; ``None`` if it has all of them.
+    """Function that selects this rank's positions of a microbatch; ``None`` if the rank has all positions.
 
     Raises:
         JobError: the task needs all positions of a sample.
@@ -48,19 +48,19 @@ def open_data(
     one_pass: bool = False,
     inputs: TextInputs = "own",
 ) -> DataStream:
-    """Open the data of a job for this rank: one dataset.
+    """Open a dataset of a job for this rank.
 
     Args:
-        job: has the sizes of batches, the seed and the model.
+        job: job with the batch sizes, the seed and the model.
         topology: this process among others.
-        chosen: record of the dataset.
-        config: of the dataset.
-        note: prints a line about long work.
-        one_pass: every sample once, in order; see :mod:`d9d_core.data`.
-        inputs: tokens of a text that are inputs.
+        chosen: plugin record of the dataset.
+        config: config of the dataset.
+        note: prints a line about a long operation.
+        one_pass: read every sample once, in order; see :mod:`d9d_core.data`.
+        inputs: which tokens of a text are model inputs.
 
     Raises:
-        DataError: it cannot be opened.
+        DataError: the dataset cannot be opened.
     """
     context = DataContext(
         seed=job.seed,
@@ -79,25 +79,27 @@ def open_data(
 
 
 def count_steps(job: JobConfig, dataset: Chosen, facts: State, note: Callable[[str], None]) -> int:
-    """Count a job's optimizer steps over its data: as it says, or as its epochs need, the last one rounded up.
+    """Number of optimizer steps of a job: as given, or computed from its epochs and rounded up.
 
     Args:
-        job: validated.
-        dataset: record behind the data.
-        facts: of the open data.
-        note: told about steps that follow from epochs.
+        job: validated job.
+        dataset: plugin record of the dataset.
+        facts: facts of the opened dataset.
+        note: called with a line about steps computed from epochs.
 
     Raises:
-        JobError: the job counts in epochs, and the data does not say how many samples an epoch has.
+        JobError: the job counts in epochs, and the dataset does not give the number of samples.
     """
     if job.steps is not None:
         return job.steps
     assert job.epochs is not None
     samples = facts.get("samples")
     if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
-        said = "does not say how many samples an epoch has" if samples is None else f"says {samples!r} samples an epoch"
+        said = (
+            "does not say how many samples an epoch has" if samples is None else f"says {samples!r} samples per epoch"
+        )
         raise JobError(f"epochs: dataset {dataset.entry} {said}; give the length of the run as 'steps:'")
-    # Of the digits that the job file has: 1.1 epochs of 10 samples are 11, not a little more.
+    # Exact decimal arithmetic: 1.1 epochs of 10 samples are 11 samples, not 12 by a rounding error.
     steps = math.ceil(Fraction(str(job.epochs)) * samples / job.batch.size)
     note(f"epochs: {job.epochs:g} of {samples:,} samples each are {steps:,} steps of {job.batch.size:,}")
     return steps

@@ -1,4 +1,4 @@
-"""Evaluator of a job: its sets of data with their metrics."""
+"""Build of a job's evaluator, with its datasets and their metrics."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from d9d_engine.step.executor import Executor
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Parts that the sets of an evaluation are built with.
+    """Shared inputs for building each evaluation set.
 
     Attributes:
-        job: validated.
-        assembly: the model.
+        job: validated job.
+        assembly: assembled model.
         topology: this process among others.
-        task: the job's task.
-        group: the ranks over which values are merged; ``None`` if there are none.
+        task: checked task of the job.
+        group: process group over which values are merged; ``None`` for a single rank.
         note: prints a line.
     """
 
@@ -56,10 +56,10 @@ def build_evaluator(
     first: BuiltFirstPass,
     note: Callable[[str], None],
 ) -> Evaluator | None:
-    """Build the evaluator of a job, if it has an evaluation. Collective over all ranks.
+    """Build the evaluator of a job; ``None`` if the job has no evaluation. Collective over all ranks.
 
     Raises:
-        D9dError: the data or the metrics cannot be used; the text says why.
+        D9dError: a dataset or a metric cannot be used.
     """
     if job.evaluation is None:
         return None
@@ -81,19 +81,19 @@ def build_set(
     first: BuiltFirstPass,
     limit: int | None = None,
 ) -> EvaluationSet:
-    """Build a set of the evaluator: open its data, and build its metrics. Collective over all ranks.
+    """Build an evaluation set with its data and metrics. Collective over all ranks.
 
     Args:
-        around: what it is built with.
-        name: of the set; empty if it is the only one.
-        part: its dataset.
-        packs: number of packs that are measured; ``None`` measures every sample once.
-        metrics: their records and configs.
+        around: shared inputs of all sets.
+        name: name of the set; empty for a single set.
+        part: plugin record and config of the dataset.
+        packs: number of packs to evaluate; ``None`` evaluates every sample once.
+        metrics: plugin records and configs of the metrics.
         first: first pass of the task.
-        limit: most samples of one pass.
+        limit: largest number of samples in one pass.
 
     Raises:
-        D9dError: the data or a metric cannot be used; the text says why.
+        D9dError: the dataset or a metric cannot be used.
     """
     job, topology = around.job, around.topology
     chosen, config = part
@@ -109,8 +109,8 @@ def build_set(
         )
         if statistics.tallied:
             raise JobError(
-                "evaluation.metrics: one of these reads what the model's modules count in training, which an "
-                "evaluation does not change; move it to 'metrics'"
+                "evaluation.metrics: one of these metrics reads tallies that modules count in training only; "
+                "move it to 'metrics'"
             )
     real = None
     if packs is None:

@@ -1,4 +1,4 @@
-"""Lengths of microbatches that the ranks of a job can share, as far as its config tells them."""
+"""Check that sample lengths can be split over the ranks of a job, as far as configs give the lengths."""
 
 from __future__ import annotations
 
@@ -15,23 +15,19 @@ from d9d_core.strategy import Applied
 
 
 def check_lengths(job: BaseJob, applied: Sequence[tuple[Chosen, Applied]]) -> None:
-    """Compare sample lengths of microbatches, as far as configs of data tell them, with the ranks that split them.
-
-    The data is that of training and of each evaluation.
+    """Check that ranks can split the sample lengths of training and evaluations, as far as configs give the lengths.
 
     Raises:
-        JobError: they do not divide every length.
+        JobError: the number of parts does not divide every length.
     """
     if not isinstance(job, JobConfig):
-        return  # an inference makes one pass, whose last lengths are others
+        return  # inference makes one pass, whose last lengths differ
     context = job.mesh.cp
-    # Ranks of cp have two chunks of each sample, see d9d_engine.distributed.positions.
-    steps = {f"mesh.cp: {context} ranks have two chunks of positions each": 2 * context if context > 1 else 1}
+    # A rank of cp has two chunks of each sample, see d9d_engine.distributed.positions.
+    steps = {f"mesh.cp: {context} ranks split each sample into two chunks each": 2 * context if context > 1 else 1}
     for chosen, outcome in applied:
         whose = f"{chosen.where}: strategy '{chosen.spec.name}' splits positions over {outcome.sequence_ranks} ranks"
-        steps[f"{whose}{f', those of each of {context} ranks of cp' * (context > 1)}"] = (
-            outcome.sequence_ranks * context
-        )
+        steps[f"{whose}{f', within each of {context} ranks of cp' * (context > 1)}"] = outcome.sequence_ranks * context
     for where, data in _datasets(job):
         lengths = sample_lengths(data)
         if lengths is None:
@@ -40,12 +36,12 @@ def check_lengths(job: BaseJob, applied: Sequence[tuple[Chosen, Applied]]) -> No
             if lengths.multiple % step:
                 near = " or ".join(map(str, near_multiples(lengths.multiple, math.lcm(*steps.values()))))
                 are, name = ("", "sequence_length") if lengths.fixed else ("multiples of ", "pad_multiple")
-                text = f"those of a microbatch are {are}{lengths.multiple} ({where}.{name})"
+                text = f"sequence lengths are {are}{lengths.multiple} ({where}.{name})"
                 raise JobError(f"{who}, but {text}; use {near}, or other sizes of the mesh")
 
 
 def _datasets(job: JobConfig) -> Iterator[tuple[str, PluginConfig]]:
-    """Datasets of training and evaluation, each with its place in the job file."""
+    """Datasets of training and evaluation, each with its field in the job file."""
     yield "data", job.data
     if job.evaluation is not None:
         for name, data in job.evaluation.datasets.items():

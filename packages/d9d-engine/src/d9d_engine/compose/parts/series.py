@@ -1,4 +1,4 @@
-"""Series that a job logs, as far as they are known before its data is read."""
+"""Check of the series that a job reads, as far as logged series are known before the data is read."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from d9d_engine.step.auxiliary_losses import AuxiliaryLosses
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.subscribers.config import EarlyStoppingConfig
 
-#: Series that every run logs, besides those of its loss terms.
+#: Series that every run logs, in addition to one per loss term.
 _ALWAYS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps")
 
 
 def check_series(job: JobConfig, selection: Selection, assembly: Assembly, task: CheckedTask, own_task: object) -> None:
-    """Compare the series that the best checkpoint and early stopping read with those that will be logged.
+    """Check that the series read by the best checkpoint and by early stopping will be logged.
 
-    Needs no data. Metrics may log what only they know, so with metrics a name that is not sure to come is let through.
+    Needs no data. Series of metrics are not known yet, so with metrics an unknown name is accepted.
 
     Args:
-        job: validated.
-        selection: its records.
-        assembly: the model, whose modules may add loss terms.
-        task: has loss terms.
-        own_task: what the task was built as.
+        job: validated job.
+        selection: plugin records of the job.
+        assembly: assembled model, whose modules may add loss terms.
+        task: checked task, with its loss terms.
+        own_task: the unwrapped task.
 
     Raises:
-        D9dError: a series will never be logged, or loss terms cannot be told apart.
+        D9dError: a series will never be logged, or two loss terms have the same name.
     """
     best = job.checkpoint.best
     reads = [("checkpoint.best", best.series)] if best else []

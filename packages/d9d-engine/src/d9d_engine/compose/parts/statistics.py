@@ -1,4 +1,4 @@
-"""Statistics of a job: its metrics, with names of their own."""
+"""Build of a job's statistics from its metrics."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def build_statistics(
     when: Literal["training", "evaluation"],
     own: Callable[[], Mapping[str, Metric]] = dict,
 ) -> Statistics:
-    """Build the statistics of a job: a section's metrics; and have the model's modules compute what they read.
+    """Build the statistics of a section's metrics, and let modules compute the observations that the metrics read.
 
     Args:
-        parts: their records and configs.
-        assembly: has the full model, for those that want to know it.
+        parts: plugin records and configs of the metrics.
+        assembly: assembly with the full model, for metrics that attach to it.
         topology: this process among others.
-        group: the ranks over which they are merged; ``None`` if there are none.
-        gated: undo the updates of steps that were not finite.
-        when: what they are updated in. In training, merged states have a stream of their own, if the device has
-            several; an evaluation waits for the values at once.
-        own: makes the metrics of the task's own, by name.
+        group: process group over which metrics are merged; ``None`` for a single rank.
+        gated: whether to undo the metric updates of steps that were not finite.
+        when: ``training`` merges states on a separate stream, if the device has several; ``evaluation`` waits for the
+            values at once.
+        own: makes the metrics of the task, by name.
 
     Raises:
         BuildError: a metric breaks its contract.
@@ -48,19 +48,19 @@ def build_statistics(
     statistics = Statistics(metrics, gated=gated, group=group, device=topology.device, twins=twins)
     _demand(parts, assembly, when)
     statistics.attach(assembly.full_model)
-    for (chosen, _), metric in zip(parts, metrics.values(), strict=False):  # the task's own follow
+    for (chosen, _), metric in zip(parts, metrics.values(), strict=False):  # metrics of the task are last
         check_metric(chosen, metric)
     return statistics
 
 
 def _instances(parts: Sequence[Part], own: Callable[[], Mapping[str, Metric]]) -> dict[str, Metric]:
-    """New metrics: those of the section, and then those of the task."""
+    """New metrics of the section, followed by the task's metrics."""
     made: dict[str, Metric] = {unique_name(chosen, parts): instantiate(chosen, config) for chosen, config in parts}
     return made | {f"task/{name}" if name in made else name: metric for name, metric in own().items()}
 
 
 def _demand(parts: Sequence[Part], assembly: Assembly, when: Literal["training", "evaluation"]) -> None:
-    """Have the modules of this rank's stages compute what a metric reads and nothing else needs."""
+    """Make modules of this rank's stages compute the observations that only metrics read."""
     read = frozenset[str]().union(*(observations_read(chosen, config) for chosen, config in parts))
     for stage in assembly.stages.values():
         for module in modules_with(stage, ObservesOnDemand).values():
@@ -69,6 +69,6 @@ def _demand(parts: Sequence[Part], assembly: Assembly, when: Literal["training",
 
 
 def unique_name(chosen: Chosen, parts: Sequence[Part]) -> str:
-    """Name of a component among those of its section: that of its record, with the place if several have it."""
+    """Key of a component in its section: its record's key, with its field in the job if several have the same key."""
     names = [other.spec.key for other, _ in parts]
     return chosen.spec.key if names.count(chosen.spec.key) == 1 else f"{chosen.spec.key}[{chosen.where}]"
