@@ -129,13 +129,16 @@ def test_a_run_is_compared_with_itself_and_with_another_step(d9d: Command, small
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere: there is nothing there; give a job file, the directory of a run"),
-        (["MODEL"], "nothing says on which data; add --data FILE.jsonl, or --like JOB"),
-        (["MODEL", "--data", "EMPTY"], "is empty; there is nothing to evaluate on"),
+        (["nowhere"], "nowhere: it does not exist; give a job file, the directory of a run"),
+        (["MODEL"], "no data is given; add --data FILE.jsonl, or --like JOB"),
+        (["MODEL", "--data", "EMPTY"], "is empty; give a file with records"),
         (["MODEL", "--data", "OTHER"], ":1 has query; give records with text, messages, or prompt and completion"),
-        (["MODEL", "--data", "TEXTS", "--checkpoint", "best"], "is a published model, which has no checkpoints"),
+        (["MODEL", "--data", "TEXTS", "--checkpoint", "best"], "is a pretrained model, which has no checkpoints"),
         (["JOB"], "the run has no checkpoint in"),
-        (["JOB", "--checkpoint", "last"], "--checkpoint: 'last' is none; use newest, best, or the number of a step"),
+        (
+            ["JOB", "--checkpoint", "last"],
+            "--checkpoint: 'last' is no checkpoint; use newest, best, or the number of a step",
+        ),
     ],
 )
 def test_what_cannot_be_evaluated_is_told(

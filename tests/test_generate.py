@@ -158,10 +158,10 @@ def test_a_killed_command_goes_on_where_it_was(
         file.write('{"prompt": "torn')
     status, _, err = d9d(*given("out.jsonl", "--seed", "5"))
     assert status == 2
-    assert "was begun with other seed: repeat that command" in err
+    assert "was started with other seed: repeat that command" in err
     status, _, err = d9d(*given("out.jsonl"))
     assert status == 0
-    assert "2 of 5 completions are there; going on" in err
+    assert "2 of 5 completions exist; continuing" in err
     assert len(calls) == 4
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
@@ -172,8 +172,8 @@ def test_a_killed_command_goes_on_where_it_was(
         (['{"prompt": "a"}\n', '{"prompt": \n'], ":2: Expecting value"),
         (['{"prompt": "a", "messages": []}\n'], ":1: a line needs either 'prompt' or 'messages'"),
         (['{"messages": [{"content": "a"}]}\n'], ":1: messages[0] must be an object with 'role' and 'content'"),
-        (['{"prompt": ""}\n'], ":1: 'prompt' must be a text that is not empty, not an empty one"),
-        (['{"prompt": "a", "tools": {}}\n'], ":1: 'tools': a list of tool schemas is needed"),
+        (['{"prompt": ""}\n'], ":1: 'prompt' must be a non-empty text, not an empty one"),
+        (['{"prompt": "a", "tools": {}}\n'], ":1: 'tools': must be a list of tool schemas"),
         (['[1]\n'], ":1: a line must hold a JSON object, not a list"),
         (['{"prompt": "a", "finish": 1}\n'], ":1: 'finish' is a field of the output; rename it"),
         (["\n"], " has no prompt"),
@@ -196,7 +196,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_its_line(d9d: Run, model: Pat
     )
     assert status == 2
     assert f"{prompts}:2: " in err
-    assert "more than the model's 128 positions" in err
+    assert "exceed the model's 128 positions" in err
     assert not list(tmp_path.glob("out*"))
 
 
@@ -206,15 +206,15 @@ def test_what_a_model_lacks_is_told(d9d: Run, model: Path, tmp_path: Path) -> No
     status, _, err = d9d("generate", str(bare), "--chat")
     assert (status, err) == (
         2,
-        f"error: --chat: {bare} has no chat template; give it a text to continue: --prompt TEXT\n",
+        f"error: --chat: {bare} has no chat template; continue a text instead: --prompt TEXT\n",
     )
     status, _, err = d9d("generate", str(bare), "--prompt", "a", "--system", "b")
-    assert (status, "need a chat template, and" in err) == (2, True)
+    assert (status, "need a chat template, but" in err) == (2, True)
     (bare / "tokenizer.json").unlink()
     status, _, err = d9d("generate", str(bare), "--prompt", "a")
     assert (status, err) == (
         2,
-        f"error: {bare} has no tokenizer; name a directory that has the model's: --tokenizer DIR\n",
+        f"error: {bare} has no tokenizer; name a directory with the model's tokenizer: --tokenizer DIR\n",
     )
     status, out, _ = d9d(
         "generate", str(bare), "--prompt", "a", "--tokenizer", str(model), "--max-new-tokens", "4", *GREEDY
@@ -293,7 +293,7 @@ def test_an_adapter_is_put_on_its_base(d9d: Run, model: Path, tmp_path: Path) ->
     config = run / "adapter" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "/nowhere"}))
     status, _, err = d9d("generate", str(run / "adapter"), *given)
-    assert (status, "is an adapter of '/nowhere', which is not here; name its model with --base MODEL" in err) == (
+    assert (status, "is an adapter of '/nowhere', which does not exist here; name it with --base MODEL" in err) == (
         2,
         True,
     )
@@ -351,7 +351,7 @@ def test_several_completions_of_a_prompt_are_refused(d9d: Run, model: Path, tmp_
     several = ("--generation", "num_beams=2", "--generation", "num_return_sequences=2")
     status, _, err = d9d("generate", str(model), *files, *several)
     assert status == 2
-    assert "2 prompts have 4 completions, and one of each is written; leave out --generation" in err
+    assert "2 prompts have 4 completions, but one per prompt is needed; remove --generation" in err
     assert not (tmp_path / "out.jsonl").exists()
 
 

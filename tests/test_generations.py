@@ -200,7 +200,9 @@ def test_ranks_that_split_positions_continue_by_a_number_of_tokens_that_they_do_
     World(2).run(infer, [split])
     assert read_rows(split) == rows_of(alone)
     layers = values("layers", mesh={"tp": 2}, parallel=["tensor_parallel"]) | {"task": "hidden_states"}
-    with pytest.raises(RankFailedError, match="task: 'hidden_states' reads what modules .* ranks of tp have parts"):
+    with pytest.raises(
+        RankFailedError, match="task: 'hidden_states' reads outputs of modules .* ranks of tp have only parts"
+    ):
         World(2).run(infer, [layers])
 
 

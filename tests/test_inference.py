@@ -277,7 +277,7 @@ def test_no_group_is_smaller_than_what_fills_the_pipeline() -> None:
     [
         ({"model": {"name": "qwen3", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2,
                     "num_attention_heads": 4, "num_key_value_heads": 2}},
-         JobError, "model: inference needs trained weights; add 'model.pretrained:'"),
+         JobError, "model: inference needs trained weights; set 'model.pretrained' to"),
         ({"loading": {"weights": False}}, JobError, "inference needs trained weights"),
         ({"task": "classes"}, JobError, "the task needs a head of kind classification"),
         ({"task": "clases"}, JobError, "did you mean 'classes'"),
@@ -287,8 +287,8 @@ def test_no_group_is_smaller_than_what_fills_the_pipeline() -> None:
         ({"mesh": {"pp": 2}}, JobError, "mesh"),
         ({"loading": {"weights": False}}, JobError, "loading.weights: inference needs trained weights"),
         ({"peft": {"name": "lora", "r": 2}}, JobError, "peft: inference trains nothing"),
-        ({"subscribers": ["early_stopping"]}, JobError, r"subscribers\[0\]: .* observes training alone"),
-        ({"subscribers": [{"name": "samples", "every": 1, "prompts": ["a"]}]}, JobError, "observes training alone"),
+        ({"subscribers": ["early_stopping"]}, JobError, r"subscribers\[0\]: .* observes training only"),
+        ({"subscribers": [{"name": "samples", "every": 1, "prompts": ["a"]}]}, JobError, "observes training only"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run_is_refused(
@@ -301,7 +301,7 @@ def test_what_cannot_be_run_is_refused(
 
 def test_rows_that_are_too_long_are_refused_or_cut_as_asked(folder: Folder) -> None:
     data = folder.data(sequence_length=16)
-    with pytest.raises(DataError, match="rows are longer than 16 positions; make it larger, or set 'too_long: cut'"):
+    with pytest.raises(DataError, match="rows are longer than 16 positions; increase it, or set 'too_long: cut'"):
         folder.run("long", data=data)
     with pytest.raises(DataError, match="rows are longer than 16 positions"):
         folder.run("long-in-a-mixture", data={"name": "mixture", "parts": [{"data": data, "weight": 1}]})
@@ -390,7 +390,7 @@ def test_captured_layers_of_all_stages_arrive_at_the_last(
 def test_of_two_launches_of_one_directory_the_second_fails_before_it_reads_data_and_weights(folder: Folder) -> None:
     first = folder.job("twice").build(note=lambda _text: None)
     late = folder.job("twice", data={**folder.data(), "sources": ["gone.jsonl"]})
-    with first.store.opened(), pytest.raises(CheckpointError, match="belongs to a run that is going on"):
+    with first.store.opened(), pytest.raises(CheckpointError, match="belongs to a running process"):
         late.build(note=lambda _text: None, owning=True)
     with pytest.raises(DataError, match=r"gone\.jsonl"):
         late.build(note=lambda _text: None, owning=True)

@@ -126,5 +126,5 @@ def test_other_axes_beside_cp_leave_the_rows(values: Callable[..., dict[str, Any
 
 def test_a_task_that_takes_whole_samples_is_refused(values: Callable[..., dict[str, Any]]) -> None:
     task = {"name": "generations", "max_new_tokens": 2, "head": "lm"}
-    with pytest.raises(RankFailedError, match="inference task 'generations' takes whole samples, of which ranks of cp"):
+    with pytest.raises(RankFailedError, match="inference task 'generations' needs full samples, but ranks of cp"):
         World(2, timeout=120.0).run(infer, [values("refused", task, False, **context("all_gather"))])

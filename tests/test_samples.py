@@ -104,8 +104,8 @@ def test_samples_of_a_resumed_run_are_those_of_one_that_was_not_interrupted(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "give either 'prompts', a list of texts or of token ids, or 'file'"),
-        ({"prompts": ["a"], "max_new_tokens": 64}, "with max_new_tokens 64 more than the model's 64 positions"),
+        ({}, "give either 'prompts', a list of texts or token ids, or 'file'"),
+        ({"prompts": ["a"], "max_new_tokens": 64}, "with max_new_tokens 64 exceeds the model's 64 positions"),
         ({"file": "nowhere.jsonl"}, "nowhere.jsonl cannot be read"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_model_without_logits_is_told(small_job: Callable[..., Path]) -> None:
     values["model"]["heads"] = {"lm": {"kind": "causal_lm"}, "emb": {"kind": "embedding"}}
     values["task"] = {"name": "causal_lm", "head": "lm"}
     path.write_text(json.dumps(values))
-    with pytest.raises(D9dError, match="the model gives no logits"):
+    with pytest.raises(D9dError, match="the model returns no logits"):
         Job.load(path).build(lambda _: None).train()
 
 

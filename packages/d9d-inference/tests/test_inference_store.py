@@ -94,7 +94,7 @@ def test_results_of_another_job_are_refused_with_the_fields_that_differ(store: P
 
 def test_an_output_that_nobody_knows_is_refused(store: PartStore) -> None:
     store.output.write_text("precious")
-    with pytest.raises(JobError, match="no run of inference has written it"):
+    with pytest.raises(JobError, match="no inference run has written it"):
         store.begin(RECORD)
     assert store.output.read_text() == "precious"
 
@@ -127,7 +127,7 @@ def test_a_damaged_progress_is_told(store: PartStore) -> None:
 
 def test_a_second_process_is_refused_while_a_run_goes_on(store: PartStore) -> None:
     other = PartStore(store.directory, JsonlWriter(JsonlWriterConfig()))
-    with store.opened(), pytest.raises(CheckpointError, match="going on"), other.opened():
+    with store.opened(), pytest.raises(CheckpointError, match="running process"), other.opened():
         pass
 
 

@@ -1,1 +1,1 @@
-"""Inference jobs: one pass over data, a row of output for each row of input."""
+"""Inference jobs: one pass over data, with one row of output for each row of input."""

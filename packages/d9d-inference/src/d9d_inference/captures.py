@@ -1,4 +1,4 @@
-"""Captures of what modules inside of a model return, brought to the rank that has the model's last stage."""
+"""Captures of module outputs inside a model, sent to the rank with the model's last stage."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from d9d_weights.sharding.collectives import all_gather_objects
 from torch import Tensor, nn
 from torch import distributed as dist
 
-#: Microbatches for each pipeline rank that run together: enough to fill the pipeline.
+#: Microbatches per pipeline rank that run together, enough to fill the pipeline.
 TOGETHER = 4
 
 
 class Captures:
-    """Captures of the outputs of named modules, as outputs ``module/<name>`` of the model.
+    """Captures the outputs of named modules, and adds them to the model's outputs as ``module/<name>``.
 
     Args:
-        names: of modules, in the full model.
-        stages: this rank's stages, by index.
-        pipeline: all stages, and who runs them.
+        names: names of modules in the full model.
+        stages: index -> stage of this rank.
+        pipeline: all stages, and the ranks that run them.
         topology: this process among others.
     """
 
@@ -45,15 +45,15 @@ class Captures:
             module.register_forward_hook(self._keeper(name))
 
     def groups(self, pack: Pack) -> Iterator[Pack]:
-        """Microbatches to run at a time: all of them, unless captures have to be held until the last stage has run."""
+        """Split a pack into groups that run together; groups are small if captures are held for the last stage."""
         held = self._names and len(self._pipeline.hosts) > 1
         yield from groups_of(pack, TOGETHER * self._pipeline.ranks if held else len(pack))
 
     def run(self, executor: Executor, pack: Pack, outputs: Outputs) -> None:
-        """Run the model over microbatches; ``outputs`` gets the captures too. Collective over ``pp``.
+        """Run the model over microbatches; ``outputs`` receives the captures too. Collective over ``pp``.
 
         Raises:
-            BuildError: a module does not run once for each microbatch.
+            BuildError: a named module does not run exactly once per microbatch.
         """
         if self._pipeline.ranks == 1:
             executor.evaluate(pack, lambda found, microbatch: outputs({**found, **self._taken()}, microbatch))
@@ -78,13 +78,13 @@ class Captures:
         return keep
 
     def _taken(self) -> dict[str, Tensor]:
-        """Captures of the microbatch whose last stage was just run; earlier stages may be ahead."""
+        """Captures of the microbatch that the last stage just finished; earlier stages may be ahead."""
         if missing := [name for name in self._names if not self._seen.get(name)]:
             raise _not_once(missing[0])
         return {_key(name): tensors.pop(0) for name, tensors in self._seen.items()}
 
     def _sent(self, count: int) -> dict[str, list[Tensor]]:
-        """Captures of all microbatches, on the rank that has the last stage. Collective over ``pp``."""
+        """Send the captures of all microbatches to the rank with the last stage. Collective over ``pp``."""
         group = self._topology.axes_group("pp")
         assert group is not None
         here = {name: [(list(one.shape), str(one.dtype)) for one in found] for name, found in self._seen.items()}
@@ -115,12 +115,12 @@ class Captures:
 
 
 def module_names(stages: Sequence[nn.Module]) -> list[str]:
-    """Names of all modules of a model, in order; those of several stages together."""
+    """Names of all modules of a model, in order, without duplicates."""
     return list(dict.fromkeys(name for stage in stages for name, _ in stage.named_modules() if name))
 
 
 def groups_of(pack: Pack, size: int) -> Iterator[Pack]:
-    """Groups of at least ``size`` microbatches, all in one if they are fewer: few are too few for some schedules."""
+    """Split into groups of at least ``size`` microbatches, or a single group: schedules need a minimum number."""
     count = max(1, len(pack) // size)
     edges = [len(pack) * index // count for index in range(count + 1)]
     return (pack[begin:end] for begin, end in pairwise(edges))

@@ -1,4 +1,4 @@
-"""Composition of inference: what a job needs beside the model, the data and the layout of every job."""
+"""Composition of an inference run from a job."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from d9d_inference.part_store import PartStore
 from d9d_inference.position_parts import PositionParts
 from d9d_inference.runner import Inference
 
-#: Sections that have no say in what is written.
+#: Sections of the job that do not affect the written rows.
 _FREE = ("run", "device", "mesh", "parallel", "pipeline", "kernels", "subscribers", "loading", "timeouts", "plugins")
-#: Events that an inference job has.
+#: Events that an inference run emits.
 _EVENTS = frozenset(
     {
         ev.JobConfigured, ev.ModelPlanned, ev.DataReady, ev.ModelReady, ev.InferenceStarts, ev.PackStarts, ev.PackEnds,
@@ -63,16 +63,16 @@ def build_inference(
     interrupts: Interrupts | None = None,
     owning: bool = False,
 ) -> Inference:
-    """Compose everything an inference run needs. Collective over all ranks.
+    """Build an inference run with all its components. Collective over all ranks.
 
     Args:
         root: the job in this process.
-        observers: subscribers besides those of the job.
-        interrupts: requests to stop, which may have come already; by default, signals during the run.
-        owning: own the run's directory before any data or weights are read, and not only when rows are written.
+        observers: subscribers in addition to the ones in the job.
+        interrupts: stop requests, which may already have arrived; by default, signals received during the run.
+        owning: take ownership of the run's directory before data or weights are read, not only while rows are written.
 
     Raises:
-        D9dError: the job cannot run; the text says why.
+        D9dError: the job cannot run.
     """
     job, selection, topology, note = root.job, root.selection, root.topology, root.note
     events = Events([*_subscribers(selection), *observers])
@@ -86,8 +86,8 @@ def build_inference(
     parts = _parts(job, task, topology)
     if isinstance(task, ReadsModules) and any(outcome.sequence_ranks > 1 for _, outcome in assembly.applied):
         raise BuildError(
-            f"task: '{job.task.selector}' reads what modules inside of the model return, of which ranks of tp have "
-            "parts only; leave mesh.tp out, and take more ranks along another axis"
+            f"task: '{job.task.selector}' reads outputs of modules inside the model, but ranks of tp have only parts "
+            "of them; remove mesh.tp, and use more ranks along another axis"
         )
     events.emit(ev.ModelPlanned(job))
     reads = task.modules(module_names(assembly.all_stages)) if isinstance(task, ReadsModules) else ()
@@ -144,7 +144,7 @@ def _forwards(
     stream: DataStream,
     topology: Topology,
 ) -> Forwards:
-    """Forwards that a task asks for."""
+    """Build the forwards that a task needs: one per microbatch, or one per generated token."""
     assembly = forward.assembly
     if not isinstance(task, ContinuesRows):
         captures = Captures(reads, assembly.stages, assembly.pipeline, topology)
@@ -162,36 +162,36 @@ def _forwards(
 
 
 def _parts(job: InferenceConfig, task: InferenceTask, topology: Topology) -> PositionParts | None:
-    """Parts of samples on ranks of ``cp``; ``None`` where each rank has whole ones. Collective over all ranks.
+    """Split of samples over the ranks of ``cp``; ``None`` without ``cp``. Collective over all ranks.
 
     Raises:
-        BuildError: the task needs all positions of a sample.
+        BuildError: the task needs full samples.
     """
     if topology.sizes["cp"] == 1:
         return None
     if not isinstance(task, JoinsPositions) or isinstance(task, ContinuesRows):
         raise BuildError(
-            f"mesh.cp: inference task '{job.task.selector}' takes whole samples, of which ranks of cp have parts (see "
-            "d9d_core.inference.JoinsPositions); leave mesh.cp out, and take more ranks along another axis"
+            f"mesh.cp: inference task '{job.task.selector}' needs full samples, but ranks of cp have parts (see "
+            "d9d_core.inference.JoinsPositions); remove mesh.cp, and use more ranks along another axis"
         )
     return PositionParts(task, topology)
 
 
 def check_columns(task: InferenceTask) -> None:
-    """Check that a task's rows are numbered.
+    """Check that the first column of a task has the row numbers.
 
     Raises:
-        JobError: its first column is another one.
+        JobError: the first column is another one.
     """
     if next(iter(task.columns), None) != ROW:
         raise JobError(f"task: the first column of {type(task).__name__} must be '{ROW}', the number of the row")
 
 
 def check_data(stream: DataStream, job: InferenceConfig) -> int:
-    """Check the data of an inference job, read once and in order: its number of samples.
+    """Check that the data can be read once and in order; return the number of samples.
 
     Raises:
-        DataError: they are not, they are empty, or rows are longer than a sample or left out.
+        DataError: the data cannot be read in one pass, is empty, or has rows that are cut or dropped.
     """
     facts = stream.facts
     samples = facts.get("samples")
@@ -204,15 +204,15 @@ def check_data(stream: DataStream, job: InferenceConfig) -> int:
     cut = facts.get("cut_documents", 0)
     if isinstance(cut, int) and cut and job.too_long == "error":
         raise DataError(
-            f"data.sequence_length: {cut:,} rows are longer than {facts.get('sequence_length')} positions; make it "
-            "larger, or set 'too_long: cut' to use their beginnings only"
+            f"data.sequence_length: {cut:,} rows are longer than {facts.get('sequence_length')} positions; increase "
+            "it, or set 'too_long: cut' to use only the first positions"
         )
     dropped = facts.get("dropped", 0)
     if isinstance(dropped, int) and dropped and job.too_long == "error":
         raise DataError(
-            f"data: {dropped:,} records are left out, because they are longer than {facts.get('sequence_length')} "
-            "positions or have no target, so rows would have other numbers than in the input; make "
-            "data.sequence_length larger, take them out of the sources, or set 'too_long: cut' to go on without them"
+            f"data: {dropped:,} records are dropped, as they are longer than {facts.get('sequence_length')} "
+            "positions or have no target, so row numbers would differ from the input; increase data.sequence_length, "
+            "remove these records from the sources, or set 'too_long: cut' to continue without them"
         )
     return samples if job.limit is None else min(samples, job.limit)
 
@@ -220,45 +220,45 @@ def check_data(stream: DataStream, job: InferenceConfig) -> int:
 def _check_weights(job: InferenceConfig) -> None:
     if not isinstance(job.model, ModelConfig) or job.model.pretrained is None:
         raise JobError(
-            "model: inference needs trained weights; add 'model.pretrained:' with the directory of a run, of one of "
-            "its checkpoints, or of a model in Hugging Face layout"
+            "model: inference needs trained weights; set 'model.pretrained' to the directory of a run, of one of its "
+            "checkpoints, or of a model in Hugging Face layout"
         )
     if not job.loading.weights:
-        raise JobError("loading.weights: inference needs trained weights, and 'false' draws them; remove it")
+        raise JobError("loading.weights: inference needs trained weights, which 'false' does not load; remove it")
 
 
 def _subscribers(selection: InferenceSelection) -> list[Subscriber]:
-    """Subscribers of the job.
+    """Build the subscribers of the job.
 
     Raises:
-        JobError: one observes training alone.
+        JobError: a subscriber observes training events only.
     """
     found: list[Subscriber] = []
     for chosen, config in selection.subscribers:
         subscriber: Subscriber = instantiate(chosen, config)
         if _EVENTS.isdisjoint(event for event, _ in subscriber.subscriptions()):
-            raise JobError(f"{chosen.where}: {chosen.entry} observes training alone, so it would do nothing; remove it")
+            raise JobError(f"{chosen.where}: {chosen.entry} observes training only, so it has no effect; remove it")
         found.append(subscriber)
     return found
 
 
 def _check_peft(assembly: Assembly) -> None:
-    """Check that a fine-tuning method brings weights of its own.
+    """Check that a fine-tuning method has trained weights.
 
     Raises:
-        JobError: it would only add what nothing has trained.
+        JobError: the method has no adapter to start from.
     """
     method: object = assembly.peft
     if method is None or (isinstance(method, AdapterFormat) and method.init_from is not None):
         return
     raise JobError(
-        "peft: inference trains nothing, and the method starts from no adapter, so it would change nothing; remove it "
-        "(a fine-tuned run in 'model.pretrained' is read with its adapter), or name an adapter with 'peft.init_from'"
+        "peft: inference trains nothing, and the method starts from no adapter, so it has no effect; remove it "
+        "(a fine-tuned run in 'model.pretrained' is read with its adapter), or set 'peft.init_from' to an adapter"
     )
 
 
 def _record(job: InferenceConfig, task: InferenceTask, stream: DataStream) -> Mapping[str, Any]:
-    """Facts that decide which rows the output has: the job without its layout, the data at its start, the weights."""
+    """Values that determine the output rows: the job without its layout, the data at its start, the weights."""
     decides = {name: value for name, value in job.resolved().items() if name not in _FREE}
     assert isinstance(job.model, ModelConfig)
     assert job.model.pretrained is not None  # checked before
@@ -268,7 +268,7 @@ def _record(job: InferenceConfig, task: InferenceTask, stream: DataStream) -> Ma
 
 
 def weights_identity(location: str) -> str:
-    """Identity of weights: where they lie, and a digest of names, sizes and times of change of local files."""
+    """Identity of weights: their location, and a digest of names, sizes and modification times of local files."""
     if is_checkpoint(location):
         with CheckpointTensors(location, "model/") as tensors:
             location = tensors.location

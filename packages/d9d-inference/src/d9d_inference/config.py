@@ -9,18 +9,18 @@ from pydantic import PositiveInt
 
 
 class JsonlWriterConfig(PluginConfig):
-    """Writer of one JSON object per row."""
+    """Writes one JSON object per row."""
 
     name: Literal["jsonl"] = "jsonl"
-    """Selects the plugin."""
+    """Selects this writer."""
 
 
 class ParquetWriterConfig(PluginConfig):
-    """Writer of Parquet; needs ``pip install pyarrow``."""
+    """Writes Parquet files; needs ``pip install pyarrow``."""
 
     name: Literal["parquet"] = "parquet"
-    """Selects the plugin."""
+    """Selects this writer."""
     compression: Literal["zstd", "snappy", "none"] = "zstd"
     """Compression of the columns."""
     row_group: PositiveInt = 4096
-    """Rows of a row group: what a reader takes into memory at a time."""
+    """Number of rows in a row group, which a reader loads at once."""

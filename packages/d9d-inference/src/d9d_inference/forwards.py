@@ -1,4 +1,4 @@
-"""Forwards of an inference run: one for each microbatch, or as many as its new tokens take."""
+"""Forwards of an inference run: one per microbatch, or one per generated token."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from d9d_inference.generation.decoder import Decoder
 
 
 class Forwards(Protocol):
-    """Forwards over the microbatches of a rank's share of a pack."""
+    """Runs forwards over the microbatches of a rank's share of a pack."""
 
     def run(self, pack: Pack, outputs: Outputs) -> None:
-        """Run the model over microbatches. Collective over all ranks, which have as many.
+        """Run the model over microbatches. Collective over all ranks, with the same number of microbatches on each.
 
         Args:
-            pack: on the device, with ``rows``.
+            pack: microbatches on the device, with ``rows``.
             outputs: called for each microbatch in order, on the ranks that have the last stage.
         """
         ...
 
 
 class OneForward:
-    """One forward for each microbatch.
+    """Runs one forward per microbatch.
 
     Args:
         executor: runs the model.
-        captures: outputs of modules that the task reads.
+        captures: captures of the modules that the task reads.
     """
 
     def __init__(self, executor: Executor, captures: Captures) -> None:
@@ -47,13 +47,13 @@ class OneForward:
 
 
 class ManyForwards:
-    """Many forwards of inference: one for each new token of its sequences, a few microbatches at a time.
+    """Runs one forward per new token of a microbatch's sequences, for a few microbatches at a time.
 
     Args:
         executor: runs the model.
-        pipeline: all stages, and who runs them.
+        pipeline: all stages, and the ranks that run them.
         topology: this process among others.
-        decoder: makes a decoder over a forward.
+        decoder: makes a decoder from a forward function.
         holds_last: whether this rank has the last stage.
     """
 
@@ -75,7 +75,7 @@ class ManyForwards:
         """Continue the sequences of microbatches; see :class:`Forwards`.
 
         Raises:
-            BuildError: the model gives no logits.
+            BuildError: the model returns no logits.
         """
         for group in groups_of(pack, self._size):
             for microbatch, found in zip(group, self._decoder.continue_all(group), strict=True):

@@ -28,37 +28,38 @@ if TYPE_CHECKING:
     from d9d_inference.runner import Inference
 
 
-#: Sections that mean something else in an inference job, or only have a use while a model is trained.
+#: Sections with another meaning in an inference job, or with a use in training only.
 _OF_TRAINING = ("task", "batch", "nonfinite", "subscribers", "peft")
 
 
 class InferenceJob(JoinsProcesses, InferenceConfig):
     """A validated inference job that can be built and run.
 
-    This module imports no torch: a wrong job file is reported at once.
+    This module imports no torch: an invalid job file is reported before the slow import.
     """
 
-    # Again, because the other base has the field of training.
+    # Overrides the training job's field of the other base class.
     batch: InferenceBatch = InferenceBatch()
-    """Samples at a time."""
+    """Number of samples that are processed together."""
     writer: Annotated[PluginConfig, Named("writer")] = JsonlWriterConfig()
-    """Format of the output, <run>/output with the format's suffix."""
+    """Format of the output file, <run>/output with the format's suffix."""
 
     @classmethod
     def over(cls, job: Job, **values: Any) -> InferenceJob:
-        """Make the inference job over a training job's model, which starts from its run's newest checkpoint.
+        """Make an inference job for a training job's model, with the weights of its newest checkpoint.
 
         Args:
-            job: the training job.
-            values: sections of an inference job, such as ``task``; ``model``, ``data``, ``precision`` and the layout
-                are the training job's where they are not given, and the run's name is its with that of the task.
+            job: training job.
+            values: sections of the inference job, such as ``task``. By default, ``model``, ``data``, ``precision`` and
+                the
+                layout are the training job's, and the run's name is the training run's with the task's name appended.
 
         Raises:
-            JobError: a value is wrong; one line per problem.
+            JobError: a value is invalid; one line per problem.
         """
         own = job.resolved()
         given = {name: own[name] for name in cls.model_fields if name in own and name not in _OF_TRAINING}
-        # A run's weights have what its fine-tuning method added; where training started from says nothing about them.
+        # The run's checkpoints replace the weights that training started from, and include the adapter.
         given["loading"] = {**own["loading"], "weights": True}
         model = {**own["model"], "pretrained": str(job.run.directory)}
         task = values.get("task")
@@ -67,10 +68,10 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
         return cls.from_values({**given, "model": model, "run": run, **values}, registry=job.registry)
 
     def check(self, world_size: int | None = None) -> Resolution[Any]:
-        """Check all that needs no tensors: names, values, capabilities, views, the forward-only programs.
+        """Check all that needs no tensors: names, values, capabilities, views, forward-only programs.
 
         Args:
-            world_size: number of processes; by default, what the mesh needs.
+            world_size: number of processes; by default, the product of the mesh axes.
 
         Raises:
             D9dError: the job cannot run.
@@ -87,14 +88,14 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
         interrupts: Interrupts | None = None,
         owning: bool = False,
     ) -> Inference:
-        """Build what runs the job in this process. Collective over all ranks.
+        """Build the inference run of the job in this process. Collective over all ranks.
 
         Args:
-            note: gets one line about each piece of long work, and warnings.
+            note: called with one line of text for each warning and at the start of long operations.
             topology: this process among others, from :meth:`joined`; by default it is alone.
-            observers: subscribers besides those of the job file.
-            interrupts: requests to stop, which may have come already; by default, signals during the run.
-            owning: own the run's directory from now on; see :meth:`d9d_engine.job.Job.build`.
+            observers: subscribers in addition to the ones in the job file.
+            interrupts: stop requests, which may already have arrived; by default, signals received during the run.
+            owning: take ownership of the run's directory now; see :meth:`d9d_engine.job.Job.build`.
 
         Raises:
             D9dError: the job cannot run.

@@ -1,15 +1,15 @@
-"""Store of an inference run: parts that are written, how far the run is, and the output that they are joined to.
+"""Storage of an inference run: written parts, progress, and the output file joined from the parts.
 
 Files of the run's directory::
 
-    inference.json        the job, and the columns of the output
-    progress.json         samples that are done, and where the data goes on
-    parts/000000000512-000000000128.jsonl, .json    rows of 128 samples from number 512 on, and facts about them
-    output.jsonl          all rows, once the run is done
-    summary.json          values over all rows
+        inference.json        job, and columns of the output
+        progress.json         number of finished samples, and the state of the data stream after them
+        parts/000000000512-000000000128.jsonl, .json    rows of 128 samples starting with sample 512, and their facts
+        output.jsonl          all rows, once the run is finished
+        summary.json          values over all rows
 
-A part is renamed into place when it is on the disk, and its description after it. Progress is only told of parts that
-have both, so a killed run continues with the first sample behind it, on any number of ranks.
+A part is renamed into place once it is on disk, and then its description. Progress counts only parts that have both, so
+a killed run continues after the last counted sample, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class PartFacts:
-    """Facts of a part.
+    """Description of a part.
 
     Attributes:
-        samples: number of samples whose rows it has.
+        samples: number of samples in the part.
         rows: number of rows.
-        sums: tallies of these rows.
+        sums: tallies over these rows.
     """
 
     samples: int
@@ -53,9 +53,9 @@ class Standing:
     """Progress of an inference run.
 
     Attributes:
-        samples: samples that are done, from the first on.
-        stream: state of the data behind them; ``None`` at the start.
-        summary: number of rows and values over them, if the output is complete.
+        samples: number of finished samples, from the first one.
+        stream: state of the data stream after them; ``None`` at the start.
+        summary: number of rows and values over them, once the output is complete.
     """
 
     samples: int = 0
@@ -69,10 +69,10 @@ class Standing:
 
 
 class PartStore:
-    """Store of the parts of an inference run, in a directory that all ranks share.
+    """Storage of an inference run's parts, in a directory shared by all ranks.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
         writer: writes and joins parts.
     """
 
@@ -84,27 +84,27 @@ class PartStore:
 
     @property
     def output(self) -> Path:
-        """File of all rows, when the run is done."""
+        """Output file with all rows of a finished run."""
         return self.directory / f"output{self._writer.suffix}"
 
     def own(self) -> None:
-        """Own the directory from now on, until :meth:`opened` ends; nothing if it is owned already.
+        """Take ownership of the directory, until :meth:`opened` ends; no effect if already owned.
 
         Raises:
-            CheckpointError: another process has it.
+            CheckpointError: another process owns it.
         """
         if self._owned is None:
             self._parts.mkdir(parents=True, exist_ok=True)
-            owned = exclusive(self.directory / ".inference.lock", f"{self.directory} belongs to a run that is going on")
+            owned = exclusive(self.directory / ".inference.lock", f"{self.directory} belongs to a running process")
             owned.__enter__()
             self._owned = owned
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Own the directory while the block runs, as the only run.
+        """Own the directory inside the block.
 
         Raises:
-            CheckpointError: another process has it.
+            CheckpointError: another process owns it.
         """
         self.own()
         try:
@@ -115,20 +115,20 @@ class PartStore:
                 owned.__exit__(None, None, None)
 
     def begin(self, record: Mapping[str, Any]) -> Standing:
-        """Compare the directory with the job, and find out how far the run is; what is unfinished is removed.
+        """Compare the directory with the job, return the progress of the run, and remove unfinished parts.
 
         Args:
-            record: what decides which rows the output has, as JSON can hold it.
+            record: JSON values that determine the output rows.
 
         Raises:
-            JobError: the directory has results of another job, or some that nothing is known of.
+            JobError: the directory has results of another job, or an output file of unknown origin.
             CheckpointError: a part is missing, or a file is damaged.
         """
         before = self._read(_RECORD)
         if before is None:
             if self.output.exists():
                 raise JobError(
-                    f"run.name: {self.output} exists, and no run of inference has written it; choose another run.name, "
+                    f"run.name: {self.output} exists, but no inference run has written it; choose another run.name, "
                     "or move the file away"
                 )
             clear(self._parts)
@@ -136,11 +136,11 @@ class PartStore:
             write_json(self.directory / _RECORD, dict(record))
             return Standing()
         now = json.loads(json.dumps(record))
-        # Columns follow from the job.
+        # Columns are determined by the job.
         if changed := [where for where in _differences(before, now) if not where.startswith("columns")]:
             raise JobError(
                 f"run.name: {self.directory} has results of a job with another {', '.join(changed[:5])}; choose "
-                "another run.name, or remove the directory to start anew"
+                "another run.name, or remove the directory to start from scratch"
             )
         progress = self._read(_PROGRESS) or {"samples": 0, "stream": None}
         summary = self._read(_SUMMARY)
@@ -151,7 +151,7 @@ class PartStore:
         return Standing(progress["samples"], progress["stream"])
 
     def write(self, first: int, samples: int, rows: Columns, sums: Mapping[str, float]) -> None:
-        """Write the rows of the samples from number ``first`` on. Any rank, any order."""
+        """Write the rows of ``samples`` samples starting with number ``first``; from any rank, in any order."""
         path = self._part(first, samples)
         with replacing(path) as temporary:
             self._writer.write(temporary, rows)
@@ -159,23 +159,24 @@ class PartStore:
         write_json(path.with_suffix(".json"), {"samples": samples, "rows": count, "sums": speakable(dict(sums))})
 
     def has(self, first: int, samples: int) -> bool:
-        """Whether the part of so many samples that begins with a sample is complete."""
+        """Whether the part with ``samples`` samples starting with number ``first`` is complete."""
         return self._part(first, samples).with_suffix(".json").exists()
 
     def advance(self, samples: int, total: int, stream: State) -> None:
-        """Note that all parts of the first ``samples`` of ``total`` samples are complete."""
+        """Record that all parts of the first ``samples`` of ``total`` samples are complete."""
         write_json(self.directory / _PROGRESS, {"samples": samples, "of": total, "stream": stream})
 
     def facts(self, samples: int) -> list[tuple[int, PartFacts]]:
-        """Parts before the sample number ``samples`` in order: their first sample, and their facts.
+        """First sample and facts of each part that covers the samples below ``samples``, in order.
 
-        Parts may overlap: a rank of an earlier start, with another share of each pack, may have lived on for a while.
-        Any row of parts without gaps will do, as the same samples have the same rows.
+        Parts may overlap, if a rank of an earlier start, with another share of each pack, was still running. Any chain
+        of parts without gaps is correct, as the same samples have the same rows.
 
         Raises:
             CheckpointError: parts are missing.
         """
-        before: dict[int, tuple[int, str] | None] = {0: None}  # end of parts without gaps -> the last of them
+        # End of a chain of parts without gaps -> last part of the chain.
+        before: dict[int, tuple[int, str] | None] = {0: None}
         named = self._named(samples)
         for first, name in named:
             if first in before:
@@ -184,8 +185,8 @@ class PartStore:
             end = max(before)
             after = min((first for first, _ in named if first > end), default=samples)
             raise CheckpointError(
-                f"{self._parts}: rows of the samples {end} to {after} are missing; remove {self.directory} to start "
-                "anew"
+                f"{self._parts}: rows of the samples {end} to {after} are missing; remove {self.directory} to "
+                "start from scratch"
             )
         found: list[tuple[int, PartFacts]] = []
         last = before[samples]
@@ -196,7 +197,7 @@ class PartStore:
         return found[::-1]
 
     def finish(self, samples: int, summary: Mapping[str, Any]) -> None:
-        """Join all parts to the output, and remove them.
+        """Join all parts to the output file, and remove them.
 
         Raises:
             CheckpointError: parts are missing.
@@ -217,7 +218,7 @@ class PartStore:
         return [(first, name) for first, name in firsts if first < samples]
 
     def _prune(self, samples: int) -> None:
-        """Remove parts behind the progress, and what was not finished."""
+        """Remove parts after the finished samples, and unfinished parts."""
         self._parts.mkdir(exist_ok=True)
         kept = {name for _, name in self._named(samples)}
         for entry in os.scandir(self._parts):
@@ -231,11 +232,13 @@ class PartStore:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise CheckpointError(f"{path} is damaged ({error}); remove {self.directory} to start anew") from error
+            raise CheckpointError(
+                f"{path} is damaged ({error}); remove {self.directory} to start from scratch"
+            ) from error
 
 
 def _facts_of(values: Mapping[str, Any]) -> PartFacts:
-    sums = {name: float(value) for name, value in values["sums"].items()}  # NaN and infinity are words there
+    sums = {name: float(value) for name, value in values["sums"].items()}  # NaN and infinity are stored as strings
     return PartFacts(values["samples"], values["rows"], sums)
 
 
@@ -245,7 +248,7 @@ def _is_facts(name: str) -> bool:
 
 
 def _differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
-    """Fields in which two jobs differ, by their place in the job file."""
+    """Yield the fields in which two jobs differ, as places in the job file."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for name in sorted(before.keys() | now.keys()):
             yield from _differences(before.get(name), now.get(name), f"{where}.{name}" if where else name)

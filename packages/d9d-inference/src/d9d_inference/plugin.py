@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from d9d_core.plugin import CommandSpec, Ref, SubscriberSpec, WriterSpec, hookimpl
 
 D9D_API = 2
-#: In an environment without torch, such as a CI that checks job files, these are refused with its install line.
+#: Without torch (such as in a CI that only checks job files), records that require this are refused with a hint how to
+#: install it.
 TORCH = frozenset({"import:torch"})
 
 
@@ -43,10 +44,10 @@ def d9d_writers() -> Iterator[WriterSpec]:
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Commands that use a trained model."""
+    """Commands ``infer``, ``evaluate`` and ``generate``."""
     yield CommandSpec(
         name="infer",
-        summary="Run a model over data, and write a row of output for each row.",
+        summary="Run a model over data, and write one row of output for each input row.",
         requires=TORCH,
         app=Ref("d9d_inference.commands.infer:app"),
     )
@@ -58,7 +59,7 @@ def d9d_commands() -> Iterator[CommandSpec]:
     )
     yield CommandSpec(
         name="generate",
-        summary="Write text with a trained model.",
+        summary="Generate text with a trained model.",
         requires=TORCH,
         app=Ref("d9d_inference.commands.generate:app"),
     )

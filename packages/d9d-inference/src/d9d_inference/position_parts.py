@@ -1,4 +1,4 @@
-"""Parts of samples that ranks of ``cp`` compute in an inference run. Shapes: B samples, S positions, R ranks."""
+"""Split of samples over the ranks of ``cp`` in an inference run. Shapes: B samples, S positions, R ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import distributed as dist
 
 
 class PositionParts:
-    """Parts of samples on the ranks of ``cp``: taken from microbatches, and joined of what a task keeps.
+    """Splits samples over the ranks of ``cp``, and joins the tensors that a task keeps.
 
-    Made on all ranks together: it asks for their process groups.
+    Creates process groups: the constructor is collective over all ranks.
 
     Args:
-        task: says which tensors are of positions.
-        topology: this process among others; ``cp`` has several ranks.
+        task: task that names the tensors with a dimension of positions.
+        topology: this process among others, with several ranks along ``cp``.
     """
 
     def __init__(self, task: JoinsPositions, topology: Topology) -> None:
@@ -29,21 +29,21 @@ class PositionParts:
         self._group = topology.axes_group("cp")
 
     def split(self, microbatch: Microbatch) -> Microbatch:
-        """This rank's part of a microbatch.
+        """Select this rank's positions of a microbatch.
 
         Raises:
-            ValueError: the ranks cannot share the positions evenly.
+            ValueError: the positions cannot be split evenly.
         """
         return self._task.split_positions(microbatch, self._positions)
 
     def join(self, kept: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """Tensors of whole samples, on the first rank; ``None`` on the others. Collective over ``cp``."""
+        """Tensors of full samples, on the first rank; ``None`` on the others. Collective over ``cp``."""
         names = sorted(self._task.of_positions & kept.keys())
         joined = {name: self._gathered(kept[name]) for name in names}
         return {**kept, **joined} if self._positions.rank == 0 else None
 
     def _gathered(self, own: Tensor) -> Tensor:
-        """Tensor [B, S, ...] of the parts [B, S / R, ...] of all ranks, on the first one; any on the others."""
+        """Gather the parts [B, S / R, ...] of all ranks to [B, S, ...] on the first rank; others return their part."""
         sent = own.contiguous()
         if self._positions.rank:
             dist.gather(sent, group=self._group, group_dst=0)

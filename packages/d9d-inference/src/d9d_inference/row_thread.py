@@ -1,4 +1,4 @@
-"""Thread that turns what was computed into rows and writes them, beside the computation."""
+"""Thread that makes rows from model outputs and writes them, in parallel to the computation."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torch import Tensor
 
 from d9d_inference.part_store import PartStore
 
-#: Name of the first row of each sample among the kept tensors.
+#: Key, in the kept tensors, of the index of each sample's first row.
 ROWS = "rows"
-#: Packs that may wait to be written; then the computation waits.
+#: Number of packs that may wait to be written before the computation waits.
 _AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPack:
-    """Kept tensors of this rank's share of a pack.
+    """Tensors that the task keeps of this rank's share of a pack.
 
     Attributes:
-        first: number of its first sample.
-        samples: samples of the share that are no fillers.
-        microbatches: kept tensors of each, in the host's memory when ``copied`` has happened.
-        copied: happens on the device when they are there; ``None`` on a CPU.
+        first: index of its first sample.
+        samples: number of real samples in the share, without fillers.
+        microbatches: kept tensors of each microbatch; in host memory once ``copied`` has passed.
+        copied: event after the copies; ``None`` on a CPU.
     """
 
     first: int
@@ -41,12 +41,12 @@ class KeptPack:
 
 
 class RowThread:
-    """Thread that writes the rows of packs, one pack after the other. A context manager; leaving it ends the thread.
+    """Thread that writes the rows of packs in order. As a context manager, it ends with the block.
 
     Args:
         task: makes rows.
-        store: gets them.
-        nonfinite: what follows a NaN or infinity in a row.
+        store: storage of the rows.
+        nonfinite: whether a NaN or infinity in a row is an error.
     """
 
     def __init__(self, task: InferenceTask, store: PartStore, nonfinite: Literal["error", "keep"]) -> None:
@@ -58,16 +58,16 @@ class RowThread:
         self._thread = threading.Thread(target=self._run, name="d9d-rows", daemon=True)
 
     def put(self, pack: KeptPack) -> None:
-        """Hand over a pack; waits while two others wait.
+        """Queue a pack; waits while two others are queued.
 
         Raises:
-            Exception: what an earlier pack met.
+            Exception: the exception of an earlier pack.
         """
         self.check()
         self._waiting.put(pack)
 
     def check(self) -> None:
-        """Raise what a pack met, if one did."""
+        """Raise the exception of an earlier pack, if there is one."""
         if self._failure is not None:
             raise self._failure
 
@@ -75,7 +75,7 @@ class RowThread:
         """Wait until all rows are written.
 
         Raises:
-            Exception: what a pack met.
+            Exception: the exception of a pack.
         """
         self._waiting.join()
         self.check()
@@ -95,7 +95,7 @@ class RowThread:
             try:
                 if self._failure is None:
                     self._write(pack)
-            except BaseException as error:  # raised again where the next pack is handed over
+            except BaseException as error:  # raised again by `put`
                 self._failure = error
             finally:
                 self._waiting.task_done()
@@ -110,10 +110,10 @@ class RowThread:
 
 
 def joined_rows(task: InferenceTask, microbatches: Sequence[Mapping[str, Tensor]]) -> Columns:
-    """Rows for the row thread: several microbatches joined, without fillers, in order.
+    """Make the rows of several microbatches, without fillers, in order of their numbers.
 
     Raises:
-        BuildError: the task's columns are not those it declares, or not equally long.
+        BuildError: the task's columns are not the declared ones, or have different lengths.
     """
     names = list(task.columns)
     columns: dict[str, list[object]] = {name: [] for name in names}
@@ -125,8 +125,8 @@ def joined_rows(task: InferenceTask, microbatches: Sequence[Mapping[str, Tensor]
         sizes = {name: len(values) for name, values in rows.items()}
         if list(rows) != names or len(set(sizes.values())) != 1:
             raise BuildError(
-                f"task: {type(task).__name__}.rows() returned the columns {sizes}; it declares {', '.join(names)}, of "
-                "which each has one value for each row"
+                f"task: {type(task).__name__}.rows() returned the columns {sizes}; it declares {', '.join(names)}, "
+                "each with one value per row"
             )
         for name, values in rows.items():
             columns[name] += list(values)
@@ -138,14 +138,14 @@ def check_finite(rows: Columns) -> None:
     """Check that no row has NaN or infinity.
 
     Raises:
-        NonFiniteError: one has; the text names it.
+        NonFiniteError: a row has one; the text names the row.
     """
     for name, values in rows.items():
         for row, value in zip(rows[ROW], values, strict=True):
             if isinstance(value, float | np.ndarray | np.floating | list) and not _is_finite(value):
                 raise NonFiniteError(
-                    f"row {row}: '{name}' has NaN or infinity; the model or its number format is at fault. "
-                    "'nonfinite: keep' writes such rows as they are"
+                    f"row {row}: '{name}' has NaN or infinity; check the model and its number format, or write such "
+                    "rows unchanged with 'nonfinite: keep'"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Inference: one pass over the data, forward only, whose rows are written while the next ones are computed."""
+"""Inference run: one pass over the data, forward only; rows are written while the next ones are computed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from d9d_inference.part_store import PartStore, Standing
 from d9d_inference.position_parts import PositionParts
 from d9d_inference.row_thread import ROWS, KeptPack, RowThread
 
-#: Seconds until what another rank has written must be seen here.
+#: Seconds until files written by another rank must be visible here.
 _PATIENCE = 60.0
-#: Values of a start, beside those of the task.
+#: Names of the speed values, in addition to the task's values.
 _SPEED = ("seconds", "rows_per_second")
 
 
@@ -43,11 +43,10 @@ class InferenceOutcome:
     """Outcome of an inference run.
 
     Attributes:
-        status: all rows are written, or interrupted with progress saved.
-        samples: samples that are done.
-        rows: rows that are written; 0 before the end.
-        values: the task's values over all rows, and ``seconds`` and ``rows_per_second`` of this start, if it had
-            something to do.
+        status: ``finished`` if all rows are written; ``stopped`` if the run was interrupted with its progress saved.
+        samples: number of finished samples.
+        rows: number of written rows; 0 if stopped.
+        values: the task's values over all rows; ``seconds`` and ``rows_per_second`` too, if this start computed rows.
     """
 
     status: Literal["finished", "stopped"]
@@ -57,26 +56,26 @@ class InferenceOutcome:
 
 
 class Inference:
-    """Runner of a built inference job. Its collaborators are public, so that they can be used alone.
+    """Runs a built inference job. Its collaborators are public, so that each can be used alone.
 
     Made by :func:`d9d_inference.compose.build_inference`.
 
     Args:
-        job: the job.
+        job: inference job.
         topology: this process among others.
-        task: makes rows of outputs.
+        task: makes rows from outputs.
         forwards: run the model.
-        model: this rank's part of it, in evaluation mode.
-        least: least microbatches that the pipeline's schedule takes.
-        prefetcher: packs on the device, at the start of the data.
-        samples: number of samples that are asked for.
-        facts: of the data.
-        store: of rows.
-        record: what decides which rows the output has.
-        interrupts: requests to stop.
-        events: observers.
+        model: this rank's stages of the model, in evaluation mode.
+        least: smallest number of microbatches with which the pipeline's schedule works.
+        prefetcher: prefetcher of the data, at its start.
+        samples: number of samples to process.
+        facts: facts of the data.
+        store: storage of the rows.
+        record: values that determine the output rows.
+        interrupts: stop requests.
+        events: event bus of the subscribers.
         note: prints a line.
-        parts: of samples, where ranks of ``cp`` share them; ``None`` where each rank has whole ones.
+        parts: split of samples over ``cp``; ``None`` if each rank has full samples.
     """
 
     def __init__(
@@ -115,10 +114,10 @@ class Inference:
         self._done = 0
 
     def run(self) -> InferenceOutcome:
-        """Run over the rest of the data, write all rows, and join them to one file. Collective over all ranks.
+        """Process the remaining data, write all rows, and join them to one file. Collective over all ranks.
 
-        Ctrl-C and SIGTERM, on any rank, let all ranks finish the same pack, write its rows, and return; started again,
-        the run goes on behind them, on as many ranks as the job then has.
+        After Ctrl-C or SIGTERM on any rank, all ranks finish the same pack, write its rows, and return. A restarted run
+        continues after these rows, on any number of ranks.
 
         Raises:
             JobError: the directory has results of another job.
@@ -146,7 +145,7 @@ class Inference:
             return InferenceOutcome("finished", standing.samples, standing.summary["rows"], values)
         if standing.stream is not None:
             self.prefetcher.load_state(standing.stream)
-            self.note(f"goes on behind sample {standing.samples:,} of {self.samples:,}")
+            self.note(f"continues after sample {standing.samples:,} of {self.samples:,}")
         started = time.perf_counter()
         self.events.emit(ev.InferenceStarts(standing.samples, self.samples))
         with (
@@ -158,14 +157,14 @@ class Inference:
             stopped = self._all_packs(rows, bar, standing)
             asked = self.interrupts.requested or "another rank"
         if stopped:
-            self.note(f"{asked}: stops after sample {self._done:,} of {self.samples:,}; start again to continue")
+            self.note(f"{asked}: stopped after sample {self._done:,} of {self.samples:,}; start again to continue")
         outcome = self._finish(stopped, standing.samples, time.perf_counter() - started)
         done = ev.InferenceFinished if outcome.status == "finished" else ev.InferenceStopped
         self.events.emit(done(outcome.samples))
         return outcome
 
     def _all_packs(self, rows: RowThread, bar: SampleBar, standing: Standing) -> bool:
-        """Compute all packs; returns whether somebody asked to stop before the last one."""
+        """Compute all packs; return whether a rank was asked to stop before the last one."""
         size = self.job.batch.size
         states: dict[int, object] = {}
         shown, stop = standing.samples, False
@@ -188,21 +187,21 @@ class Inference:
         return stop
 
     def _pack(self, first: int, pack: Pack) -> KeptPack | None:
-        """Run the model over this rank's share of a pack; what the task keeps, on one rank that has the last stage."""
+        """Run the model over this rank's share of a pack; return kept tensors on one rank that has the last stage."""
         share = self._share
         mine = first + self.topology.data_parallel_rank * share
         real = max(0, min(share, self.samples - mine))
-        # The first rank has at least as many samples as any other, and all ranks run as many microbatches.
+        # All ranks run as many microbatches as the first rank, which has the most samples.
         longest = min(share, int(self._facts["samples"]) - first)  # type: ignore[arg-type] # checked
         size = self.job.microbatch_size
-        # All packs have at least as many microbatches as the schedule takes; the last ones may be fillers alone.
+        # Every pack has enough microbatches for the schedule; the last ones may hold fillers only.
         count = max(math.ceil(longest / size), self._least)
         chosen = [
             {**microbatch, ROWS: self._wanted(microbatch[ROWS], mine + index * size)}
             for index, microbatch in enumerate(pack[:count])
         ]
         kept: list[Mapping[str, Tensor]] = []
-        writes = real and self.topology.coordinate["tp"] == 0  # ranks that differ along tp have the same outputs
+        writes = real and self.topology.coordinate["tp"] == 0  # ranks along tp have the same outputs
 
         def keep(outputs: Mapping[str, Tensor], microbatch: Microbatch) -> None:
             if not writes:
@@ -220,11 +219,11 @@ class Inference:
         return KeptPack(mine, real, kept, copied)
 
     def _wanted(self, rows: Tensor, place: int) -> Tensor:
-        """First rows of samples, with -1 for those behind the last one that is asked for."""
+        """First rows of samples, with -1 for samples beyond the requested number."""
         in_all, samples = int(self._facts[ROWS]), int(self._facts["samples"])  # type: ignore[arg-type] # checked
         if self.samples == samples:
             return rows
-        if self._facts.get("packed"):  # then nothing is arranged
+        if self._facts.get("packed"):  # packed samples are in order
             numbers = torch.arange(place, place + len(rows), device=rows.device)
         else:
             numbers = rows // (in_all // samples)
@@ -244,7 +243,7 @@ class Inference:
         return bool(flag)
 
     def _advance(self, states: dict[int, object], shown: int, bar: SampleBar) -> int:
-        """Note packs whose rows are there, on the main rank; returns how many samples are done."""
+        """On the main rank, record packs whose rows are all written; return the number of finished samples."""
         if not self.topology.is_main:
             states.clear()
             return shown
@@ -260,7 +259,7 @@ class Inference:
         return shown
 
     def _wait_for_others(self, states: dict[int, object], shown: int, bar: SampleBar) -> None:
-        """Wait on the main rank until the rows of all packs are seen, which other machines have written."""
+        """Wait on the main rank until the rows that other machines have written are visible."""
         if self.topology.world is not None:
             dist.barrier(self.topology.world)
         deadline = time.monotonic() + _PATIENCE
@@ -268,8 +267,8 @@ class Inference:
             shown = self._advance(states, shown, bar)
             if states and time.monotonic() > deadline:
                 raise TrainingError(
-                    f"{self.store.directory}: rows that other processes have written do not appear here within "
-                    f"{_PATIENCE:g} s; all machines need to share run.dir"
+                    f"{self.store.directory}: rows written by other processes are not visible after {_PATIENCE:g} s; "
+                    "all machines must share run.dir"
                 )
             if states:
                 time.sleep(0.1)
@@ -295,7 +294,7 @@ class Inference:
 
 
 def _to_host(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in the host's memory, which are there when the device has come so far; nothing waits here."""
+    """Start copies to host memory, without waiting; they are complete once the device reaches this point."""
     copies = {}
     for name, tensor in kept.items():
         if tensor.device.type != "cuda":
@@ -311,6 +310,6 @@ def _fields(standing: Standing) -> dict[str, object]:
 
 
 def total(values: Iterable[float]) -> float:
-    """Sum without rounding in between; where there are NaN or infinity, what these make of it."""
+    """Exact sum of floats, rounded once; with NaN or infinity, the plain sum."""
     numbers = list(values)
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)

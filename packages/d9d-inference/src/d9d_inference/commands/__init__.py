@@ -1,1 +1,1 @@
-"""Commands of d9d-inference."""
+"""Commands ``infer``, ``evaluate`` and ``generate``."""

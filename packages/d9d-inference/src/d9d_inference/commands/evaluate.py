@@ -1,4 +1,4 @@
-"""``d9d evaluate``."""
+"""Command ``d9d evaluate``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ app = command_app("evaluate", "Measure losses and metrics of a trained model, an
 
 @app.command()
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="JOB|RUN|MODEL", help="Job file, run, or published model.")],
+    target: Annotated[str, typer.Argument(metavar="JOB|RUN|MODEL", help="Job file, run, or pretrained model.")],
     data: Annotated[
         list[Path],
-        typer.Option("--data", metavar="FILE", help="Documents or conversations, as JSON lines or text; repeatable."),
+        typer.Option("--data", metavar="FILE", help="File of documents or conversations; may be repeated."),
     ] = [],  # noqa: B006 - typer reads the default
     like: Annotated[
-        Path | None, typer.Option("--like", "--job", metavar="JOB", help="Task, data and layout for a MODEL.")
+        Path | None,
+        typer.Option("--like", "--job", metavar="JOB", help="Job with the task, data and layout for a MODEL."),
     ] = None,
     checkpoint: Annotated[
         str | None, typer.Option(metavar="best|newest|STEP", help="Checkpoint of the run; by default the newest.")
@@ -47,7 +48,7 @@ def evaluate(
         str | None, typer.Option(metavar="JOB|RUN|MODEL", help="Compare with this model on the same samples.")
     ] = None,
     as_json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the results here as JSON; - prints them.")
+        str | None, typer.Option("--json", metavar="FILE", help="File for the results as JSON; - prints them.")
     ] = None,
     overrides: Overrides = [],  # noqa: B006
     plugin: Files = [],  # noqa: B006
@@ -56,7 +57,7 @@ def evaluate(
     nproc: Nproc = None,
     alone: Alone = False,
 ) -> None:
-    """Measure a model on whole datasets: those of the job's evaluation section, or its data, or files."""
+    """Evaluate a model on whole datasets: of the job's evaluation section, its training data, or given files."""
     policy = policy_of(plugin, no_plugins, strict_plugins)
 
     def load(world_size: int | None) -> tuple[Subject, Subject | None]:
@@ -77,9 +78,9 @@ def evaluate(
                     _publish(report, as_json)
                 return
             if env.launcher is not None:
-                raise JobError(f"--nproc: {env.launcher} has started this process; tell it instead")
+                raise JobError(f"--nproc: {env.launcher} has started this process; use its own options")
             with interrupts.raised():
-                # On as many processes as the mesh needs, that of a run stays.
+                # With as many processes as the mesh needs, the mesh of a run is kept.
                 number = nproc if nproc != "auto" else None
                 loaded = for_processes(lambda size, _again: load(size if number else None)[0].job, nproc)
             words = _words(target, data, like, checkpoint, limit, compare, as_json, overrides, plugin)
@@ -100,7 +101,7 @@ def _words(
     overrides: list[str],
     plugin: list[Path],
 ) -> list[str]:
-    """Words of the command line that the processes get."""
+    """Command-line arguments of the launched processes."""
     single = {"--like": like, "--checkpoint": checkpoint, "--limit": limit, "--compare": compare, "--json": as_json}
     words = [word for name, value in single.items() if value is not None for word in (name, str(value))]
     several: dict[str, Sequence[object]] = {"--data": data, "--set": overrides, "--plugin": plugin}
@@ -114,7 +115,7 @@ def _evaluate(
     load: Callable[[int | None], tuple[Subject, Subject | None]],
     limit: int | None,
 ) -> Report | None:
-    """Report on the main rank."""
+    """Evaluate in this process; return the report on the main rank."""
     env = process.env
     alone = env.launcher is None  # see d9d_engine.launch.start
     with start_up(interrupts, alone):
@@ -125,19 +126,19 @@ def _evaluate(
     with start_up(), interrupts_deferred():
         from d9d_engine.distributed.mesh import describe_rank
 
-        import d9d_inference.evaluation.compose  # noqa: F401 - torch and numpy, once and for all that follows
+        import d9d_inference.evaluation.compose  # noqa: F401 - imports torch and numpy
 
     reporter = None if alone else process.reporter(describe_rank(first.job.mesh.sizes(), env.rank))
     with first.job.joined(env, reporter) as topology:
         from d9d_inference.evaluation.compose import evaluate as measure
 
-        with interrupts.raised():  # nothing is lost: there is nothing to save
+        with interrupts.raised():  # there is nothing to save
             report = measure(first, topology, say if topology.is_main else silent, limit, other)
     return report if topology.is_main else None
 
 
 def _publish(report: Report, as_json: str | None) -> None:
-    """Print the table, and write JSON where it is asked for."""
+    """Print the tables, and write the JSON output if requested."""
     text = json.dumps(_finite(report.to_json()), indent=1)
     if as_json == "-":
         typer.echo(text)
@@ -171,7 +172,7 @@ def _print_values(found: Evaluated) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Value as JSON can hold it: null for what is no number."""
+    """Replace non-finite numbers by null, for JSON."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list):

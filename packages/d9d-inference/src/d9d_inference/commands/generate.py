@@ -1,4 +1,4 @@
-"""``d9d generate``."""
+"""Command ``d9d generate``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from d9d_core.cli.options import Files, NoPlugins, command_app, discover_plugins, say
 from d9d_core.errors import JobError
 
-app = command_app("generate", "Write text with a trained model.")
+app = command_app("generate", "Generate text with a trained model.")
 
 
 @app.command()
@@ -20,28 +20,34 @@ def generate(
         str,
         typer.Argument(metavar="MODEL", help="Model directory in Hugging Face layout, adapter, run, or checkpoint."),
     ],
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Complete or answer this text.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue or answer.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Answer each line of standard input.")] = False,
     file: Annotated[
         Path | None,
-        typer.Option("--file", metavar="FILE", help="JSON lines, each with 'prompt' or 'messages', maybe 'tools'."),
+        typer.Option("--file", metavar="FILE", help="JSON lines with 'prompt' or 'messages', and optionally 'tools'."),
     ] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Completions of --file, in its order.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
-    batch: Annotated[int, typer.Option(metavar="N", help="Prompts of --file completed together.", min=1)] = 8,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File for the completions of --file, in the same order.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+    batch: Annotated[int, typer.Option(metavar="N", help="Number of prompts of --file completed together.", min=1)] = 8,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     tools: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON list of the tool schemas that the chat template gets.")
+        Path | None, typer.Option(metavar="FILE", help="JSON list of tool schemas for the chat template.")
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue texts as they are, without the chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of a completion.", min=1)] = 256,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue texts without the chat template.")] = False,
+    max_new_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Largest number of tokens of a completion.", min=1)
+    ] = 256,
     temperature: Annotated[
         float | None,
-        typer.Option(metavar="X", help="0 takes the most probable token; the model's own setting by default.", min=0.0),
+        typer.Option(metavar="X", help="0 takes the most probable token; by default the model's setting.", min=0.0),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(metavar="X", help="Draw from the most probable tokens of this probability.", min=1e-9, max=1.0),
+        typer.Option(
+            metavar="X", help="Draw from the most probable tokens with this total probability.", min=1e-9, max=1.0
+        ),
     ] = None,
     generation: Annotated[
         list[str],
@@ -51,18 +57,19 @@ def generate(
             help="Another setting of transformers' GenerationConfig, such as num_beams=1; may be repeated.",
         ),
     ] = [],  # noqa: B006 - typer reads the default
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the draws.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampling.", min=0)] = 0,
     device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="Such as cpu or cuda; auto by default.")
+        str, typer.Option("--device", metavar="DEVICE", help="Device, such as cpu or cuda; auto by default.")
     ] = "auto",
     dtype: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="Number format, such as bfloat16; kept by default.")
+        str | None, typer.Option(metavar="FORMAT", help="Dtype of the weights, such as bfloat16; unchanged by default.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory of the tokenizer; that of the model by default.")
+        Path | None, typer.Option(metavar="DIR", help="Directory of the tokenizer; by default the model's.")
     ] = None,
     base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Model that an adapter belongs to; the one it names by default.")
+        str | None,
+        typer.Option(metavar="MODEL", help="Base model of an adapter; by default the one that the adapter names."),
     ] = None,
     plugin: Files = [],  # noqa: B006 - typer reads the default
     no_plugins: NoPlugins = False,
@@ -71,9 +78,9 @@ def generate(
     if [prompt is not None, chat, file is not None].count(True) != 1:
         raise JobError("give one of --prompt TEXT, --chat and --file FILE")
     if (file is None) != (output is None):
-        raise JobError("--file FILE and --output FILE go together")
+        raise JobError("--file FILE and --output FILE must be given together")
     if raw and not (prompt is not None or file is not None):
-        raise JobError("--raw: a conversation needs the chat template; leave it out with --chat")
+        raise JobError("--raw: a conversation needs the chat template; remove --raw or --chat")
     from d9d_core.cli.interrupts import interrupts_deferred
 
     with interrupts_deferred():
@@ -113,12 +120,12 @@ def generate(
             writer = LanguageModel(found.directory, tokenizer or found.directory, found.adapter, chosen, number_format)
         if chat:
             if not writer.has_template:
-                raise JobError(f"--chat: {model} has no chat template; give it a text to continue: --prompt TEXT")
+                raise JobError(f"--chat: {model} has no chat template; continue a text instead: --prompt TEXT")
             converse(writer, decoding, schemas, system, say)
             return
         if prompt is not None:
             if not prompt:
-                raise JobError("--prompt: it is empty; give a text")
+                raise JobError("--prompt: the text is empty")
             prompts = [Prompt("--prompt", {}, prompt)]
         ids = [writer.encode(one, schemas, system, raw) for one in prompts]
         for one, tokens in zip(prompts, ids, strict=True):

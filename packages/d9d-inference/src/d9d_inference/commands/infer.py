@@ -1,4 +1,4 @@
-"""``d9d infer``."""
+"""Command ``d9d infer``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from d9d_engine.run.interrupt import Interrupts, Terminated
 
 from d9d_inference.job import InferenceJob
 
-app = command_app("infer", "Run a model over data, and write a row of output for each row.")
+app = command_app("infer", "Run a model over data, and write one row of output for each input row.")
 
 
 @app.command()
@@ -38,7 +38,7 @@ def infer(
     nproc: Nproc = None,
     alone: Alone = False,
 ) -> None:
-    """Run over all rows and write <run>/output. Goes on where an earlier start has ended."""
+    """Run over all rows and write <run>/output. Continues after the rows of an earlier start."""
     with Interrupts().noted() as interrupts:
         output_is_incidental()
         try:
@@ -54,7 +54,7 @@ def infer(
                     )
                 return
             if env.launcher is not None:
-                raise JobError(f"--nproc: {env.launcher} has started this process; tell it instead")
+                raise JobError(f"--nproc: {env.launcher} has started this process; use its own options")
 
             def load(world_size: int | None, again: bool) -> InferenceJob:
                 return load_job(InferenceJob, job, overrides, plugin, no_plugins, strict_plugins, again, world_size)

@@ -1,4 +1,4 @@
-"""Model directory behind what a command calls MODEL: an export, a run, a checkpoint, or an adapter on its base."""
+"""Model directory for a command's MODEL argument: an export, a run, a checkpoint, or an adapter with its base."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class FoundModel:
     """Model in Hugging Face layout on this machine.
 
     Attributes:
-        directory: with ``config.json`` and the weights.
-        adapter: directory of an adapter for it, if there is one.
-        origin: what it is, for people and to recognise it again.
+        directory: directory with ``config.json`` and the weights.
+        adapter: directory of an adapter; ``None`` without one.
+        origin: text that names the model and changes if the model does.
     """
 
     directory: Path
@@ -42,21 +42,21 @@ class FoundModel:
 def found_model(
     location: str, registry: Registry, note: Callable[[str], None], base: str | None = None
 ) -> Iterator[FoundModel]:
-    """Find the files of a command's model; a checkpoint is exported to a temporary directory for the block.
+    """Find the model of a command inside the block; a checkpoint is exported to a temporary directory.
 
-    A run's export is taken if it is there, else its adapter, else its newest checkpoint.
+    For a run, the export is used if there is one, else the adapter, else the newest checkpoint.
 
     Args:
-        location: a directory in Hugging Face layout, of an adapter, of a run, or of a checkpoint.
-        registry: has the model and the fine-tuning method that a checkpoint is of.
-        note: prints a line about long work.
-        base: model that an adapter belongs to; by default the one that it names.
+        location: directory of a model in Hugging Face layout, an adapter, a run, or a checkpoint.
+        registry: registry with the model and the fine-tuning method of a checkpoint.
+        note: prints a line about a long operation.
+        base: base model of an adapter; by default the model that the adapter names.
 
     Raises:
-        CheckpointError: there is no such model, or it cannot be read.
+        CheckpointError: the model does not exist or cannot be read.
     """
     if "://" in location:
-        raise CheckpointError(f"{location} is an address; copy the model to this machine, and name its directory")
+        raise CheckpointError(f"{location} is a remote address; copy the model to this machine")
     given = Path(location).expanduser()
     for directory in (given, given / "model"):
         if (directory / CONFIG).is_file():
@@ -66,7 +66,7 @@ def found_model(
         if (directory / ADAPTER_FILES.config).is_file():
             with found_model(base or _base_of(directory), registry, note) as found:
                 if found.adapter is not None:
-                    raise CheckpointError(f"{directory} belongs to {found.adapter}, an adapter too; name a full model")
+                    raise CheckpointError(f"{directory} is based on {found.adapter}, an adapter too; name a full model")
                 yield FoundModel(found.directory, directory, f"{_traces(directory)} on {found.origin}")
             return
     if not given.exists():
@@ -75,8 +75,8 @@ def found_model(
         raise CheckpointError(f"{given / CONFIG} is no regular file; copy the model's own file there")
     if not is_checkpoint(str(given)):
         raise CheckpointError(
-            f"{given} has neither a {CONFIG} nor checkpoints; name a directory in Hugging Face layout, of a run, or of "
-            "a checkpoint"
+            f"{given} has neither a {CONFIG} nor checkpoints; give the directory of a model in Hugging Face layout, "
+            "of a run, or of a checkpoint"
         )
     with tempfile.TemporaryDirectory(prefix="d9d-export-") as temporary:
         with CheckpointTensors(str(given)) as tensors:
@@ -88,7 +88,7 @@ def found_model(
 
 
 def _export(checkpoint: str, target: Path, registry: Registry, note: Callable[[str], None]) -> None:
-    """Export a checkpoint with the tokenizer of its run: that of the run's export, or of its data."""
+    """Export a checkpoint, with the tokenizer of its run's export or data."""
     run = Place.of(checkpoint).run
     try:
         exported = None if run is None else run / "model"
@@ -101,7 +101,7 @@ def _export(checkpoint: str, target: Path, registry: Registry, note: Callable[[s
 
 
 def _origin(run: Path | None) -> str | None:
-    """Directory that a run's weights started from, if it is a model on this machine. The job is read as data."""
+    """Directory of the local model that a run started from; ``None`` without one. Reads the job without plugins."""
     if run is None or not (run / JOB).is_file():
         return None
     model = Document.read(run / JOB, "near").values.get("model")
@@ -110,9 +110,9 @@ def _origin(run: Path | None) -> str | None:
 
 
 def _copy_tokenizer(source: Path, target: Path, note: Callable[[str], None]) -> None:
-    """Copy the tokenizer files that a run wrote when it started, in place of other ones."""
+    """Replace tokenizer files by the ones that the run wrote at its start."""
     if not source.is_dir():
-        note(f"no tokenizer from the run's data: {source} is not there; name one with --tokenizer DIR")
+        note(f"no tokenizer from the run's data: {source} does not exist; name one with --tokenizer DIR")
         return
     try:
         files = {file.name: read_regular(file, links="none") for file in sorted(source.iterdir())}
@@ -130,13 +130,13 @@ def _base_of(adapter: Path) -> str:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     if not isinstance(name, str) or not Path(name).expanduser().exists():
         raise CheckpointError(
-            f"{adapter} is an adapter of {name!r}, which is not here; name its model with --base MODEL"
+            f"{adapter} is an adapter of {name!r}, which does not exist here; name it with --base MODEL"
         )
     return name
 
 
 def _traces(directory: Path) -> str:
-    """Path of a directory with the sizes and times of its files: another model there has others."""
+    """Text with a directory's path and its files' sizes and times, which changes if the model does."""
     files = sorted(file for file in directory.iterdir() if file.is_file())
     facts = [(file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
     return f"{directory.resolve()} {facts}"

@@ -1,1 +1,1 @@
-"""Evaluation of trained models: losses and metrics over whole datasets, and comparison of two models."""
+"""Evaluation of trained models on whole datasets, and comparison of two models."""

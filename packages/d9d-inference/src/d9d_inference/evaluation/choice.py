@@ -1,4 +1,4 @@
-"""Choice of one of a run's checkpoints: the newest, the best, or that of a step."""
+"""Choice of a run's checkpoint: newest, best, or of a step."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from d9d_weights.checkpoint.names import folder
 from d9d_weights.files.open import open_store
 from d9d_weights.sharding.agreement import on_main
 
-#: Newest or best checkpoint, or that of a step.
+#: Choice of a checkpoint: newest, best, or a step.
 Which = Literal["newest", "best"] | int
 
 
 def choose_checkpoint(store: CheckpointStore, which: Which, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Choose and open a checkpoint; ``None`` if the newest is asked for and none is there. Collective over all ranks.
+    """Choose and open a checkpoint; ``None`` if the newest is wanted and none exists. Collective over all ranks.
 
     Args:
-        store: of the run; its retention says by which series, and in which direction, the best one is chosen.
-        which: the newest, the best, or a step.
-        warn: called on the first rank.
+        store: checkpoint store of the run; its retention rules define the best checkpoint.
+        which: ``newest``, ``best`` or a step.
+        warn: called with a text on the first rank.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: the checkpoint does not exist, or is damaged.
     """
     if which == "newest":
         return store.newest(warn)
@@ -40,16 +40,18 @@ def choose_checkpoint(store: CheckpointStore, which: Which, warn: Callable[[str]
 
 
 def _best(store: CheckpointStore, steps: list[int]) -> int:
-    """Step of the best checkpoint, the newest of equally good ones."""
+    """Step of the best checkpoint; of equally good ones, the newest."""
     rule = store.retention.best
     if rule is None:
-        raise CheckpointError(f"{store.directory}: the job has no 'checkpoint.best', so no checkpoint is the best one")
+        raise CheckpointError(f"{store.directory}: the job has no 'checkpoint.best', which defines the best checkpoint")
     storage, scores = open_store(store.directory), {}
     for step in steps:
         score = read_manifest(storage, folder(step)).get("score") or {}
         if score.get("series") == rule.series:
             scores[step] = score["value"]
     if not scores:
-        raise CheckpointError(f"{store.directory}: no checkpoint has a value of '{rule.series}', so none is the best")
+        raise CheckpointError(
+            f"{store.directory}: no checkpoint has a value of '{rule.series}', so there is no best checkpoint"
+        )
     sign = 1 if rule.mode == "min" else -1
     return min(scores, key=lambda step: (sign * scores[step], -step))

@@ -1,4 +1,4 @@
-"""Evaluation of a trained model: composed without an optimizer, and run once."""
+"""Evaluation of a trained model, composed without an optimizer."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Options:
     """Options of an evaluation.
 
     Attributes:
-        limit: only samples whose first row is below this count; ``None`` for all.
-        compared: keep the losses of single samples.
+        limit: count only samples whose first row is below this number; ``None`` counts all.
+        compared: whether to keep the losses of single samples.
     """
 
     limit: int | None = None
@@ -59,17 +59,17 @@ class Options:
 def evaluate(
     subject: Subject, topology: Topology, note: Note, limit: int | None = None, other: Subject | None = None
 ) -> Report:
-    """Compose the evaluation of a model, perhaps compared with another, and run it. Collective over all ranks.
+    """Evaluate a model, and optionally compare it with another one. Collective over all ranks.
 
     Args:
-        subject: the model and the data.
+        subject: model and data.
         topology: this process among others.
         note: prints a line.
-        limit: only samples whose first row is below this count; ``None`` for all.
-        other: another model, with the same data.
+        limit: count only samples whose first row is below this number; ``None`` counts all.
+        other: model to compare with, on the same data.
 
     Raises:
-        D9dError: the job, the data or the weights cannot be used; the text says why.
+        D9dError: the job, the data or the weights cannot be used.
     """
     options = Options(limit, other is not None)
     first, losses = _evaluated(subject, topology, note, options)
@@ -82,7 +82,7 @@ def evaluate(
 def _evaluated(
     subject: Subject, topology: Topology, note: Note, options: Options
 ) -> tuple[Evaluated, Mapping[str, SampleLosses]]:
-    """Values of a model, and the losses of its samples if they are to be compared. Collective over all ranks."""
+    """Values of a model, and losses of single samples if models are compared. Collective over all ranks."""
     job: JobConfig = subject.job
     selection: Selection = subject.job.check_layout(topology.world_size)
     root = compose_root(job, selection, subject.job.registry, topology, note)
@@ -90,7 +90,7 @@ def _evaluated(
     task = CheckedTask(selection.task, own_task)
     assembly = assemble_forward(root)
     checkpoint = _checkpoint(subject, topology, note)
-    # What a checkpoint has need not be read twice; a frozen copy of the start does.
+    # Skip weights that the checkpoint replaces, unless a first pass needs the initial weights.
     complete = checkpoint is not None and not checkpoint.manifest.get("left_out")
     drawn = complete and not isinstance(own_task, TwoPassTask)
     start = job.model_copy(update={"loading": job.loading.model_copy(update={"weights": False})}) if drawn else job
@@ -110,7 +110,7 @@ def _evaluated(
         build_set(surroundings, name, part, None, metrics, first, options.limit)
         for name, part in zip(_section(job), selection.evaluation, strict=True)
     ]
-    # Not before: a reference is the model as training starts, and what it says of the data may be stored by now.
+    # Load after the first pass is built: its reference uses the initial weights, and may just have stored its results.
     if checkpoint is not None:
         _load(checkpoint, forward, topology)
     note(f"model: {_origin(subject, checkpoint)} on {topology.device}")
@@ -156,7 +156,7 @@ def _under(prefix: str, values: Mapping[str, V]) -> dict[str, V]:
 
 
 def _over_outputs(selection: Selection) -> list[Part]:
-    """Metrics over what the task observes; others are of training alone."""
+    """Metrics over the task's observations, without metrics of modules, which work in training only."""
     return [
         (chosen, config)
         for chosen, config in selection.evaluation_metrics
@@ -165,7 +165,7 @@ def _over_outputs(selection: Selection) -> list[Part]:
 
 
 def _checkpoint(subject: Subject, topology: Topology, note: Note) -> Checkpoint | None:
-    """Checkpoint that the weights are from, if they are from one. Collective over all ranks."""
+    """Open the checkpoint with the weights; ``None`` for pretrained weights. Collective over all ranks."""
     if not subject.run:
         return None
     which: Which = int(subject.checkpoint) if subject.checkpoint.isdecimal() else subject.checkpoint  # type: ignore[assignment]
@@ -176,7 +176,7 @@ def _checkpoint(subject: Subject, topology: Topology, note: Note) -> Checkpoint 
 
 
 def _load(checkpoint: Checkpoint, forward: ForwardModel, topology: Topology) -> None:
-    """Fill the model from a checkpoint. Collective over all ranks."""
+    """Load the model's weights from a checkpoint. Collective over all ranks."""
     assembly = forward.assembly
     tensors = {_MODEL + name: tensor for name, tensor in model_tensors(forward.model).items()}
     left_out = set(checkpoint.manifest.get("left_out", ()))
@@ -188,7 +188,7 @@ def _load(checkpoint: Checkpoint, forward: ForwardModel, topology: Topology) -> 
 
 @torch.no_grad()
 def _average(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], slot: str, weight: float) -> None:
-    """Make the weights to evaluate of those that were trained. Collective over all ranks."""
+    """Interpolate the trained weights with an optimizer slot to the averaged weights. Collective over all ranks."""
     table = checkpoint.manifest["tensors"]
     slots = {name: f"optimizer/{name.removeprefix(_MODEL)}/{slot}" for name in tensors}
     others = {

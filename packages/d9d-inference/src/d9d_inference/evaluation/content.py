@@ -1,4 +1,4 @@
-"""Datasets of single files, chosen by what is in them."""
+"""Datasets for single files, chosen by the files' contents."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 from d9d_core.errors import JobError
 from d9d_core.untrusted import open_regular, parse_json
 
-#: Fields of a job's data that suit other files of the same kind.
+#: Fields of a job's data section that also apply to other files.
 _KEPT = (
     "tokenizer", "sequence_length", "end_of_text", "template_arguments", "pad_multiple", "loss", "too_long",
     "special_tokens", "tool_arguments",
 )  # fmt: skip
-#: Most bytes of the first record.
+#: Largest size of the first record in bytes.
 _MOST = 64 * 2**20
 
 
 def dataset_of(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Dataset of a file by its content, as a job file would have it: conversations or documents, each its own sample.
+    """Dataset section for a file, by its content: conversations or documents, each of them one sample.
 
-    JSON lines with ``messages``, or with ``prompt`` and ``completion``, are conversations; those with ``text``, and
-    files of text, are documents.
+    JSON lines with ``messages``, or with ``prompt`` and ``completion``, are conversations; JSON lines with ``text``,
+    and text files, are documents.
 
     Args:
-        path: of the file.
-        like: data of the job, of which tokenizer and length are taken over.
+        path: path of the file.
+        like: data section of the job, whose tokenizer and length are used.
 
     Raises:
-        JobError: the file cannot be read, or its records are neither.
+        JobError: the file cannot be read, or its records are of another kind.
     """
     structured = path.suffix in (".jsonl", ".ndjson")
     try:
@@ -39,7 +39,7 @@ def dataset_of(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     except OSError as error:
         raise JobError(f"--data: {path} cannot be read: {error.strerror or error}") from error
     if not line:
-        raise JobError(f"--data: {path} is empty; there is nothing to evaluate on")
+        raise JobError(f"--data: {path} is empty; give a file with records")
     name, fields = "documents", {"field": "text"} if structured else {}
     if structured:
         try:

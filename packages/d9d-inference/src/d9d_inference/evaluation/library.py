@@ -1,4 +1,4 @@
-"""Evaluation from Python: what ``d9d evaluate`` does, in this process. Imports no torch."""
+"""Evaluation from Python, as by ``d9d evaluate``, in this process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def evaluate(
     note: Callable[[str], None] = print_note,
     topology: Topology | None = None,
 ) -> Report:
-    """Evaluate as a library: losses and metrics of a trained model on whole datasets. Collective over all ranks.
+    """Evaluate a trained model on whole datasets. Collective over all ranks.
 
     The values of dataset ``name`` are in ``report.first.sets[name]``.
 
     Args:
-        target: job, its file, directory of a run or of one of its checkpoints, or a published model.
-        data: files of documents or conversations; by default the datasets of the job's evaluation, or its data.
-        like: job that says task, data and layout for a published model.
-        checkpoint: ``newest`` (the default), ``best`` or a step.
-        limit: only the first rows of each dataset.
-        compare: another model, to be compared with on the same samples.
-        overrides: ``section.field=value``, for files.
-        note: gets one line about each piece of long work, and warnings.
+        target: job, job file, directory of a run or of one of its checkpoints, or a pretrained model.
+        data: files of documents or conversations; by default the job's evaluation datasets, or its training data.
+        like: job with the task, data and layout for a pretrained model.
+        checkpoint: ``newest`` (default), ``best`` or a step.
+        limit: number of rows to use from each dataset.
+        compare: model to compare with, on the same samples.
+        overrides: ``section.field=value``, for job files.
+        note: called with one line of text for each warning and at the start of long operations.
         topology: this process among others, from :meth:`Job.joined`; by default it is alone.
 
     Raises:
-        D9dError: the model cannot be evaluated; the text says why.
+        D9dError: the model cannot be evaluated.
     """
     world_size = 1 if topology is None else topology.world_size
     policy = PluginPolicy.from_environment(os.environ)

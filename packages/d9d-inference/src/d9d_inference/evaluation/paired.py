@@ -1,13 +1,12 @@
 """Paired comparison of the mean losses of two models on the same samples.
 
-The mean loss of a term is a ratio, sum of losses over sum of weights, and the difference of two models with the same
-weights is the ratio of the sum of the differences to the sum of the weights. Samples are drawn, not tokens: the tokens
-of a sample depend on each other, so each sample is a cluster. The standard error is that of a ratio by linearisation
-(Cochran 1977, Sampling Techniques, chapter 6): with differences d_i and weights w_i of n samples and
-D = sum d / sum w, the residuals e_i = (d_i - D w_i) / mean(w) give var(D) = sum e_i^2 / (n (n - 1)). Pairing takes out
-what makes samples easy or hard for both models (Miller 2024, Adding Error Bars to Evals: clustered and paired
-standard errors). The interval is D +- t standard errors, t being the quantile of Student's distribution with n - 1
-degrees of freedom.
+The mean loss of a term is a ratio: sum of losses over sum of weights. With equal weights for two models, the difference
+of their means is the ratio of summed differences to summed weights. The tokens of a sample depend on each other, so
+each sample is a cluster. The standard error of the ratio is computed by linearisation (Cochran 1977, Sampling
+Techniques, chapter 6): with differences d_i and weights w_i of n samples and D = sum d / sum w, the residuals
+e_i = (d_i - D w_i) / mean(w) give var(D) = sum e_i^2 / (n (n - 1)). Pairing removes the variance between easy and hard
+samples (Miller 2024, Adding Error Bars to Evals: clustered and paired standard errors). The interval is D +- t standard
+errors, with the quantile t of Student's distribution with n - 1 degrees of freedom.
 
 Shapes: n samples, T loss terms.
 """
@@ -23,7 +22,7 @@ import numpy.typing as npt
 from d9d_core.errors import DataError
 
 Values = npt.NDArray[np.float64]
-#: With fewer samples the approximation of the quantile is too rough, and so is everything else.
+#: With fewer samples, the approximation of the quantile is too inaccurate.
 _FEWEST = 5
 
 
@@ -32,10 +31,10 @@ class Difference:
     """Paired difference of two models' mean losses on the same samples, with its confidence interval.
 
     Attributes:
-        mean: of the first model less that of the other; below 0 the first one is better.
-        standard_error: of the mean.
-        low, high: ends of the interval.
-        confidence: with which it holds the true difference.
+        mean: mean loss of the first model minus the other's; below 0 the first model is better.
+        standard_error: standard error of the mean.
+        low, high: ends of the confidence interval.
+        confidence: confidence level of the interval.
         samples: number of samples.
     """
 
@@ -48,19 +47,19 @@ class Difference:
 
     @property
     def is_none(self) -> bool:
-        """Whether no difference was found: zero is inside of the interval."""
+        """Whether zero is inside the interval, so that no difference was found."""
         return self.low <= 0 <= self.high
 
 
 def compare(first: Values, other: Values, weights: Values, coefficients: Values, confidence: float) -> Difference:
-    """Compare two models by paired samples; see the module.
+    """Compare two models on paired samples; see the module's docstring.
 
     Args:
-        first: [n, T] sums of the loss terms of each sample under the first model.
-        other: [n, T] likewise under the other.
-        weights: [n, T] their weights, which do not depend on the model.
-        coefficients: [T] of the terms in the loss.
-        confidence: of the interval, such as 0.95.
+        first: [n, T] sums of each sample's loss terms under the first model.
+        other: [n, T] sums under the other model.
+        weights: [n, T] weights, which do not depend on the model.
+        coefficients: [T] coefficients of the terms in the loss.
+        confidence: confidence level, such as 0.95.
 
     Raises:
         DataError: there are too few samples.
@@ -81,7 +80,7 @@ def compare(first: Values, other: Values, weights: Values, coefficients: Values,
 
 
 def quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's distribution, by its expansion (Abramowitz and Stegun 1964, 26.7.5); 4 degrees or more."""
+    """Quantile of Student's distribution, by a series (Abramowitz and Stegun 1964, 26.7.5); for at least 4 degrees."""
     z = NormalDist().inv_cdf(probability)
     terms = [
         (z**3 + z) / 4,

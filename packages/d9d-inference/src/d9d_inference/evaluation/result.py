@@ -11,14 +11,14 @@ from d9d_inference.evaluation.paired import Difference
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Result of the evaluation of one model: its values.
+    """Values of one evaluated model.
 
     Attributes:
-        name: of the model, as the user gave it.
-        step: of the checkpoint its weights are from; ``None`` if they are published ones.
-        sets: values by set and series.
-        tables: tables of metrics by set and series, as lists of rows.
-        samples: numbers of samples that count, by set.
+        name: name of the model, as given by the user.
+        step: step of the checkpoint with the weights; ``None`` for pretrained weights.
+        sets: set -> series -> value.
+        tables: set -> series -> table of a metric, as a list of rows.
+        samples: set -> number of counted samples.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Evaluated:
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it."""
+        """Convert to JSON values."""
         sets = {name: {"samples": self.samples[name], **values} for name, values in self.sets.items()}
         for name, tables in self.tables.items():
             sets[name] = {**sets[name], **tables}
@@ -37,12 +37,12 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of ``d9d evaluate``: the report on one model, or on two that are compared.
+    """Result of ``d9d evaluate`` for one model, or for two compared models.
 
     Attributes:
-        first: the model.
-        other: the model that it is compared with, if there is one.
-        differences: of the mean losses, the first model's less the other's, by set.
+        first: values of the model.
+        other: values of the model to compare with; ``None`` without one.
+        differences: set -> mean loss of the first model minus the other's.
     """
 
     first: Evaluated
@@ -50,7 +50,7 @@ class Report:
     differences: Mapping[str, Difference] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it."""
+        """Convert to JSON values."""
         values = self.first.to_json()
         if self.other is not None:
             compared = {name: self._verdict(name) for name in self.differences}
@@ -58,7 +58,7 @@ class Report:
         return values
 
     def verdict(self, name: str) -> str:
-        """Sentence about the difference on a set."""
+        """Phrase about the difference of the models on a set."""
         assert self.other is not None
         found = self.differences[name]
         if found.is_none:

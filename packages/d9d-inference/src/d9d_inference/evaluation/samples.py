@@ -25,13 +25,13 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SampleLosses:
-    """Losses of the single samples of an evaluation's set.
+    """Losses of single samples in an evaluation set.
 
     Attributes:
         rows: int64 [n], first row of each sample, ascending.
-        sums: [n, T], of the loss terms.
-        weights: [n, T], of these.
-        coefficients: of the terms in the loss.
+        sums: [n, T] sums of the loss terms.
+        weights: [n, T] weights of the terms.
+        coefficients: coefficients of the terms in the loss.
     """
 
     rows: npt.NDArray[np.int64]
@@ -40,20 +40,20 @@ class SampleLosses:
     coefficients: Mapping[str, float]
 
     def difference(self, other: SampleLosses, where: str, confidence: float = 0.95) -> Difference:
-        """Difference of the mean losses, this one's less the other's.
+        """Difference of the mean losses: these minus the other model's.
 
         Args:
-            other: of another model, on the same data.
+            other: losses of another model on the same data.
             where: name of the set, for messages.
-            confidence: of the interval.
+            confidence: confidence level of the interval.
 
         Raises:
-            DataError: the losses are not of the same samples, or one is no number.
+            DataError: the samples differ, or a loss is not finite.
         """
         alike = self.rows.shape == other.rows.shape and bool((self.rows == other.rows).all())
         if not alike or list(self.coefficients) != list(other.coefficients):
             raise DataError(
-                f"{where}: the two models do not see the same samples; compare models of one task and length"
+                f"{where}: the two models have different samples; compare models with the same task and sequence length"
             )
         if not np.allclose(self.weights, other.weights):
             raise DataError(
@@ -67,10 +67,10 @@ class SampleLosses:
 
 
 class SampleRecorder:
-    """Recorder of the losses of single samples, from outputs and microbatches that are cut to one sample.
+    """Records the losses of single samples, by cutting outputs and microbatches to one sample at a time.
 
     Args:
-        task: turns microbatches into losses.
+        task: computes losses.
     """
 
     def __init__(self, task: CheckedTask) -> None:
@@ -79,7 +79,7 @@ class SampleRecorder:
         self._values: dict[str, list[Tensor]] = defaultdict(list)
 
     def __call__(self, name: str, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> None:
-        """Take in a microbatch of a set, without fillers. Does not wait for the device."""
+        """Record the losses of a set's microbatch, without fillers. Does not wait for the device."""
         firsts = microbatch[ROWS]
         texts = len(firsts) // len(microbatch["samples"]) if "samples" in microbatch else 1
         terms = list(self._task.coefficients)
@@ -91,9 +91,9 @@ class SampleRecorder:
         self._rows[name].append(firsts[::texts])
 
     def gather(self, name: str, group: dist.ProcessGroup | None) -> SampleLosses:
-        """Losses of the samples of a set on all ranks, which may have parts of a sample. Collective over the group."""
+        """Merge a set's losses over ranks, which may have parts of the same sample. Collective over the group."""
         terms = len(self._task.coefficients)
-        own: dict[str, Any] = {"rows": [], "values": []}  # lists, which travel as JSON
+        own: dict[str, Any] = {"rows": [], "values": []}  # lists, which are sent as JSON
         if self._rows[name]:
             own["rows"] = torch.cat(self._rows[name]).tolist()
             own["values"] = torch.stack(self._values[name]).double().tolist()

@@ -1,4 +1,4 @@
-"""Subjects of ``d9d evaluate``: a job file, the directory of a run, or a published model. Imports no torch."""
+"""Subjects of ``d9d evaluate``: a job file, a run's directory, or a pretrained model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from d9d_engine.run.directory import JOB, PLUGINS
 
 from d9d_inference.evaluation.content import dataset_of
 
-#: Sizes for a published model without a job.
+#: Batch sizes for a pretrained model without a job.
 _BATCH = {"size": 64, "microbatch": 8}
-#: Most positions of a sample, unless the model has fewer.
+#: Largest number of positions of a sample, unless the model supports fewer.
 _LENGTH = 2048
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Model that is evaluated, with the data that it is evaluated on.
+    """Model to evaluate, with the data.
 
     Attributes:
-        name: as the user gave it.
-        job: with all datasets in ``evaluation.sets``.
+        name: name of the model, as given by the user.
+        job: job with all datasets in ``evaluation.sets``.
         run: whether weights come from a checkpoint of the job's run; else from ``model.pretrained``.
         checkpoint: ``newest``, ``best`` or a step.
-        note: what became of a run's layout, for the user.
+        note: text for the user about a changed layout; ``None`` if the layout is unchanged.
     """
 
     name: str
@@ -51,15 +51,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Request:
-    """Request for the subject of ``d9d evaluate``: the options beside its target.
+    """Options of ``d9d evaluate``, without its target.
 
     Attributes:
-        files: of samples, in place of the datasets of a job.
-        like: job, or its file, that says task, data and layout for a published model.
+        files: files of samples, used instead of the job's datasets.
+        like: job, or job file, with the task, data and layout for a pretrained model.
         checkpoint: ``newest``, ``best`` or a step.
         overrides: ``section.field=value``.
         policy: restrictions on plugins.
-        world_size: number of processes, to which the layout of a run gives way; ``None`` keeps that.
+        world_size: number of processes, which replaces the layout of a run; ``None`` keeps the run's layout.
     """
 
     files: Sequence[Path] = ()
@@ -74,7 +74,7 @@ class Request:
         return Job.load(path, overrides=self.overrides, policy=self.policy, world_size=self.world_size)
 
     def load_saved(self, path: Path) -> Job:
-        """Load the job file in the directory of a run as data; see :mod:`d9d_core.job_file.saved_job`."""
+        """Load the job file of a run as data; see :mod:`d9d_core.job_file.saved_job`."""
         step = [] if self.checkpoint is None else ["--checkpoint", self.checkpoint]
         trust = shlex.join(["d9d", "evaluate", str(path), *step])
         policy = self.policy or PluginPolicy()
@@ -85,50 +85,50 @@ class Request:
 
 
 def find_subject(target: str | Job, request: Request, registry: Registry) -> Subject:
-    """Find the subject of ``d9d evaluate``: a job, a run or a published model.
+    """Find the model and data to evaluate.
 
     Args:
-        target: job or its file, directory of a run or of one of its checkpoints, or a model in Hugging Face layout.
-        request: the other options.
-        registry: meaning of names, for a model without a job.
+        target: job, job file, directory of a run or of one of its checkpoints, or a model in Hugging Face layout.
+        request: further options.
+        registry: registry of the plugins, for a model without a job.
 
     Raises:
-        D9dError: it is none of these, it has no weights, or an option does not go with it.
+        D9dError: the target is none of these, has no weights, or does not fit an option.
     """
     chosen = request.checkpoint
     if chosen is not None and chosen not in ("newest", "best") and not chosen.isdecimal():
-        raise JobError(f"--checkpoint: '{chosen[:40]}' is none; use newest, best, or the number of a step")
+        raise JobError(f"--checkpoint: '{chosen[:40]}' is no checkpoint; use newest, best, or the number of a step")
     if isinstance(target, Job):
         return _of_job(target.run.name, target, request)
     place = Place.of(target)
     path = place.path
     if place.kind == "file" and path.suffix != ".safetensors":
-        if path.name == JOB and (path.parent / PLUGINS).is_file():  # which every run has beside its job
+        if path.name == JOB and (path.parent / PLUGINS).is_file():  # every run's directory has both files
             return _of_run(target, path.parent, request, request.load)
         return _of_job(target, request.load(path), request)
     if place.kind == "checkpoint":
         if chosen is not None:
-            raise JobError(f"--checkpoint: {target} is a checkpoint already; leave one of them out")
+            raise JobError(f"--checkpoint: {target} is a checkpoint itself; remove it")
         step = path.name.rpartition("-")[2]
         if place.run is None or not step.isdecimal():
-            raise JobError(f"{target} lies in no run, so nothing says on which data; name the run: d9d evaluate RUN")
+            raise JobError(f"{target} is not in a run, so its data is unknown; give the run: d9d evaluate RUN")
         request = replace(request, checkpoint=str(int(step)))
         return _of_run(target, place.run, request, request.load_saved)
     if place.kind == "run":
         return _of_run(target, path, request, request.load_saved)
     if place.kind in ("address", "file", "model"):
         if chosen is not None:
-            raise JobError(f"--checkpoint: {target} is a published model, which has no checkpoints; leave it out")
+            raise JobError(f"--checkpoint: {target} is a pretrained model, which has no checkpoints; remove it")
         return _of_model(target, request, registry)
-    what = "there is nothing there" if not path.exists() else "it has neither job.yaml nor config.json"
+    what = "it does not exist" if not path.exists() else "it has neither job.yaml nor config.json"
     raise JobError(f"{target}: {what}; give a job file, the directory of a run, or a model in Hugging Face layout")
 
 
 def same_data(other: Subject, first: Subject) -> Subject:
-    """Subject on the data of another, in its layout, so that the two can be compared.
+    """Subject with the data and layout of another one, for a comparison.
 
     Raises:
-        JobError: the job does not go together with it.
+        JobError: the model's job does not fit this data or layout.
     """
     values, own = first.job.resolved(), other.job.resolved()
     kept = {name: own[name] for name in ("model", "peft", "run", "loading", "precision", "checkpoint", "seed")}
@@ -141,21 +141,21 @@ def _of_run(target: str, run: Path, request: Request, load: Callable[[Path], Job
     if not record.is_file():
         raise JobError(f"{target}: {run} has no job.yaml, so it is no run; give the job file or the run's directory")
     job, note = _for_processes(target, load(record), request)
-    # A run may have been moved.
+    # The run's directory may have been moved.
     moved = job.run.model_copy(update={"dir": run.resolve().parent, "name": run.resolve().name})
     job = job.model_copy(update={"run": moved}).use(job.registry, job.source)
     return replace(_of_job(target, job, request), run=True, note=note)
 
 
 def _for_processes(target: str, job: Job, request: Request) -> tuple[Job, str | None]:
-    """Job of a run for the processes there are, whatever the run was trained in; and a note about it."""
+    """Fit a run's job to the number of processes; return the job and a note if its layout changed."""
     trained, here = job.mesh.world_size, request.world_size
     given = any(one.startswith(("mesh", "parallel", "pipeline")) for one in request.overrides)
     if here is None or here == trained or given:
         return job, None
     values = {**job.resolved(), "pipeline": None}
     del values["mesh"]
-    # What uses no axis of the mesh stays, such as compilation.
+    # Keep strategies that use no mesh axis, such as compilation.
     specs = [job.registry.find("strategy", one.selector).spec for one in job.parallel]
     kept = [isinstance(spec, StrategySpec) and not spec.axes for spec in specs]
     values["parallel"] = [value for value, stays in zip(values["parallel"], kept, strict=True) if stays]
@@ -170,7 +170,7 @@ def _processes(count: int) -> str:
 
 def _of_job(target: str, job: Job, request: Request) -> Subject:
     if isinstance(request.like, Path):
-        raise JobError(f"--like: {target} is a job itself, or has one; leave it out")
+        raise JobError(f"--like: {target} is a job, or has one; remove --like")
     location = job.checkpoint.location(job.run.directory)
     trained = isinstance(location, str) or any(Path(location).glob("step-*"))
     pretrained = isinstance(job.model, ModelConfig) and job.model.pretrained is not None and job.loading.weights
@@ -178,7 +178,7 @@ def _of_job(target: str, job: Job, request: Request) -> Subject:
         raise JobError(
             f"{target}: the run has no checkpoint in {location}"
             + ("" if request.checkpoint else ", and the job has no 'model.pretrained'")
-            + "; train first (d9d train), or give the directory of a model"
+            + "; train first (d9d train), or evaluate the directory of a model"
         )
     return Subject(target, _evaluated(job.resolved(), job, request.files), trained, request.checkpoint or "newest")
 
@@ -193,9 +193,7 @@ def _of_model(target: str, request: Request, registry: Registry) -> Subject:
         values["loading"] = {**values["loading"], "weights": True}
         return Subject(target, _evaluated(values, like, request.files), run=False)
     if not request.files:
-        raise JobError(
-            f"{target}: nothing says on which data; add --data FILE.jsonl, or --like JOB for the data of a job"
-        )
+        raise JobError(f"{target}: no data is given; add --data FILE.jsonl, or --like JOB for the data of a job")
     config = read_config_json(target)
     most = config.get("max_position_embeddings")
     length = min(most, _LENGTH) if isinstance(most, int) and most > 0 else _LENGTH
@@ -216,12 +214,12 @@ def _of_model(target: str, request: Request, registry: Registry) -> Subject:
 
 
 def _evaluated(values: Mapping[str, Any], job: Job, files: Sequence[Path]) -> Job:
-    """Job with the datasets to evaluate as sets, and nothing that only training needs."""
+    """Job with the datasets to evaluate as evaluation sets, without parts that only training needs."""
     section = job.evaluation
     if files:
         datasets = {path.stem: dataset_of(path, values["data"]) for path in files}
         if len(datasets) < len(files):
-            raise JobError("--data: two files have one name, by which they would be told apart; rename one")
+            raise JobError("--data: two files have the same name, which must be unique; rename one")
     elif section is None:
         datasets = {"data": values["data"]}
     else:
@@ -246,7 +244,7 @@ def _section(datasets: Mapping[str, Any], metrics: Sequence[Any]) -> dict[str, A
 
 
 def _model_of(target: str, config: Mapping[str, Any], registry: Registry) -> str:
-    """Name of the model whose Hugging Face layout reads a ``config.json``."""
+    """Name of the model plugin whose Hugging Face layout can read a ``config.json``."""
     found = []
     for entry in registry.entries("model"):
         if not isinstance(entry.spec, ModelSpec) or entry.spec.hugging_face is None:
@@ -261,12 +259,12 @@ def _model_of(target: str, config: Mapping[str, Any], registry: Registry) -> str
     kind = ", ".join(map(str, config.get("architectures") or [])) or "no architecture"
     if not found:
         raise JobError(f"{target}: no installed model reads its config.json (it states {kind}); see d9d plugins")
-    raise JobError(f"{target}: {', '.join(map(str, found))} read its config.json; give the one to use in a job: --like")
+    raise JobError(f"{target}: {', '.join(map(str, found))} can read its config.json; name one in a job: --like JOB")
 
 
 def _any_optimizer(registry: Registry) -> str:
-    """Name of an optimizer: a job has to have one, and an evaluation does not build it."""
+    """Name of an optimizer: a job must name one, although an evaluation does not build it."""
     names = sorted({entry.spec.key for entry in registry.entries("optimizer")})
     if not names:
-        raise JobError("no optimizer is installed, which a job names even if it only evaluates; install d9d-optim")
+        raise JobError("no optimizer is installed, but every job must name one; install d9d-optim")
     return "adamw" if "adamw" in names else names[0]

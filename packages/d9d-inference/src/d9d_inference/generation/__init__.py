@@ -1,1 +1,1 @@
-"""Texts from models: generation with transformers from an export, and a decoder over the model in training."""
+"""Text generation: with transformers from an export, and with a decoder for the model in training."""

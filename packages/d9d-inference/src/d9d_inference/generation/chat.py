@@ -1,4 +1,4 @@
-"""Conversation with a model over standard input and output."""
+"""Conversation with a model on standard input and output."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def chat(
     system: str | None,
     note: Callable[[str], None],
 ) -> None:
-    """Chat with a model: it answers each line of standard input until it ends; the whole conversation is kept.
+    """Answer each line of standard input until its end; the model sees the whole conversation.
 
     Args:
-        model: that answers.
-        decoding: how; each reply draws anew from its seed.
-        tools: schemas of the tools that the model may call.
-        system: first message.
-        note: prints a line for people.
+        model: model that answers.
+        decoding: decoding settings; each reply is sampled with the same seed.
+        tools: schemas of tools that the model may call.
+        system: system message.
+        note: prints a line for the user.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C ended it; its text says after how many replies.
-        DataError: the conversation has become longer than the model's positions.
+        KeyboardInterrupt: Ctrl-C ended the conversation; the text has the number of replies.
+        DataError: the conversation is longer than the model's positions.
     """
     messages: list[Mapping[str, Any]] = []
     replies = 0
@@ -49,7 +49,7 @@ def chat(
 
 
 def _next_line() -> str | None:
-    """Next line of standard input, asked for on a terminal; ``None`` at its end."""
+    """Next line of standard input, with a prompt on a terminal; ``None`` at the end."""
     if sys.stdin.isatty():
         try:
             return input("> ")

@@ -1,10 +1,9 @@
-"""Decoder over a forward pass: continuations of token sequences, in any layout, without a cache of keys and values.
+"""Decoder that generates with full forwards, in any layout, without a cache of keys and values.
 
-Each new token costs a forward over the padded sequences, which needs nothing of the model but its logits. The shape of
-a forward depends on the microbatch alone: so does, bit for bit, what the model says of it, in every layout that
-computes a microbatch in the same way.
+Each new token costs a forward over the padded sequences; the model only has to return logits. The shape of a forward
+depends only on the microbatch, so the results are bitwise the same in every layout that computes a microbatch alike.
 
-Shapes: B samples of a microbatch, S positions, N most new tokens, V words of the vocabulary.
+Shapes: B samples of a microbatch, S positions, N new tokens at most, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -25,30 +24,30 @@ from d9d_engine.step.randomness import derive_seed
 from torch import Tensor
 from torch import distributed as dist
 
-#: Runs the model over microbatches, and calls a function with what the last stage returns for each.
+#: Function that runs the model over microbatches, and calls another one with the last stage's outputs for each.
 Forward = Callable[[Pack, Callable[[Mapping[str, Tensor], Microbatch], None]], None]
-#: Axes along which ranks have sequences of their own; the others compute the same ones together.
+#: Axes along which ranks have different sequences; ranks along other axes compute the same sequences together.
 _DATA = ("dp_replicate", "dp_shard")
-#: Contributions of a rank that does not decide, and of one that should and cannot; ids of tokens are larger.
+#: Values in the all-reduce of tokens: rank does not choose; logits not finite; no logits. All are below token ids.
 _OTHERS, _NOT_FINITE, _NO_LOGITS = -3, -2, -1
-#: Behind the last new token.
+#: Value after the last new token.
 _NOTHING = -1
-#: Positions by which the forward of a microbatch grows.
+#: The width of a forward is rounded up to a multiple of this.
 _GROWTH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Sequences of one microbatch of the decoder, which grow.
+    """Growing sequences of one microbatch.
 
     Attributes:
-        tokens: int64 [B, S + N] on the device, and maybe padding behind.
-        lengths: int64 [B] on the device, tokens of each so far.
-        longest: most tokens of one at the start.
-        growth: positions by which a forward grows.
-        numbers: rows whose draws each makes; -1 for fillers, which are not continued.
-        new: int64 [B, N] on the host, the new tokens, -1 behind the last.
-        ended: bool [B] on the host, whether the last token is one that ends a sequence.
+        tokens: int64 [B, S + N] on the device, maybe with more padding.
+        lengths: int64 [B] on the device, current number of tokens of each sequence.
+        longest: largest number of tokens at the start.
+        growth: the width of a forward is rounded up to a multiple of this.
+        numbers: row index of each sequence, which seeds its sampling; -1 for fillers, which are not continued.
+        new: int64 [B, N] on the host, the new tokens, -1 after the last one.
+        ended: bool [B] on the host, whether the last token ends the sequence.
     """
 
     tokens: Tensor
@@ -61,12 +60,12 @@ class Sequences:
 
     @classmethod
     def of(cls, microbatch: Microbatch, new: int, multiple: int = 1) -> Sequences:
-        """Sequences of a microbatch with ``tokens``, ``rows``, and maybe ``lengths``. Waits for the device.
+        """Make the sequences of a microbatch with ``tokens``, ``rows`` and maybe ``lengths``. Waits for the device.
 
         Args:
-            microbatch: on the device.
-            new: N.
-            multiple: number that divides the positions of each forward.
+            microbatch: microbatch on the device.
+            new: largest number N of new tokens.
+            multiple: required divisor of the number of positions in each forward.
         """
         given = microbatch["tokens"]
         rows, positions = given.shape
@@ -83,18 +82,18 @@ class Sequences:
 
     @property
     def active(self) -> list[int]:
-        """Places whose sequences go on."""
+        """Indices of the sequences that have not ended."""
         ended = self.ended.tolist()
         return [place for place, number in enumerate(self.numbers) if number >= 0 and not ended[place]]
 
     def microbatch(self, index: int) -> Microbatch:
-        """Microbatch for the forward that gives the new token number ``index``."""
+        """Microbatch for the forward that computes new token number ``index``."""
         needed = self.longest + index
         width = min(-(-needed // self.growth) * self.growth, self.tokens.shape[1])
         return {"tokens": self.tokens[:, :width], "lengths": self.lengths}
 
     def append(self, index: int, chosen: Tensor, stop: frozenset[int]) -> None:
-        """Append the new token number ``index`` of each place, int64 [B] on the host, to the sequences that go on."""
+        """Append new token number ``index``, int64 [B] on the host, to the sequences that have not ended."""
         places = torch.tensor(self.active, dtype=torch.int64)
         if not len(places):
             return
@@ -106,15 +105,15 @@ class Sequences:
 
 
 class Decoder:
-    """Decoder of continuations of token sequences, over a forward pass.
+    """Generates continuations of token sequences with full forwards.
 
     Args:
-        forward: runs the model; all ranks call it equally often, with as many microbatches.
+        forward: runs the model; all ranks call it equally often, with equal numbers of microbatches.
         topology: this process among others.
-        continuation: length, and choice of tokens.
-        stop: tokens that end a sequence.
-        logits: finds the logits [B, S, V] among the outputs of the last stage.
-        nonfinite: what follows logits with NaN or infinity: an error, or a token that means nothing.
+        continuation: number of new tokens, and sampling settings.
+        stop: token ids that end a sequence.
+        logits: returns the logits [B, S, V] from the outputs of the last stage, or ``None``.
+        nonfinite: whether logits with NaN or infinity are an error or yield an arbitrary token.
     """
 
     def __init__(
@@ -133,29 +132,30 @@ class Decoder:
         self._logits = logits
         self._nonfinite = nonfinite
         together = [axis for axis in AXES if axis not in _DATA]
-        # Of those that compute the same sequences, the rank with the last stage and the first part of it decides.
+        # Of the ranks that compute the same sequences, the first one with the last stage chooses tokens.
         self._may_decide = all(topology.coordinate[axis] == 0 for axis in together if axis != "pp")
         alone = math.prod(topology.sizes[axis] for axis in together) == 1
         self._group = None if alone else topology.axes_group(*together)
 
     def continue_all(self, pack: Pack) -> list[Sequences]:
-        """Continue the sequences of some microbatches until all, on all ranks, have ended or are long enough.
+        """Continue the sequences of microbatches until all, on all ranks, have ended or reached the length limit.
 
-        Collective over all ranks, which give as many microbatches. Ranks along the data-parallel axes have sequences of
-        their own. Tokens are agreed among the others by an all-reduce, and all ranks stop together.
+        Collective over all ranks, with equal numbers of microbatches. Ranks along data-parallel axes have different
+        sequences. The others agree on tokens by an all-reduce, and all ranks stop together.
 
         Args:
-            pack: microbatches on the device: ``tokens`` int64 [B, S], ``rows`` int64 [B], -1 for fillers, and maybe
-                ``lengths`` int64 [B] of right-padded sequences, at least one each.
+            pack: microbatches on the device: ``tokens`` int64 [B, S], ``rows`` int64 [B], -1 for fillers, and
+                optionally
+                ``lengths`` int64 [B] of right-padded sequences, each at least 1.
 
         Returns:
             The sequences of each microbatch.
 
         Raises:
-            BuildError: the model gives no logits.
-            NonFiniteError: logits have NaN or infinity, and that is an error.
+            BuildError: the model returns no logits.
+            NonFiniteError: logits have NaN or infinity, and ``nonfinite`` is ``error``.
         """
-        multiple = self._topology.sizes["tp"]  # its ranks split positions
+        multiple = self._topology.sizes["tp"]  # ranks of tp may split positions
         all_sequences = [Sequences.of(microbatch, self._continuation.max_new_tokens, multiple) for microbatch in pack]
         sizes = [len(one.numbers) for one in all_sequences]
         for index in range(self._continuation.max_new_tokens):
@@ -167,7 +167,7 @@ class Decoder:
         return all_sequences
 
     def _next_tokens(self, all_sequences: Sequence[Sequences], index: int) -> Tensor:
-        """Next token of each place of all microbatches, int64 on the host; alike on ranks with the same sequences."""
+        """Next token of each sequence in all microbatches, int64 on the host; equal on ranks with equal sequences."""
         pack = [one.microbatch(index) for one in all_sequences]
         found: dict[int, Tensor | None] = {}
 
@@ -191,39 +191,39 @@ class Decoder:
             numbers = [number for one in all_sequences for number in one.numbers]
             row = min(number for number, token in zip(numbers, tokens.tolist(), strict=True) if token == _NOT_FINITE)
             raise NonFiniteError(
-                f"row {row}: the logits of its new token number {index} have NaN or infinity; the model or its number "
-                "format is at fault. 'nonfinite: keep' writes what follows, which means nothing"
+                f"row {row}: the logits of its new token number {index} have NaN or infinity; check the model and its "
+                "number format, or continue with arbitrary tokens by 'nonfinite: keep'"
             )
         if (tokens < 0).any():
             raise BuildError(
-                "the model gives no logits, so it cannot continue a text; it needs one head of kind causal_lm and no "
-                "other, or a task that names one"
+                "the model returns no logits, so it cannot continue a text; it needs a single head of kind causal_lm, "
+                "or a task that names the head"
             )
         return tokens
 
     def _choose(self, logits: Tensor, sequences: Sequences, index: int) -> Tensor:
-        """Choose a token of each row of logits [B, V]: int64 [B] on the host."""
+        """Choose a token for each row of logits [B, V]; return int64 [B] on the host."""
         if self._continuation.temperature == 0:
             chosen = logits.argmax(-1).cpu()
         else:
             chosen = self._drawn(logits, sequences.numbers, index)
         if self._nonfinite == "error":
-            # The largest one: words that cannot be have a logit of minus infinity.
+            # Test the largest logit: excluded tokens have a logit of minus infinity.
             wrong = ~logits.amax(-1).isfinite().cpu()
             wrong &= torch.isin(torch.arange(len(wrong)), torch.tensor(sequences.active, dtype=torch.int64))
             chosen[wrong] = _NOT_FINITE
         return chosen
 
     def _drawn(self, logits: Tensor, numbers: Sequence[int], index: int) -> Tensor:
-        """Draw a token of each row of logits [B, V] by one uniform number each: int64 [B] on the host."""
-        # On the host: a cumulative sum on a GPU is not the same twice.
+        """Sample a token for each row of logits [B, V] with one uniform number each; return int64 [B] on the host."""
+        # On the host, as a cumulative sum on a GPU is not deterministic.
         sums = (logits.double().cpu() / self._continuation.temperature).softmax(-1).cumsum(-1)
         seeds = [derive_seed(self._continuation.seed, "row", number, "token", index) for number in numbers]
         draws = torch.tensor([seed / 2**63 for seed in seeds], dtype=torch.float64)[:, None] * sums[:, -1:]
         return torch.searchsorted(sums, draws, right=True).clamp(max=sums.shape[1] - 1)[:, 0]
 
     def _any_active(self, all_sequences: Sequence[Sequences]) -> bool:
-        """Whether any rank has a sequence that goes on. Collective over all ranks, on their CPUs."""
+        """Whether any rank has a sequence that has not ended. Collective over all ranks, with CPU tensors."""
         active = torch.tensor([float(any(one.active for one in all_sequences))])
         if (world := self._topology.axes_group(*AXES)) is not None:
             dist.all_reduce(active, dist.ReduceOp.MAX, group=world)
@@ -231,12 +231,12 @@ class Decoder:
 
 
 def padded_prompts(prompts: Sequence[Sequence[int]], microbatches: int, device: torch.device) -> Pack:
-    """Microbatches of prompts of equal size, padded on the right, for a :class:`Decoder`; rows are their numbers.
+    """Make microbatches of equal size from prompts, padded on the right, for a :class:`Decoder`.
 
     Args:
-        prompts: token ids, at least one for each prompt.
-        microbatches: how many; fillers repeat the first prompt.
-        device: where they go.
+        prompts: token ids of each prompt, at least one id each; their indices become ``rows``.
+        microbatches: number of microbatches; fillers repeat the first prompt.
+        device: target device.
     """
     size = -(-len(prompts) // microbatches)
     fillers = size * microbatches - len(prompts)

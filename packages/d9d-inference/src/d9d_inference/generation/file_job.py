@@ -1,4 +1,4 @@
-"""Completions of a file of prompts, in its order, that go on after a kill."""
+"""Completion of a file of prompts, in order, which continues after an interruption."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from d9d_inference.generation.prompts import Prompt
 
 @dataclass(frozen=True)
 class FileJob:
-    """Job that completes a whole file of prompts.
+    """Job that completes all prompts of a file.
 
-    The output appears when it is complete. Until then ``OUTPUT.partial`` has the lines of whole batches, and
-    ``OUTPUT.partial.json`` says what they were made from: the same command goes on there. Draws are seeded for each
-    batch, so the lines are those of a command that was not interrupted.
+    The output file appears when it is complete. Until then ``OUTPUT.partial`` has the lines of finished batches, and
+    ``OUTPUT.partial.json`` describes the job; the same command continues after these lines. Each batch has its own
+    seed, so interrupted and uninterrupted commands write the same lines.
 
     Attributes:
-        prompts: of the file.
+        prompts: prompts of the file.
         output: file of JSON lines to write.
-        batch: prompts that are completed together.
-        overwrite: whether an output, or what is left of another command, is replaced.
-        settings: everything that the completions depend on besides the prompts, by name.
+        batch: number of prompts that are completed together.
+        overwrite: whether to replace an existing output, or unfinished output of another command.
+        settings: name -> value of everything else that the completions depend on.
     """
 
     prompts: Sequence[Prompt]
@@ -49,10 +49,10 @@ class FileJob:
         return self.output.with_name(f"{self.output.name}.partial.json")
 
     def check(self) -> None:
-        """Refuse an output that exists or cannot be, before a model is loaded.
+        """Check, before a model is loaded, that the output can be written.
 
         Raises:
-            DataError: it is there, its directory is not, or what is left there is of another command.
+            DataError: the output exists, its directory does not, or another command left an unfinished output.
         """
         if self.output.is_dir() or not self.output.parent.is_dir():
             raise DataError(f"--output: {self.output} cannot be a file there; name one in a directory that exists")
@@ -68,21 +68,21 @@ class FileJob:
         """Complete all prompts.
 
         Args:
-            model: that completes.
+            model: model that completes the prompts.
             ids: token ids of each prompt.
-            decoding: how.
+            decoding: decoding settings.
             note: prints a line.
 
         Raises:
-            DataError: another command writes this output.
+            DataError: another command is writing this output.
             BuildError: the model cannot generate.
         """
         lock = self.output.with_name(f".{self.output.name}.lock")
-        with exclusive(lock, f"--output: another command writes {self.output}"):
+        with exclusive(lock, f"--output: another command is writing {self.output}"):
             done = 0 if self.overwrite else self._begun()
             self._cut(done)
             if done:
-                note(f"{done} of {len(self.prompts)} completions are there; going on")
+                note(f"{done} of {len(self.prompts)} completions exist; continuing")
             write_json(self._facts, self._described())
             with self._partial.open("ab") as file:
                 for start in range(done, len(self.prompts), self.batch):
@@ -104,26 +104,28 @@ class FileJob:
         return {"prompts": hashlib.sha256(text.encode()).hexdigest(), "batch": self.batch, **self.settings}
 
     def _begun(self) -> int:
-        """Number of completions that an earlier start of this command has left: those of whole batches."""
+        """Number of completions in finished batches that an earlier start of this command wrote."""
         if not self._partial.exists() or not self._facts.exists():
             return 0
         try:
             facts = parse_json(read_regular(self._facts))
             lines = self._partial.read_bytes().count(b"\n")
         except (OSError, ValueError) as error:
-            raise DataError(f"{self._partial} cannot be continued ({error}); begin anew with --overwrite") from error
+            raise DataError(
+                f"{self._partial} cannot be continued ({error}); start from scratch with --overwrite"
+            ) from error
         described = json.loads(json.dumps(self._described()))
         if facts != described:
             known = facts if isinstance(facts, dict) else {}
             other = ", ".join(name for name in described if known.get(name) != described[name])
             raise DataError(
-                f"{self._partial} was begun with other {other or 'settings'}: repeat that command to continue it, name "
-                "another --output, or begin anew with --overwrite"
+                f"{self._partial} was started with other {other or 'settings'}: repeat that command to continue it, "
+                "use another --output, or start from scratch with --overwrite"
             )
         return min(lines, len(self.prompts)) // self.batch * self.batch
 
     def _cut(self, rows: int) -> None:
-        """Keep the first lines only; what a kill tore is written again."""
+        """Cut the partial output to its first ``rows`` lines."""
         if not self._partial.exists():
             return
         with self._partial.open("r+b") as file:
@@ -133,5 +135,5 @@ class FileJob:
 
 
 def _seed(seed: int, start: int) -> int:
-    """Seed of the batch that begins with a prompt."""
+    """Seed of the batch that starts with prompt number ``start``."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{start}".encode()).digest()[:7], "big")

@@ -1,4 +1,4 @@
-"""Language model of transformers: prompts to token ids, and its own ``generate``."""
+"""Language model in transformers: encoding of prompts, and generation with the library's ``generate``."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from d9d_inference.generation.library import load_library
 from d9d_inference.generation.prompts import Prompt
 
 _COMMAND = "d9d generate"
-#: Files of which a tokenizer has one.
+#: Files of tokenizers; a tokenizer has at least one of them.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-#: Parts of the names of model classes that can write text.
+#: Name of a language model's head, and parts of the names of model classes that generate text.
 _HEAD = "lm_head.weight"
 _WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-#: Parts of the names of sizes in a ``config.json`` -> the largest that is loaded; and the sections inside each other.
+#: Part of a size's name in ``config.json`` -> largest accepted value; and largest nesting of sections.
 _MOST_SIZES = {"num_": 1 << 14, "layers": 1 << 14, "_size": 1 << 24, "_dim": 1 << 24, "position": 1 << 27}
 _MAX_DEPTH = 8
-#: Endings of files that a library reads as a whole -> most bytes of such a file.
+#: Suffix of files that a library reads at once -> largest accepted size in bytes.
 _MOST_BYTES = {
     ".json": MAX_JSON_BYTES, ".txt": MAX_JSON_BYTES, ".model": MAX_JSON_BYTES, ".jinja": 1 << 20, ".py": 1 << 20,
 }  # fmt: skip
-#: Settings of ``generation_config.json`` that multiply the memory of a generation -> the most that is inherited.
+#: Setting of ``generation_config.json`` that multiplies memory -> largest value accepted from the file.
 _MOST_INHERITED = {"num_beams": 16, "num_return_sequences": 1, "num_beam_groups": 16}
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Decoding settings of a language model; ``None`` leaves the model's own (``generation_config.json``).
+    """Decoding settings; ``None`` uses the model's ``generation_config.json``.
 
     Attributes:
-        max_new_tokens: most tokens of a completion.
-        temperature: divides the logits before a token is drawn; 0 takes the most probable one.
-        top_p: tokens are drawn from the most probable ones that together have this probability.
-        seed: of the draws.
-        further: fields of transformers' ``GenerationConfig`` by name.
+        max_new_tokens: largest number of tokens of a completion.
+        temperature: divisor of the logits for sampling; 0 takes the most probable token.
+        top_p: total probability of the most probable tokens from which tokens are sampled.
+        seed: seed of the sampling.
+        further: further fields of transformers' ``GenerationConfig``.
     """
 
     max_new_tokens: int = 256
@@ -64,13 +64,13 @@ class Decoding:
     further: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other.
+        """Check for contradicting settings.
 
         Raises:
             JobError: ``top_p`` has no effect.
         """
         if self.temperature == 0 and self.top_p is not None:
-            raise JobError("--top-p: at temperature 0 the most probable token is taken, so it changes nothing")
+            raise JobError("--top-p: it has no effect at temperature 0, which takes the most probable token")
 
     def arguments(self) -> dict[str, Any]:
         """Fields of transformers' ``GenerationConfig``."""
@@ -85,14 +85,14 @@ class Decoding:
 
 
 def generation_settings(assignments: Sequence[str], library: Any) -> dict[str, Any]:
-    """Settings of a language model's generation from the command line, besides those with options of their own.
+    """Parse the values of ``--generation``: further fields of transformers' ``GenerationConfig``.
 
     Args:
-        assignments: ``field=value``; values are YAML.
-        library: transformers, which knows the fields.
+        assignments: texts ``field=value``; values are YAML.
+        library: the imported module ``transformers``.
 
     Raises:
-        JobError: one has no such form, or names no field.
+        JobError: an assignment is malformed, or names no field.
     """
     known = {name for name in vars(library.GenerationConfig()) if not name.startswith("_")}
     found = {}
@@ -109,18 +109,18 @@ def generation_settings(assignments: Sequence[str], library: Any) -> dict[str, A
 class LanguageModel:
     """Language model and tokenizer of a directory in Hugging Face layout, loaded by transformers.
 
-    No code of the directory runs and no pickle is read.
+    No code from the directory is run, and no pickle is read.
 
     Args:
-        directory: of the model.
+        directory: directory of the model.
         tokenizer: directory of its tokenizer.
-        adapter: directory of an adapter for it in the format of the ``peft`` library.
-        device: where it computes.
-        dtype: number format of its weights; ``None`` keeps theirs.
+        adapter: directory of an adapter in the format of the ``peft`` library; ``None`` without one.
+        device: device of the model.
+        dtype: dtype of the weights; ``None`` keeps the stored dtype.
 
     Raises:
-        PluginError: transformers, or peft for an adapter, is not installed.
-        CheckpointError: it is no language model, has no tokenizer, or cannot be loaded.
+        PluginError: transformers is not installed, or peft for an adapter.
+        CheckpointError: the model generates no text, has no tokenizer, or cannot be loaded.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class LanguageModel:
         peft = load_library("peft", f"{_COMMAND} of an adapter") if adapter is not None else None
         if not any((tokenizer / name).is_file() for name in _TOKENIZERS):
             raise CheckpointError(
-                f"{tokenizer} has no tokenizer; name a directory that has the model's: --tokenizer DIR"
+                f"{tokenizer} has no tokenizer; name a directory with the model's tokenizer: --tokenizer DIR"
             )
         own = {"local_files_only": True, "trust_remote_code": False}
         for place in {directory, tokenizer, adapter or directory}:
@@ -156,7 +156,7 @@ class LanguageModel:
             with _loading(adapter):
                 settings = _adapter_config(peft, adapter)
                 model = peft.PeftModel.from_pretrained(model, adapter, config=settings, local_files_only=True)
-                if (adapter / "generation_config.json").is_file():  # it was taught to end its replies otherwise
+                if (adapter / "generation_config.json").is_file():  # the adapter was trained with other stop tokens
                     stated = self._library.GenerationConfig.from_pretrained(adapter, local_files_only=True)
                     model.generation_config.eos_token_id = stated.eos_token_id
         self._model = model.to(device).eval()
@@ -170,23 +170,23 @@ class LanguageModel:
         return bool(self.tokenizer.chat_template)
 
     def encode(self, prompt: Prompt, tools: Sequence[Any] | None, system: str | None, raw: bool) -> list[int]:
-        """Token ids of a prompt; a text is a user's message if there is a chat template.
+        """Token ids of a prompt; with a chat template, a text becomes a user's message.
 
         Args:
             prompt: text or messages.
-            tools: schemas of tools, for prompts that name none.
-            system: message that comes first, for prompts that have none.
-            raw: take a text as it is, to be continued.
+            tools: schemas of tools, for prompts without their own.
+            system: system message, for prompts without one.
+            raw: whether to continue a text without the chat template.
 
         Raises:
-            DataError: the prompt needs a chat template that there is not, or that does not take it.
+            DataError: the prompt needs a chat template but there is none, or the template rejects the prompt.
         """
         tools = tools if prompt.tools is None else prompt.tools
         if prompt.text is not None and (raw or not self.has_template):
             if system or tools:
                 raise DataError(
-                    f"{prompt.where}: a system message and tools need a chat template, and "
-                    + ("--raw leaves it out" if raw else f"{self._name()} has none")
+                    f"{prompt.where}: a system message and tools need a chat template, but "
+                    + ("--raw disables it" if raw else f"{self._name()} has none")
                 )
             with _loading(Path(self.tokenizer.name_or_path)):
                 ids = self.tokenizer(prompt.text)["input_ids"]
@@ -194,7 +194,7 @@ class LanguageModel:
         if not self.has_template:
             raise DataError(
                 f"{prompt.where}: {self._name()} has no chat template, so it cannot answer messages; "
-                "give it a text to continue: --prompt TEXT, or 'prompt' in a file"
+                "continue a text instead: --prompt TEXT, or 'prompt' in a file"
             )
         messages = [{"role": "user", "content": prompt.text}] if prompt.text is not None else [*prompt.messages]
         if system and messages[0]["role"] != "system":
@@ -213,35 +213,35 @@ class LanguageModel:
         try:
             text = self._templates.render(key, variables).text
         except TemplateError as error:
-            raise DataError(f"{prompt.where}: the chat template of {self._name()} refuses it: {error}") from error
+            raise DataError(f"{prompt.where}: the chat template of {self._name()} rejects it: {error}") from error
         with _loading(Path(self.tokenizer.name_or_path)):
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._checked(ids, prompt.where)
 
     @cached_property
     def _templates(self) -> TemplateProcess:
-        """Chat templates, which are rendered in a process of their own: the publisher of the model wrote them."""
+        """Chat templates, rendered in a separate process, because the model's publisher may not be trusted."""
         given = self.tokenizer.chat_template
         texts = given if isinstance(given, dict) else {"default": given}
         try:
             return TemplateProcess(texts)
         except TemplateError as error:
-            raise CheckpointError(f"{self._name()}: its chat template is malformed: {error}; repair it") from error
+            raise CheckpointError(f"{self._name()}: its chat template is malformed: {error}; correct it") from error
 
     def check_length(self, ids: Sequence[int], new: int, where: str) -> None:
-        """Refuse a prompt that leaves the model no positions for its completion.
+        """Check that a prompt leaves enough positions for its completion.
 
         Raises:
-            DataError: there are too few.
+            DataError: the model has too few positions.
         """
         if self.positions is not None and len(ids) + new > self.positions:
             raise DataError(
-                f"{where}: {len(ids)} tokens and {new} new ones are more than the model's {self.positions} positions; "
-                "shorten it, or lower --max-new-tokens"
+                f"{where}: {len(ids)} tokens and {new} new ones exceed the model's {self.positions} positions; "
+                "shorten the prompt, or lower --max-new-tokens"
             )
 
     def stream(self, ids: Sequence[int], decoding: Decoding) -> list[int]:
-        """Write a completion to standard output, token by token, and return its ids.
+        """Print a completion token by token, and return its ids.
 
         Raises:
             BuildError: the model cannot generate with these settings.
@@ -253,12 +253,12 @@ class LanguageModel:
         """Complete prompts together, padded on the left.
 
         Args:
-            prompts: token ids.
-            decoding: settings; their seed does not count.
-            seed: of the draws.
+            prompts: token ids of each prompt.
+            decoding: decoding settings; their seed is ignored.
+            seed: seed of the sampling.
 
         Returns:
-            The ids of each completion, its end of text included.
+            Token ids of each completion, including the end of text.
 
         Raises:
             BuildError: the model cannot generate with these settings.
@@ -266,16 +266,16 @@ class LanguageModel:
         return self._generate(prompts, decoding, seed, None)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Text of token ids without special tokens."""
+        """Decode token ids, without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def ends(self, ids: Sequence[int]) -> bool:
-        """Whether a completion ends with an end of text, and was not cut off."""
+        """Whether a completion ends with an end-of-text token, and was not cut off."""
         return bool(ids) and ids[-1] in self._ends
 
     @property
     def _ends(self) -> list[int]:
-        """Ids that end a text: the model's own, or the tokenizer's."""
+        """Token ids that end a text: the model's, or else the tokenizer's."""
         own = self._model.generation_config.eos_token_id
         own = self.tokenizer.eos_token_id if own is None else own
         return [one for one in (own if isinstance(own, list | tuple) else [own]) if type(one) is int]
@@ -290,13 +290,13 @@ class LanguageModel:
         rows = [[padding] * (longest - len(ids)) + list(ids) for ids in prompts]
         mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
         settings = copy.deepcopy(self._model.generation_config)
-        # A limit on all tokens would be another one than that on the new ones.
+        # Limit the number of new tokens only, not the total number.
         settings.max_length = None
         self._check_inherited(settings, decoding)
         torch.manual_seed(seed)
         try:
             settings.update(**decoding.arguments(), pad_token_id=padding, eos_token_id=self._ends or None)
-            settings.return_dict_in_generate = False  # else it returns no tensor of ids
+            settings.return_dict_in_generate = False  # otherwise it returns no tensor of ids
             with torch.inference_mode():
                 output = self._model.generate(
                     input_ids=torch.tensor(rows, device=self.device),
@@ -304,12 +304,12 @@ class LanguageModel:
                     generation_config=settings,
                     streamer=streamer,
                 )
-        except Exception as error:  # settings of strangers make it raise whatever there is
+        except Exception as error:  # untrusted settings may raise any exception
             raise BuildError(f"{self._name()} cannot generate: {_line_of(error)}") from error
         if len(output) != len(prompts):
             raise BuildError(
-                f"{self._name()}: {len(prompts)} prompts have {len(output)} completions, and one of each is written; "
-                "leave out --generation num_return_sequences"
+                f"{self._name()}: {len(prompts)} prompts have {len(output)} completions, but one per prompt is needed; "
+                "remove --generation num_return_sequences"
             )
         return [self._cut(row) for row in output[:, longest:].tolist()]
 
@@ -318,19 +318,19 @@ class LanguageModel:
             value = getattr(settings, name, None)
             if name not in decoding.further and value is not None and (type(value) is not int or value > most):
                 raise BuildError(
-                    f"{self._name()}: generation_config.json sets {name} to {str(value)[:40]}; set it yourself, such "
+                    f"{self._name()}: generation_config.json sets {name} to {str(value)[:40]}; set it explicitly, such "
                     f"as --generation {name}=1"
                 )
 
     def _cut(self, ids: list[int]) -> list[int]:
-        """Completion without the padding behind its end of text."""
+        """Completion without the padding after its end-of-text token."""
         ends = set(self._ends)
         end = next((position for position, token in enumerate(ids) if token in ends), len(ids))
         return ids[: end + 1]
 
     def _checked(self, ids: Any, where: str) -> list[int]:
         if not ids:
-            raise DataError(f"{where}: it has no token; a prompt needs one")
+            raise DataError(f"{where}: the prompt has no token")
         return list(ids)
 
     def _name(self) -> str:
@@ -338,7 +338,7 @@ class LanguageModel:
 
 
 def _streamer(library: Any, tokenizer: Any) -> Any:
-    """Printer of tokens as they are generated, of which none controls a terminal."""
+    """Printer of generated tokens that escapes terminal control sequences."""
 
     class Streamer(library.TextStreamer):  # type: ignore[misc]
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -348,29 +348,29 @@ def _streamer(library: Any, tokenizer: Any) -> Any:
 
 
 def _check_sizes(file: str, values: Any, depth: int = 0) -> None:
-    """Refuse numbers of layers, heads and the like that no model has: a library makes that many modules first.
+    """Check the sizes in a ``config.json``, because a library creates that many modules before it fails.
 
     Raises:
-        CheckpointError: there is one.
+        CheckpointError: a number of layers, heads and so on is larger than in any model.
     """
     for name, value in values.items() if isinstance(values, dict) and depth < _MAX_DEPTH else ():
         _check_sizes(file, value, depth + 1)
         most = next((most for part, most in _MOST_SIZES.items() if part in str(name)), None)
         if most is not None and type(value) is int and value > most:
-            raise CheckpointError(f"{file}: {name[:80]} is {value}, more than the {most:,} of any model; repair it")
+            raise CheckpointError(f"{file}: {name[:80]} is {value}, but no model has more than {most:,}; correct it")
 
 
 def _check_complete(directory: Path, model: Any, report: Mapping[str, Any]) -> None:
-    """Refuse weights that the library drew by itself, and a stored head that it left out.
+    """Check that the library initialised no weights at random, and dropped no stored head.
 
     Raises:
-        CheckpointError: a tensor is not in the files, or one in the files is not in the model.
+        CheckpointError: a tensor of the model is not in the files, or a stored head is not in the model.
     """
     if lacking := sorted({*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])}):
         raise CheckpointError(
-            f"{directory}: the files hold no {some(lacking)} as config.json describes, and transformers would draw "
-            "random numbers; download the missing weight file, or correct config.json (a head that is the embedding "
-            "has tie_word_embeddings: true)"
+            f"{directory}: the files lack {some(lacking)}, which config.json describes, and transformers would "
+            "initialise them at random; download the missing weight file, or correct config.json (a head that shares "
+            "the embedding needs tie_word_embeddings: true)"
         )
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not table.weight:
@@ -381,8 +381,8 @@ def _check_complete(directory: Path, model: Any, report: Mapping[str, Any]) -> N
             files.read(_HEAD, [0] * stored.ndim, stored)
             if not torch.equal(stored, head.weight.detach()):
                 raise CheckpointError(
-                    f"{directory}: '{_HEAD}' in the files differs from the embedding, and config.json says "
-                    "tie_word_embeddings: true; write false to keep it, or remove it from the files"
+                    f"{directory}: '{_HEAD}' in the files differs from the embedding, but config.json has "
+                    "tie_word_embeddings: true; set it to false to keep the head, or remove the head from the files"
                 )
 
 
@@ -390,7 +390,7 @@ def _check_writes(directory: Path, config: Any) -> None:
     names: list[str] = getattr(config, "architectures", None) or []
     if names and not any(part in name for name in names for part in _WRITERS):
         raise CheckpointError(
-            f"{directory} is a {', '.join(names)}, which writes no text; name a causal language model"
+            f"{directory} is a {', '.join(names)}, which generates no text; use a causal language model"
         )
 
 
@@ -400,27 +400,27 @@ def _loading(directory: Path) -> Iterator[None]:
         yield
     except (CheckpointError, PluginError):
         raise
-    except BaseException as error:  # files of strangers make libraries raise whatever there is, panics of Rust too
+    except BaseException as error:  # untrusted files may raise any exception, including Rust panics
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
         raise CheckpointError(f"{directory} cannot be loaded by transformers: {_line_of(error)}") from error
 
 
 def _line_of(error: BaseException) -> str:
-    """One line about an error of a library, some of whose messages have pages."""
+    """One line about a library's error, whose message may be long."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}"
 
 
 def _check_files(directory: Path) -> None:
-    """Refuse files of a directory that a library would read without end, or fill memory with.
+    """Check for files that a library would read endlessly, or that would fill the memory.
 
     Raises:
-        CheckpointError: one is a device, a named pipe, large or nested deeply, or a tokenizer that makes texts long.
+        CheckpointError: a file is a device or named pipe, too large, too deeply nested, or an expanding tokenizer.
     """
     for file in sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")]):
         if file.exists() and not (file.is_file() or file.is_dir()):
-            raise CheckpointError(f"{file} is a device or a named pipe, and must be a regular file; remove it")
+            raise CheckpointError(f"{file} is a device or a named pipe, not a regular file; remove it")
         most = _MOST_BYTES.get(file.suffix)
         if most is None or not file.is_file():
             continue
@@ -435,7 +435,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _adapter_config(peft: Any, adapter: Path) -> Any:
-    """Settings of an adapter whose fields were checked, and whose weights are in safetensors format.
+    """Load an adapter's config, after checks of its fields and of the weights' format.
 
     Raises:
         CheckpointError: a field is out of bounds, or there are no weights in safetensors format.
@@ -443,7 +443,7 @@ def _adapter_config(peft: Any, adapter: Path) -> Any:
     if not (adapter / ADAPTER_FILES.weights).is_file():
         raise CheckpointError(
             f"{adapter} has no {ADAPTER_FILES.weights}; other formats, such as adapter_model.bin, are pickles, which "
-            "can run code, and are not read: have it saved as safetensors"
+            "can run code, so they are not read: convert it to safetensors"
         )
     file = adapter / ADAPTER_FILES.config
     fields = bounded_fields(read_object(str(file), read_regular(file, links="near")), str(file))
@@ -455,6 +455,6 @@ def _adapter_config(peft: Any, adapter: Path) -> Any:
 
 
 def row_of(prompt: Prompt, completion: Sequence[int], model: LanguageModel) -> Mapping[str, Any]:
-    """Line of the output: the fields of the prompt, and ``completion``, ``tokens`` and ``finish``."""
+    """Output line: the prompt's fields with ``completion``, ``tokens`` and ``finish``."""
     finish = "stop" if model.ends(completion) else "length"
     return {**prompt.fields, "completion": model.text(completion), "tokens": len(completion), "finish": finish}

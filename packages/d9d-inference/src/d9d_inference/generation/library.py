@@ -1,4 +1,4 @@
-"""Optional libraries: imported when a command or a subscriber needs them, never installed with d9d-engine."""
+"""Import of optional libraries, which are not installed with d9d-engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from d9d_core.untrusted import visible
 
 
 def load_library(name: str, user: str) -> Any:
-    """Import a library that d9d-engine does not depend on; what its log quotes controls no terminal from now on.
+    """Import an optional library, and escape terminal control sequences in its log from now on.
 
     Args:
-        name: of the library, which is that of its distribution.
-        user: who needs it, for the message.
+        name: name of the library and of its distribution.
+        user: command or component that needs the library, for the message.
 
     Raises:
-        PluginError: it is not installed.
+        PluginError: the library is not installed.
     """
     try:
         library = import_module(name)
@@ -33,7 +33,7 @@ def load_library(name: str, user: str) -> Any:
 
 
 class _VisibleFormatter(logging.Formatter):
-    """Formatter of log records that quote files of strangers, such as a value in ``config.json``."""
+    """Log formatter that escapes control sequences, as log records may quote untrusted files."""
 
     def __init__(self, inner: logging.Formatter) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Prompts and tool schemas in JSON files, checked before anything is generated."""
+"""Prompts and tool schemas from JSON files, with checks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from d9d_core.errors import DataError
 from d9d_core.untrusted import parse_json, read_regular
 
-#: Fields that a line of completions has besides those of its prompt.
+#: Fields that an output line has in addition to its prompt's fields.
 ADDED = ("completion", "tokens", "finish")
-#: Malformed lines that a message tells of.
+#: Largest number of malformed lines that a message lists.
 _MOST = 10
 
 
@@ -22,10 +22,10 @@ class Prompt:
 
     Attributes:
         where: ``file:line``, for messages.
-        fields: everything that the line holds.
-        text: text to be continued or answered; ``None`` if there are messages.
-        messages: conversation to be answered, each message with ``role`` and ``content``.
-        tools: schemas of the tools that the model may call; ``None`` for those of the command.
+        fields: all fields of the line.
+        text: text to continue or answer; ``None`` if there are messages.
+        messages: conversation to answer; each message has ``role`` and ``content``.
+        tools: schemas of tools that the model may call; ``None`` for the command's tools.
     """
 
     where: str
@@ -36,10 +36,10 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read prompts from a file of JSON lines; empty lines count for nothing.
+    """Read prompts from a file of JSON lines; empty lines are skipped.
 
     Raises:
-        DataError: the file cannot be read or has no prompt, or lines are malformed: one message line for each.
+        DataError: the file cannot be read, has no prompt, or has malformed lines, which are listed.
     """
     try:
         content = read_regular(path)
@@ -68,10 +68,10 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def read_tools(path: Path) -> list[Any]:
-    """Read schemas of tools: a JSON list of objects, as chat templates take them.
+    """Read tool schemas from a JSON file: a list of objects, as chat templates expect.
 
     Raises:
-        DataError: it cannot be read, or is something else.
+        DataError: the file cannot be read, or has another structure.
     """
     try:
         tools = parse_json(read_regular(path))
@@ -85,7 +85,7 @@ def read_tools(path: Path) -> list[Any]:
 
 
 def _problems(value: Any) -> Iterator[str]:
-    """Problems of a line's value, in words."""
+    """Yield descriptions of the problems in a line's value."""
     if not isinstance(value, dict):
         yield f"a line must hold a JSON object, not {_kind(value)}"
         return
@@ -96,9 +96,9 @@ def _problems(value: Any) -> Iterator[str]:
         yield "a line needs either 'prompt' or 'messages'"
     text, messages = value.get("prompt", "text"), value.get("messages", [{"role": "user", "content": "text"}])
     if not isinstance(text, str) or not text:
-        yield f"'prompt' must be a text that is not empty, not {_kind(text)}"
+        yield f"'prompt' must be a non-empty text, not {_kind(text)}"
     if not isinstance(messages, list) or not messages:
-        yield f"'messages' must be a list that is not empty, not {_kind(messages)}"
+        yield f"'messages' must be a non-empty list, not {_kind(messages)}"
         return
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -112,7 +112,7 @@ def _problems(value: Any) -> Iterator[str]:
 def _problem_of_tools(tools: Any) -> str | None:
     if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools):
         return None
-    return f"a list of tool schemas is needed, each an object, not {_kind(tools)}"
+    return f"must be a list of tool schemas, each an object, not {_kind(tools)}"
 
 
 def _kind(value: Any) -> str:

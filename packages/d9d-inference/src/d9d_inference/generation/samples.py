@@ -23,26 +23,26 @@ from d9d_inference.generation.tokenizer_files import ends_of_text, tokenizer_of
 
 _SUBSCRIBER = "subscriber samples"
 _FILE = "samples.jsonl"
-#: Characters of a prompt and of a continuation in a printed line.
+#: Largest number of characters of a prompt, and of a continuation, in a printed line.
 _SHOWN = 60
 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Prompt as the job states it, and its token ids."""
+    """Prompt as given in the job, with its token ids."""
 
     given: str | list[int]
     ids: list[int]
 
 
 class Samples:
-    """Subscriber ``samples``: continues fixed prompts every some steps, before the first step and after the last.
+    """Continues fixed prompts before the first step, after each ``every`` steps, and after the last step.
 
-    Losses, weights, random numbers and the order of the data are those of a run without it. The time that it takes
-    counts as that of the step.
+    Losses, weights, random numbers and data order are the same as without this subscriber. Its time counts as part of
+    the step.
 
     Args:
-        config: prompts, interval and choice of tokens.
+        config: prompts, interval and sampling settings.
     """
 
     def __init__(self, config: SamplesConfig) -> None:
@@ -56,7 +56,7 @@ class Samples:
         self._total = 0
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
-        """Pairs of an event and the function that it calls."""
+        """Subscriptions to the events of a training run."""
         return [
             (ev.JobConfigured, self._configure),
             (ev.DataReady, self._encode),
@@ -68,20 +68,20 @@ class Samples:
 
     def _configure(self, event: ev.JobConfigured) -> None:
         if not isinstance(event.job, JobConfig):
-            raise JobError(f"{_SUBSCRIBER} observes training alone; remove it, or take the task 'generations'")
+            raise JobError(f"{_SUBSCRIBER} observes training only; remove it, or use the task 'generations'")
         if event.job.mesh.cp > 1:
             raise JobError(
-                f"{_SUBSCRIBER} continues whole prompts, but mesh.cp is {event.job.mesh.cp}, so that each rank "
-                "computes a part of their positions; remove it, or leave mesh.cp out"
+                f"{_SUBSCRIBER} needs full prompts, but mesh.cp is {event.job.mesh.cp}, so each rank "
+                "computes a part of their positions; remove the subscriber, or mesh.cp"
             )
         self._job = event.job
 
     def _encode(self, event: ev.DataReady) -> None:
-        """Encode the prompts, and see that the model has a position for every token.
+        """Encode the prompts, and check that the model has enough positions.
 
         Raises:
             JobError: the run has no tokenizer for a text, or a prompt is too long.
-            DataError: the file of prompts is wrong.
+            DataError: the file of prompts is invalid.
         """
         assert self._job is not None
         config = self._config
@@ -92,7 +92,7 @@ class Samples:
         if isinstance(positions, int) and len(longest.ids) + config.max_new_tokens > positions:
             raise JobError(
                 f"{_SUBSCRIBER}: the prompt {_short(longest.given)} has {len(longest.ids)} tokens, and with "
-                f"max_new_tokens {config.max_new_tokens} more than the model's {positions} positions; lower "
+                f"max_new_tokens {config.max_new_tokens} exceeds the model's {positions} positions; lower "
                 "max_new_tokens, or shorten the prompt"
             )
         self._stop = ends_of_text(self._job, event.stream.facts) if config.stop is None else frozenset(config.stop)
@@ -116,7 +116,7 @@ class Samples:
             raise JobError(f"{_SUBSCRIBER}: the run has no tokenizer; give prompts as lists of token ids")
         ids = list(self._tokenizer.encode(prompt).ids)
         if not ids:
-            raise JobError(f"{_SUBSCRIBER}: the prompt {_short(prompt)} has no token; write another")
+            raise JobError(f"{_SUBSCRIBER}: the prompt {_short(prompt)} has no token; change it")
         return _Encoded(prompt, ids)
 
     def _take_model(self, event: ev.ForwardReady) -> None:
@@ -140,23 +140,23 @@ class Samples:
         try:
             self._sample(step)
         except BaseException:
-            self._close(None)  # who has raised is not called again
+            self._close(None)  # a subscriber that raised is not called again, so close now
             raise
 
     def _sample(self, step: int) -> None:
-        """Continue all prompts. Collective over all ranks."""
+        """Generate continuations of all prompts. Collective over all ranks."""
         assert self._model is not None
         config, (forward, topology) = self._config, self._model
         seed = derive_seed(config.seed, "samples", step)
         continuation = Continuation(config.max_new_tokens, config.temperature, seed)
         decoder = Decoder(forward, topology, continuation, self._stop, lambda outputs: outputs.get("logits"))
-        # Every rank continues all prompts, so that collectives of sharded parameters and experts match.
+        # Every rank continues all prompts, so that collectives over sharded parameters and experts match.
         count = max(forward.least_microbatches, -(-len(self._prompts) // config.rows))
         pack = padded_prompts([prompt.ids for prompt in self._prompts], count, topology.device)
         found = [ids for one in decoder.continue_all(pack) for ids in one.new.tolist()]
         if self._file is None:
             return
-        # Behind the prompts there may be fillers.
+        # Fillers may follow the prompts.
         for number, (prompt, ids) in enumerate(zip(self._prompts, found, strict=False)):
             tokens = [token for token in ids if token >= 0]
             text = None if self._tokenizer is None else self._tokenizer.decode(tokens)

@@ -1,4 +1,4 @@
-"""Tokenizer of a run: that of its data, or of the weights that it starts from."""
+"""Tokenizer of a run, from its data or from its pretrained weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _FILE = "tokenizer.json"
 
 
 def tokenizer_of(job: BaseJob, stream: DataStream, user: str) -> Any | None:
-    """Tokenizer of a run, from its files by the library ``tokenizers``; ``None`` if the run has none.
+    """Load the tokenizer of a run with the library ``tokenizers``; ``None`` if the run has none.
 
     Args:
-        job: names the weights that the run starts from.
-        stream: writes the tokenizer of the data.
-        user: who needs it, for messages.
+        job: job with the location of pretrained weights.
+        stream: data stream, which can write the data's tokenizer.
+        user: component that needs the tokenizer, for messages.
 
     Raises:
         PluginError: the library is not installed.
-        DataError: the file holds no tokenizer.
+        DataError: the file is no valid tokenizer.
     """
     with tempfile.TemporaryDirectory(prefix="d9d-tokenizer-") as temporary:
         stream.save_assets(Path(temporary))
@@ -40,16 +40,16 @@ def tokenizer_of(job: BaseJob, stream: DataStream, user: str) -> Any | None:
                     check_tokenizer(parse_json(content))
                     return load_library("tokenizers", user).Tokenizer.from_str(content.decode())
                 except ValueError as error:
-                    raise DataError(f"{user}: {directory / _FILE} holds no tokenizer: {error}") from error
+                    raise DataError(f"{user}: {directory / _FILE} is no valid tokenizer: {error}") from error
     return None
 
 
 def ends_of_text(job: BaseJob, facts: Mapping[str, Any]) -> frozenset[int]:
-    """Tokens that end a text, as an export's ``generate`` would take them.
+    """Token ids that end a text, as in an export's ``generate``.
 
     Args:
-        job: names the weights that the run starts from.
-        facts: of the data.
+        job: job with the location of pretrained weights.
+        facts: facts of the data.
     """
     candidates = [facts.get("eos_token_id")]
     for directory in _directories(job):
@@ -71,7 +71,7 @@ def _stated(directory: Path) -> Iterator[Any]:
 
 
 def _directories(job: BaseJob) -> list[Path]:
-    """Directories of this machine that hold what belongs to the weights: theirs, or the export of their run."""
+    """Local directories with files of the pretrained weights: their own directory, or their run's export."""
     location = job.model.pretrained if isinstance(job.model, ModelConfig) else None
     found = () if location is None else Place.of(location).of_the_model()
     return [directory for directory in found if directory.is_dir()]

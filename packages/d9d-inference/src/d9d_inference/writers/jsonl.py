@@ -1,4 +1,4 @@
-"""Writer of JSON lines."""
+"""Writer of JSON lines, ``jsonl``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from d9d_inference.config import JsonlWriterConfig
 
 
 class JsonlWriter:
-    """Writer of one JSON object per row. NaN and infinity, which JSON has not, are ``null``.
+    """Writes one JSON object per row. NaN and infinity, which JSON lacks, become ``null``.
 
-    Numbers in arrays are written with the fewest digits that read back to the same number of their format.
+    Array elements are written with the fewest digits that parse to the same number in the array's dtype.
 
     Args:
-        config: has no settings.
+        config: config without settings.
     """
 
     def __init__(self, config: JsonlWriterConfig) -> None:
@@ -28,11 +28,11 @@ class JsonlWriter:
 
     @property
     def suffix(self) -> str:
-        """Suffix of its files."""
+        """Suffix of the output files."""
         return ".jsonl"
 
     def write(self, path: Path, rows: Columns) -> None:
-        """Write a part."""
+        """Write a part as a new file."""
         names = [json.dumps(name, ensure_ascii=False) for name in rows]
         with path.open("x", encoding="utf-8", newline="\n") as file:
             for values in zip(*rows.values(), strict=True):
@@ -40,7 +40,7 @@ class JsonlWriter:
                 file.write(f"{{{', '.join(fields)}}}\n")
 
     def join(self, parts: Sequence[Path], path: Path) -> None:
-        """Append the parts' bytes to each other."""
+        """Concatenate the parts."""
         with path.open("xb") as whole:
             for part in parts:
                 with part.open("rb") as file:

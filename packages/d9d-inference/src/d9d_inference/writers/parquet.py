@@ -1,4 +1,4 @@
-"""Writer of Parquet files, with the library pyarrow."""
+"""Writer of Parquet files, ``parquet``, with the library pyarrow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from d9d_inference.config import ParquetWriterConfig
 
 
 class ParquetWriter:
-    """Writer of Parquet. Arrays of a row become lists, matrices lists of lists.
+    """Writes Parquet files. Arrays become lists, matrices become lists of lists.
 
     Args:
         config: compression and size of row groups.
@@ -24,11 +24,11 @@ class ParquetWriter:
 
     @property
     def suffix(self) -> str:
-        """Suffix of its files."""
+        """Suffix of the output files."""
         return ".parquet"
 
     def write(self, path: Path, rows: Columns) -> None:
-        """Write a part, as one row group."""
+        """Write a part as a new file with one row group."""
         import pyarrow as pa  # type: ignore[import-untyped]
         from pyarrow import parquet
 
@@ -36,7 +36,7 @@ class ParquetWriter:
         parquet.write_table(table, path, compression=self.config.compression)
 
     def join(self, parts: Sequence[Path], path: Path) -> None:
-        """Copy the rows of all parts into row groups of equal size, so that the parts leave no trace."""
+        """Copy the rows of all parts into row groups of equal size, independent of the parts' sizes."""
         import pyarrow as pa
         from pyarrow import parquet
 
@@ -46,7 +46,7 @@ class ParquetWriter:
                 writer.write_table(table, row_group_size=self.config.row_group)
 
     def _groups(self, parts: Sequence[Path], schema: Any) -> Iterator[Any]:
-        """Tables of ``row_group`` rows each, the last one of what is left."""
+        """Yield tables of ``row_group`` rows each, and the remaining rows."""
         import pyarrow as pa
         from pyarrow import parquet
 
@@ -54,7 +54,7 @@ class ParquetWriter:
         for part in parts:
             waiting = pa.concat_tables([waiting, parquet.read_table(part).cast(schema)])
             while waiting.num_rows >= self.config.row_group:
-                # Combined, so that what was written is freed and chunks of parts make no difference.
+                # Combine chunks, so that written rows are freed and the output does not depend on the parts' chunks.
                 yield waiting.slice(0, self.config.row_group).combine_chunks()
                 waiting = waiting.slice(self.config.row_group).combine_chunks()
         if waiting.num_rows:
