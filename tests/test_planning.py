@@ -52,7 +52,7 @@ def test_tensor_parallelism_within_a_machine_has_no_price() -> None:
 
 def test_a_job_that_does_not_fit_is_told_three_ways_out_that_do() -> None:
     job = JobFile.from_values(values(DENSE))
-    with pytest.raises(JobError, match="the cheapest ways out") as refused:
+    with pytest.raises(JobError, match="the cheapest alternatives") as refused:
         predicted(job, 30 * GIB)
     text = str(refused.value)
     assert "this job needs 4" in text
@@ -173,7 +173,7 @@ def test_a_plan_for_too_few_devices_says_what_is_missing(tmp_path: Path) -> None
 def test_a_batch_that_no_layout_divides_is_said(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(values(SMALL, batch={"size": 1})))
-    assert "no layout on 7 devices is legal" in invoke("plan", str(path), "--gpus", "7")[1]
+    assert "no layout on 7 devices is valid" in invoke("plan", str(path), "--gpus", "7")[1]
 
 
 def test_the_device_at_hand_is_measured_into_a_file_that_plans_use(tmp_path: Path) -> None:

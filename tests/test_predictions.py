@@ -34,7 +34,7 @@ def test_lengths_are_those_that_the_data_states() -> None:
     documents = prediction(DENSE, data=padded)
     assert short.workload.length == 1024
     assert documents.workload.length == 2048
-    assert documents.workload.notes == ["samples have up to 2,048 positions; counted as if all had"]
+    assert documents.workload.notes == ["samples have up to 2,048 positions; all are counted with this length"]
 
 
 def test_the_peak_of_recomputed_experts_is_in_the_backward_of_the_first_block() -> None:

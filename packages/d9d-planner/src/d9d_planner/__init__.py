@@ -1,1 +1,1 @@
-"""Planner: predicted memory and time of a job on a mesh, and the search for the layout that fits and is fastest."""
+"""Planner: predicts memory and time of a job on a mesh, and searches for the fastest layout that fits."""

@@ -1,4 +1,4 @@
-"""Measurement of the rates of the device at hand."""
+"""Measurement of the rates of this machine's device."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ _REPEATS = 7
 
 
 def calibrated(device: torch.device, known: Device, devices: int) -> tuple[Device, list[str]]:
-    """Calibrate a device: its rates, and the names of the measured ones. Takes seconds and 4 GiB of an accelerator.
+    """Measure the rates of a device. Takes seconds, and 4 GiB of an accelerator's memory.
 
-    Measured are products, attention, copies, memory and, with several devices, the collectives between them, in a
-    process for each. Grouped products and elementwise ops keep their ratio to products and copies; the network stays
-    as it is known.
+    Measures matrix products, attention, copies, memory size and, with several devices, collectives between them, with
+    one process per device. The rates of grouped products and elementwise ops keep their ratio to products and copies;
+    network rates are not measured.
 
     Args:
-        device: what to measure.
-        known: rates that are not measured.
-        devices: number of devices of this machine to measure collectives between; of the CPU, processes on it.
+        device: device to measure.
+        known: rates to use where none are measured.
+        devices: number of devices of this machine for the collectives; on the CPU, number of processes.
+
+    Returns:
+        The device's rates, and the names of the measured fields.
 
     Raises:
         TrainingError: the collectives could not be measured.
@@ -40,7 +43,7 @@ def calibrated(device: torch.device, known: Device, devices: int) -> tuple[Devic
     }
     if device.type == "cuda":
         found["memory_gib"] = torch.cuda.mem_get_info(device)[1] / 2**30
-        torch.cuda.empty_cache()  # for the other processes
+        torch.cuda.empty_cache()  # frees memory for the other processes
     if devices > 1:
         found |= measured_link(device.type, devices)
     measured = list(found)
@@ -50,7 +53,7 @@ def calibrated(device: torch.device, known: Device, devices: int) -> tuple[Devic
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """Median time of a run, after two that do not count."""
+    """Median seconds of a run, after two warm-up runs."""
     taken = []
     for _ in range(_REPEATS + 2):
         _wait(device)
@@ -67,14 +70,14 @@ def _wait(device: torch.device) -> None:
 
 
 def _product(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """Operations of a second in a product of random square matrices."""
+    """FLOP/s of a product of random square matrices."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    times = 10  # so that the launch does not count
+    times = 10  # hides the launch time
     return times * 2 * size**3 / _seconds(device, lambda: [a @ b for _ in range(times)])
 
 
 def _attention(device: torch.device, length: int) -> float:
-    """Operations of a second in causal attention, forward and backward: 7 products over half of all pairs."""
+    """FLOP/s of causal attention, forward and backward: 7 matrix products over half of all pairs."""
     shape = (4, 16, length, 128)
     query, key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     gradient = torch.ones(shape, device=device, dtype=torch.bfloat16)
@@ -88,6 +91,6 @@ def _attention(device: torch.device, length: int) -> float:
 
 
 def _copy(device: torch.device, size: int) -> float:
-    """Bytes of a second that a copy reads and writes."""
+    """Bytes per second that a copy reads and writes."""
     a, b = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * size / _seconds(device, lambda: b.copy_(a))

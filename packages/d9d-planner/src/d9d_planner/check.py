@@ -1,4 +1,4 @@
-"""Prediction of a job for ``d9d check``, and ways out for one that does not fit its devices. Imports no torch."""
+"""Memory prediction for ``d9d check``, with alternatives for a job that does not fit. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from d9d_planner.workload import Workload
 
 _GIB = 2**30
 _SHOWN = 3
-#: Factors on the number of devices that are tried.
+#: Multiples of the number of devices that are tried.
 _MORE_DEVICES = (2, 4, 8)
-#: Device whose rates count where a way out is priced, and whose memory where nobody named any.
+#: Device whose rates are used to predict times, and whose memory is used by default.
 _DEVICE = "h200"
 
 
@@ -31,13 +31,14 @@ def check_predictions(job: JobFile, _world_size: int | None, memory: int | None)
     """Predict the memory of a job and print it.
 
     Args:
-        job: the job.
-        memory: bytes of a device's memory that the job must fit into; any if absent.
+        job: job to predict.
+        memory: device memory in bytes that the job must fit into; ``None`` skips this check.
 
     Raises:
-        JobError: it does not fit, with the cheapest ways out; or memory was named and nothing can be predicted.
+        JobError: the job does not fit (the text has the cheapest alternatives), or ``memory`` is given and the job
+            cannot be predicted.
     """
-    from d9d_engine.compose.communication.nodes import processes_of_node  # imports torch, which no prediction needs
+    from d9d_engine.compose.communication.nodes import processes_of_node  # imports torch; predictions themselves do not
 
     table = Table(box=None, show_header=False)
     for number, line in enumerate(predicted(job, memory, processes_of_node(job.device))):
@@ -46,17 +47,18 @@ def check_predictions(job: JobFile, _world_size: int | None, memory: int | None)
 
 
 def predicted(job: JobFile, memory: int | None, node: int | None = None) -> list[str]:
-    """Lines of ``d9d check`` about a job's predicted memory, and the time of tensor parallelism between nodes.
+    """Lines of ``d9d check`` about a job's predicted memory, and about tensor parallelism between machines.
 
-    Where nothing can be predicted, the line says why.
+    If the job cannot be predicted, the line says why.
 
     Args:
-        job: the job.
-        memory: bytes of a device's memory that the job must fit into; any if absent.
-        node: devices of a node; if absent, as many as the device whose rates count has.
+        job: job to predict.
+        memory: device memory in bytes that the job must fit into; ``None`` skips this check.
+        node: number of devices per machine; by default as in the rates of the default device.
 
     Raises:
-        JobError: the job does not fit, with the cheapest ways out; or memory was named and nothing can be predicted.
+        JobError: the job does not fit (the text has the cheapest alternatives), or ``memory`` is given and the job
+            cannot be predicted.
     """
     device = Device.named(_DEVICE)
     if memory is not None:
@@ -77,7 +79,7 @@ def predicted(job: JobFile, memory: int | None, node: int | None = None) -> list
 
 
 def _between_nodes(prediction: Prediction) -> Iterator[str]:
-    """Time of tensor parallelism that crosses nodes."""
+    """Yield a line about the time of tensor parallelism between machines, if there is any."""
     tp, node = prediction.layout.mesh.tp, prediction.device.node
     if tp > node:
         time = prediction.time
@@ -86,10 +88,10 @@ def _between_nodes(prediction: Prediction) -> Iterator[str]:
 
 
 def check_memory(prediction: Prediction) -> None:
-    """Check a job's predicted memory, and refuse one that does not fit.
+    """Check that a job's predicted memory fits.
 
     Raises:
-        JobError: it does not; the text has the cheapest ways out, with what they are predicted to cost.
+        JobError: it does not fit; the text has the cheapest alternatives with their predicted costs.
     """
     if prediction.fits:
         return
@@ -101,14 +103,14 @@ def check_memory(prediction: Prediction) -> None:
     ways = ways_out(prediction)
     if not ways:
         raise JobError(
-            f"{text}; no layout on up to {_MORE_DEVICES[-1]} times as many devices fits: take a smaller model"
+            f"{text}; no layout on up to {_MORE_DEVICES[-1]} times as many devices fits: use a smaller model"
         )
     lines = [f"{number}. {_way(prediction, way)}" for number, way in enumerate(ways, 1)]
-    raise JobError("\n".join([f"{text}; the cheapest ways out:", *lines]))
+    raise JobError("\n".join([f"{text}; the cheapest alternatives:", *lines]))
 
 
 def ways_out(prediction: Prediction) -> list[Prediction]:
-    """Layouts that fit, by their device time for a step: next to the job's own, else of as many devices or more."""
+    """Layouts that fit, by device time: variants of the job's layout, else layouts on as many or more devices."""
     found = [near for near in _nearby(prediction) if _works(near)]
     devices = prediction.layout.mesh.world_size
     for factor in (1, *_MORE_DEVICES):
@@ -121,7 +123,7 @@ def ways_out(prediction: Prediction) -> list[Prediction]:
 
 
 def _way(job: Prediction, way: Prediction) -> str:
-    """A way out in words: its price and the edit of the job file."""
+    """Text of an alternative: predicted time and memory, and the edit of the job file."""
     devices = way.layout.mesh.world_size
     slower = way.time.total / job.time.total - 1
     here = f"{slower:+.0%} time a step" if devices == job.layout.mesh.world_size else f"{devices} devices"
@@ -137,7 +139,7 @@ def _works(prediction: Prediction) -> bool:
 
 
 def _nearby(prediction: Prediction) -> Iterator[Prediction]:
-    """Layouts next to one: blocks recomputed, smaller microbatches, or both."""
+    """Variants of a layout: with recomputed blocks, smaller microbatches, or both."""
     layout, workload = prediction.layout, prediction.workload
     options = workload.options
     smaller = [size for size in divisors(layout.microbatch) if size < layout.microbatch]

@@ -1,4 +1,4 @@
-"""``d9d plan``: the search for a layout, printed and written into a job file. Imports no torch."""
+"""Command ``d9d plan``: searches for a layout, prints it and writes it into a job file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from d9d_planner.report import largest, memory_line, plan_table, time_line
 from d9d_planner.search import Found, search
 from d9d_planner.workload import Workload
 
-app = command_app("plan", "Find the layout of a job that fits and is fastest, without a GPU.")
+app = command_app("plan", "Find the fastest layout of a job that fits, without a GPU.")
 _GIB = 2**30
 
 
@@ -41,17 +41,19 @@ _GIB = 2**30
 def plan(
     job: JobPath,
     gpus: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Devices; by default, as many as the mesh.")
+        int | None, typer.Option(metavar="N", min=1, help="Number of devices; by default, the mesh's.")
     ] = None,
     memory: Memory = None,
     gpu: Annotated[str, typer.Option(metavar="NAME|FILE", help="h100, h200, b200, or a file of rates.")] = "h200",
-    top: Annotated[int, typer.Option(metavar="K", min=1, help="Layouts to print.")] = 10,
+    top: Annotated[int, typer.Option(metavar="K", min=1, help="Number of layouts to print.")] = 10,
     calibrate: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Measure this machine's device, write its rates into a new file, use them."),
+        typer.Option(
+            metavar="FILE", help="Measure this machine's device, use its rates, and write them to a new file."
+        ),
     ] = None,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the job with the fastest layout into a new file.")
+        Path | None, typer.Option(metavar="FILE", help="New file for the job with the fastest layout.")
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default
     plugin: Files = [],  # noqa: B006
@@ -69,7 +71,7 @@ def plan(
     device = with_memory(rates, bytes_of(memory))
     workload = Workload(loaded, loaded.registry, loaded.views())
     devices = gpus or loaded.mesh.world_size
-    with collected_seldom():  # all layouts are kept to the end
+    with collected_seldom():  # all layouts are kept until the end
         found = search(workload, devices, device)
     ranked = accepted(found, loaded, top)
     if not ranked:
@@ -87,24 +89,24 @@ def plan(
 
 
 def _calibrated(name: str, rates: Device, file: Path) -> Device:
-    """Device of this machine, measured and written into a file."""
-    from d9d_engine.distributed.devices import choose_device, count_devices  # imports torch, which no plan needs
+    """Measure this machine's device, and write its rates to a file."""
+    from d9d_engine.distributed.devices import choose_device, count_devices  # imports torch; plans themselves do not
 
     from d9d_planner.calibrate import calibrated
 
     device, measured = calibrated(choose_device(name), rates, count_devices(name))
     file.write_text(yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False), "utf-8")
-    say(f"measured on this machine: {', '.join(measured)}; all else is as of --gpu; written: {file}")
+    say(f"measured on this machine: {', '.join(measured)}; other rates are from --gpu; written to {file}")
     return device
 
 
 def with_memory(device: Device, memory: int | None) -> Device:
-    """Device with so many bytes of memory, if any are named."""
+    """Device with another memory size in bytes, if one is given."""
     return device if memory is None else device.model_copy(update={"memory_gib": memory / _GIB})
 
 
 def accepted(found: Found, job: JobFile, most: int) -> list[Prediction]:
-    """The fastest layouts, and then those that save memory, that pass the checks of a job."""
+    """Fastest layouts, then the most memory-saving ones, that pass the job's checks."""
     chosen: list[Prediction] = []
     for prediction in [*found.ranked[: 4 * most], *found.pareto]:
         if prediction in chosen:
@@ -121,7 +123,7 @@ def accepted(found: Found, job: JobFile, most: int) -> list[Prediction]:
 
 
 def job_text(job: JobFile, prediction: Prediction) -> str:
-    """Text of the job file with another layout; values stay as they were, comments do not."""
+    """Text of the job file with another layout; other values are kept, comments are lost."""
     laid_out = prediction.layout.on(job)
     values = {**job.source.document.values}
     for section in ("mesh", "batch", "parallel"):
@@ -135,14 +137,14 @@ def job_text(job: JobFile, prediction: Prediction) -> str:
 
 
 def _nothing(found: Found, devices: int, device: Device, job: JobFile) -> str:
-    """Why nothing fits, in words."""
+    """Text that says why no layout fits."""
     if found.smallest is None:
         return (
-            f"no layout on {devices} devices is legal: batch.size {job.batch.size} and the model's heads, layers and "
+            f"no layout on {devices} devices is valid: batch.size {job.batch.size} and the model's heads, layers and "
             "experts must be divisible by their axes; change the batch or the number of devices"
         )
     need, smallest = found.smallest.memory.needed / _GIB, found.smallest.layout
     return (
         f"no layout on {devices} devices fits into {device.memory / _GIB:.1f} GiB; the smallest, {smallest}, needs "
-        f"{need:.1f} GiB ({largest(found.smallest)}); take more devices, or a smaller batch or model"
+        f"{need:.1f} GiB ({largest(found.smallest)}); use more devices, or a smaller batch or model"
     )

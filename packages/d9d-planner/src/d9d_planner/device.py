@@ -1,8 +1,8 @@
-"""Rates of devices and of the networks between them: published ones, or those of a file. Imports no torch.
+"""Rates of devices and of the networks between them, built in or from a file. Imports no torch.
 
-Achieved rates, not peaks: products of large matrices in bfloat16, and what a copy or an elementwise op reaches. Those
-of the H200 were measured (torch 2.11, shapes of a 2 G parameter model); those of the H100 have its memory's bandwidth
-scaled, those of the B200 are the published peaks times the same efficiencies.
+Rates are achieved ones, not peaks: of products of large bfloat16 matrices, copies, and elementwise ops. The H200's were
+measured (torch 2.11, shapes of a 2 G parameter model); the H100's are the same, with memory bandwidth scaled; the
+B200's are published peaks times the same efficiencies.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ Seconds = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class Device(Section):
-    """Rates of one device and of its links; bytes and operations are of a second."""
+    """Rates of a device and of its links, in bytes per second and FLOP/s."""
 
     memory_gib: Rate
-    """Memory that a process can allocate."""
+    """Memory in GiB that a process can allocate."""
     product: Rate
-    """Operations of dense products in bfloat16."""
+    """FLOP/s of dense matrix products in bfloat16."""
     product_float32: Rate
-    """Operations of dense products in float32."""
+    """FLOP/s of dense matrix products in float32."""
     grouped_product: Rate
-    """Operations of the grouped products of experts."""
+    """FLOP/s of the grouped matrix products of experts."""
     attention: Rate
-    """Operations of fused attention; its backward has five products for two of the forward."""
+    """FLOP/s of fused attention. Its backward is counted as 5 matrix products, its forward as 2."""
     copy_bytes: Rate
-    """Bytes that a copy reads and writes; optimizers reach it too."""
+    """Bytes per second that a copy, or an optimizer update, reads and writes."""
     elementwise_bytes: Rate
-    """Bytes that elementwise ops and norms read and write."""
+    """Bytes per second that elementwise ops and norms read and write."""
     node: PositiveInt = 8
-    """Devices of a machine."""
+    """Number of devices per machine."""
     link: Rate
-    """Bytes that a device sends to others of its machine in a collective."""
+    """Bytes per second that a device sends to devices of the same machine in a collective."""
     network: Rate
-    """Bytes that a device sends to other machines."""
+    """Bytes per second that a device sends to other machines."""
     link_latency: Seconds = 10e-6
-    """Time of the smallest collective inside of a machine."""
+    """Seconds of the smallest collective within a machine."""
     network_latency: Seconds = 5e-6
-    """Time that each further machine adds to it."""
+    """Seconds that each further machine adds to ``link_latency``."""
     interference: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """Part of the time of a collective beside computation by which that computation takes longer."""
+    """Slowdown of computation by a concurrent collective, as a fraction of the overlapped time."""
     overhead: Annotated[float, Field(ge=0, le=1)] = 0.0125
-    """Part of the time of computation in which the device idles between kernels."""
+    """Idle time of the device between kernels, as a fraction of the computation time."""
     launch: Seconds = 1.9e-3
-    """Time in which the host launches forward and backward of a block, of which the forward is a third."""
+    """Seconds in which the host launches forward and backward of a block; the forward is a third."""
 
     @property
     def memory(self) -> float:
-        """Bytes of its memory."""
+        """Memory in bytes."""
         return self.memory_gib * 2**30
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Device of a name, ``h100``, ``h200`` or ``b200``, or of a YAML or JSON file with these fields.
+        """Device by name, ``h100``, ``h200`` or ``b200``, or from a YAML or JSON file with these fields.
 
         Raises:
-            JobError: there is no such device, or the file is wrong.
+            JobError: the name is unknown and no file, or the file is invalid.
         """
         if name in _KNOWN:
             return cls(**_KNOWN[name])
@@ -76,7 +76,7 @@ class Device(Section):
                 f"--gpu: {name!r} is neither a known device ({known}) nor a readable file: {error}"
             ) from error
         if not isinstance(values, dict):
-            raise JobError(f"--gpu: {path} holds no fields of a device; write them as in docs/planning.md")
+            raise JobError(f"--gpu: {path} has no fields of a device; see docs/planning.md")
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -84,8 +84,9 @@ class Device(Section):
             raise JobError(f"--gpu: {path}: " + "; ".join(lines)) from error
 
 
-#: Published links: NVLink 4 450 GB/s, NVLink 5 900 GB/s in each direction; 400 Gbit/s InfiniBand for each device. In
-#: collectives about four fifths of that arrive.
+#: Published links: NVLink 4 450 GB/s, NVLink 5 900 GB/s in each direction; 400 Gbit/s InfiniBand per device.
+#: Collectives
+#: achieve about four fifths of these.
 _H200 = {
     "memory_gib": 139.8,
     "product": 700e12,

@@ -1,4 +1,4 @@
-"""Layouts that are compared: mesh, strategies, schedule and microbatch of a job. Imports no torch."""
+"""Layouts of a job: mesh, strategies, schedule and microbatch. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ AnyJob = TypeVar("AnyJob", bound=BaseJob)
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a job to compare with others: mesh, strategies, schedule and microbatch.
+    """Layout of a job: mesh, strategies, schedule and microbatch.
 
     Attributes:
-        mesh: sizes of its axes.
-        parallel: configs of its strategies.
-        pipeline: config of its schedule.
-        size: samples of a step.
-        microbatch: samples of a forward on one rank.
+        mesh: sizes of the axes.
+        parallel: configs of the strategies.
+        pipeline: config of the schedule; ``None`` without one.
+        size: number of samples in a step.
+        microbatch: number of samples in a forward on one rank.
     """
 
     mesh: Mesh
@@ -42,11 +42,11 @@ class Layout:
 
     @property
     def microbatches(self) -> int:
-        """Forward passes of a step on one rank."""
+        """Number of microbatches in a step on one rank."""
         return self.size // self.mesh.data_parallel_size // self.microbatch
 
     def on(self, job: AnyJob) -> AnyJob:
-        """The job with this layout."""
+        """Copy of a job with this layout."""
         batch = job.batch.model_copy(update={"size": self.size, "microbatch": self.microbatch})
         changed: dict[str, Any] = {
             "mesh": self.mesh,
@@ -64,7 +64,7 @@ class Layout:
 
 
 def _described(config: PluginConfig) -> str:
-    """Name of a strategy, and those of its settings that are not the defaults: ``fsdp(defer=everything)``."""
+    """Name of a strategy with its non-default settings: ``fsdp(defer=everything)``."""
     values = config.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
     shown = ", ".join(f"{name}={value}" for name, value in values.items())
     return f"{config.selector}({shown})" if shown else config.selector
@@ -86,11 +86,11 @@ def view_group(mesh: Mesh, view: ViewSpec, dim: str) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class DataGroups:
-    """Groups of ranks in a layout over which parameters are sharded and gradients reduced.
+    """Groups of ranks over which parameters are sharded and gradients reduced.
 
     Attributes:
-        shards, replicas: of parameters that all tokens use.
-        expert_shards, expert_replicas: of experts.
+        shards, replicas: groups for parameters that all tokens use.
+        expert_shards, expert_replicas: groups for experts.
     """
 
     shards: Group
@@ -103,7 +103,7 @@ class DataGroups:
         """Groups of a mesh."""
         dense, expert = views["dense"], views["expert"]
         shards, replicas = (view_group(mesh, dense, dim) for dim in ("fsdp", "dp_replicate"))
-        if mesh.ep == 1:  # experts are sharded with everything else
+        if mesh.ep == 1:  # experts are sharded like all other parameters
             return cls(shards, replicas, shards, replicas)
         spread = (view_group(mesh, expert, dim) for dim in ("expert_fsdp", "expert_replicate"))
         return cls(shards, replicas, *spread)

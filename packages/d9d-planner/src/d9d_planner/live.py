@@ -1,4 +1,4 @@
-"""Activations that are held while a pipeline rank runs its program. Imports no torch."""
+"""Activations held while a pipeline rank runs its program. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from d9d_core.schedule import Backward, Forward, InputBackward, Program, WeightB
 
 
 class Moment(NamedTuple):
-    """Moment at which a backward begins.
+    """State of a pipeline rank when a backward begins.
 
     Attributes:
-        held: stage and the number of its microbatches whose activations are held, this one included.
-        stage: whose backward it is.
-        graded: stages that have gradients already.
+        held: (stage, number of microbatches with held activations) pairs, including the current microbatch.
+        stage: stage of the backward.
+        graded: stages that already have gradients.
     """
 
     held: tuple[tuple[int, int], ...]
@@ -22,9 +22,9 @@ class Moment(NamedTuple):
 
 
 def moments(program: Program) -> list[Moment]:
-    """Live activations of a program: moments when backwards begin, without any where another holds as much or more.
+    """States of a program at the begin of its backwards, without states that hold no more than another state.
 
-    Activations are held up to the end of their backward, or of its weight gradients where those come apart.
+    Activations are held until the end of their backward, or of the weight gradients of a split backward.
     """
     held: dict[int, int] = {}
     graded: set[int] = set()
@@ -46,7 +46,7 @@ def moments(program: Program) -> list[Moment]:
 
 
 def _covers(one: Moment, other: Moment) -> bool:
-    """Whether as much is held at one moment as at another, and backwards of the same stage begin."""
+    """Whether one state holds at least as much as another, for a backward of the same stage."""
     held = dict(one.held)
     return (
         one.stage == other.stage

@@ -1,4 +1,4 @@
-"""Predicted memory of each pipeline rank. Imports no torch."""
+"""Predicted peak memory of each pipeline rank. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from d9d_planner.layout import Layout
 from d9d_planner.live import Moment
 from d9d_planner.workload import Workload
 
-#: Bytes outside of the allocator: the driver's context and kernels of libraries; and buffers of each communicator.
+#: Bytes outside of torch's allocator: driver context and library kernels; and buffers per communicator.
 _CONTEXT = 0.7 * 2**30
 _COMMUNICATOR = 0.25 * 2**30
-#: Part of what is allocated that lies in gaps between allocations.
+#: Memory in gaps between allocations, as a fraction of the allocated memory.
 _FRAGMENTATION = 0.04
-#: Blocks whose whole parameters exist at once: the present one, and the next one on its way.
+#: Number of blocks with unsharded parameters at a time: the current one, and the next, which is being gathered.
 _GATHERED_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Predicted memory of a rank at its peak, in bytes.
+    """Predicted peak memory of a rank, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer: of this rank's shards.
-        activations: kept for backwards, of all microbatches in flight, the inputs of recomputed blocks included.
-        logits: the part of them that the heads keep.
+        parameters, gradients, optimizer: shards of this rank.
+        activations: kept for backwards, over all microbatches in flight, including inputs of recomputed blocks;
+            without ``logits``.
+        logits: kept by the heads.
         workspace: temporary tensors of the backward at the peak.
-        communication: whole parameters and gradients on their way.
-        outside: driver, libraries and communicators, which the allocator does not see.
+        communication: unsharded parameters and gradients, and tensors between stages.
+        outside: driver, libraries and communicators, outside of torch's allocator.
         fragmentation: allowance for gaps.
     """
 
@@ -46,7 +47,7 @@ class Memory:
 
     @property
     def allocated(self) -> float:
-        """Peak that the allocator reports."""
+        """Peak of torch's allocator."""
         return (
             self.parameters
             + self.gradients
@@ -65,7 +66,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Numbers of parameters on a rank: of whole ones, of its shards, and of those of them that train."""
+    """Numbers of parameters on a rank: unsharded, sharded, and sharded trained ones."""
 
     whole: float
     shards: float
@@ -74,7 +75,7 @@ class _Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Bytes that a stage keeps for a microbatch, those of its logits, its parameters, and the update of these."""
+    """Sums over a stage: kept bytes and logits of a microbatch, parameters, and their update."""
 
     kept: float
     logits: float
@@ -83,12 +84,12 @@ class _Sums:
 
 
 class MemoryModel:
-    """Model of the memory of the ranks of a layout.
+    """Predicts the memory of a layout's ranks.
 
     Args:
-        workload: the job.
-        layout: its layout.
-        stages: costs of its stages.
+        workload: workload of the job.
+        layout: layout of the job.
+        stages: costs of the stages.
     """
 
     def __init__(self, workload: Workload, layout: Layout, stages: list[StageCost]) -> None:
@@ -99,7 +100,7 @@ class MemoryModel:
         self._sums: dict[int, _Sums] = {}
 
     def ranks(self) -> list[Memory]:
-        """Memory of each pipeline rank: at the fullest moment of its program, or while the optimizer updates."""
+        """Peak memory of each pipeline rank: in a backward of its program, or in the optimizer's update."""
         hosts = self._workload.hosts(self._layout)
         held = [[stage for stage, host in enumerate(hosts) if host == rank] for rank in range(self._layout.mesh.pp)]
         return [
@@ -111,7 +112,7 @@ class MemoryModel:
         ]
 
     def least(self) -> float:
-        """Bytes that some rank needs whatever the schedule is: if each rank has one stage and one microbatch."""
+        """Lower bound of the largest rank's memory under any schedule: one stage and one microbatch per rank."""
         load, on_device = self._workload, 0.0 if self._effect.offloads else 1.0
         alike = {id(cost): stage for stage, cost in enumerate(self._stages)}
         return max(
@@ -122,7 +123,7 @@ class MemoryModel:
         )
 
     def _updating(self, stages: list[int]) -> Memory:
-        """Memory while the optimizer updates parameters: nothing is kept any more, and gradients are complete."""
+        """Memory during the optimizer's update: no activations, complete gradients."""
         on_device = 0.0 if self._effect.offloads else 1.0
         shards = on_device * sum(self._number(stage).shards for stage in stages)
         updates = [self._sum(stage).update for stage in stages]
@@ -138,7 +139,7 @@ class MemoryModel:
         return self._memory(parts)
 
     def _at(self, moment: Moment, stages: list[int]) -> Memory:
-        """Memory at the fullest point of the backward that begins."""
+        """Peak memory during the backward that begins in this state."""
         effect, load = self._effect, self._workload
         shards = sum(self._number(stage).shards for stage in stages)
         whole = sum(self._number(stage).whole for stage in stages)
@@ -160,12 +161,12 @@ class MemoryModel:
         return self._memory(parts)
 
     def _memory(self, parts: dict[str, float]) -> Memory:
-        """Memory with what lies outside of the allocator, and gaps."""
+        """Memory with the parts outside of the allocator, and gaps."""
         outside = _CONTEXT + _COMMUNICATOR * sum(size > 1 for size in self._layout.mesh.sizes().values())
         return Memory(**parts, outside=outside, fragmentation=_FRAGMENTATION * sum(parts.values()))
 
     def _fullest(self, moment: Moment, graded: float) -> _Point:
-        """Fullest point of a stage's backward: at its heads, in its last or its first block, or at its end."""
+        """Peak point of a stage's backward: at its heads, in its largest or first block, or at its end."""
         blocks = self._stages[moment.stage].blocks
         new = 0.0 if moment.stage in moment.graded else self._gradients(moment.stage)
         points = [_Point(graded, 0.0, 0.0, blocks[-1].workspace if not blocks[-1].is_block else 0.0)]
@@ -177,7 +178,7 @@ class MemoryModel:
             largest = max(layers, key=self._working)
             part = self._numbers(ends[-1:]).trained * self._workload.gradient_width
             points.append(_Point(graded + min(part, new), heads, logits, self._working(largest)))
-            # All that is left is the first block, and then the embedding.
+            # Only the first block and the embedding remain.
             part = self._numbers([block for block in blocks[:1] if not block.is_block]).trained
             freed = self._kept(moment.stage) - logits - self._block_kept(layers[0])
             left = graded + max(new - part * self._workload.gradient_width, 0.0)
@@ -186,12 +187,12 @@ class MemoryModel:
         return max(points, key=lambda point: point.total)
 
     def _working(self, block: BlockCost) -> float:
-        """Temporary bytes of a block's backward: of one that is recomputed, everything that it would have kept."""
+        """Temporary bytes of a block's backward; a recomputed block adds its recomputed activations."""
         again = block.kept - self._attended(block) if self._effect.recomputed and block.has_backward else 0.0
         return block.workspace + again
 
     def _sum(self, stage: int) -> _Sums:
-        """Sums over the blocks of a stage; most stages are alike."""
+        """Sums over the blocks of a stage, cached as most stages are alike."""
         cost = self._stages[stage]
         if id(cost) not in self._sums:
             self._sums[id(cost)] = _Sums(
@@ -210,7 +211,7 @@ class MemoryModel:
         return (1 - part) * block.kept + part * (block.input + self._attended(block))
 
     def _attended(self, block: BlockCost) -> float:
-        """Bytes that a recomputed block keeps beside its input."""
+        """Bytes that a recomputed block keeps in addition to its input."""
         return block.attended if self._effect.keeps_attention else 0.0
 
     def _logits(self, stage: int) -> float:
@@ -223,7 +224,7 @@ class MemoryModel:
         return self._sum(stage).weights
 
     def _numbers(self, blocks: tuple[BlockCost, ...] | list[BlockCost]) -> _Weights:
-        """Numbers of whole parameters and of shards of blocks."""
+        """Numbers of parameters of blocks: unsharded, sharded, and sharded trained ones."""
         dense = sum(block.parameters * block.count for block in blocks)
         experts = sum(block.expert_parameters * block.count for block in blocks)
         trained = sum((block.parameters - block.frozen) * block.count for block in blocks)
@@ -237,7 +238,7 @@ class MemoryModel:
         return _Weights(dense + experts, own + experts / size, own_trained + trained_experts / size)
 
     def _communication(self, stages: list[int]) -> float:
-        """Bytes of whole parameters beside their shards, of whole gradients, and of tensors between stages."""
+        """Bytes of unsharded parameters, unsharded gradients, and tensors between stages."""
         effect, width = self._effect, self._workload.compute_width(self._effect)
         blocks = [block for stage in stages for block in self._stages[stage].blocks]
         between = 2 * max(self._stages[stage].boundary for stage in stages) if self._layout.mesh.pp > 1 else 0.0
@@ -258,13 +259,13 @@ class MemoryModel:
 
 
 def _trained(block: BlockCost) -> int:
-    """Parameters of a block that train."""
+    """Number of trained parameters of a block."""
     return block.parameters + block.expert_parameters - block.frozen - block.frozen_experts
 
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """Point of a backward: gradients so far, activations that were freed since it began, and temporary bytes."""
+    """Point in a backward: gradients so far, activations freed since its begin, and temporary bytes."""
 
     gradients: float
     released_activations: float
@@ -273,5 +274,5 @@ class _Point:
 
     @property
     def total(self) -> float:
-        """Bytes by which the fullest point is found."""
+        """Bytes in addition to the begin of the backward."""
         return self.gradients + self.workspace - self.released_activations - self.released_logits

@@ -1,4 +1,4 @@
-"""Times of collectives over mesh axes, by the machines that their ranks are on. Imports no torch."""
+"""Times of collectives over mesh axes, depending on the machines of their ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from d9d_planner.device import Device
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Group of ranks along neighbouring dimensions of a grid, whose innermost one varies fastest.
+    """Group of ranks along adjacent dimensions of a grid, whose innermost dimension varies fastest.
 
     Attributes:
         size: number of ranks.
-        stride: distance of two neighbours in the numbering of all ranks.
+        stride: difference between the numbers of neighbouring ranks.
     """
 
     size: int
     stride: int = 1
 
     def on_one_machine(self, node: int) -> int:
-        """Ranks of the group on one machine of so many devices."""
+        """Number of the group's ranks on one machine with ``node`` devices."""
         return max(1, min(self.size, node // self.stride))
 
 
 def seconds(operation: Operation, size: float, group: Group, device: Device) -> float:
-    """Time of a collective over the network between machines, or the links within one.
+    """Time of a collective, over the network between machines or the links within one.
 
-    Ring algorithms: each rank receives what the others have once, for an all-reduce twice. Ranks of a group on one
-    machine share what the network brings there; ranks of an all-to-all do not.
+    Counts ring algorithms: each rank receives the other ranks' data once, for an all-reduce twice. Ranks on one machine
+    share data received over the network, except in an all-to-all.
 
     Args:
-        operation: which one.
+        operation: kind of collective.
         size: bytes, see :class:`d9d_core.cost.Exchange`.
-        group: its ranks.
+        group: ranks of the collective.
         device: rates of the links.
     """
     if group.size == 1 or not size:

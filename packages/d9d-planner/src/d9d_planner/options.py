@@ -1,4 +1,4 @@
-"""Strategies and schedules that a search for layouts may use. Imports no torch."""
+"""Strategies and schedules for the search of layouts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from d9d_core.plugin import StrategySpec
 from d9d_core.registry.registry import Registry
 from pydantic import ValidationError
 
-#: Points of the application of strategies that a layout is about; strategies of other points stay as the job has them.
+#: Anchors of strategies that the search varies; strategies at other anchors are kept from the job.
 _OF_LAYOUTS = {"tensor", "context", "expert", "checkpointing", "data"}
 
 
 class Options:
-    """Options of a search for layouts: strategies and schedules that it may use."""
+    """Strategies and schedules that the search of layouts may use."""
 
     def __init__(self, job: JobConfig, registry: Registry) -> None:
         self._job, self._registry = job, registry
@@ -46,7 +46,7 @@ class Options:
         self._data = [*self._ready("dp_shard"), *self._ready("dp_replicate")]
 
     def _ready(self, axis: str) -> list[StrategySpec]:
-        """Strategies for an axis: the job's own first, and others only if they need no further library."""
+        """Strategies for an axis: the job's own, or else all that need no additional library."""
         specs = strategies_for(axis, self._registry)
         own = [spec for spec in specs if spec.key in self._own]
         needy = [spec for spec in specs if any(token.startswith("import:") for token in spec.requires)]
@@ -57,18 +57,18 @@ class Options:
         return self._by_axis[axis]
 
     def expert_groups(self, mesh: Mesh) -> list[int]:
-        """Legal numbers of expert groups on a mesh."""
+        """Valid sizes of ``ep`` on a mesh."""
         experts = getattr(self._job.model, "num_experts", None)
         if not isinstance(experts, int) or not self._by_axis["ep"]:
             return [1]
         return [ep for ep in divisors(experts) if covers(ep, mesh)]
 
     def parallel(self, mesh: Mesh, waits: bool) -> list[list[PluginConfig]]:
-        """Strategies that use the axes of a mesh, in several settings; none if some axis has no strategy.
+        """Lists of strategies for the axes of a mesh, in several settings; empty if an axis has no strategy.
 
         Args:
-            mesh: the mesh.
-            waits: with settings of data parallelism that wait for the last microbatch.
+            mesh: sizes of the axes.
+            waits: whether to include data-parallel settings that reduce after the last microbatch.
         """
         used = [axis for axis in ("tp", "cp", "ep") if mesh.sizes()[axis] > 1]
         several = [list(choice) for choice in product(*(self._of_axis(axis) for axis in used))]
@@ -79,18 +79,18 @@ class Options:
         return [[*inner, config] for config in (settings if waits else settings[:1]) for inner in several]
 
     def _of_axis(self, axis: str) -> list[PluginConfig]:
-        """Settings of the strategy for an axis, the job's own first; none if there is no strategy."""
+        """Settings of the strategy for an axis, the job's own first; empty without a strategy."""
         if axis not in self._of_axes:
             spec = self._by_axis[axis][0]
             config = self._config("strategy", spec.key)
-            # Each further setting is that many layouts more, which only those pay for who asked for the strategy.
+            # Each setting multiplies the number of layouts, so vary settings only if the job uses the strategy.
             others = spec.alternatives if spec.key in self._own else None
             more = others.load()(config) if config is not None and others is not None else ()
             self._of_axes[axis] = [] if config is None else [config, *more]
         return self._of_axes[axis]
 
     def _data_parallel(self, needed: frozenset[str]) -> list[PluginConfig]:
-        """Settings of the strategy for data-parallel axes: the job's own first, and one that uses no further axis."""
+        """Settings of a strategy for data-parallel axes, preferably one without further axes and used by the job."""
         if needed not in self._settings:
             fitting = [spec for spec in self._data if needed <= spec.axes]
             fitting.sort(key=lambda spec: (len(spec.axes - needed), spec.key not in self._own))
@@ -104,12 +104,12 @@ class Options:
         own = self._job.pipeline
         names = [entry.spec.key for entry in self._registry.entries("schedule")]
         found = [own if own is not None and own.selector == name else self._config("schedule", name) for name in names]
-        # Numbers of layers that a job gives to stages fit no other number of stages.
+        # The job's numbers of layers per stage do not fit other numbers of stages.
         found = [None if config is None else config.model_copy(update={"layers": None}) for config in found]
         return [config for config in found if config is not None]
 
     def _config(self, kind: str, name: str) -> PluginConfig | None:
-        """Config of a name, always the same object; ``None`` if it cannot do without settings."""
+        """Config by kind and name, always the same object; ``None`` if the config has required fields."""
         if kind == "strategy" and name in self._own:
             return self._own[name]
         if (kind, name) not in self._configs:

@@ -11,10 +11,10 @@ D9D_API = 2
 
 @hookimpl
 def d9d_job_checks() -> Iterator[JobCheckSpec]:
-    """Prediction of a job's memory."""
+    """Job check ``prediction``."""
     yield JobCheckSpec(
         name="prediction",
-        summary="Predicted memory of the busiest device.",
+        summary="Predicted memory of the device that needs the most.",
         requires=frozenset({"import:torch"}),
         run=Ref("d9d_planner.check:check_predictions"),
         memory=True,
@@ -26,6 +26,6 @@ def d9d_commands() -> Iterator[CommandSpec]:
     """Command ``plan``."""
     yield CommandSpec(
         name="plan",
-        summary="Find the layout of a job that fits and is fastest, without a GPU.",
+        summary="Find the fastest layout of a job that fits, without a GPU.",
         app=Ref("d9d_planner.command:app"),
     )

@@ -1,4 +1,4 @@
-"""Predictions of a job's memory and time on a device. Imports no torch."""
+"""Predicted memory and time of a job on a device. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from d9d_planner.workload import Workload
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction of memory and time for one layout of a job.
+    """Predicted memory and time of one layout of a job.
 
     Attributes:
-        workload: the job.
-        layout: the layout.
-        device: what it runs on.
+        workload: workload of the job.
+        layout: layout of the job.
+        device: rates of the device.
     """
 
     workload: Workload
@@ -36,31 +36,31 @@ class Prediction:
         """Memory of each pipeline rank.
 
         Raises:
-            D9dError: the model or the schedule cannot be laid out so.
+            D9dError: the model or the schedule does not support the layout.
         """
         stages = self.workload.stages(self.layout, self.device.memory)
         return MemoryModel(self.workload, self.layout, stages).ranks()
 
     @cached_property
     def memory(self) -> Memory:
-        """Memory of the fullest rank."""
+        """Memory of the rank that needs the most."""
         return max(self.ranks, key=lambda memory: memory.needed)
 
     @cached_property
     def least_time(self) -> float:
-        """Seconds of a step under the best schedule, about; no schedule is looked at for that.
+        """Approximate lower bound of the seconds of a step under any schedule, without simulating one.
 
         Raises:
-            D9dError: the model cannot be laid out so.
+            D9dError: the model does not support the layout.
         """
         return TimeModel(self.workload, self.layout, self._one_each, self.device).least()
 
     @cached_property
     def least_memory(self) -> float:
-        """Bytes of the fullest rank under any schedule, at least.
+        """Lower bound of the largest rank's memory in bytes under any schedule.
 
         Raises:
-            D9dError: the model cannot be laid out so.
+            D9dError: the model does not support the layout.
         """
         return MemoryModel(self.workload, self.layout, self._one_each).least()
 
@@ -72,17 +72,17 @@ class Prediction:
 
     @cached_property
     def _one_each(self) -> list[StageCost]:
-        """Costs of stages if each pipeline rank has one."""
+        """Costs of the stages with one stage per pipeline rank."""
         return self.workload.stages(self.layout, self.device.memory, self.layout.mesh.pp)
 
     @property
     def fits(self) -> bool:
-        """Whether the device has the memory."""
+        """Whether the device has enough memory."""
         return self.memory.needed <= self.device.memory
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of a second on each device."""
+        """Tokens per second on each device."""
         return (
             self.layout.size
             * self.workload.texts
@@ -93,9 +93,9 @@ class Prediction:
 
 
 def predict(job: JobConfig, registry: Registry, views: dict[str, ViewSpec], device: Device) -> Prediction:
-    """Predict a job as it is.
+    """Predict a job with its own layout.
 
     Raises:
-        D9dError: nothing describes the cost of its model.
+        D9dError: the model has no cost description.
     """
     return Prediction(Workload(job, registry, views), Layout.of(job), device)

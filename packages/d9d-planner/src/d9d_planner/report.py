@@ -1,4 +1,4 @@
-"""Tables of predictions. Imports no torch."""
+"""Tables and lines about predictions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from d9d_planner.prediction import Prediction
 from d9d_planner.search import Found
 
 _GIB = 2**30
-#: Parts that follow from the others, or that no layout changes much.
+#: Parts that depend on the others, or hardly on the layout.
 _NOT_CHOSEN = ("temporary", "driver and gaps")
 
 
 def memory_line(prediction: Prediction) -> str:
-    """Predicted memory of the fullest rank in one line."""
+    """Line about the predicted memory of the rank that needs the most."""
     memory, parts = prediction.memory, _parts(prediction)
     shown = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items() if size >= 0.05 * _GIB)
     rank = ""
@@ -27,14 +27,14 @@ def memory_line(prediction: Prediction) -> str:
 
 
 def largest(prediction: Prediction) -> str:
-    """The largest parts of a prediction's memory in words."""
+    """Text with the three largest parts of the predicted memory."""
     parts = {name: size for name, size in _parts(prediction).items() if name not in _NOT_CHOSEN}
     names = sorted(parts, key=lambda name: -parts[name])[:3]
     return ", ".join(f"{name} {parts[name] / _GIB:.1f}" for name in names)
 
 
 def _parts(prediction: Prediction) -> dict[str, float]:
-    """Bytes of each part of the predicted memory, by its name in tables."""
+    """Part of the predicted memory, by its name in tables -> bytes."""
     memory = prediction.memory
     return {
         "parameters": memory.parameters,
@@ -49,7 +49,7 @@ def _parts(prediction: Prediction) -> dict[str, float]:
 
 
 def time_line(prediction: Prediction) -> str:
-    """Predicted time of a step in one line."""
+    """Line about the predicted time of a step."""
     time = prediction.time
     parts = ", ".join(
         f"{name} {taken / time.total:.0%}" for name, taken in time.parts.items() if taken > 0.01 * time.total
@@ -58,7 +58,7 @@ def time_line(prediction: Prediction) -> str:
 
 
 def plan_table(found: Found, rows: Sequence[Prediction]) -> Table:
-    """Report layouts in a table, the fastest first; the Pareto front of time and memory is marked."""
+    """Make a table of layouts, the fastest first, with a mark for the Pareto front of time and memory."""
     front = {id(prediction) for prediction in found.pareto}
     table = Table(box=None, header_style="bold")
     for name in ("", "seconds", "tokens/s", "GiB", "", "mesh", "strategies", "microbatch", "bound by"):
@@ -81,6 +81,6 @@ def plan_table(found: Found, rows: Sequence[Prediction]) -> Table:
 
 
 def _bound(prediction: Prediction) -> str:
-    """Limits of a layout: what takes its time, and its memory if that is nearly full."""
+    """Limits of a layout: the largest part of its time, and its memory if nearly full."""
     full = prediction.memory.needed / prediction.device.memory
     return prediction.time.bound + (f", memory {full:.0%} full" if full > 0.9 else "")

@@ -1,4 +1,4 @@
-"""Search of all legal layouts of a job: meshes, strategies, schedules, microbatches. Imports no torch."""
+"""Search over all valid layouts of a job: meshes, strategies, schedules, microbatches. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from d9d_planner.options import Options, divisors
 from d9d_planner.prediction import Prediction
 from d9d_planner.workload import Workload
 
-#: Largest sizes that are tried.
+#: Largest tried numbers of stages, context-parallel ranks and samples per microbatch.
 _MOST_STAGES, _MOST_CONTEXT, _MOST_MICROBATCH = 32, 64, 16
-#: Layouts among which the fastest ones are certain, and the most whose schedules are looked at.
+#: Number of fastest layouts that the search guarantees, and largest number of simulated layouts.
 _CERTAIN, _EXAMINED = 20, 400
-#: Largest microbatch of layouts that are looked at to save memory.
+#: Largest microbatch of memory-saving layouts.
 _SMALL = 2
 
 
@@ -30,9 +30,9 @@ class Found:
     """Result of a search for layouts.
 
     Attributes:
-        ranked: those that fit, the fastest first.
-        legal: number of layouts that the model and its schedules allow.
-        smallest: the one that needs least memory, whether it fits or not; ``None`` if none is legal.
+        ranked: layouts that fit, the fastest first.
+        legal: number of layouts that the model and its schedules support.
+        smallest: layout that needs the least memory, even if it does not fit; ``None`` if no layout is valid.
     """
 
     ranked: Sequence[Prediction]
@@ -41,7 +41,7 @@ class Found:
 
     @property
     def pareto(self) -> list[Prediction]:
-        """Pareto front: layouts of which no other one is both faster and smaller."""
+        """Pareto front: layouts for which no other one is both faster and smaller."""
         front: list[Prediction] = []
         for prediction in self.ranked:
             if not front or prediction.memory.needed < front[-1].memory.needed:
@@ -50,15 +50,15 @@ class Found:
 
 
 def search(workload: Workload, devices: int, device: Device) -> Found:
-    """Search all layouts of a job on so many devices.
+    """Search the layouts of a job on a number of devices.
 
-    They are looked at in the order of the time that they take about at least. Once that is more than the time of some
-    layouts that fit, no later one is among the fastest. Those that save memory are looked at besides.
+    Layouts are tried in order of a lower bound of their time. Once this bound exceeds the time of enough layouts that
+    fit, no later layout can be among the fastest. Memory-saving layouts are tried in addition.
 
     Args:
-        workload: the job.
-        devices: number of processes.
-        device: what they run on.
+        workload: workload of the job.
+        devices: number of devices.
+        device: rates of a device.
     """
     bases = _by_least_time(workload, devices, device)
     fitting: list[Prediction] = []
@@ -79,20 +79,20 @@ def search(workload: Workload, devices: int, device: Device) -> Found:
 
 
 def _by_least_time(workload: Workload, devices: int, device: Device) -> list[Prediction]:
-    """Layouts that the model allows, without a schedule yet, by the time that they take about at least.
+    """Layouts that the model supports, without a schedule, ordered by a lower bound of their time.
 
-    Of those that cost the same, the first.
+    Of several layouts with equal costs, only the first is kept.
     """
     found, seen = [], set()
     for layout in layouts(workload, devices, device.node):
-        # Settings that change nothing on a mesh, such as when to reduce replicas that are reduced in place.
+        # Settings without an effect on this mesh make equal layouts.
         same = (*layout.mesh.sizes().values(), layout.microbatch, workload.strategy(layout))
         if same in seen:
             continue
         seen.add(same)
         prediction = Prediction(workload, layout, device)
         try:
-            prediction.least_time  # noqa: B018 - is cached
+            prediction.least_time  # noqa: B018 - the value is cached
         except D9dError:
             continue
         found.append(prediction)
@@ -101,7 +101,7 @@ def _by_least_time(workload: Workload, devices: int, device: Device) -> list[Pre
 
 
 def _scheduled(base: Prediction) -> Iterator[Prediction]:
-    """Layouts with each schedule, if there are pipeline ranks."""
+    """Yield the layout with each schedule; unchanged without pipeline ranks."""
     if base.layout.mesh.pp == 1:
         yield base
         return
@@ -110,7 +110,7 @@ def _scheduled(base: Prediction) -> Iterator[Prediction]:
 
 
 def _thrifty(legal: Sequence[Prediction]) -> list[Prediction]:
-    """Of each combination of pipeline and tensor ranks and microbatch, the layout that needs least memory."""
+    """For each number of pipeline and tensor ranks and each microbatch, the layout that needs the least memory."""
     found: dict[tuple[int, int, int], list[Prediction]] = {}
     for prediction in legal:
         layout = prediction.layout
@@ -120,7 +120,7 @@ def _thrifty(legal: Sequence[Prediction]) -> list[Prediction]:
 
 
 def _needed(prediction: Prediction) -> float:
-    """Bytes that a layout needs; infinitely many if its schedule cannot be."""
+    """Bytes that a layout needs; infinite if its schedule is invalid."""
     try:
         return prediction.memory.needed
     except D9dError:
@@ -128,9 +128,9 @@ def _needed(prediction: Prediction) -> float:
 
 
 def layouts(workload: Workload, devices: int, node: int) -> Iterator[Layout]:
-    """Layouts on so many devices that divide them and the batch; whether the model allows them is not looked at.
+    """Layouts on a number of devices whose sizes divide the devices and the batch; the model is not considered.
 
-    Tensor parallelism stays within a machine, whose links are ten times as fast as the network.
+    Tensor parallelism is limited to a machine, whose links are ten times as fast as the network.
     """
     job, options = workload.job, workload.options
     for pp in _up_to(devices, _MOST_STAGES if options.schedules else 1):
@@ -145,10 +145,10 @@ def layouts(workload: Workload, devices: int, node: int) -> Iterator[Layout]:
 
 
 def _on(mesh: Mesh, options: Options, share: int) -> Iterator[Layout]:
-    """Layouts on a mesh without expert groups yet, with ``share`` samples of a step for each data-parallel rank."""
+    """Layouts on a mesh, with all sizes of ``ep``; each data-parallel rank has ``share`` samples of a step."""
     for ep in options.expert_groups(mesh):
         spread = mesh.model_copy(update={"ep": ep})
-        # Settings that wait for the last microbatch change nothing where there is one.
+        # Settings that reduce after the last microbatch have no effect with a single microbatch.
         several = {waits: options.parallel(spread, waits) for waits in (False, True)}
         for microbatch in _up_to(share, _MOST_MICROBATCH):
             count = share // microbatch
@@ -161,7 +161,7 @@ def _on(mesh: Mesh, options: Options, share: int) -> Iterator[Layout]:
 
 
 def _shards(data: int, within: int) -> list[int]:
-    """Numbers of shards to try: none, as many as a machine has, a few machines, all."""
+    """Sizes of ``dp_shard`` to try: 1, a machine, a few machines, all ranks."""
     return [count for count in divisors(data) if count in {1, within, 4 * within, 16 * within, data}]
 
 

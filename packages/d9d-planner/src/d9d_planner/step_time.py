@@ -13,7 +13,7 @@ from d9d_planner.layout import Layout, axis_group
 from d9d_planner.network import Group, seconds
 from d9d_planner.workload import Workload, steady
 
-#: Bytes of a number below which products run at the rate of bfloat16.
+#: Bytes of a float32 number; narrower dtypes are computed at the rate of bfloat16.
 _FLOAT32 = 4
 
 
@@ -22,8 +22,8 @@ class StepTime:
     """Predicted time of a step, in seconds.
 
     Attributes:
-        total: of the step.
-        parts: what a pipeline rank does in it, averaged over ranks: kind of work -> time; ``bubble`` is the rest.
+        total: seconds of the step.
+        parts: kind of work -> seconds, averaged over pipeline ranks; ``bubble`` is idle time in the pipeline.
     """
 
     total: float
@@ -31,7 +31,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """Largest part of the time that another layout could save."""
+        """Largest part of the time that another layout could reduce, or ``compute``."""
         names = [name for name in self.parts if name not in _WORK]
         largest = max(names, key=lambda name: self.parts[name], default=None)
         if largest is None or self.parts[largest] < 0.05 * self.total:
@@ -39,7 +39,7 @@ class StepTime:
         return f"{largest} {self.parts[largest] / self.total:.0%}"
 
 
-#: Kinds of work that every layout has; the rest is what layouts cost.
+#: Kinds of work that every layout has; other kinds depend on the layout.
 _WORK = ("products", "experts", "attention", "elementwise", "optimizer", "idle")
 _OF_KIND = {
     "product": "products",
@@ -51,7 +51,7 @@ _OF_KIND = {
 
 @dataclass
 class _Tally:
-    """Times of one stage for one microbatch."""
+    """Times of one stage for one microbatch, in seconds."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -65,13 +65,13 @@ class _Tally:
 
 
 class TimeModel:
-    """Model of the time of a step of a layout.
+    """Predicts the time of a step.
 
     Args:
-        workload: the job.
-        layout: its layout.
-        stages: costs of its stages.
-        device: rates.
+        workload: workload of the job.
+        layout: layout of the job.
+        stages: costs of the stages.
+        device: rates of the device.
     """
 
     def __init__(self, workload: Workload, layout: Layout, stages: list[StageCost], device: Device) -> None:
@@ -86,12 +86,12 @@ class TimeModel:
         self._common = (id(device), self._width, effect.compiled, again, effect.overlaps, groups)
 
     def least(self) -> float:
-        """Time that a step takes about at least, whatever its schedule is: with a quarter of the bubble of 1F1B."""
+        """Approximate lower bound of a step's time under any schedule: with a quarter of 1F1B's bubble."""
         slowest = max(tally.forward + tally.backward for tally in self._tallies())
         return slowest * (self._layout.microbatches + (self._layout.mesh.pp - 1) / 4)
 
     def step(self) -> StepTime:
-        """Time of a step.
+        """Predict the time of a step.
 
         Raises:
             JobError: the schedule cannot be simulated.
@@ -124,21 +124,21 @@ class TimeModel:
         simulated = min(count, steady(self._layout.mesh.pp))
         busy = self._busy(self._workload.hosts(self._layout), tallies)
         try:
-            # Once all ranks work, each further microbatch takes as long as the busiest rank computes for it.
+            # In the steady state, each microbatch takes as long as the busiest rank computes for it.
             taken = simulate(self._workload.programs(self._layout, simulated), times)
             return taken + (count - simulated) * max(busy)
         except ValueError as error:
             raise JobError(f"pipeline: {error}") from error
 
     def _tallies(self) -> list[_Tally]:
-        """Times of all stages; most of them are alike."""
+        """Times of all stages, cached as most stages are alike."""
         for stage in self._stages:
             if id(stage) not in self._found:
                 self._found[id(stage)] = self._stage(stage)
         return [self._found[id(stage)] for stage in self._stages]
 
     def _busy(self, hosts: list[int], tallies: list[_Tally]) -> list[float]:
-        """Time that each pipeline rank computes for a microbatch."""
+        """Seconds that each pipeline rank computes for a microbatch."""
         busy = [0.0] * self._layout.mesh.pp
         for host, tally in zip(hosts, tallies, strict=True):
             busy[host] += tally.forward + tally.backward
@@ -156,19 +156,19 @@ class TimeModel:
         return tally
 
     def _alone(self, stage: StageCost) -> _Tally:
-        """Times of a stage without data parallelism, which many layouts of a search have in common."""
+        """Times of a stage without data parallelism; cached, as many layouts of a search share them."""
         key = (id(stage), self._common)
         if key not in self._workload.tallies:
             tally = _Tally()
             for block in stage.blocks:
                 self._block(tally, block)
-            self._workload.tallies[key] = (stage, self._device, tally)  # keeps what has these ids
+            self._workload.tallies[key] = (stage, self._device, tally)  # keeps the objects with these ids alive
         found: _Tally = self._workload.tallies[key][2]
         return found
 
     def _block(self, tally: _Tally, block: BlockCost) -> None:
         count, again = block.count, self._effect.recomputed if block.is_block and block.has_backward else 0.0
-        # The weight gradients of compiled and of recomputed blocks do not come apart from the rest of their backward.
+        # The backward of compiled and of recomputed blocks cannot be split.
         whole = self._effect.compiled or again > 0
         attended = multiplied = (0.0, 0.0)
         for op in block.ops:
@@ -198,7 +198,7 @@ class TimeModel:
             tally.add(name, count * ahead, count * (back + again * ahead))
 
     def _exposed(self, taken: float, beside: float) -> float:
-        """Time that communication adds to the computation beside it: what takes longer, and what it slows down."""
+        """Seconds that communication adds to concurrent computation: its excess, and the computation's slowdown."""
         return max(0.0, taken - beside) + self._device.interference * min(taken, beside)
 
     def _op(self, kind: str, flops: float, traffic: float) -> float:
@@ -215,7 +215,7 @@ class TimeModel:
         return max(flops / rate, traffic / device.copy_bytes)
 
     def _exchanges(self, exchanges: Iterable[Exchange]) -> dict[str, float]:
-        """Axis in words -> time."""
+        """Name of an axis in the report -> seconds of its collectives."""
         found: dict[str, float] = {}
         for exchange in exchanges:
             name = _AXES[exchange.axis]
@@ -229,7 +229,7 @@ class TimeModel:
         return found
 
     def _data_parallel(self, tally: _Tally, blocks: tuple[BlockCost, ...]) -> None:
-        """Gathers of parameters and reductions of gradients beside the computation of one microbatch."""
+        """Add gathers of parameters and reductions of gradients, which overlap with one microbatch's computation."""
         effect, device = self._effect, self._device
         gathers, copies = self._gather(blocks)
         forward = backward = 0.0
@@ -245,16 +245,16 @@ class TimeModel:
             backward += replicas
         ahead, behind = self._exposed(forward, tally.forward), self._exposed(backward, tally.backward)
         tally.add("data parallelism", ahead, behind + moved / device.copy_bytes)
-        if self._layout.microbatches > 1:  # gradients are read, added to and written
+        if self._layout.microbatches > 1:  # accumulation reads and writes gradients
             number = self._numbers(blocks)
             added = 3 * self._workload.gradient_width * number
             tally.add("elementwise", 0.0, added / device.copy_bytes)
 
     def _gather(self, blocks: Iterable[BlockCost]) -> tuple[float, float]:
-        """Time of gathering all parameters of blocks, and bytes of the copies around it.
+        """Seconds of gathering all parameters of blocks, and bytes of the copies for it.
 
-        Shards are gathered straight into the parameters, once they have the format of computation; what is offloaded
-        goes through a buffer.
+        Shards are gathered directly into the parameters, after a cast to the compute dtype; offloaded parameters go
+        through a buffer.
         """
         if self._effect.gathers == "never" or not self._effect.shards:
             return 0.0, 0.0
@@ -269,9 +269,9 @@ class TimeModel:
         return taken, moved
 
     def _reduce(self, blocks: Iterable[BlockCost]) -> tuple[float, float, float]:
-        """Times of summing all gradients of blocks to shards and over replicas, and bytes of the copies around it.
+        """Seconds of reducing all gradients of blocks to shards, and over replicas, and bytes of the copies for it.
 
-        Gradients in the format of the parameters are summed to shards from where they are, unless they are offloaded.
+        Gradients with the parameters' dtype are reduced to shards in place, unless parameters are offloaded.
         """
         width = self._effect.reduce_width or max(self._width, self._workload.gradient_width)
         one_format = self._effect.compute_width is None and width == self._workload.parameter_width
@@ -300,7 +300,7 @@ class TimeModel:
         return [(block.parameters, self._groups.shards), (block.expert_parameters, self._groups.expert_shards)]
 
     def _numbers(self, blocks: Iterable[BlockCost]) -> float:
-        """Number of parameters of blocks that this rank updates."""
+        """Number of a block list's parameters that this rank updates."""
         parts = (
             (number / group.size if self._effect.shards else number) * block.count
             for block in blocks
@@ -309,7 +309,7 @@ class TimeModel:
         return sum(parts)
 
     def _optimizer(self) -> float:
-        """Time of norm, clipping and update on the rank for which it takes longest."""
+        """Seconds of norm, clipping and update on the slowest rank."""
         hosts, width, device = self._workload.hosts(self._layout), self._workload.gradient_width, self._device
         updates, shards = self._workload.updates(self._layout), self._groups.shards
         sharing = shards if shards.size > 1 else axis_group(self._layout.mesh, "tp")
@@ -322,10 +322,11 @@ class TimeModel:
         return max(taken)
 
     def _ends(self) -> float:
-        """Time of what no computation hides: the first gather and the last reduction, of parameters outside blocks.
+        """Seconds of data-parallel communication that no computation hides.
 
-        Reductions that wait for the last microbatch are hidden behind its backward alone. Where no strategy reduces
-        gradients, they are summed over ``cp`` after the last backward.
+        Exposed are the first gather and the last reduction of parameters outside blocks, and reductions after the last
+        microbatch as far as they exceed its backward. If no strategy reduces gradients, they are all-reduced over
+        ``cp`` after the last backward.
         """
         effect, cp = self._effect, axis_group(self._layout.mesh, "cp")
         if effect.reduces == "never":

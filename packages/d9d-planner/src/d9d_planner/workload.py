@@ -1,4 +1,4 @@
-"""Work of a job, whatever its layout: its model, lengths, number formats and optimizer. Imports no torch."""
+"""Workload of a job in any layout: model, lengths, dtypes and optimizer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _WIDTHS = {"float32": 4, "bfloat16": 2}
 
 
 class Workload:
-    """Workload of a job, from which the costs of any of its layouts follow.
+    """Workload of a job, from which the costs of each layout are computed.
 
     Args:
-        job: the job.
-        registry: meaning of its names.
-        views: of the mesh.
+        job: job to predict.
+        registry: registry of the plugins.
+        views: name -> view of the mesh.
 
     Attributes:
-        notes: what could not be counted, and what was assumed in its place.
-        tallies: times of stages that several layouts have in common; kept here for them.
+        notes: texts about costs that are unknown, and the assumptions used instead.
+        tallies: cache of stage times that several layouts share.
 
     Raises:
-        JobError: nothing describes the cost of the model, or of its fine-tuning method.
+        JobError: the model or its fine-tuning method has no cost description.
     """
 
     def __init__(self, job: JobConfig, registry: Registry, views: Mapping[str, ViewSpec]) -> None:
@@ -54,9 +54,7 @@ class Workload:
         model = choose(registry, "model", "model", job.model)
         spec = model.spec
         if not isinstance(spec, ModelSpec) or spec.cost is None:
-            raise JobError(
-                f"model: {model.entry} has no cost description (ModelSpec.cost), so nothing can be predicted"
-            )
+            raise JobError(f"model: {model.entry} has no cost description (ModelSpec.cost), which a prediction needs")
         self._adapters: AdapterCosts | None = None if job.peft is None else adapter_costs(job.peft, registry)
         self._cost: Any = spec.cost.load()
         self._stages: dict[Any, list[StageCost]] = {}
@@ -68,16 +66,16 @@ class Workload:
 
     @cached_property
     def options(self) -> Options:
-        """Strategies and schedules that other layouts of the job may use."""
+        """Strategies and schedules for other layouts of the job."""
         return Options(self.job, self.registry)
 
     @cached_property
     def length(self) -> int:
-        """Positions of a sample: the most that the data allows, or that the model is meant for, if it does not tell."""
+        """Number of positions of a sample: the largest in the data, or else the model's ``max_positions``."""
         lengths = sample_lengths(self.job.data)
         if lengths is not None and lengths.most is not None:
             if lengths.fixed is None:
-                self.notes.append(f"samples have up to {lengths.most:,} positions; counted as if all had")
+                self.notes.append(f"samples have up to {lengths.most:,} positions; all are counted with this length")
             return lengths.most
         length = getattr(self.job.data, "sequence_length", None)
         if isinstance(length, int):
@@ -85,12 +83,12 @@ class Workload:
         longest = getattr(self.job.model, "max_positions", None)
         if not isinstance(longest, int):
             raise JobError("data: neither the data nor the model says how long samples are")
-        self.notes.append(f"data does not say how long samples are; counted as max_positions, {longest:,}")
+        self.notes.append(f"the data does not say how long samples are; counted with max_positions, {longest:,}")
         return longest
 
     @cached_property
     def _multiples(self) -> dict[str, int]:
-        """Places of the datasets that state the lengths of microbatches -> what those are multiples of."""
+        """Field of a dataset in the job file -> number that divides all its sequence lengths, if known."""
         evaluation = self.job.evaluation
         datasets = {"data": self.job.data}
         datasets |= (
@@ -100,48 +98,48 @@ class Workload:
         return {where: lengths.multiple for where, lengths in found if lengths is not None}
 
     def _check_lengths(self, mesh: Mesh) -> None:
-        """Compare the lengths of training and evaluation with the ranks that split positions.
+        """Check that sequence lengths of training and evaluation can be split over ``cp`` and ``tp``.
 
         Raises:
-            JobError: they do not divide every length; see :mod:`d9d_engine.compose.parts.sample_lengths`.
+            JobError: a length cannot be split; see :mod:`d9d_engine.compose.parts.sample_lengths`.
         """
         ranks = math.lcm(2 * mesh.cp if mesh.cp > 1 else 1, mesh.tp * mesh.cp)
         for where, multiple in self._multiples.items():
             if multiple % ranks:
                 raise JobError(
-                    f"mesh.tp {mesh.tp} and mesh.cp {mesh.cp} split positions into multiples of {ranks}, but those of "
-                    f"{where} are multiples of {multiple}; use other sizes of the mesh, or other lengths"
+                    f"mesh.tp {mesh.tp} and mesh.cp {mesh.cp} need sequence lengths that are multiples of {ranks}, but "
+                    f"{where} has multiples of {multiple}; use other sizes of the mesh, or other lengths"
                 )
 
     @cached_property
     def texts(self) -> int:
-        """Rows of a microbatch for each sample, such as the two answers of a preference."""
+        """Number of rows of a microbatch per sample, such as two for the answers of a preference."""
         lengths = sample_lengths(self.job.data)
         return 1 if lengths is None else lengths.texts
 
     @cached_property
     def parameter_width(self) -> int:
-        """Bytes of a stored parameter."""
+        """Bytes of a stored parameter element."""
         return _WIDTHS[self.job.precision.parameters]
 
     @cached_property
     def gradient_width(self) -> int:
-        """Bytes of a stored gradient."""
+        """Bytes of a stored gradient element."""
         return _WIDTHS[self.job.gradients.accumulate or self.job.precision.parameters]
 
     @cached_property
     def optimizer(self) -> OptimizerCost:
-        """Cost of the optimizer for each parameter."""
+        """Costs of the optimizer per parameter."""
         chosen = choose(self.registry, "optimizer", "optimizer", self.job.optimizer)
         width = self.parameter_width
         if isinstance(chosen.spec, OptimizerSpec) and chosen.spec.cost is not None:
             cost: OptimizerCost = chosen.spec.cost.load()(self.job.optimizer, width)
             return cost
-        self.notes.append(f"optimizer {chosen.entry} has no cost description; counted with two moments")
+        self.notes.append(f"optimizer {chosen.entry} has no cost description; counted as one with two moments")
         return OptimizerCost(state=2 * width, traffic=7 * width)
 
     def strategy(self, layout: Layout) -> StrategyCost:
-        """Effect of all strategies of a layout."""
+        """Combined cost effects of all strategies of a layout."""
         mesh = layout.mesh
         alone = mesh.dp_shard == mesh.cp == mesh.pp == 1
         key = (alone, *map(id, layout.parallel))
@@ -149,7 +147,7 @@ class Workload:
             effect = reduce(or_, (self._effect(config) for config in layout.parallel), StrategyCost())
             if alone and effect.in_place:
                 effect = replace(effect, gathers="never", reduces="last")
-            self._effects[key] = layout.parallel, effect  # keeps what has these ids
+            self._effects[key] = layout.parallel, effect  # keeps the objects with these ids alive
         return self._effects[key][1]
 
     def _effect(self, config: PluginConfig) -> StrategyCost:
@@ -160,7 +158,7 @@ class Workload:
         return effect
 
     def updates(self, layout: Layout) -> Updates:
-        """Costs of the optimizer's updates on a layout."""
+        """Costs of the optimizer's updates in a layout."""
         groups, shards = self.groups(layout), self.strategy(layout).shards
         sizes = (groups.shards.size, groups.expert_shards.size) if shards else (1, 1)
         return Updates(self.optimizer, *sizes, layout.mesh.tp)
@@ -173,21 +171,21 @@ class Workload:
         return self._groups[mesh]
 
     def compute_width(self, effect: StrategyCost) -> int:
-        """Bytes of a number in forward and backward."""
+        """Bytes of an element in forward and backward."""
         if self.job.precision.autocast is not None:
             return _WIDTHS[self.job.precision.autocast]
         return effect.compute_width or self.parameter_width
 
     def stages(self, layout: Layout, memory: float, count: int | None = None) -> list[StageCost]:
-        """Costs of all stages, for one microbatch and one rank.
+        """Costs of all stages, for one microbatch on one rank.
 
         Args:
-            layout: the layout.
-            memory: bytes of the device.
-            count: number of stages; by default, those of the schedule.
+            layout: layout of the job.
+            memory: memory of the device in bytes.
+            count: number of stages; by default the schedule's.
 
         Raises:
-            D9dError: the model cannot be laid out so.
+            D9dError: the model does not support the layout.
         """
         effect, mesh = self.strategy(layout), layout.mesh
         self._check_lengths(mesh)
@@ -212,15 +210,15 @@ class Workload:
             if self._adapters is not None:
                 costs = tuned(costs, self._adapters, share)
             same: dict[StageCost, StageCost] = {}
-            # Stages that are alike but for the names of their layers are one object, which is cheap to compare.
+            # Stages that differ only in layer names become one object, so that comparisons are cheap.
             self._stages[key] = [same.setdefault(cost, cost) for cost in map(_unnamed, costs)]
         return self._stages[key]
 
     def programs(self, layout: Layout, microbatches: int) -> Sequence[Program]:
-        """Programs of all pipeline ranks for some microbatches; not validated, as a job's own are.
+        """Programs of all pipeline ranks for a number of microbatches, without validation.
 
         Raises:
-            BuildError: the schedule cannot do that.
+            BuildError: the schedule does not support this number.
         """
         assert layout.pipeline is not None
         key = (layout.pipeline.model_dump_json(), layout.mesh.pp, microbatches)
@@ -233,15 +231,15 @@ class Workload:
         return self._programs[key]
 
     def hosts(self, layout: Layout) -> list[int]:
-        """Stage -> pipeline rank that has it."""
+        """Stage -> pipeline rank that runs it."""
         return self._rhythm(layout)[0]
 
     def moments(self, layout: Layout) -> list[list[Moment]]:
-        """Moments at which each pipeline rank may need most memory."""
+        """States in which each pipeline rank may reach its peak memory."""
         return self._rhythm(layout)[1]
 
     def _rhythm(self, layout: Layout) -> tuple[list[int], list[list[Moment]]]:
-        """Hosts and moments of a layout; further microbatches repeat those of the first ones."""
+        """Hosts and states of a layout, from a few microbatches: further ones repeat the same states."""
         if layout.pipeline is None:
             return [0], [[Moment(((0, 1),), 0, frozenset((0,) if layout.microbatches > 1 else ()))]]
         count = min(layout.microbatches, steady(layout.mesh.pp))
@@ -257,7 +255,7 @@ class Workload:
         """Simulator of the layout's schedule.
 
         Raises:
-            JobError: the schedule has none.
+            JobError: the schedule cannot be simulated.
         """
         assert layout.pipeline is not None
         entry = self.registry.find("schedule", layout.pipeline.selector)
@@ -268,10 +266,10 @@ class Workload:
 
 
 def steady(ranks: int) -> int:
-    """Number of microbatches after which the actions of each rank repeat."""
+    """Number of microbatches after which each rank's actions repeat."""
     return 2 * ranks
 
 
 def _unnamed(cost: StageCost) -> StageCost:
-    """Cost of a stage without the names of its blocks."""
+    """Copy of a stage's cost without names of blocks."""
     return replace(cost, blocks=tuple(replace(block, names=()) for block in cost.blocks))

@@ -1,1 +1,1 @@
-"""Costs of blocks and of updates as the fine-tuning method, the strategies and the optimizer of a job change them."""
+"""Costs of blocks and updates under a job's strategies and optimizer."""

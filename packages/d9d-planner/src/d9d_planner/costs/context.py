@@ -1,4 +1,4 @@
-"""Costs of attention whose positions are shared by ranks of ``cp``. Imports no torch."""
+"""Costs of attention whose positions are split over ranks of ``cp``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from d9d_core.cost import BlockCost, ContextCost, OpCost, StageCost
 
 
 def shared(stage: StageCost, cost: Callable[[OpCost, int], ContextCost], ranks: int) -> StageCost:
-    """Cost of a stage with what the strategy of ``cp`` makes of each attention.
+    """Cost of a stage with the changes that the context-parallel strategy makes to each attention.
 
     Args:
-        stage: without what ranks exchange there.
-        cost: of an attention and so many ranks.
-        ranks: of ``cp``.
+        stage: cost without communication over ``cp``.
+        cost: function from an attention and a number of ranks to the changed cost.
+        ranks: number of ranks of ``cp``.
     """
     return replace(stage, blocks=tuple(_block(block, cost, ranks) for block in stage.blocks))
 

@@ -1,4 +1,4 @@
-"""Costs of an optimizer's update of the parameters on one rank. Imports no torch."""
+"""Costs of an optimizer's update on one rank. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from d9d_core.cost import BlockCost, OptimizerCost, Weight
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Cost of an optimizer's update of some parameters on one rank, in bytes and operations of the rank.
+    """Cost of an optimizer's update of some parameters on one rank.
 
     Attributes:
         state: bytes of the optimizer's state.
         traffic: bytes that are read and written.
-        workspace: bytes that exist during the update.
-        flops: operations of products.
-        exchanged: bytes that go to ranks which update whole matrices; as many come back.
+        workspace: temporary bytes during the update.
+        flops: FLOPs of matrix products.
+        exchanged: bytes sent to ranks that update full matrices; the same number is received.
     """
 
     state: float = 0.0
@@ -27,18 +27,18 @@ class Update:
     exchanged: float = 0.0
 
     def __add__(self, other: Update) -> Update:
-        """Update of both."""
+        """Sum of two costs."""
         return Update(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """Costs of an optimizer's updates on one layout.
+    """Costs of an optimizer's updates in one layout.
 
     Attributes:
-        cost: of the optimizer.
-        shards, expert_shards: numbers of ranks that share each parameter, and each one of experts.
-        tensor: ranks of ``tp``.
+        cost: cost description of the optimizer.
+        shards, expert_shards: number of ranks over which a parameter, or an expert's parameter, is sharded.
+        tensor: number of ranks of ``tp``.
     """
 
     cost: OptimizerCost
@@ -47,7 +47,7 @@ class Updates:
     tensor: int
 
     def of(self, blocks: Iterable[BlockCost]) -> Update:
-        """Update of all parameters of blocks that train."""
+        """Update of all trained parameters of blocks."""
         if self.cost.of_weight is None:
             return self._alike(tuple(blocks))
         parts = [part for block in blocks for part in self._each(block)]
@@ -55,7 +55,7 @@ class Updates:
         return sum((update for update, _ in parts), Update(workspace=largest))
 
     def _alike(self, blocks: tuple[BlockCost, ...]) -> Update:
-        """Update of blocks whose parameters all cost the same; searches ask for many."""
+        """Update of blocks with equal costs for all parameters; fast, as searches call it often."""
         cost, number, largest = self.cost, 0.0, 0.0
         for block in blocks:
             _, own = uneven_shards(block, self.shards)
@@ -69,7 +69,7 @@ class Updates:
         )
 
     def _each(self, block: BlockCost) -> Iterator[tuple[Update, float]]:
-        """Updates of the weights of a block, each with the bytes while it is updated, and of what has no name."""
+        """Updates of the weights of a block, with their temporary bytes, and of parameters that no op names."""
         assert self.cost.of_weight is not None
         left = {
             False: block.count * (block.parameters - block.frozen),
@@ -78,7 +78,7 @@ class Updates:
         names, count = (block.names, 1) if block.names else (("",), block.count)
         for weight in (weight for op in block.ops for weight in op.weights if weight.trains):
             of_bank = weight.kind == "bank"
-            if not left[of_bank]:  # such as of a tied head, whose weight is counted elsewhere
+            if not left[of_bank]:  # such as a tied head, whose weight is counted elsewhere
                 continue
             for name in names:
                 whole = f"{name}.{weight.name}" if name else weight.name
@@ -90,22 +90,22 @@ class Updates:
         yield self._update(left[True], self.expert_shards, self.cost), 0.0
 
     def _matrix(self, weight: Weight, number: float, cost: OptimizerCost) -> Update:
-        """Update of alike weights, whose whole matrices may be computed in other places than their parts."""
+        """Update of equal weights, whose full matrices may be updated on other ranks than the ones with the shards."""
         ranks = self._ranks(weight)
         update = self._update(number, ranks, cost)
         split = self.tensor if weight.cut is not None else 1
-        if weight.kind == "bank" or not cost.exchanged or split * ranks == 1:  # banks are cut between matrices
+        if weight.kind == "bank" or not cost.exchanged or split * ranks == 1:  # banks are sharded between matrices
             return update
-        if split > 1 and ranks > 1:  # cut in two ways: each of its ranks computes all of it
+        if split > 1 and ranks > 1:  # sharded in two ways: each rank updates the full matrix
             return update + Update(flops=(split * ranks - 1) * update.flops, exchanged=number * split * cost.exchanged)
-        return update + Update(exchanged=number / ranks * cost.exchanged)  # in turns, each rank computes some matrices
+        return update + Update(exchanged=number / ranks * cost.exchanged)  # each rank updates some of the matrices
 
     def _update(self, number: float, ranks: int, cost: OptimizerCost) -> Update:
         own = number / ranks
         return Update(own * cost.state, own * cost.traffic, own * cost.workspace, own * cost.flops)
 
     def _shape(self, weight: Weight) -> tuple[int, ...]:
-        """Shape of a weight on all ranks of ``tp``."""
+        """Shape of a weight without sharding over ``tp``."""
         return tuple(size * (self.tensor if dim == weight.cut else 1) for dim, size in enumerate(weight.shape))
 
     def _ranks(self, weight: Weight) -> int:
@@ -113,13 +113,14 @@ class Updates:
 
 
 def uneven_shards(block: BlockCost, ranks: int) -> tuple[float, float]:
-    """Parameters of a block, and those of them that train, on the rank with the most, without banks of experts.
+    """Numbers of parameters, and of trained parameters, of a block on the rank with the most; without expert banks.
 
-    Shards are rows: of 257 over four ranks, the first has 65. Parameters that no op names count as if they were even.
+    Rows are sharded unevenly: of 257 rows over four ranks, the first has 65. Parameters that no op names are counted
+    as evenly sharded.
     """
     largest, trained, left, left_trained = 0, 0, block.parameters, block.parameters - block.frozen
     for weight in (weight for op in block.ops for weight in op.weights if weight.kind != "bank"):
-        if weight.numbers > left:  # such as of a tied head, whose weight is counted elsewhere
+        if weight.numbers > left:  # such as a tied head, whose weight is counted elsewhere
             continue
         rows = weight.shape[0] if weight.shape else 1
         own = -(-rows // ranks) * (weight.numbers // rows)

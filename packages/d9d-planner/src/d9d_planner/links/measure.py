@@ -1,4 +1,4 @@
-"""Processes that measure collectives between the devices of this machine."""
+"""Launch of the processes that measure collectives between this machine's devices."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 from d9d_core.errors import TrainingError
 from d9d_core.interpreter import python_command
 
-#: Seconds until the processes must have ended.
+#: Time limit of the processes in seconds.
 _PATIENCE = 180.0
 
 
 def measured_link(device: str, ranks: int) -> dict[str, float]:
-    """Measure links between devices of this machine by collectives: a device's fields ``link`` and ``link_latency``.
+    """Measure collectives between this machine's devices; return a device's fields ``link`` and ``link_latency``.
 
-    Takes seconds, most of them to start the processes, and 1 GiB of each accelerator.
+    Takes seconds, mostly to start the processes, and 1 GiB of each accelerator.
 
     Args:
-        device: type of the devices; on ``cpu``, so many processes share it.
-        ranks: number of devices, of which each gets a process.
+        device: type of the devices; on ``cpu``, the processes share the CPU.
+        ranks: number of devices, with one process each.
 
     Raises:
-        TrainingError: a process failed, or they did not end.
+        TrainingError: a process failed or reached the time limit.
     """
     with tempfile.TemporaryDirectory(prefix="d9d-links-") as temporary:
         directory = Path(temporary)
@@ -47,7 +47,7 @@ def measured_link(device: str, ranks: int) -> dict[str, float]:
                 said = outputs[failed[0]].read().strip().splitlines() or ["it printed nothing"]
                 raise TrainingError(
                     f"--calibrate: collectives between {ranks} devices could not be measured: process {failed[0]}: "
-                    f"{said[-1]}; if that cannot be mended, write 'link' into a file for --gpu yourself"
+                    f"{said[-1]}; if this cannot be fixed, set 'link' in a file for --gpu"
                 )
             found: dict[str, float] = json.loads((directory / "rates.json").read_text())
             return found
@@ -63,13 +63,13 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
     """Wait until all processes have ended, or one has failed.
 
     Raises:
-        TrainingError: they take too long.
+        TrainingError: the processes reached the time limit.
     """
     end = time.monotonic() + _PATIENCE
     while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
         if time.monotonic() > end:
             raise TrainingError(
                 f"--calibrate: {len(processes)} processes did not measure their collectives within {_PATIENCE:.0f} s; "
-                "see whether collectives work on this machine at all, or write 'link' into a file for --gpu yourself"
+                "check whether collectives work on this machine, or set 'link' in a file for --gpu"
             )
         time.sleep(0.05)

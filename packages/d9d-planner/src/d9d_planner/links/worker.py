@@ -1,4 +1,4 @@
-"""Process of one device that measures collectives with others; see :mod:`d9d_planner.links.measure`."""
+"""Process of one device that measures collectives with the others; see :mod:`d9d_planner.links.measure`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-#: Bytes of the largest tensor, by whether there is an accelerator.
+#: Bytes of the largest tensor; the key says whether there is an accelerator.
 _SIZES = {True: 1 << 28, False: 1 << 22}
 _REPEATS, _PATIENCE = 7, timedelta(seconds=120)
 
 
 def main(directory: Path, kind: str, rank: int, ranks: int) -> None:
-    """Measure, and let the first rank write ``rates.json`` into the directory. Collective over all ranks."""
+    """Measure collectives; the first rank writes ``rates.json`` into the directory. Collective over all ranks."""
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
     backend = "gloo" if kind == "cpu" else dist.get_default_backend_for_device(device)
     if kind != "cpu":
         torch.accelerator.set_device_index(rank)
-    # A file, so that nothing outside of this machine can take part.
+    # A file as the rendezvous, so that no other machine can connect.
     meeting = (directory / "meeting").as_uri()
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks, timeout=_PATIENCE)
     try:
@@ -36,20 +36,20 @@ def main(directory: Path, kind: str, rank: int, ranks: int) -> None:
 
 
 def rates(device: torch.device, ranks: int) -> dict[str, float]:
-    """Bytes of a second that a rank sends in an all-gather and an all-reduce, and the time of the smallest one."""
+    """Bytes per second that a rank sends in an all-gather and an all-reduce, and seconds of the smallest all-reduce."""
     size = _SIZES[device.type != "cpu"] // ranks * ranks
     whole, part, small = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (size, size // ranks, 8))
     gathered = _seconds(device, lambda: dist.all_gather_into_tensor(whole, part))
     reduced = _seconds(device, lambda: dist.all_reduce(whole))
     least = _seconds(device, lambda: dist.all_reduce(small))
-    # As plans count: each rank receives what the others have once, for an all-reduce twice; see planner.network.
+    # As in d9d_planner.network: each rank receives the others' data once, for an all-reduce twice.
     sent = size * (ranks - 1) / ranks
     taken = max(gathered + reduced - 2 * least, (gathered + reduced) / 100)
     return {"link": 3 * sent / taken, "link_latency": min(least, 1.0)}
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """Median time of a collective on the slowest rank, after two that do not count."""
+    """Median seconds of a collective on the slowest rank, after two warm-up runs."""
     taken = []
     for _ in range(_REPEATS + 2):
         dist.barrier()
