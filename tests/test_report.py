@@ -114,9 +114,9 @@ def test_texts_of_a_run_are_shown_as_they_are(d9d: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere is no directory; name the directory of a run"),
+        (["nowhere"], "nowhere is no directory; give the directory of a run"),
         (["a", "--output", "page.pdf"], "--output: page.pdf must end in .html"),
-        (["empty"], "nothing is logged yet: metrics.jsonl is absent or empty"),
+        (["empty"], "no logged values yet: metrics.jsonl is missing or empty"),
     ],
 )
 def test_what_cannot_be_reported_is_told(

@@ -28,7 +28,7 @@ LIGHT = {"metrics": [], "lr_schedule": None, "trackers": [{"name": "jsonl", "pic
         (["optimizer.lr=1e-4,0.0001"], "lr-1e-4 and lr-0.0001 are the same job"),
         (["seed=0,1", "seed=2"], "a field appears twice"),
         (["seed=0,"], "--grid seed=0,: write FIELD=VALUE,VALUE"),
-        (["run.name=a,b"], "run.name cannot differ between the runs of a sweep"),
+        (["run.name=a,b"], "run.name cannot be in a grid: the sweep sets it"),
         (["lr_schedule.warmup_steps=1"], "--grid lr_schedule.warmup_steps=1: "),
     ],
 )
@@ -103,7 +103,7 @@ def test_runs_fail_apart_and_a_sweep_goes_on_where_it_was(d9d: Run, small_job: M
     assert found == expected
     status, _, err = d9d(*given, "--set", "optimizer.lr=0.5")
     assert status == 2
-    assert "is of another job: optimizer.lr is 0.01 there and 0.5 here" in err
+    assert "belongs to another job: optimizer.lr is 0.01 there and 0.5 here" in err
 
 
 @pytest.mark.full

@@ -1,1 +1,1 @@
-"""Lists, comparisons and sweeps of runs, and pages about them."""
+"""Lists, comparisons, sweeps and HTML reports of runs."""

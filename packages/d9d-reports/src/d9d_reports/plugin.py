@@ -1,4 +1,4 @@
-"""Declaration of the commands ``sweep``, ``runs`` and ``report``."""
+"""Declarations of the commands ``sweep``, ``runs`` and ``report``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from d9d_core.plugin import CommandSpec, Ref, hookimpl
 
 D9D_API = 2
-#: In an environment without torch, such as a CI that checks job files, these are refused with its install line.
+#: Without torch (such as in a CI that only checks job files), records that require this are refused with a hint how to
+#: install it.
 TORCH = frozenset({"import:torch"})
 
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Commands over runs."""
+    """Commands ``sweep``, ``runs`` and ``report``."""
     yield CommandSpec(
         name="sweep",
-        summary="Train a job with every combination of some values.",
+        summary="Train a job with every combination of given values.",
         requires=TORCH,
         app=Ref("d9d_reports.commands.sweep:app"),
     )
@@ -28,7 +29,7 @@ def d9d_commands() -> Iterator[CommandSpec]:
     )
     yield CommandSpec(
         name="report",
-        summary="Write a page about one run or several: curves, tables, layout, start-up, plugins.",
+        summary="Write an HTML page about one or several runs: curves, tables, layout, start-up, plugins.",
         requires=TORCH,
         app=Ref("d9d_reports.commands.report:app"),
     )

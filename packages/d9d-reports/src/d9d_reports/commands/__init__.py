@@ -1,1 +1,1 @@
-"""Commands of d9d-reports."""
+"""Commands ``sweep``, ``runs`` and ``report``."""

@@ -1,4 +1,4 @@
-"""``d9d report``: write a page about one run or several."""
+"""Command ``d9d report``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import typer
 from d9d_core.cli.options import command_app, say
 from d9d_core.errors import JobError
 
-app = command_app("report", "Write a page about one run or several.")
+app = command_app("report", "Write an HTML page about one or several runs.")
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or directories above them.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of runs, or directories that contain some.")
+    ],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page; report.html in the first directory by default.")
+        Path | None,
+        typer.Option(metavar="FILE", help="File for the page; report.html in the first directory by default."),
     ] = None,
 ) -> None:
-    """Write one HTML page that needs no network: curves over one another, tables, layout, start-up, plugins, job."""
+    """Write one HTML page that needs no network: overlaid curves, tables, layout, start-up, plugins, job."""
     from d9d_reports.report.page import write_report
     from d9d_reports.runs.record import find_runs, unique_names
 

@@ -1,4 +1,4 @@
-"""``d9d runs``: list runs and compare them."""
+"""Command ``d9d runs``: lists and compares runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ app = command_app("runs", "List runs and compare them.")
 
 @app.command("list")
 def runs_list(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory above the runs.")], as_json: AsJson = False
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory that contains the runs.")],
+    as_json: AsJson = False,
 ) -> None:
-    """List the runs in a directory: status, steps, losses, times, and the fields in which they differ."""
+    """List the runs in a directory: status, steps, losses, times, and the job fields in which they differ."""
     from d9d_reports.runs.record import find_runs
     from d9d_reports.runs.tables import list_table
 
@@ -33,16 +34,19 @@ def runs_list(
 
 @app.command("compare")
 def runs_compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="DIR|RUN...", help="Runs, or directories above them.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="DIR|RUN...", help="Directories of runs, or directories that contain some.")
+    ],
     series: Annotated[
-        list[str], typer.Option("--series", metavar="NAME", help="Logged values; the first is drawn; loss by default.")
+        list[str],
+        typer.Option("--series", metavar="NAME", help="Logged series; the first one is drawn; loss by default."),
     ] = [],  # noqa: B006 - typer reads the default
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the curves here, as .svg or .html (extra plots).")
+        Path | None, typer.Option(metavar="FILE", help="File for the curves, .svg or .html (needs the extra plots).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare runs: the fields in which they differ, their last values, and their curves over one another."""
+    """Compare runs: the job fields in which they differ, their last values, and their curves."""
     from d9d_engine.sparklines import sparklines
 
     from d9d_reports.runs.record import find_runs, unique_names

@@ -1,4 +1,4 @@
-"""``d9d sweep``."""
+"""Command ``d9d sweep``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from d9d_core.errors import JobError
 from d9d_engine.job import Job
 from d9d_engine.launch.start import for_processes
 
-app = command_app("sweep", "Train a job with every combination of some values.")
+app = command_app("sweep", "Train a job with every combination of given values.")
 
 
 @app.command()
@@ -23,18 +23,22 @@ def sweep(
     overrides: Overrides = [],  # noqa: B006 - typer reads the default
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", metavar="DIR", help="Directory of the runs; <run.dir>/<run.name>-sweep by default."),
+        typer.Option("--dir", metavar="DIR", help="Directory for the runs; <run.dir>/<run.name>-sweep by default."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(metavar="N", help="Runs at a time; 1 by default.", min=1)] = None,
-    nproc: Annotated[str | None, typer.Option(metavar="N", help="As of train, for each run.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(metavar="N", help="Number of runs at a time; 1 by default.", min=1)
+    ] = None,
+    nproc: Annotated[
+        str | None, typer.Option(metavar="N", help="Number of processes of each run, as for train.")
+    ] = None,
     slurm: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the script of an array job in place of running.")
+        Path | None, typer.Option(metavar="FILE", help="Write the script of a Slurm array job instead of running.")
     ] = None,
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
 ) -> None:
-    """Train every combination as a run of its own. Runs that are finished are skipped, others continue."""
+    """Train each combination as a separate run. Finished runs are skipped, unfinished ones continue."""
     from d9d_reports.runs.array_script import array_script
     from d9d_reports.runs.grid import combine
     from d9d_reports.runs.record import find_runs
@@ -44,7 +48,7 @@ def sweep(
     output_is_incidental()
 
     def checked(load: Callable[[int | None, bool], Job]) -> Job:
-        """Job of a run as ``d9d train`` with this ``--nproc`` has it."""
+        """Load and check the job of a run, as ``d9d train`` does with this ``--nproc``."""
         if nproc is not None:
             return for_processes(load, nproc)
         loaded = load(None, False)
@@ -60,7 +64,7 @@ def sweep(
     if slurm is not None:
         if slurm.exists():
             raise JobError(f"--slurm: {slurm} exists; name another file, or remove it")
-        parent.mkdir(parents=True, exist_ok=True)  # Slurm makes no directory for output
+        parent.mkdir(parents=True, exist_ok=True)  # Slurm does not create the output directory
         slurm.write_text(array_script(runs, ["train", str(job)], options, parent, jobs), encoding="utf-8")
         say(f"{len(runs)} tasks in {slurm}; submit it with: sbatch {slurm}")
         return

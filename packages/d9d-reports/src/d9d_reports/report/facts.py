@@ -1,4 +1,4 @@
-"""Facts of a run as tables of HTML: figures, layout, start-up, plugins, environment, job, and differences of jobs."""
+"""Facts of a run as HTML tables: key values, layout, start-up, plugins, environment, job, differences of jobs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from d9d_engine.run.directory import PLUGINS
 from d9d_reports.runs.differences import differing, shown
 from d9d_reports.runs.record import RunRecord
 
-#: Sections of a job that say how it is spread over devices and computed.
+#: Sections of a job about its layout and numerics.
 _LAYOUT = ("device", "mesh", "parallel", "pipeline", "batch", "precision", "peft", "kernels")
 
 
 def table(rows: Iterable[Sequence[object]], titles: Sequence[str] = ()) -> str:
-    """Make a table of plain texts, which are escaped; the first cell of a row is its title. Empty without rows."""
+    """Make an HTML table of escaped texts; the first cell of a row is its title. Empty without rows."""
     head = f"<thead><tr>{''.join(f'<th>{escape(title)}</th>' for title in titles)}</tr></thead>" if titles else ""
     lines = [[escape(str(cell)) for cell in row] for row in rows]
     if not lines:
@@ -31,7 +31,7 @@ def table(rows: Iterable[Sequence[object]], titles: Sequence[str] = ()) -> str:
 
 
 def overview(runs: Mapping[str, RunRecord]) -> str:
-    """Make a table of facts, the figures of some runs, with a column for each run."""
+    """Make a table of key values, with a column per run."""
     rows: dict[str, list[str]] = {
         "status": [record.status for record in runs.values()],
         "steps": [f"{record.step:,}" + (f" of {record.total:,}" if record.total else "") for record in runs.values()],
@@ -53,7 +53,7 @@ def overview(runs: Mapping[str, RunRecord]) -> str:
 
 
 def differences(runs: Mapping[str, RunRecord]) -> str:
-    """Make a table of the fields of the job files in which runs differ, a column for each run."""
+    """Make a table of the job fields in which runs differ, with a column per run."""
     fields = differing([record.job for record in runs.values()])
     if not fields:
         return "<p>The jobs are the same.</p>"
@@ -63,7 +63,7 @@ def differences(runs: Mapping[str, RunRecord]) -> str:
 
 
 def layout(record: RunRecord) -> str:
-    """Make a table of the mesh, the strategies and all else that says how a job is spread and computed."""
+    """Make a table of a job's mesh, strategies and other settings of layout and numerics."""
     rows = []
     for name in _LAYOUT:
         value = record.job.get(name)
@@ -78,7 +78,7 @@ def layout(record: RunRecord) -> str:
 
 
 def start_up(record: RunRecord) -> str:
-    """Make a table of the phases of the last start, with a bar for each; empty if the run has told none."""
+    """Make a table of the phases of the last start, with bars; empty if none are recorded."""
     phases = [
         (str(phase.get("name")), float(phase["wall"]))
         for phase in _listed(_read(record.directory / STARTUP).get("phases"))
@@ -95,7 +95,7 @@ def start_up(record: RunRecord) -> str:
 
 
 def plugins(record: RunRecord) -> str:
-    """Make a table of the plugins that the run has loaded; empty if it has told none."""
+    """Make a table of the run's plugins; empty if none are recorded."""
     found = _read(record.directory / PLUGINS).get("plugins")
     rows = [
         (
@@ -111,19 +111,19 @@ def plugins(record: RunRecord) -> str:
 
 
 def environment(record: RunRecord) -> str:
-    """Make a table of the versions and the device of the last start; empty if the run has told none."""
+    """Make a table of versions and device of the last start; empty if none are recorded."""
     found = _read(record.directory / STARTUP).get("environment")
     return table(found.items()) if isinstance(found, Mapping) else ""
 
 
 def job(record: RunRecord) -> str:
-    """Make a text of the job, all defaults filled in, that is opened by a click."""
+    """Make a collapsed section with the job file, all defaults filled in."""
     text = write_yaml(json.loads(json.dumps(record.job, default=str)), allow_unicode=True)
     return f"<details><summary>job.yaml, all defaults filled in</summary><pre>{escape(text)}</pre></details>"
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Read a file of a run; what is absent or damaged has no facts."""
+    """Read a JSON file of a run; empty if the file is missing or damaged."""
     try:
         values = parse_json(read_regular(path, links="near"))
     except (OSError, ValueError):
@@ -136,7 +136,7 @@ def _listed(values: Any) -> list[Mapping[str, Any]]:
 
 
 def _entry(value: Any) -> str:
-    """One line about a value of a job; what is not set is left out."""
+    """Format a value of a job in one line, without unset fields."""
     if not isinstance(value, Mapping):
         return shown(value)
     fields = {name: field for name, field in value.items() if field not in (None, [], {}) and name != "name"}

@@ -1,4 +1,4 @@
-"""Page of a report: HTML, style and script in one file, which fetches nothing."""
+"""Report page: HTML, style and script in one file that loads no other files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from d9d_reports.report.tables import table_charts
 from d9d_reports.report.timeline import timeline_charts
 from d9d_reports.runs.record import RunRecord
 
-#: Whatever a run's texts hold, a browser runs no code but ours and fetches nothing.
+#: Untrusted texts of a run can neither run code nor load files in the browser.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _STYLE = """
 :root{color-scheme:light dark;--text:#1c2733;--weak:#5b6875;--line:#dde3e9;--back:#f6f8fa;--card:#fff;--bar:#3f7fd0}
@@ -68,20 +68,20 @@ dark.addEventListener("change", draw);
 
 
 def report_page(runs: Mapping[str, RunRecord], made: datetime | None = None) -> str:
-    """Make the page of a report on some runs, in HTML.
+    """Make the HTML page about some runs.
 
     Args:
-        runs: by the name that the page shows.
-        made: time that the page tells; now by default.
+        runs: shown name -> run.
+        made: time shown on the page; by default the current time.
 
     Raises:
-        JobError: no run has logged anything yet.
+        JobError: no run has logged values.
         PluginError: plotly is not installed.
     """
     if not any(record.lines for record in runs.values()):
         where = ", ".join(str(record.directory) for record in runs.values())
         raise JobError(
-            f"{where}: nothing is logged yet: metrics.jsonl is absent or empty; the tracker jsonl writes it from the "
+            f"{where}: no logged values yet: metrics.jsonl is missing or empty; the tracker jsonl writes it from the "
             "first logged step on (trackers: [console, jsonl], which is the default)"
         )
     directories = {name: record.directory for name, record in runs.items()}
@@ -152,7 +152,7 @@ def _card(chart: Chart, number: int, full: bool) -> str:
 
 def _document(title: str, body: str, charts: list[Chart]) -> str:
     data = [{"traces": c.traces, "layout": c.layout, "height": c.height} for c in charts]
-    # No text of a run can end the script: a browser looks for its end before JSON is parsed.
+    # Escape, as a text of a run could otherwise end the script element.
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -187,7 +187,7 @@ def _plotly() -> str:
 
 
 def write_report(runs: Mapping[str, RunRecord], path: Path) -> None:
-    """Write the page of some runs; see :func:`report_page`."""
+    """Write the page about some runs; see :func:`report_page`."""
     from d9d_weights.files.atomic import write_text
 
     path.parent.mkdir(parents=True, exist_ok=True)

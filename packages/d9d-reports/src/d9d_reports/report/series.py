@@ -1,4 +1,4 @@
-"""Charts of logged series: which are drawn together, and how many of their points."""
+"""Charts of logged series: grouping of series, and thinning of points."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from d9d_reports.runs.record import RunRecord
 
 Points = Sequence[tuple[int, float]]
 
-#: Points of all charts of a page, which keeps it at about a megabyte without plotly; and the most of one curve.
+#: Largest number of points on a page, about a megabyte without plotly; and of one curve.
 _ALL_POINTS, _MOST = 60_000, 1500
-#: Curves of one chart, and of a page: with more, nobody tells them apart.
+#: Largest number of curves in a chart, to keep them distinguishable, and on a page.
 _CURVES, _ALL_CURVES = 16, 400
-#: Charts that come first, with the unit of each; others follow by name.
+#: Charts that come first, with their titles; others follow by name.
 _FIRST: Mapping[str, str] = {
     "loss": "loss",
     "lr": "learning rate",
@@ -26,9 +26,9 @@ _FIRST: Mapping[str, str] = {
     "memory": "memory, GiB",
 }
 _COLOURS = ("#3f7fd0", "#e07b39", "#3a9a5b", "#c2478f", "#8a63d2", "#b08a1e", "#2a9d9d", "#d2504d")
-#: Kind of line -> what a note calls it.
+#: Dash style in plotly -> name of the style in notes.
 _DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dashed and dotted"}
-#: Series that are no curve of interest: it is the axis of all others in another unit.
+#: Series without a chart: they are proportional to the x axis.
 _LEFT_OUT = frozenset({"step", "tokens"})
 
 
@@ -37,11 +37,11 @@ class Chart:
     """Chart of a page.
 
     Attributes:
-        title: plain text above it.
-        traces: curves or a heat map, as plotly has them; their texts are escaped, as plotly reads tags in them.
-        layout: what differs from the layout of all charts.
-        note: plain text below it.
-        height: in pixels.
+        title: plain text above the chart.
+        traces: curves or a heat map in plotly's format, with escaped texts, as plotly interprets tags in them.
+        layout: settings that differ from the default layout.
+        note: plain text below the chart.
+        height: height in pixels.
     """
 
     title: str
@@ -52,16 +52,16 @@ class Chart:
 
 
 def plain(text: str) -> str:
-    """Text that plotly shows as it is: it knows some tags and entities."""
+    """Escape a text so that plotly shows it literally."""
     return escape(text, quote=False)
 
 
 def thinned(points: Points, most: int) -> Points:
-    """Thin a curve, keeping the first and the last point, and the least and the greatest of every stretch between.
+    """Thin a curve: keep the first and the last point, and the minimum and maximum of each interval between.
 
     Args:
-        points: steps and values.
-        most: points that may stay; 4 at least.
+        points: (step, value) pairs.
+        most: largest number of points to keep; at least 4.
     """
     if len(points) <= most:
         return points
@@ -76,10 +76,10 @@ def thinned(points: Points, most: int) -> Points:
 
 
 def series_charts(runs: Mapping[str, RunRecord]) -> list[Chart]:
-    """Make the charts of all series of some runs; curves of the same series lie over one another.
+    """Make the charts of all series of some runs; curves of the same series share a chart.
 
     Args:
-        runs: by the name that a page shows.
+        runs: shown name -> run.
     """
     groups: dict[str, list[tuple[str, str, Points]]] = {}
     for run, record in runs.items():
@@ -108,7 +108,7 @@ def _curves(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
 
 
 def _group(name: str, job: Mapping[str, Any]) -> str:
-    """Chart of a series: ``loss`` also has ``eval/loss`` and ``loss/...``."""
+    """Chart of a series: ``loss`` also shows ``eval/loss``."""
     parts = name.split("/")
     if parts[0] == "eval" and len(parts) > 1:
         section = job.get("evaluation")
@@ -124,7 +124,7 @@ def _chart(group: str, runs: list[str], curves: Sequence[tuple[str, str, Points]
     several = len(runs) > 1
     kinds, words = list(_DASHES), list(_DASHES.values())
     traces: list[dict[str, Any]] = []
-    told: set[str] = set()  # runs that the legend has
+    told: set[str] = set()  # runs that are in the legend
     for run, name, points in curves:
         colour, dash = (runs.index(run), names.index(name)) if several else (names.index(name), 0)
         shown = thinned(points, most)
@@ -144,7 +144,7 @@ def _chart(group: str, runs: list[str], curves: Sequence[tuple[str, str, Points]
             }
         )
         told.add(run)
-    notes = [f"{left_out} more of these series are in metrics.jsonl"] if left_out else []
+    notes = [f"{left_out} further series of this group are in metrics.jsonl"] if left_out else []
     if several and len(names) > 1:
         notes.insert(0, ", ".join(f"{name} {words[at % len(words)]}" for at, name in enumerate(names)))
     note = "; ".join(notes)
@@ -157,7 +157,7 @@ def _chart(group: str, runs: list[str], curves: Sequence[tuple[str, str, Points]
 
 
 def _around_one_value(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Range of the y axis where all values are one, such as a constant learning rate: plotly would go from -1 to 1."""
+    """Range of the y axis if all values are equal, such as a constant learning rate; plotly would show -1 to 1."""
     values = {value for trace in traces for value in trace["y"]}
     if len(values) != 1 or not (value := values.pop()):
         return {}

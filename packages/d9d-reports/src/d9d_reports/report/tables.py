@@ -10,17 +10,17 @@ from d9d_engine.trackers.tables import TableHistory, read_tables
 
 from d9d_reports.report.series import Chart, plain
 
-#: Cells of all tables of a page: each takes some six bytes.
+#: Largest number of table cells on a page; a cell takes about six bytes.
 _CELLS = 60_000
-#: Less than the neutral value is blue, more is red.
+#: Colours of values below (blue), at and above (red) the neutral value.
 _DIVERGING = [[0, "#2f6fb7"], [0.5, "#f4f4f4"], [1, "#c8402f"]]
 
 
 def table_charts(runs: dict[str, Path]) -> list[Chart]:
-    """Make two heat maps of each table of some runs: its mean over the logged steps, and the last one.
+    """Make two heat maps of each table of some runs: its mean over the logged steps, and the last logged step.
 
     Args:
-        runs: directories by the name that a page shows.
+        runs: shown name -> directory of the run.
     """
     charts, room = [], _CELLS
     for run, directory in runs.items():
@@ -54,7 +54,7 @@ def _heat_map(history: TableHistory, table: Table, title: str) -> Chart:
     low, high = min(found, default=0.0), max(found, default=1.0)
     colours: dict[str, object] = {"zmin": low, "zmax": high, "colorscale": "Viridis"}
     if (neutral := table.neutral) is not None:
-        # As far down as to zero and up at least as far: small deviations look small.
+        # A range from zero to at least twice the neutral value, so that small deviations look small.
         span = max(high - neutral, neutral - low, abs(neutral)) or 1.0
         colours = {"zmin": neutral - span, "zmax": neutral + span, "colorscale": _DIVERGING}
     row, column, unit = map(plain, (table.row, table.column, table.unit))
@@ -70,7 +70,7 @@ def _heat_map(history: TableHistory, table: Table, title: str) -> Chart:
     }
     axes = {
         "xaxis": {"title": {"text": column}},
-        # A category, so that names that are numbers are not counted through.
+        # A category axis, so that numeric names are not interpolated.
         "yaxis": {"title": {"text": row}, "autorange": "reversed", "type": "category"},
     }
     return Chart(title, [trace], axes, height=min(max(140 + 22 * rows, 220), 640))

@@ -1,4 +1,4 @@
-"""Timeline of a pipeline step: the programs that a run has recorded, with ideal times."""
+"""Timeline of a pipeline step, from the programs that a run recorded, with ideal times."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from d9d_engine.run.directory import PROGRAMS
 
 from d9d_reports.report.series import Chart
 
-#: Type -> what the legend says, its time in units of a forward, and its colour.
+#: Type -> name in the legend, duration in units of a forward, and colour.
 _KINDS: dict[type[Action], tuple[str, float, str]] = {
     Forward: ("forward", 1, "#3f7fd0"),
     Backward: ("backward", 2, "#3a9a5b"),
     InputBackward: ("gradients of inputs", 1, "#2a9d9d"),
     WeightBackward: ("gradients of weights", 1, "#e0a03c"),
 }
-#: Computations that a chart can show.
+#: Largest number of computations in a chart.
 _MOST = 6000
 
 
 class Box(NamedTuple):
-    """Computation of one rank, in units of a forward; of an overlapped pair, the forward is drawn first."""
+    """Computation of a rank, in units of a forward; in an overlapped pair, the forward is drawn first."""
 
     rank: int
     action: MicrobatchAction
@@ -42,16 +42,16 @@ class Box(NamedTuple):
 
 
 def timeline_charts(runs: dict[str, Path]) -> list[Chart]:
-    """Make a chart of one step of each run that has recorded the programs of a pipeline.
+    """Make a chart of one step of each run that recorded pipeline programs.
 
     Args:
-        runs: directories by the name that a page shows.
+        runs: shown name -> directory of the run.
     """
     charts = []
     for run, directory in runs.items():
         try:
             programs = parse_programs((directory / PROGRAMS).read_text("utf-8"))
-        except (OSError, ValueError):  # no pipeline, or damaged
+        except (OSError, ValueError):  # no pipeline, or a damaged file
             continue
         title = "A step of the pipeline" if len(runs) == 1 else f"{run}: a step of the pipeline"
         charts.append(_chart(title, programs))
@@ -59,10 +59,10 @@ def timeline_charts(runs: dict[str, Path]) -> list[Chart]:
 
 
 def ideal_boxes(programs: Sequence[Program]) -> list[Box]:
-    """Place all ranks' computations on a timeline: each starts as soon as it can, and transfers take no time.
+    """Place the computations of all ranks on a timeline: each starts as early as possible; transfers take no time.
 
     Args:
-        programs: of all ranks along ``pp``; what waits for itself is left out.
+        programs: programs of all ranks along ``pp``; computations in a deadlock are left out.
     """
     last = max((action.stage for program in programs for action in program), default=0)
     ended: dict[tuple[bool, int, int], float] = {}  # (is a forward, stage, microbatch)

@@ -1,1 +1,1 @@
-"""Runs that exist, and sweeps that make several of them."""
+"""Existing runs, and sweeps over several runs."""

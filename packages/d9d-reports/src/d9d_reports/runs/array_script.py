@@ -1,4 +1,4 @@
-"""Script of an array job that runs a sweep under Slurm."""
+"""Script of a Slurm array job that runs a sweep."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from d9d_reports.runs.grid import SweepRun
 def array_script(
     runs: Sequence[SweepRun], command: Sequence[str], options: Sequence[str], directory: Path, at_once: int | None
 ) -> str:
-    """Write the script of an array job as text: one task for each run, in their order.
+    """Make the script of a Slurm array job, with one task per run, in order.
 
-    Tasks that are submitted again skip what is finished and continue the rest, as ``d9d train`` does. SIGTERM, which
-    Slurm sends before the time is over, lets a run save.
+    Tasks that are submitted again skip finished runs and continue the others, as ``d9d train`` does. SIGTERM, which
+    Slurm sends before the time limit, lets a run save.
 
     Args:
         runs: combinations of the grid.
         command: arguments of ``d9d`` for each run, before its overrides.
-        options: arguments after its overrides.
-        directory: of the sweep; output goes there.
-        at_once: most tasks that run at a time; ``None`` leaves it to Slurm.
+        options: arguments after the overrides.
+        directory: directory of the sweep, and of its output.
+        at_once: largest number of concurrent tasks; ``None`` leaves this to Slurm.
     """
     limit = "" if at_once is None else f"%{at_once}"
     cases = []

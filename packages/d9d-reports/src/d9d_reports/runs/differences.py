@@ -1,4 +1,4 @@
-"""Fields in which jobs differ."""
+"""Fields in which the jobs of runs differ."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: Fields that differ between any two runs.
+#: Fields that differ between all runs, and are not compared.
 NAMES = ("run.name", "run.dir", "run.description")
 
 
 def flattened(job: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Fields of a job by their dotted names; lists stay values."""
+    """Flatten a job to dotted field names; lists stay values."""
     found: dict[str, Any] = {}
     for name, value in job.items():
         if isinstance(value, Mapping) and value:
@@ -22,7 +22,7 @@ def flattened(job: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(jobs: Sequence[Mapping[str, Any]], leave_out: Sequence[str] = NAMES) -> dict[str, list[Any]]:
-    """Fields that are not the same in all jobs, with the value of each job; ``None`` where a job has no such field."""
+    """Fields that are not equal in all jobs, with the value of each job; ``None`` where a job lacks the field."""
     flat = [flattened(job) for job in jobs]
     names = dict.fromkeys(name for fields in flat for name in fields if name not in leave_out)
     table = {name: [fields.get(name) for fields in flat] for name in names}
@@ -30,5 +30,5 @@ def differing(jobs: Sequence[Mapping[str, Any]], leave_out: Sequence[str] = NAME
 
 
 def shown(value: Any) -> str:
-    """Value of a field as a job file has it."""
+    """Format a field's value as in a job file."""
     return value if isinstance(value, str) else json.dumps(value)

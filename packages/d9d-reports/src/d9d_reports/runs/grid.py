@@ -1,4 +1,4 @@
-"""Grid of a sweep: every combination of values, each a job that was loaded and checked."""
+"""Grid of a sweep: every combination of values, as loaded and checked jobs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from d9d_engine.run.directory import JOB
 from d9d_reports.runs.differences import differing
 from d9d_reports.runs.record import RunRecord
 
-#: Sections that a sweep gives each run, or that must be alike for all.
+#: Sections that the sweep sets for each run, or that must be equal for all runs.
 _OWN = ("run", "plugins")
-#: Sections and fields that say how a run is done or how long, and may change between two starts of it.
+#: Sections and fields about layout, output and length, which may change between starts of a run.
 _HOW = (
     "device", "mesh", "parallel", "pipeline", "kernels", "metrics", "trackers", "subscribers", "logging", "checkpoint",
     "loading", "timeouts",
 )  # fmt: skip
 _CHANGEABLE = ("steps", "epochs", "batch.microbatch", "gradients.bucket_mib")
 _OPEN, _CLOSE = "[{(", "]})"
-#: Combinations that are loaded; more are a slip of the pen.
+#: Largest number of combinations; more are taken for a mistake.
 _MOST = 10_000
-#: Problems that a message tells of.
+#: Largest number of problems that a message lists.
 _SHOWN = 10
 
 
@@ -40,9 +40,9 @@ class SweepRun:
     """Run of a sweep: one combination of values of its grid.
 
     Attributes:
-        name: of the run, from its values.
-        overrides: assignments for ``--set``, the run's own name and directory included.
-        job: validated.
+        name: name of the run, made from its values.
+        overrides: assignments for ``--set``, including the run's name and directory.
+        job: validated job.
     """
 
     name: str
@@ -55,10 +55,10 @@ class SweepRun:
         return self.job.run.directory
 
     def is_finished(self) -> bool:
-        """Whether the run has done all that its job asks for.
+        """Whether the run has finished the job, with the same number of steps or epochs.
 
         Raises:
-            JobError: its directory is of another job.
+            JobError: the run's directory belongs to another job.
         """
         if not (self.directory / JOB).is_file():
             return False
@@ -67,7 +67,7 @@ class SweepRun:
         if record.job and other:
             name, (there, here) = next(iter(other.items()))
             raise JobError(
-                f"{self.directory} is of another job: {name} is {there!r} there and {here!r} here; name another "
+                f"{self.directory} belongs to another job: {name} is {there!r} there and {here!r} here; choose another "
                 "directory with --dir, or remove that one"
             )
         same = all(record.job.get(field) == mine[field] for field in ("steps", "epochs"))
@@ -85,16 +85,15 @@ def combine(
     """Load and check the job with every combination of values of a grid.
 
     Args:
-        job: file of the job.
-        grids: ``field=value,value``.
+        job: job file.
+        grids: texts ``field=value,value``.
         overrides: assignments for all runs.
         policy: restrictions on plugins.
-        directory: of the sweep; ``<run.dir>/<run.name>-sweep`` by default.
-        checked: loads a job for the processes that it will have, and checks it; gets what loads it for a number of
-            processes, and again.
+        directory: directory of the sweep; by default ``<run.dir>/<run.name>-sweep``.
+        checked: takes a function that loads a job for a number of processes; loads and checks the job.
 
     Raises:
-        JobError: a field or value is wrong, two values are equal, or a field appears twice.
+        JobError: a field or value is invalid, two values are equal, or a field appears twice.
         D9dError: a combination cannot run.
     """
     axes = dict(_axis(grid) for grid in grids)
@@ -115,7 +114,7 @@ def combine(
             loaded = checked(partial(_load, job, given, first.registry))
         except D9dError as error:
             lines = _of_grid(str(error), list(axes)).splitlines()
-            # What a line does not blame on a value comes from the combination: the job alone has been loaded.
+            # A line without "--grid" is due to the combination, as the job without the grid was loaded before.
             blame = f"--grid {' '.join(chosen)}: "
             problems |= dict.fromkeys(line if "--grid" in line else blame + line for line in lines)
             continue
@@ -138,12 +137,12 @@ def _axis(grid: str) -> tuple[str, list[str]]:
     if not equals or not field or not all(values):
         raise JobError(f"--grid {grid}: write FIELD=VALUE,VALUE, for example --grid optimizer.lr=1e-4,3e-4")
     if re.split(r"[.\[]", field)[0] in _OWN:
-        raise JobError(f"--grid {grid}: {field} cannot differ between the runs of a sweep, which names them itself")
+        raise JobError(f"--grid {grid}: {field} cannot be in a grid: the sweep sets it for all runs")
     return field, values
 
 
 def _split(text: str) -> Iterator[str]:
-    """Parts between commas that are in no brackets and no quotes."""
+    """Split a text at commas outside of brackets and quotes."""
     part, depth, quote = "", 0, ""
     for letter in text:
         if quote:
@@ -161,7 +160,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _names(fields: Sequence[str], combinations: Sequence[Sequence[str]]) -> list[str]:
-    """Names of runs, such as ``lr-3e-4_seed-1``: last parts of the fields where they differ, and the values."""
+    """Names of runs, such as ``lr-3e-4_seed-1``: last parts of the fields, if they are unique, and the values."""
     last = [field.rpartition(".")[2] for field in fields]
     short = [end if last.count(end) == 1 else field for end, field in zip(last, fields, strict=True)]
     names = ["_".join(_plain(f"{f}-{v}") for f, v in zip(short, values, strict=True)) for values in combinations]
@@ -184,7 +183,9 @@ def _refuse_equal(runs: Sequence[SweepRun]) -> None:
     for run in runs:
         content = json.dumps(_compared(run.job.resolved()), sort_keys=True)
         if content in seen:
-            raise JobError(f"--grid: {seen[content].name} and {run.name} are the same job; remove one of their values")
+            raise JobError(
+                f"--grid: {seen[content].name} and {run.name} are the same job; remove one of the equal values"
+            )
         seen[content] = run
 
 

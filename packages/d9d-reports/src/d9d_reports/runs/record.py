@@ -1,4 +1,4 @@
-"""Record of a run, read from what it has left in its directory."""
+"""Record of a run, read from the files in its directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from d9d_engine.run.directory import JOB, read_ending
 from d9d_engine.trackers.lines import read_lines
 from d9d_weights.files.lock import is_held
 
-#: File beside the runs of a sweep: the first line of the error of each run that failed in its last start.
+#: File in a sweep's directory with the first error line of each run that failed in its last start.
 FAILURES = "failures.json"
 _STEP = re.compile(r"step-(\d+)")
 Status = Literal["running", "finished", "failed", "stopped", "started", "damaged"]
@@ -26,15 +26,15 @@ Status = Literal["running", "finished", "failed", "stopped", "started", "damaged
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Record of a run on this machine, read from its directory.
+    """Record of a local run, read from its directory.
 
     Attributes:
-        directory: of the run.
-        job: values of its job, all defaults filled in; empty if they cannot be read.
+        directory: directory of the run.
+        job: values of the job, all defaults filled in; empty if unreadable.
         lines: logged values, each with ``step``.
-        saved: step of its newest checkpoint; 0 without one.
-        error: first line of the error that ended its last start, if a sweep started it.
-        ending: what it has left at its end, if it has done all that its job asks for.
+        saved: step of the newest checkpoint; 0 without one.
+        error: first line of the error that ended the last start, if a sweep started it.
+        ending: contents of ``finished.json``; ``None`` if the run is unfinished.
     """
 
     directory: Path
@@ -46,7 +46,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
-        """Read a run; what is damaged counts as absent."""
+        """Read a run; damaged files count as missing."""
         job: Mapping[str, Any] = {}
         with suppress(JobError):
             job = Document.read(directory / JOB, "near").values
@@ -61,7 +61,7 @@ class RunRecord:
 
     @cached_property
     def status(self) -> Status:
-        """Status: ``failed`` in a sweep; ``stopped`` has a checkpoint to go on from, ``started`` has none."""
+        """Status; ``failed`` is known for sweeps only; ``stopped`` runs have a checkpoint, ``started`` runs none."""
         if not self.job:
             return "damaged"
         checkpoints = _checkpoints(self.directory, self.job)
@@ -75,13 +75,13 @@ class RunRecord:
 
     @property
     def total(self) -> int | None:
-        """Steps of the whole run, if its job counts steps or the run is done."""
+        """Number of steps of the whole run; ``None`` for an unfinished run that counts in epochs."""
         steps = self.job.get("steps") if self.ending is None else self.ending["steps"]
         return steps if isinstance(steps, int) else None
 
     @property
     def step(self) -> int:
-        """Steps that are done, as far as a log or a checkpoint says."""
+        """Number of done steps, as known from logs and checkpoints."""
         return max(self.saved, *(int(line["step"]) for line in self.lines), 0)
 
     @property
@@ -93,7 +93,7 @@ class RunRecord:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training over all starts, without start-up, evaluations and checkpoints: tokens by their rate."""
+        """Seconds of training in all starts, from tokens and their rate, without start-up, evaluation and saving."""
         total, before = 0.0, 0.0
         for line in self.lines:
             tokens, rate = line.get("tokens"), line.get("tokens_per_second")
@@ -102,7 +102,7 @@ class RunRecord:
         return total
 
     def points(self, series: str) -> list[tuple[int, float]]:
-        """Steps and values of a logged series."""
+        """Points (step, value) of a logged series."""
         pairs = [(line["step"], line.get(series)) for line in self.lines]
         return [(step, value) for step, value in pairs if isinstance(value, int | float)]
 
@@ -112,28 +112,28 @@ class RunRecord:
         return points[-1][1] if points else None
 
     def best(self, series: str) -> float | None:
-        """Least value of a logged series."""
+        """Smallest value of a logged series."""
         return min((value for _, value in self.points(series)), default=None)
 
 
 def find_runs(locations: Iterable[Path]) -> list[RunRecord]:
-    """Find runs: directories of runs, and all runs directly inside other directories.
+    """Read runs from directories of runs, or from directories that contain some.
 
     Raises:
-        JobError: a location holds none.
+        JobError: a location has no run.
     """
     found: dict[Path, RunRecord] = {}
     for location in locations:
         inside = [location] if (location / JOB).is_file() else sorted(file.parent for file in location.glob(f"*/{JOB}"))
         if not inside:
-            what = "holds no run" if location.is_dir() else "is no directory"
-            raise JobError(f"{location} {what}; name the directory of a run (with {JOB}), or the one above it")
+            what = "contains no run" if location.is_dir() else "is no directory"
+            raise JobError(f"{location} {what}; give the directory of a run (with {JOB}), or the directory above")
         found |= {directory.resolve(): RunRecord.read(directory) for directory in inside}
     return list(found.values())
 
 
 def unique_names(records: Sequence[RunRecord]) -> list[str]:
-    """Names of runs; with their directory where two are alike."""
+    """Names of runs, with their parent directories if names are not unique."""
     for name_of in (_own_name, _name_within):
         names = [name_of(record) for record in records]
         if len(set(names)) == len(names):
@@ -150,7 +150,7 @@ def _name_within(record: RunRecord) -> str:
 
 
 def read_failures(directory: Path) -> dict[str, str]:
-    """Errors of the runs of a sweep that failed, by name; none if the file is absent or damaged."""
+    """Error of each failed run of a sweep, by name; empty if the file is missing or damaged."""
     try:
         values = parse_json(read_regular(directory / FAILURES, links="near"))
     except (OSError, ValueError):
@@ -159,7 +159,7 @@ def read_failures(directory: Path) -> dict[str, str]:
 
 
 def _checkpoints(directory: Path, job: Mapping[str, Any]) -> Path | None:
-    """Directory of a run's checkpoints on this machine."""
+    """Local directory of a run's checkpoints; ``None`` if they are remote."""
     section = job.get("checkpoint")
     given = section.get("dir") if isinstance(section, Mapping) else None
     if not isinstance(given, str):

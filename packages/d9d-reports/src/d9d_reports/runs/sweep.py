@@ -1,4 +1,4 @@
-"""Sweep: the runs of a grid as processes of ``d9d train``, some at a time."""
+"""Sweep: runs of a grid as processes of ``d9d train``, several at a time."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Ending = Literal["finished", "skipped", "failed", "interrupted", "not started"]
 
 @dataclass
 class Sweep:
-    """Sweep over runs; those that were finished before are not started.
+    """Runs the unfinished runs of a grid.
 
-    A run's output goes to ``<directory>/<name>.log``, after that of earlier starts. Each run is a process group of its
-    own, of which nothing is left when it ends.
+    A run's output is appended to ``<directory>/<name>.log``. Each run is a separate process group, which is killed when
+    the run ends.
 
     Attributes:
         runs: combinations of the grid.
         command: arguments of ``d9d`` for each run, before its overrides.
-        options: arguments after its overrides.
-        jobs: runs at a time.
+        options: arguments after the overrides.
+        jobs: number of concurrent runs.
         say: prints a line.
-        endings: what became of each run so far, by name.
-        errors: first line of the error of each run that failed.
+        endings: name of a run -> its ending so far.
+        errors: name of a failed run -> first line of its error.
     """
 
     runs: Sequence[SweepRun]
@@ -54,13 +54,13 @@ class Sweep:
     errors: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> bool:
-        """Run all; returns whether it was interrupted.
+        """Run all unfinished runs; return whether the sweep was interrupted.
 
-        The first SIGINT or SIGTERM lets the runs that train save and end, a second one ends them at once; further runs
-        are not started.
+        At the first SIGINT or SIGTERM, active runs save and end, and no further runs start; a second signal kills
+        active runs.
 
         Raises:
-            JobError: a run's directory is of another job; nothing was started.
+            JobError: a run's directory belongs to another job; no run was started.
         """
         finished = [run.is_finished() for run in self.runs]
         self.endings = {
@@ -97,7 +97,7 @@ class Sweep:
         if self.jobs > 1 and "--nproc" not in self.options:
             environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.jobs)))
         output = log.open("ab")
-        process = subprocess.Popen(  # noqa: S603 - the arguments are ours and the user's
+        process = subprocess.Popen(  # noqa: S603 - arguments come from d9d and the user
             arguments,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -128,12 +128,12 @@ class Sweep:
 
 @dataclass
 class _Active:
-    """Run that trains.
+    """Run in progress.
 
     Attributes:
-        run: which.
-        process: ``d9d train``, the first of its process group.
-        output: its log, open.
+        run: run of the grid.
+        process: ``d9d train``, the leader of its process group.
+        output: opened log.
         offset: length of the log before this start.
         log: path of the log.
     """
@@ -145,7 +145,7 @@ class _Active:
     log: Path
 
     def stop(self, at_once: bool) -> None:
-        """Ask the run to save and end, or end it."""
+        """Ask the run to save and end, or kill it."""
         with suppress(ProcessLookupError):
             if at_once:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -153,25 +153,25 @@ class _Active:
                 self.process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """End what is left of the process group."""
+        """Kill the remaining processes of the group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.output.close()
 
     def text(self) -> str:
-        """Output of this start."""
+        """Output of this start of the run."""
         with self.log.open("rb") as file:
             file.seek(self.offset)
             return file.read().decode(errors="replace")
 
 
 def error_of(text: str, code: int) -> str:
-    """Error of a run that failed, in one line: the signal that killed it, what ``d9d`` says, or the end of a traceback.
+    """Error of a failed run in one line: the signal that killed it, d9d's error, or the last line of a traceback.
 
     Args:
         text: output of the run.
-        code: exit status; minus the signal's number if one killed it.
+        code: exit status; minus the signal's number if a signal killed the run.
     """
     if code < 0:
         names = {int(one): one.name for one in signal.Signals}
@@ -185,6 +185,6 @@ def error_of(text: str, code: int) -> str:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process with the one that started it, however that ends; it saves first."""
+    """Make the kernel send SIGTERM to this process when its parent ends, so that the run saves and ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_LINUX_DEATH_SIGNAL, int(signal.SIGTERM))

@@ -13,7 +13,7 @@ from d9d_reports.runs.sweep import Sweep
 
 
 def list_table(records: Sequence[RunRecord]) -> None:
-    """Print a line for each run, and the fields in which they differ."""
+    """Print one line per run, with the job fields in which they differ."""
     fields = differing([record.job for record in records])
     failed = any(record.status == "failed" for record in records)
     titles = ("run", "status", "steps", "loss", "best", "eval", "started", "trained", *fields)
@@ -33,7 +33,7 @@ def list_table(records: Sequence[RunRecord]) -> None:
 
 
 def sweep_table(sweep: Sweep, records: Mapping[str, RunRecord]) -> None:
-    """Print what became of each run of a sweep."""
+    """Print the ending of each run of a sweep."""
     table = _table("run", "status", "steps", "loss", "best", "eval", "error")
     for run in sweep.runs:
         record = records.get(run.name)
@@ -43,7 +43,7 @@ def sweep_table(sweep: Sweep, records: Mapping[str, RunRecord]) -> None:
 
 
 def comparison_table(records: Sequence[RunRecord], series: Sequence[str]) -> None:
-    """Print the fields in which runs differ and their last values, a column for each run."""
+    """Print the job fields in which runs differ, and their last values, with a column per run."""
     table = _table("", *(record.name for record in records))
     for name, values in differing([record.job for record in records]).items():
         table.add_row(name, *map(shown, values))
