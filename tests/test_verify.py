@@ -166,7 +166,7 @@ def test_the_reference_layout_runs_the_references_of_model_and_optimizer(small_j
 
 def test_a_layout_that_needs_too_many_processes_says_so(small_job: Write) -> None:
     job = Job.load(small_job(mesh={"dp_replicate": 2, "dp_shard": 4}, parallel=["hsdp"], batch={"size": 16}))
-    with pytest.raises(Exception, match="needs at least 4 processes to be itself, more than the 2 that are allowed"):
+    with pytest.raises(Exception, match="needs at least 4 processes, more than the 2 that are allowed"):
         own_layout(job, max_ranks=2)
 
 

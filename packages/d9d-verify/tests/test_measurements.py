@@ -79,8 +79,8 @@ def test_a_difference_of_names_or_shapes_fails() -> None:
     del other.tensors["0/gradients/a"]
     short.tensors["0/gradients/a"] = torch.zeros(3)
     assert [judged(one).diverged for one in (other, short)] == [
-        (0, "other parameters, state or series: missing ['0/gradients/a'], extra []"),
-        (0, "the shape of the gradient of a is another"),
+        (0, "different parameters, states or series: missing ['0/gradients/a'], extra []"),
+        (0, "the shape of the gradient of a differs"),
     ]
 
 
@@ -101,7 +101,7 @@ def test_ranks_that_hold_the_same_differently_are_found() -> None:
     measured = Measurement.of([record(1.0), record(1.0 + 2**-23)])
     assert measured.disagreements == ["0/model/a"]
     verdict = judged(Measurement(step().numbers, step().tensors, ["0/model/a"]))
-    assert verdict.diverged == (0, "ranks that should hold the same have different values of a")
+    assert verdict.diverged == (0, "ranks that should have equal values have different values of a")
 
 
 def test_the_length_of_a_gradient_shows_behind_clipping() -> None:

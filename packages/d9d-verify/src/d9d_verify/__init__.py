@@ -1,1 +1,1 @@
-"""Verification that a layout computes what one process computes: ``d9d verify``."""
+"""Verification that a layout computes the same as a single process: ``d9d verify``."""

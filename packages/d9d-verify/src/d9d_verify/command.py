@@ -1,4 +1,4 @@
-"""``d9d verify``."""
+"""Command ``d9d verify``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from d9d_verify.compare import Verdict
 
-app = command_app("verify", "Compare layouts of a job with one process.")
+app = command_app("verify", "Check that layouts of a job compute the same as one process.")
 
 
 @app.command()
@@ -26,25 +26,27 @@ def verify(
     layout: Annotated[
         list[str],
         typer.Option(
-            "--layout", metavar="LAYOUT", help="Such as dp_shard=2:fsdp; may be repeated; the job's own by default."
+            "--layout", metavar="LAYOUT", help="Layout such as dp_shard=2:fsdp; may be repeated; by default the job's."
         ),
     ] = [],  # noqa: B006
-    steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to compare.", min=1)] = 4,
-    max_ranks: Annotated[int, typer.Option(metavar="N", help="Most processes for the job's own layout.", min=1)] = 8,
+    steps: Annotated[int, typer.Option(metavar="N", help="Number of optimizer steps to compare.", min=1)] = 4,
+    max_ranks: Annotated[
+        int, typer.Option(metavar="N", help="Largest number of processes for the job's own layout.", min=1)
+    ] = 8,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
 ) -> None:
-    """Compare layouts of a job, scaled down, with one process, in all that steps compute. Status 1 if one differs."""
+    """Compare all values of some steps in scaled-down layouts with one process. Exit status 1 if one differs."""
     loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins)
     if not verify_job(loaded, layout, steps, max_ranks, as_json):
         raise typer.Exit(1)
 
 
 def verify_job(job: Job, layouts: Sequence[str], steps: int, max_ranks: int, as_json: bool) -> bool:
-    """Run the comparison and print it; whether every layout passed."""
+    """Compare layouts and print the result; return whether all passed."""
     from d9d_verify.layouts import own_layout, parse_layout
     from d9d_verify.run import verify
 

@@ -1,4 +1,4 @@
-"""Comparison of what a layout computes with the reference."""
+"""Comparison of a layout's measurement with the reference."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from d9d_verify.measurement import Measurement, when
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict of comparing a layout with the reference: how far it is.
+    """Result of the comparison of a layout with the reference.
 
     Attributes:
-        layout: how the layout is called.
+        layout: name of the layout.
         loss: largest relative deviation of the loss in any step.
         grad_norm: largest relative deviation of the gradient norm in any step.
-        angle: largest ``1 - cos`` between gradients in any step, and of which parameter.
-        norm: largest relative deviation of a gradient's length in any step, and of which parameter.
-        update: largest relative deviation of an update in any step, beyond its rounding, and of which parameter.
-        diverged: the first step (0-based) and what exceeded its limit there; ``None`` if nothing did.
+        angle: largest ``1 - cos`` between gradients in any step, with the parameter.
+        norm: largest relative deviation of a gradient's length in any step, with the parameter.
+        update: largest relative deviation of an update in any step, beyond its rounding, with the parameter.
+        diverged: first step (0-based) with a deviation above its limit, and a text; ``None`` if there is none.
     """
 
     layout: str
@@ -42,26 +42,26 @@ class Verdict:
 
     @classmethod
     def failure(cls, layout: str, why: str) -> Verdict:
-        """Verdict on a layout that computed nothing."""
+        """Verdict on a layout that could not be measured."""
         nothing = (math.nan, "nothing")
         return cls(layout, math.nan, math.nan, nothing, nothing, nothing, (0, why))
 
     def to_json(self) -> dict[str, Any]:
-        """Verdict as a JSON object; what is not finite becomes text."""
+        """Convert to JSON values; non-finite numbers become texts."""
         values = asdict(self) | {"passed": self.passed}
         return {key: _speakable(value) for key, value in values.items()}
 
 
 def compare(layout: str, measured: Measurement, reference: Measurement, limits: Limits) -> Verdict:
-    """Compare what a layout computed with the reference, step by step.
+    """Compare a layout's measurement with the reference, step by step.
 
-    Initial weights and what ranks share have to be equal bit for bit, the rest within limits.
+    Initial weights, and values that several ranks have, must be bitwise equal; other values must be within limits.
 
     Args:
-        layout: how messages call what was measured.
-        measured: what it computed.
-        reference: what one process computed.
-        limits: how far sound runs are from the reference.
+        layout: name of the layout in messages.
+        measured: measurement of the layout.
+        reference: measurement of one process.
+        limits: limits of the deviations.
     """
     if problem := _other_names(measured, reference):
         return Verdict.failure(layout, problem)
@@ -78,7 +78,7 @@ def compare(layout: str, measured: Measurement, reference: Measurement, limits: 
 
 
 def compared(reference: Measurement) -> str:
-    """Describe in words what a measurement holds."""
+    """Text that lists the compared values of a measurement."""
     steps = range(reference.steps)
     tensors = {kind: set().union(*(reference.under(f"{s}/{kind}") for s in steps)) for kind in ("gradients", "model")}
     state = set().union(*(reference.under(f"{s}/optimizer") for s in steps))
@@ -86,12 +86,12 @@ def compared(reference: Measurement) -> str:
     series = sorted(name.removeprefix("end/") for name in reference.numbers if name.startswith("end/"))
     named = sorted({name.partition("[")[0] for name in series})
     parts = [
-        f"{reference.steps} steps: loss, gradient norm, learning rate, {len(tensors['gradients'])} gradients as the "
-        "optimizer gets them and the updates it makes of equal ones",
+        f"{reference.steps} steps: loss, gradient norm, learning rate, {len(tensors['gradients'])} gradients before "
+        "the optimizer's step, and its updates from equal gradients",
         f"{len(state)} tensors of its state" if state else "no optimizer state",
         f"{len(buffers)} buffers and frozen parameters" if buffers else "",
         f"the series {', '.join(named)}" if named else "no metrics, no evaluation",
-        "and that ranks agree bit for bit about what they share",
+        "and bitwise equality of values that several ranks have",
     ]
     return ", ".join(filter(None, parts))
 
@@ -105,13 +105,13 @@ def _first_divergence(
     beyond = [deviation for deviation in found if not deviation.size <= limits.allowed(deviation)]
     problems = [(when(_path(deviation)), _described(deviation, limits, beyond)) for deviation in beyond[:1]]
     problems += [
-        (when(name), f"ranks that should hold the same have different values of {_said(name)}")
+        (when(name), f"ranks that should have equal values have different values of {_said(name)}")
         for name in measured.disagreements[:1]
     ]
     if not problems:
         return None
     (step, _), text = min(problems)
-    return int(min(max(step, 0), reference.steps - 1)), text  # values of the end have the step after the last one
+    return int(min(max(step, 0), reference.steps - 1)), text  # values at the end have the step after the last one
 
 
 def _path(deviation: Deviation) -> str:
@@ -154,13 +154,13 @@ def _other_names(measured: Measurement, reference: Measurement) -> str | None:
     for here, there in ((measured.tensors, reference.tensors), (measured.numbers, reference.numbers)):
         if here.keys() != there.keys():
             missing, extra = sorted(there.keys() - here.keys()), sorted(here.keys() - there.keys())
-            return f"other parameters, state or series: missing {missing[:3]}, extra {extra[:3]}"
+            return f"different parameters, states or series: missing {missing[:3]}, extra {extra[:3]}"
     shapes = [name for name, tensor in reference.tensors.items() if measured.tensors[name].shape != tensor.shape]
-    return f"the shape of {_said(shapes[0])} is another" if shapes else None
+    return f"the shape of {_said(shapes[0])} differs" if shapes else None
 
 
 def _largest(found: Iterable[Deviation], kind: Kind) -> tuple[float, str]:
-    """Largest deviation of a kind and its name; NaN is the largest of all."""
+    """Largest deviation of a kind, with its name; NaN counts as the largest."""
     of_kind = [deviation for deviation in found if deviation.kind == kind]
     if not of_kind:
         return math.nan, "no parameter"

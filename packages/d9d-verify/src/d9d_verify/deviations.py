@@ -1,9 +1,9 @@
-"""Deviations between two measurements, and the limits within which they are rounding.
+"""Deviations between two measurements, and limits that allow for rounding.
 
-A sound run of the same job deviates too: microbatches add up in another order, kernels round at other places, and in a
-narrow format that may send a token to another expert. So the limits come from such runs of the reference
-(:class:`d9d_verify.measure.Jitter`): a deviation is allowed :data:`MARGIN` times what they show, and a least
-deviation for each number format.
+Correct runs of the same job also deviate: microbatches are summed in another order, kernels round differently, and in a
+narrow dtype rounding may send a token to another expert. So limits come from varied runs of the reference
+(:class:`d9d_verify.measure.Jitter`): :data:`MARGIN` times their deviations are allowed, and at least a minimum for
+each dtype.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from d9d_verify.tolerances import compare_directions
 
 Kind = Literal["loss", "grad_norm", "angle", "length", "lr", "update", "weight", "buffer", "state", "series"]
 
-#: What is allowed, in multiples of the largest deviation of a sound run in any step.
+#: Allowed deviation, in multiples of the largest deviation of a correct run in any step.
 MARGIN = 3.0
 
-#: dtype -> the least that is allowed. In float32, sound runs deviate by 3e-7 at most, in bfloat16 by 5e-5 (loss), 6e-4
-#: (norm), 5e-3 (length). Updates follow from equal gradients, so nothing but their own rounding is between them.
+#: dtype -> smallest allowed deviations. In float32, correct runs deviate by at most 3e-7, in bfloat16 by 5e-5 (loss),
+#: 6e-4 (norm), 5e-3 (length). Updates are made from equal gradients, so they differ by their own rounding only.
 FLOORS: Mapping[torch.dtype, Mapping[Kind, float]] = MappingProxyType(
     {
         torch.float32: MappingProxyType(
@@ -35,7 +35,7 @@ FLOORS: Mapping[torch.dtype, Mapping[Kind, float]] = MappingProxyType(
                 "weight": 1e-6, "buffer": 1e-5, "state": 1e-5, "series": 1e-4,
             }
         ),
-        # Rounding may send a token to another expert, and so turn entries of a selection bias around.
+        # Rounding may send a token to another expert, which can flip the sign of a selection bias's update.
         torch.bfloat16: MappingProxyType(
             {
                 "loss": 1.5e-4, "grad_norm": 2e-3, "angle": 1e-4, "length": 1e-2, "lr": 1e-12, "update": 2e-3,
@@ -48,13 +48,13 @@ FLOORS: Mapping[torch.dtype, Mapping[Kind, float]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Deviation of one thing in one step.
+    """Deviation of one value in one step.
 
     Attributes:
-        kind: which limit it is held against.
-        name: of the parameter, buffer or series; empty for the loss and the like.
-        step: 0-based; the number of steps for what is measured at the end.
-        size: relative; infinite where one of two is not finite or there is nothing to compare with.
+        kind: kind of the value, which selects the limit.
+        name: name of the parameter, buffer or series; empty for loss, gradient norm and learning rate.
+        step: 0-based step; the number of steps for values at the end.
+        size: relative deviation; infinite if only one value is finite, or the reference is zero.
     """
 
     kind: Kind
@@ -65,11 +65,11 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on the deviations of sound runs.
+    """Limits of the deviations.
 
     Attributes:
-        floors: the least that is allowed, by kind.
-        seen: largest deviation of the reference's own sound runs, by kind and name.
+        floors: kind -> smallest limit.
+        seen: (kind, name) -> largest deviation between correct runs of the reference.
     """
 
     floors: Mapping[Kind, float]
@@ -77,12 +77,12 @@ class Limits:
 
     @classmethod
     def of(cls, dtype: torch.dtype, reference: Measurement, sound: Sequence[Measurement] = ()) -> Limits:
-        """Limits for a job.
+        """Compute the limits for a job.
 
         Args:
-            dtype: the narrowest format that any of it computes in.
-            reference: of the job.
-            sound: further runs that are right, but round elsewhere.
+            dtype: narrowest dtype of the computation.
+            reference: measurement of the reference.
+            sound: measurements of further correct runs with other rounding.
         """
         seen: dict[tuple[Kind, str], float] = {}
         for run in sound:
@@ -92,15 +92,16 @@ class Limits:
         return cls(FLOORS[dtype], seen)
 
     def allowed(self, deviation: Deviation) -> float:
-        """Largest size that still counts as rounding."""
+        """Largest size that counts as rounding."""
         own = MARGIN * self.seen.get((deviation.kind, deviation.name), 0.0)
-        # A token that goes to another expert shows in some parameters here and in others there.
+        # A token that goes to another expert affects different parameters in different runs, so use the largest of the
+        # kind.
         anywhere = max((size for (kind, _), size in self.seen.items() if kind == deviation.kind), default=0.0)
         return max(self.floors[deviation.kind], own, anywhere)
 
 
 def deviations(measured: Measurement, reference: Measurement) -> Iterator[Deviation]:
-    """Deviations between two measurements, in the order in which a run computes; names and shapes have to be equal."""
+    """Deviations of two measurements with equal names and shapes, in the order of computation."""
     parameters = {name for step in range(reference.steps) for name in reference.under(f"{step}/gradients")}
     for step in range(reference.steps):
         yield Deviation("loss", "", step, _of_number(f"{step}/loss", measured, reference))
@@ -118,7 +119,9 @@ def deviations(measured: Measurement, reference: Measurement) -> Iterator[Deviat
             if name in parameters:
                 yield from _update(name, step, was[name], now[name], were[name], then[name])
             elif not torch.equal(now[name], then[name]):
-                stuck = torch.equal(was[name], now[name])  # what never moves is wrong however far it should have
+                stuck = torch.equal(
+                    was[name], now[name]
+                )  # an unchanged buffer is wrong, no matter how small the expected change
                 yield Deviation("buffer", name, step, math.inf if stuck else _distance(now[name], then[name]))
         state = measured.under(f"{step}/optimizer")
         for name, expected in reference.under(f"{step}/optimizer").items():
@@ -127,13 +130,13 @@ def deviations(measured: Measurement, reference: Measurement) -> Iterator[Deviat
 
 
 def _of_series(measured: Measurement, reference: Measurement) -> Iterator[Deviation]:
-    """Deviations of metrics and evaluation; the cells of a table are judged together, as a vector."""
+    """Deviations of metrics and evaluation; the cells of a table are compared together, as a vector."""
     cells: dict[str, list[tuple[float, float]]] = {}
     for name, value in reference.numbers.items():
         if name.startswith("end/"):
             cells.setdefault(name.removeprefix("end/").partition("[")[0], []).append((measured.numbers[name], value))
     for series, pairs in cells.items():
-        # A cell without a value is NaN, in both.
+        # A cell without a value is NaN in both measurements.
         filled = [pair for pair in pairs if not (math.isnan(pair[0]) and math.isnan(pair[1]))]
         found, expected = torch.tensor(filled, dtype=torch.float64).reshape(-1, 2).unbind(1)
         kind: Kind = "loss" if series.startswith("eval/") else "series"
@@ -149,23 +152,23 @@ def _of_number(name: str, measured: Measurement, reference: Measurement) -> floa
 
 
 def _before_clipping(measured: Measurement, step: int) -> float:
-    """Factor from the gradients that the optimizer gets to those before clipping, by which a wrong length shows."""
+    """Factor that undoes clipping of recorded gradients, so that deviations of their length are visible."""
     max_norm = measured.numbers.get("start/max_norm", math.inf)
     return max(1.0, (measured.numbers[f"{step}/grad_norm"] + 1e-6) / max_norm)
 
 
 def _update(name: str, step: int, was: Tensor, now: Tensor, were: Tensor, then: Tensor) -> Iterator[Deviation]:
-    """Deviations of an update and of the weights' length, which shows a missing decay."""
+    """Deviations of an update, and of the weights' length, which shows missing weight decay."""
     update, expected = now.double() - was.double(), then.double() - were.double()
     yield Deviation("update", name, step, _distance(update, expected, _rounding(then)))
     length = (now.double().norm() - then.double().norm()).abs().item() / max(then.double().norm().item(), 1e-30)
-    # One element more or less that is rounded up.
+    # Allow one element to be rounded the other way.
     spare = 2 * torch.finfo(then.dtype).eps / max(then.numel(), 1)
     yield Deviation("weight", name, step, _net(length, spare))
 
 
 def _rounding(tensor: Tensor) -> float:
-    """Length of the error if one of a thousand elements, and one more, is rounded to the other side."""
+    """Length of the error if 0.1 % of the elements, at least one, are rounded the other way."""
     if not tensor.is_floating_point() or not tensor.numel():
         return 0.0
     largest = tensor.abs().max().item()
@@ -183,7 +186,7 @@ def _distance(actual: Tensor, expected: Tensor, spare: float = 0.0) -> float:
 
 def _difference(actual: Tensor, expected: Tensor) -> Tensor:
     if actual.dtype == expected.dtype == torch.int16:
-        # Lower bits of a number, as of master weights, go around where the upper ones change.
+        # int16 holds the lower bits of master weights, whose differences wrap around when the upper bits change.
         return (actual - expected).double()
     return actual.double() - expected.double()
 

@@ -1,4 +1,4 @@
-"""Layouts to compare, and the job scaled down to what one process can hold."""
+"""Layouts to verify, and scaling of the job to the memory of one process."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout that is verified: a mesh, strategies and overrides of a job.
+    """Layout to verify: a mesh, strategies and overrides of a job.
 
     Attributes:
-        name: how people call it.
-        mesh: axis -> size; absent axes have one rank.
-        parallel: the strategies, as a job file lists them.
-        overrides: further fields of the job, as ``--set`` takes them.
+        name: name of the layout in messages.
+        mesh: axis -> size; missing axes have size 1.
+        parallel: strategies, as in a job file.
+        overrides: further fields of the job, in the form of ``--set``.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of processes that see different samples."""
+        """Number of ranks along the data-parallel axes, which see different samples."""
         return self.mesh.get("dp_replicate", 1) * self.mesh.get("dp_shard", 1)
 
 
@@ -62,17 +62,17 @@ REFERENCE_LAYOUT = Layout("reference", {}, ())
 
 
 def own_layout(job: Job, max_ranks: int) -> Layout:
-    """Own layout of the job, every axis cut down to two ranks, and the outermost to one where these are too many.
+    """Layout of the job itself, with every axis reduced to at most two ranks.
 
     Raises:
-        JobError: even one axis of two ranks is too much.
+        JobError: the reduced layout needs more processes than are allowed.
     """
     mesh = {axis: min(size, 2) for axis, size in job.mesh.sizes().items() if size > 1}
     layout = Layout("job", mesh, [entry.model_dump(mode="json") for entry in job.parallel])
     if layout.ranks > max_ranks:
         raise JobError(
-            f"verify: {job.mesh} needs at least {layout.ranks} processes to be itself, more than the {max_ranks} that "
-            "are allowed; raise --max-ranks or name layouts with --layout"
+            f"verify: {job.mesh} needs at least {layout.ranks} processes, more than the {max_ranks} that are allowed; "
+            "raise --max-ranks or give layouts with --layout"
         )
     shown = " x ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one process"
     names = ", ".join(entry["name"] for entry in layout.parallel)
@@ -80,7 +80,7 @@ def own_layout(job: Job, max_ranks: int) -> Layout:
 
 
 def parse_layout(text: str, job: Job) -> Layout:
-    """Parse ``dp_shard=2:hsdp,compile``: axes, a colon, strategies with the settings that the job gives them.
+    """Parse ``dp_shard=2:hsdp,compile``: axes, a colon, and strategies, with the job's settings for each strategy.
 
     Raises:
         JobError: the text is malformed.
@@ -98,33 +98,33 @@ def parse_layout(text: str, job: Job) -> Layout:
 
 
 def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, Any]:
-    """Job values scaled down for verified layouts: tiny sizes, a short batch, a short evaluation, no trackers.
+    """Values of the job, scaled down: tiny sizes, a small batch, a short evaluation, no trackers.
 
-    Every layout gets the same batch and the same microbatches, enough for its pipeline. Layers are divided evenly over
-    stages: what the job says of them is for its own sizes.
+    All layouts get the same batch and microbatches, enough for each pipeline. Layers are divided evenly over stages,
+    because the job's own division is for its own sizes.
 
     Args:
-        job: the user's.
-        layouts: what will run; sizes of the model stay as large as their meshes need.
-        steps: optimizer steps.
+        job: job of the user.
+        layouts: layouts to run; sizes of the model are kept as large as their meshes need.
+        steps: number of optimizer steps.
     """
     values = job.resolved()
     selection = select(job, job.registry)
     microbatch = min(job.microbatch_size, 2)
     ranks = math.lcm(*(layout.data_parallel_size for layout in layouts))
     count, stages = _stages(job, selection, layouts)
-    if ranks * microbatch * count > job.batch.size:  # there may not be more data
+    if ranks * microbatch * count > job.batch.size:  # the dataset may be too small for more
         microbatch = 1
     batch = ranks * microbatch * count
     values |= {
         "model": _tiny(job, selection, layouts, stages).model_dump(mode="json"),
-        **_length(job, steps, batch),  # a learning-rate schedule may need all steps
+        **_length(job, steps, batch),  # a learning-rate schedule may need the full number of steps
         "batch": {"size": batch, "microbatch": microbatch},
         "checkpoint": {"trainable_only": job.checkpoint.trainable_only},
         "trackers": [],
         "subscribers": [],
         "export": False,
-        "loading": {"weights": False},  # they would not fit; the tokenizer beside them does
+        "loading": {"weights": False},  # weights do not fit the tiny model; the tokenizer is still used
         "plugins": _plugins(job),
     }
     if values["pipeline"] is not None:
@@ -139,17 +139,17 @@ def _length(job: Job, steps: int, batch: int) -> dict[str, Any]:
     if job.steps is not None:
         return {"steps": max(steps, job.steps)}
     assert job.epochs is not None
-    return {"epochs": job.epochs * batch / job.batch.size}  # as many steps, of another batch
+    return {"epochs": job.epochs * batch / job.batch.size}  # the same number of steps with another batch size
 
 
 def _stages(job: Job, selection: Selection, layouts: Sequence[Layout]) -> tuple[int, list[int]]:
-    """Number of microbatches that lets every layout's pipeline run, and of stages in each layout."""
+    """Number of microbatches with which every layout's pipeline works, and number of stages in each layout."""
     count = min(max(job.microbatches, 2), 3)
     piped = {layout.mesh.get("pp", 1) for layout in layouts} - {1}
     if not piped or selection.schedule is None or job.pipeline is None:
         return count, [1] * len(layouts)
     schedule: Schedule = instantiate(selection.schedule, job.pipeline)
-    # Schedules that can do a number of microbatches can do more; the fewest are those of the widest layout.
+    # A schedule that supports some number of microbatches supports more; the widest layout needs the most.
     for more in range(count, 4 * max(piped) + count):
         try:
             stages = {ranks: count_stages(checked_programs(schedule, ranks, more)) for ranks in piped}
@@ -161,7 +161,7 @@ def _stages(job: Job, selection: Selection, layouts: Sequence[Layout]) -> tuple[
 
 
 def _plugins(job: Job) -> dict[str, Any]:
-    """Section ``plugins`` of what this process loaded: flags of the command line count too."""
+    """Section ``plugins`` that loads the same plugins as this process, including plugins from command-line flags."""
     loaded = job.registry.plugins
     files = sorted({str(Path(origin.distribution).absolute()) for origin in loaded if origin.digest})
     return {"allow": sorted({o.distribution for o in loaded if not o.digest} - FOUNDATION), "files": files}
@@ -171,9 +171,9 @@ def layout_values(values: Mapping[str, Any], layout: Layout, ops: Iterable[str])
     """Values of the scaled job in one layout.
 
     Args:
-        values: of :func:`scaled_values`.
-        layout: which one.
-        ops: all ops that model and optimizer call; the reference layout runs their references.
+        values: values from :func:`scaled_values`.
+        layout: layout of the job.
+        ops: names of all ops of model and optimizer; the reference layout uses reference kernels for them.
     """
     mine = dict(values) | {"mesh": dict(layout.mesh), "parallel": list(layout.parallel)}
     if layout.mesh.get("pp", 1) == 1:
@@ -184,7 +184,7 @@ def layout_values(values: Mapping[str, Any], layout: Layout, ops: Iterable[str])
 
 
 def scaled_model(job: Job, values: Mapping[str, Any]) -> nn.Module:
-    """Build the scaled model, on the meta device."""
+    """Build the scaled model on the meta device."""
     selection = select(job, job.registry)
     with torch.device("meta"):
         stage: nn.Module = instantiate(selection.model, type(job.model).model_validate(values["model"]), Stage())
@@ -192,25 +192,25 @@ def scaled_model(job: Job, values: Mapping[str, Any]) -> nn.Module:
 
 
 def ops_of(job: Job, stage: nn.Module) -> list[str]:
-    """Names of the ops that a model and the job's optimizer call."""
+    """Names of the ops of a model and of the job's optimizer."""
     optimizer = instantiate(select(job, job.registry).optimizer, job.optimizer, dict(stage.named_parameters()))
     holders: list[object] = [*modules_with(stage, HasOps).values(), optimizer]
     return sorted({slot.op for one in holders if isinstance(one, HasOps) for slot in one.op_slots().values()})
 
 
 def layout_dependence(stage: nn.Module) -> list[str]:
-    """Layout dependence of a model: what differs by its nature, each thing once."""
+    """Reasons, without duplicates, why a model computes differently in different layouts by design."""
     modules = modules_with(stage, LayoutDependent).values()
     return list(dict.fromkeys(reason for module in modules for reason in module.layout_dependence()))
 
 
 def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Sequence[int]) -> PluginConfig:
-    """Config of the user's model with the sizes of its family's tiny one, as data, meshes and stages allow."""
+    """Config of the user's model with sizes of its family's tiny config, as far as data, meshes and stages allow."""
     spec = selection.model.spec
     assert isinstance(spec, ModelSpec)
     mine, tiny = job.model.model_dump(), spec.tiny.load()().model_dump()
     facts = _facts(job, selection)
-    # A size that the data states too, such as the vocabulary's, is theirs, whether or not the task compares it.
+    # Keep sizes that the data also states, such as the vocabulary's, even if the task does not compare them.
     own = [name for name in mine if name not in facts]
     smaller = [name for name in own if _is_size(mine[name]) and _is_size(tiny.get(name)) and tiny[name] < mine[name]]
     task: Task = instantiate(selection.task, job.task)
@@ -231,7 +231,7 @@ def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Seq
                 found += len(str(error).splitlines())
         return found
 
-    # What data or mesh forbid goes back to the user's own size, one field at a time.
+    # Restore the user's sizes, one field at a time, until data and meshes accept the config.
     while smaller and problems(smaller):
         smaller.remove(min(smaller, key=lambda field: problems([other for other in smaller if other != field])))
     return resized(smaller)

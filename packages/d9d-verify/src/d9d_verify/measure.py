@@ -1,4 +1,4 @@
-"""Measurement of what a layout computes: the first steps of a job, whatever changes in them, on every rank."""
+"""Measurement of a layout: all values of a job's first steps, on every rank."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from torch import Tensor, nn
 
 from d9d_verify.measurement import Measurement, Record, fill
 
-#: Share of its length by which the median parameter changes in a measured step.
+#: Relative change of the median parameter in a measured step.
 VISIBLE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Learning rate of measured steps: high enough to show what an optimizer does, beyond a warm-up.
+    """Learning rate of the measured steps: high enough for visible updates, and past the warm-up.
 
     Attributes:
-        factor: on the schedule's factors.
-        first: step of the schedule that the first measured step takes its factor from.
+        factor: multiplier of the schedule's factors.
+        first: step of the schedule that is used for the first measured step.
     """
 
     factor: float = 1.0
     first: int = 0
 
     def on(self, schedule: LrSchedule) -> LrSchedule:
-        """Schedule of the measured steps."""
+        """Schedule for the measured steps."""
         return lambda step: self.factor * schedule(self.first + step)
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Resume in the middle of a measurement: the state is saved, and another run's is loaded in its place.
+    """Save and resume in the middle of a measurement, with the checkpoint of another run.
 
     Attributes:
-        step: after so many steps.
-        load: directory of the other run's checkpoint of that step; ``None`` goes on without a load.
+        step: number of steps before the save.
+        load: directory of the other run's checkpoints; ``None`` continues without a load.
     """
 
     step: int
@@ -61,14 +61,14 @@ class Resume:
 
 
 class Witness:
-    """Measuring subscriber: records what each step computes on this rank.
+    """Subscriber that records the values of each step on this rank.
 
-    With a ``guide``, the optimizer gets the reference's gradients, once this rank's own are recorded, and persistent
-    buffers go on from the reference's. So every step starts where the reference's does: the rounding errors of one step
-    are not in the next, and an optimizer is judged by equal gradients.
+    With a ``guide``, this rank's gradients are replaced by the reference's after they are recorded, and buffers are
+    replaced after each step. So every step starts like the reference's: rounding errors do not accumulate over steps,
+    and optimizers are compared with equal gradients.
 
     Args:
-        guide: the reference.
+        guide: measurement of the reference.
     """
 
     def __init__(self, guide: Measurement | None = None) -> None:
@@ -78,7 +78,7 @@ class Witness:
         self.record = Record()
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
-        """Subscriptions to the parts of a run that are ready, and in each step to gradients, updates and the result."""
+        """Subscriptions to the built model and optimizer, and to gradients, updates and results of each step."""
         return [
             (ev.JobConfigured, self._configured),
             (ev.ModelReady, self._model_ready),
@@ -89,7 +89,7 @@ class Witness:
         ]
 
     def _configured(self, event: ev.JobConfigured) -> None:
-        assert isinstance(event.job, JobConfig)  # it trains
+        assert isinstance(event.job, JobConfig)  # only training jobs are measured
         if event.job.gradient_clipping.max_norm is not None:
             self.record.numbers["start/max_norm"] = event.job.gradient_clipping.max_norm
 
@@ -122,17 +122,17 @@ class Witness:
 
 
 class Jitter:
-    """Jitter for a measurement: moves what each layer returns by up to half of its last bit, up or down at random.
+    """Subscriber that perturbs the output of each layer by up to half of the last bit, at random.
 
-    Kernels, layouts and orders of sums that are all right differ by that much. What follows from it, such as a token
-    that goes to another expert, is no fault.
+    Correct kernels, layouts and summation orders differ by that much, so consequences, such as a token that goes to
+    another expert, are no errors.
     """
 
     def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(0)  # of its own: dropout must draw what it always does
+        self._generator = torch.Generator().manual_seed(0)  # a separate generator, so that dropout is unchanged
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
-        """Subscription to the ready model."""
+        """Subscription to the built model."""
         return [(ev.ModelReady, self._model_ready)]
 
     def _model_ready(self, event: ev.ModelReady) -> None:
@@ -161,14 +161,14 @@ def measure(
     Collective over all ranks.
 
     Args:
-        job: a small one: all tensors of all steps are kept.
+        job: small job, as all tensors of all steps are kept.
         topology: this process among others.
-        steps: how many.
-        guide: the reference that every step starts from, see :class:`Witness`.
-        rate: learning rate of the steps; by default the job's own.
-        resume: a save, and maybe a load, between two steps.
-        elsewhere: round elsewhere, as a sound run might, see :class:`Jitter`; and if there is one pipeline stage, run
-            the microbatches of a step in reverse order.
+        steps: number of steps.
+        guide: measurement of the reference that each step starts from; see :class:`Witness`.
+        rate: learning rate of the steps; by default the job's.
+        resume: a save, and optionally a load, between two steps.
+        elsewhere: whether to vary the rounding as a correct run might (see :class:`Jitter`), and, with a single
+            pipeline stage, to reverse the order of microbatches.
 
     Raises:
         D9dError: the job cannot run.
@@ -194,9 +194,9 @@ def measure(
 
 
 def probe(job: Job, topology: Topology, steps: int) -> tuple[Rate, float]:
-    """Find the learning rate for a measurement, and the gradient norm of the first step. Collective over all ranks.
+    """Find a learning rate for the measurement, and the gradient norm of the first step. Collective over all ranks.
 
-    Updates then change the median parameter by :data:`VISIBLE` of its length, and the schedule is beyond its warm-up.
+    Updates then change the median parameter by :data:`VISIBLE` of its length, and the schedule is past its warm-up.
     """
     witness = Witness()
     trainer: Trainer = job.build(lambda _text: None, topology, observers=[witness])
@@ -216,7 +216,7 @@ def probe(job: Job, topology: Topology, steps: int) -> tuple[Rate, float]:
 
 
 def _resume(trainer: Trainer, resume: Resume) -> None:
-    """Save, and load what another run saved. Collective over all ranks."""
+    """Save, then load the checkpoint of another run. Collective over all ranks."""
     trainer.checkpointer.save(Progress(resume.step), wait=True)
     if resume.load is None:
         return
@@ -229,7 +229,7 @@ def _resume(trainer: Trainer, resume: Resume) -> None:
 
 
 def _forget(trainer: Trainer) -> None:
-    """Make useless what is in memory, as it is in a new process: what is not loaded then shows."""
+    """Overwrite parameters and state in memory, so that values which a load leaves out are detected."""
     with torch.no_grad():
         for tensor in trainer.checkpointer.tensors().values():
             local(tensor).zero_()
@@ -238,12 +238,12 @@ def _forget(trainer: Trainer) -> None:
 
 
 def _here(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Optimizer state of the parameters on this rank; that of others is on the meta device."""
+    """Optimizer state of this rank, without states of other ranks' parameters, which are on the meta device."""
     return {name: tensor for name, tensor in state.items() if tensor.device.type != "meta"}
 
 
 def _backwards(schedule: Schedule) -> Schedule:
-    """Schedule with the microbatches in reverse order: as good as the other, up to rounding."""
+    """Schedule with the microbatches in reverse order, which is equivalent up to rounding."""
 
     def reversed_order(ranks: int, microbatches: int) -> list[Program]:
         last = microbatches - 1

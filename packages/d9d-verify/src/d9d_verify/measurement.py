@@ -1,9 +1,8 @@
-"""Measurements of a job's first steps: what each rank recorded, and all ranks' records as one.
+"""Measurements of a job's first steps: records of ranks, merged over all ranks.
 
 Names are paths. Numbers: ``start/max_norm`` of clipping, ``0/loss`` (of step 0), ``0/grad_norm``, ``0/lr``,
-``end/<series>``. Tensors:
-``start/model/<name>``, ``0/gradients/<parameter>``, and after step 0 ``0/model/<name>`` and
-``0/optimizer/<parameter>/<slot>``. ``model`` are parameters and persistent buffers.
+``end/<series>``. Tensors: ``start/model/<name>``, ``0/gradients/<parameter>``, and, after step 0, ``0/model/<name>``
+and ``0/optimizer/<parameter>/<slot>``. ``model`` has parameters and persistent buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from d9d_weights.sharding.shards import describe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-#: Stands between the name of a tensor and the offset of the window that a rank holds.
+#: Separator between the name of a tensor and the offset of a rank's shard.
 _AT = "@"
 
 
@@ -27,15 +26,15 @@ class Record:
     """Record of one rank in a measurement.
 
     Attributes:
-        numbers: values that all ranks should agree about.
-        windows: ``"<name>@<offset>"`` -> the part of a tensor that this rank holds, in the host's memory.
+        numbers: name -> value; should be equal on all ranks.
+        windows: ``"<name>@<offset>"`` -> this rank's shard of a tensor, in host memory.
     """
 
     numbers: dict[str, float] = field(default_factory=dict)
     windows: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, prefix: str, tensors: Mapping[str, Tensor]) -> None:
-        """Record this rank's parts of tensors as they are now."""
+        """Record copies of this rank's shards of tensors."""
         for name, local in describe(tensors).items():
             for shard in local.shards:
                 key = f"{prefix}/{name}{_AT}{','.join(map(str, shard.offset))}"
@@ -44,13 +43,13 @@ class Record:
     def write(self, directory: Path, rank: int) -> None:
         """Save to ``<rank>.json`` and ``<rank>.safetensors``."""
         save_file(self.windows, directory / f"{rank}.safetensors")
-        # NaN is no JSON, but it is what a broken layout may compute.
+        # A broken layout may compute NaN, which JSON lacks.
         numbers = {name: repr(value) for name, value in self.numbers.items()}
         (directory / f"{rank}.json").write_text(json.dumps(numbers))
 
     @classmethod
     def read(cls, directory: Path, rank: int) -> Record:
-        """Read what :meth:`write` has saved."""
+        """Load the files that :meth:`write` saved."""
         numbers = json.loads((directory / f"{rank}.json").read_text())
         return cls(
             {name: float(value) for name, value in numbers.items()}, load_file(directory / f"{rank}.safetensors")
@@ -59,12 +58,12 @@ class Record:
 
 @dataclass
 class Measurement:
-    """Measurement of the first steps of a job: the records of all its ranks as one.
+    """Merged records of all ranks over the first steps of a job.
 
     Attributes:
-        numbers: by name.
-        tensors: full, by name.
-        disagreements: names of what ranks that should hold the same hold differently, in the order of the steps.
+        numbers: name -> value.
+        tensors: name -> full tensor.
+        disagreements: names of values that should be equal on several ranks but are not, in order of steps.
     """
 
     numbers: dict[str, float] = field(default_factory=dict)
@@ -73,7 +72,7 @@ class Measurement:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Measurement:
-        """Join the records of all ranks, the first rank's first."""
+        """Merge the records of all ranks; the first rank's come first."""
         merged = cls()
         differing: dict[str, None] = {}
         for record in records:
@@ -102,11 +101,11 @@ class Measurement:
         return [self.numbers[f"{step}/{what}"] for step in range(self.steps)]
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """Tensors whose names begin with ``prefix/``, by the rest of the name."""
+        """Tensors whose names begin with ``prefix/``, by the rest of their names."""
         return {name[len(prefix) + 1 :]: t for name, t in self.tensors.items() if name.startswith(f"{prefix}/")}
 
     def guide(self) -> Measurement:
-        """Part that other runs go by: the gradients, and the buffers and frozen parameters after each step."""
+        """Values that guide other runs: gradients, and buffers and frozen parameters after each step."""
         parameters = {name.split("/", 2)[2] for name in self.tensors if name.split("/", 2)[1] == "gradients"}
         return Measurement(
             tensors={
@@ -118,7 +117,7 @@ class Measurement:
         )
 
     def with_steps_of(self, later: Measurement) -> Measurement:
-        """Measurement of a run whose later steps were measured apart, such as after a resume."""
+        """Merge with a measurement of later steps, such as steps after a resume."""
         ends = {name: value for name, value in self.numbers.items() if not name.startswith("end/")}
         return Measurement(
             ends | later.numbers,
@@ -128,12 +127,12 @@ class Measurement:
 
 
 def read_all(directory: Path, ranks: int) -> Measurement:
-    """Read the records of all ranks."""
+    """Load and merge the records of all ranks."""
     return Measurement.of([Record.read(directory, rank) for rank in range(ranks)])
 
 
 def when(name: str) -> tuple[float, int]:
-    """Position of a name in the order in which a run computes: the step, and within it gradients before updates."""
+    """Sort key of a name in the order of computation: by step, then gradients before updates."""
     step, _, rest = name.partition("/")
     order = ("loss", "grad_norm", "gradients", "lr", "model", "optimizer")
     kind = rest.partition("/")[0]
@@ -142,7 +141,7 @@ def when(name: str) -> tuple[float, int]:
 
 
 def fill(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy full tensors into this rank's parts of those of the same name, where there are any."""
+    """Copy full tensors into this rank's shards of the tensors with the same names."""
     known = {name: tensor for name, tensor in tensors.items() if name in values}
     for name, local in describe(known).items():
         for shard in local.shards:
@@ -167,5 +166,5 @@ def _joined(parts: Mapping[tuple[int, ...], Tensor]) -> Tensor:
 
 
 def _nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Tensor in which a part that nobody holds shows."""
+    """Tensor of NaN (zeros for integers), so that parts that no rank has are detected."""
     return torch.full(shape, torch.nan if like.is_floating_point() else 0, dtype=like.dtype)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from d9d_core.plugin import CommandSpec, Ref, hookimpl
 
 D9D_API = 2
-#: In an environment without torch, such as a CI that checks job files, these are refused with its install line.
+#: Without torch (such as in a CI that only checks job files), records that require this are refused with a hint how to
+#: install it.
 TORCH = frozenset({"import:torch"})
 
 
@@ -16,7 +17,7 @@ def d9d_commands() -> Iterator[CommandSpec]:
     """Command ``verify``."""
     yield CommandSpec(
         name="verify",
-        summary="Compare layouts of a job with one process.",
+        summary="Check that layouts of a job compute the same as one process.",
         requires=TORCH,
         app=Ref("d9d_verify.command:app"),
     )

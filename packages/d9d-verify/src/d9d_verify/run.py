@@ -1,4 +1,4 @@
-"""Runs of layouts, each in processes of its own, and comparison of what they computed."""
+"""Runs of layouts in separate processes, and comparison of their measurements."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from d9d_verify.layouts import (
 )
 from d9d_verify.measurement import Measurement, read_all
 
-#: Starts so many processes of :mod:`d9d_verify.worker` in a directory; says why they failed, or ``None``.
+#: Function that starts processes of :mod:`d9d_verify.worker` in a directory; returns the cause of a failure, or
+#: ``None``.
 Launch = Callable[[Path, int], str | None]
 
 
 def launch_processes(directory: Path, ranks: int) -> str | None:
-    """Launch the processes of a layout; returns why they failed, or ``None``."""
+    """Start the processes of a layout; return the cause of a failure, or ``None``."""
     alone = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     environ = {name: value for name, value in os.environ.items() if name not in alone}
     with (directory / "output.txt").open("w+", encoding="utf-8", errors="replace") as output:
         cause = run_module("d9d_verify.worker", [str(directory)], ranks, {"OMP_NUM_THREADS": "1", **environ}, output)
         if cause is None:
             return None
-        if "was killed by" in cause.text:  # other ranks only tell that it is gone
+        if "was killed by" in cause.text:  # other ranks only report a lost connection
             return cause.text
         output.seek(0)
         failure = directory / "failure.txt"
@@ -52,19 +53,19 @@ def launch_processes(directory: Path, ranks: int) -> str | None:
 def verify(
     job: Job, layouts: Sequence[Layout], steps: int, note: Callable[[str], None], launch: Launch = launch_processes
 ) -> list[Verdict]:
-    """Run layouts, and compare them with one process that runs reference ops, from the same weights and data.
+    """Run layouts, and compare each with one process that uses reference kernels, with the same weights and data.
 
     Args:
-        job: the user's; it is scaled down, see :func:`d9d_verify.layouts.scaled_values`.
-        layouts: what to compare.
-        steps: optimizer steps; half-way, each layout saves and goes on from what the reference has saved.
-        note: gets one line per layout, and what was compared.
+        job: job of the user; it is scaled down, see :func:`d9d_verify.layouts.scaled_values`.
+        layouts: layouts to compare.
+        steps: number of optimizer steps; half-way, each layout saves and continues from the reference's checkpoint.
+        note: called with one line per layout, and a list of the compared values.
         launch: starts the processes of the reference, in the directory ``reference``, and of each layout, in the
-            directory of its number.
+            directory of its index.
 
     Raises:
-        JobError: a layout is none that the job could run in.
-        TrainingError: the reference could not be computed.
+        JobError: the job cannot run in a layout.
+        TrainingError: the reference could not be measured.
     """
     values = scaled_values(job, layouts, steps)
     stage = scaled_model(job, values)
@@ -72,7 +73,7 @@ def verify(
     for layout in layouts:
         _check(job, layout_values(values, layout, ops), layout)
     for reason in layout_dependence(stage):
-        note(f"this model differs between layouts by its nature: {reason}")
+        note(f"this model computes differently in different layouts by design: {reason}")
     with tempfile.TemporaryDirectory(prefix="d9d-verify-") as temporary:
         directory = Path(temporary)
         note(f"reference: one process, {steps} steps, batch {values['batch']['size']}")
@@ -95,7 +96,7 @@ def verify(
 
 
 def unlike_saved(directory: Path, measured: Measurement, reference: Measurement) -> str | None:
-    """Problem with the checkpoint that a layout saved half-way, read by one process; ``None`` if there is none."""
+    """Check the checkpoint that a layout saved half-way; return a problem, or ``None``."""
     checkpoint = CheckpointStore(directory).newest(lambda _text: None)
     if checkpoint is None:
         return "no checkpoint was saved"
@@ -107,10 +108,10 @@ def unlike_saved(directory: Path, measured: Measurement, reference: Measurement)
     trained = reference.under(f"{step}/gradients")
     for name, tensor in saved.items():
         parameter = name.removeprefix("model/")
-        # Buffers went on from the reference's.
+        # Buffers were replaced by the reference's.
         source = reference if name.startswith("model/") and parameter not in trained else measured
         if not torch.equal(source.tensors[f"{step}/{name}"], tensor):
-            return f"{name} in the checkpoint of {checkpoint.step} steps is not what was trained"
+            return f"{name} in the checkpoint of step {checkpoint.step} differs from the trained value"
     return None
 
 
@@ -126,15 +127,15 @@ def _settings(directory: Path, steps: int) -> str:
 
 
 def narrowest_dtype(values: Mapping[str, Any]) -> torch.dtype:
-    """Narrowest number format that a resolved job computes in."""
+    """Narrowest dtype in the computation of a resolved job."""
     return torch.bfloat16 if "bfloat16" in json.dumps([values["precision"], values["parallel"]]) else torch.float32
 
 
 def _check(job: Job, values: Mapping[str, Any], layout: Layout) -> None:
-    """Check a layout's job without tensors: a mistake in what was asked for is no deviation.
+    """Check a layout's job without tensors: an invalid layout is an error, not a deviation.
 
     Raises:
-        JobError: it cannot run.
+        JobError: the job cannot run in the layout.
     """
     try:
         Job.from_values(values, registry=job.registry).check(layout.ranks)
@@ -150,15 +151,15 @@ def _reference(
     directory: Path,
     launch: Launch,
 ) -> tuple[Measurement, list[Measurement]]:
-    """Measure the reference, and sound variants that round elsewhere: also with other kernels and narrow formats.
+    """Measure the reference, and correct variants with other rounding, kernels and dtypes.
 
     Raises:
-        TrainingError: the reference could not be computed.
+        TrainingError: the reference could not be measured.
     """
     own = layout_values(values, REFERENCE_LAYOUT, ops)
     variants = [own, own | {"kernels": values["kernels"]}]
     narrow = any(narrowest_dtype(layout_values(values, layout, ops)) == torch.bfloat16 for layout in layouts)
-    if narrow and narrowest_dtype(own) != torch.bfloat16:  # it is a strategy that computes in it
+    if narrow and narrowest_dtype(own) != torch.bfloat16:  # a strategy uses bfloat16
         variants.append(own | {"precision": {**own["precision"], "autocast": "bfloat16"}})
     directory.mkdir()
     for index, variant in enumerate(variants):
@@ -167,7 +168,7 @@ def _reference(
         (directory / f"sound-{index}.json").write_text(json.dumps(_job(variant, apart)))
     found = _run(own, 1, steps, directory, launch, sound=len(variants))
     if isinstance(found, str):
-        raise TrainingError(f"verify: the reference could not be computed: {found}")
+        raise TrainingError(f"verify: the reference could not be measured: {found}")
     return found, [read_all(directory / f"sound-{index}", 1) for index in range(len(variants))]
 
 
@@ -180,7 +181,7 @@ def _run(
     reference: Path | None = None,
     sound: int = 0,
 ) -> Measurement | str:
-    """Run a layout, or the reference with its variants; returns what it computed, or why it could not."""
+    """Run a layout, or the reference with its variants; return the measurement, or the cause of a failure."""
     directory.mkdir(exist_ok=True)
     plan = {"steps": steps, "reference": str(reference) if reference else None, "sound": sound}
     (directory / "plan.json").write_text(json.dumps(plan))
@@ -190,8 +191,8 @@ def _run(
 
 
 def _job(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Values of a job that writes into this directory only."""
-    # Prepared data is taken from the user's cache.
+    """Values of a job that writes only into this directory."""
+    # Use the user's cache of prepared data.
     cache = Path(values["run"]["dir"]) / ".cache"
     if cache.is_dir():
         (directory / "runs").mkdir()

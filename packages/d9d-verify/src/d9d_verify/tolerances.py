@@ -1,7 +1,7 @@
-"""Tolerances between two computations of the same thing, per dtype.
+"""Tolerances per dtype between two computations of the same values.
 
-Gradients are compared as directions: by angle and by norm, per tensor or per row, because single elements that cancel
-to almost nothing say little, and a wrong direction says everything.
+Gradients are compared as directions, by angle and norm, per tensor or per row, because single elements that nearly
+cancel are mostly rounding error, while a wrong direction is an error.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Tolerance: deviations that still count as equal.
+    """Largest deviations that count as equal.
 
     Attributes:
-        rtol, atol: values: ``|a - b| <= atol + rtol * |b|``.
-        angle: gradients: largest ``1 - cos`` of the angle between them.
-        norm: gradients: largest relative difference of their lengths.
+        rtol, atol: for values: ``|a - b| <= atol + rtol * |b|``.
+        angle: for gradients: largest ``1 - cos`` of the angle between them.
+        norm: for gradients: largest relative difference of their norms.
     """
 
     rtol: float
@@ -31,7 +31,7 @@ class Tolerance:
     norm: float
 
 
-#: dtype of the computation -> tolerance. Values allow some tens of roundings, gradients a chain of them.
+#: dtype of the computation -> tolerance. Values allow some tens of rounding errors, gradients a chain of them.
 TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
     {
         torch.float64: Tolerance(rtol=1e-9, atol=1e-11, angle=1e-12, norm=1e-9),
@@ -45,9 +45,9 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
 def compare_directions(
     actual: Tensor, expected: Tensor, by: Literal["tensor", "row"] = "tensor"
 ) -> tuple[float, float]:
-    """Compare directions and norms for tolerances: worst ``1 - cos`` and relative difference, of a tensor or its rows.
+    """Largest ``1 - cos`` and largest relative difference of norms between two tensors, or between their rows.
 
-    Two zero vectors agree in both; a zero and a non-zero vector differ by 1 in both.
+    Two zero vectors are equal in both; a zero and a non-zero vector differ by 1 in both.
     """
     shape = (1, -1) if by == "tensor" or actual.dim() == 0 else (-1, actual.shape[-1])
     first, second = actual.detach().double().reshape(shape), expected.detach().double().reshape(shape)
@@ -55,7 +55,7 @@ def compare_directions(
     both_zero = (first_norm == 0) & (second_norm == 0)
     product = first_norm * second_norm
     cosine = torch.where(product == 0, 0.0, (first * second).sum(1) / product)
-    # 1 - cos loses its digits near zero, half the squared distance of unit vectors keeps them.
+    # 1 - cos is inaccurate near zero; half the squared distance of unit vectors is not.
     unit_distance = (first / first_norm.unsqueeze(1) - second / second_norm.unsqueeze(1)).square().sum(1) / 2
     angle = torch.where(cosine > 0.5, unit_distance, 1 - cosine)
     length = (first_norm - second_norm).abs() / torch.maximum(first_norm, second_norm)

@@ -1,4 +1,4 @@
-"""Processes of the reference and of a layout; started by :mod:`d9d_verify.run`."""
+"""Process of the reference or of a layout, started by :mod:`d9d_verify.run`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from d9d_verify.measurement import Measurement, read_all
 
 
 def main(directory: Path) -> None:
-    """Measure what ``plan.json`` in ``directory`` asks for, as one of the processes of its job."""
+    """Run the measurement of ``plan.json`` in ``directory``, as one of the processes of its job."""
     try:
         with Job.load(directory / "job.json").joined(ProcessEnv.from_environment(os.environ)) as topology:
             measure_plan(directory, topology)
     except BaseException as error:
         text = str(error) if isinstance(error, D9dError) else f"{type(error).__name__}: {error}"
         with suppress(FileExistsError), (directory / "failure.txt").open("x") as file:
-            file.write(text)  # the first failure; others are its echo
+            file.write(text)  # keep the first failure; others follow from it
         raise
 
 
 def measure_plan(directory: Path, topology: Topology) -> None:
-    """Measure what ``plan.json`` asks for and leave the records in the directory. Collective over all ranks."""
+    """Run the measurement of ``plan.json``, and write the records to the directory. Collective over all ranks."""
     plan = json.loads((directory / "plan.json").read_text())
     if plan["reference"] is None:
         _reference(directory, topology, plan["steps"], plan["sound"])
@@ -40,7 +40,7 @@ def measure_plan(directory: Path, topology: Topology) -> None:
 
 
 def _reference(directory: Path, topology: Topology, steps: int, sound: int) -> None:
-    """Measure the reference and its sound variants, at a learning rate and a clipping that show."""
+    """Measure the reference and its variants, with a learning rate and clipping that have visible effects."""
     job = Job.load(directory / "job.json")
     rate, norm = probe(_clipped(job, None), topology, steps)
     max_norm = None if job.gradient_clipping.max_norm is None or not norm else norm / 2
@@ -56,7 +56,7 @@ def _reference(directory: Path, topology: Topology, steps: int, sound: int) -> N
 
 
 def _layout(directory: Path, topology: Topology, steps: int, reference: Path) -> None:
-    """Measure a layout, guided by the reference; half-way, it goes on from the reference's checkpoint."""
+    """Measure a layout, guided by the reference; half-way, it continues from the reference's checkpoint."""
     settings = json.loads((reference / "settings.json").read_text())
     job = _clipped(Job.load(directory / "job.json"), settings["max_norm"])
     resume = Resume(steps // 2, reference / "checkpoints") if steps > 1 else None
