@@ -58,7 +58,7 @@ class Captures:
         if self._pipeline.ranks == 1:
             executor.evaluate(pack, lambda found, microbatch: outputs({**found, **self._taken()}, microbatch))
             if more := [name for name, tensors in self._seen.items() if tensors]:
-                raise _not_once(more[0])
+                raise _not_once_error(more[0])
             return
         if not self._names:
             executor.evaluate(pack, outputs)
@@ -80,7 +80,7 @@ class Captures:
     def _taken(self) -> dict[str, Tensor]:
         """Captures of the microbatch that the last stage just finished; earlier stages may be ahead."""
         if missing := [name for name in self._names if not self._seen.get(name)]:
-            raise _not_once(missing[0])
+            raise _not_once_error(missing[0])
         return {_key(name): tensors.pop(0) for name, tensors in self._seen.items()}
 
     def _sent(self, count: int) -> dict[str, list[Tensor]]:
@@ -94,7 +94,7 @@ class Captures:
         for name in self._names:
             owner = next((rank for rank, captures in enumerate(told) if len(captures.get(name, ())) == count), None)
             if owner is None:
-                raise _not_once(name)
+                raise _not_once_error(name)
             for index in range(count):
                 if owner == last == position:
                     tensor = self._seen[name][index]
@@ -126,7 +126,7 @@ def groups_of(pack: Pack, size: int) -> Iterator[Pack]:
     return (pack[begin:end] for begin, end in pairwise(edges))
 
 
-def _not_once(name: str) -> BuildError:
+def _not_once_error(name: str) -> BuildError:
     return BuildError(f"module '{name}' does not run once for each microbatch, so it cannot be read")
 
 

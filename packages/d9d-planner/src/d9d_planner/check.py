@@ -105,24 +105,24 @@ def check_memory(prediction: Prediction) -> None:
         raise JobError(
             f"{text}; no layout on up to {_MORE_DEVICES[-1]} times as many devices fits: use a smaller model"
         )
-    lines = [f"{number}. {_way(prediction, way)}" for number, way in enumerate(ways, 1)]
+    lines = [f"{number}. {_alternative_text(prediction, way)}" for number, way in enumerate(ways, 1)]
     raise JobError("\n".join([f"{text}; the cheapest alternatives:", *lines]))
 
 
 def ways_out(prediction: Prediction) -> list[Prediction]:
     """Layouts that fit, by device time: variants of the job's layout, else layouts on as many or more devices."""
-    found = [near for near in _nearby(prediction) if _works(near)]
+    found = [near for near in _nearby(prediction) if _is_usable(near)]
     devices = prediction.layout.mesh.world_size
     for factor in (1, *_MORE_DEVICES):
         if len(found) >= _SHOWN:
             break
         ranked = search(prediction.workload, devices * factor, prediction.device).ranked
-        found += [one for one in ranked[:_SHOWN] if _works(one)]
+        found += [one for one in ranked[:_SHOWN] if _is_usable(one)]
     found.sort(key=lambda way: way.time.total * way.layout.mesh.world_size)
     return found[:_SHOWN]
 
 
-def _way(job: Prediction, way: Prediction) -> str:
+def _alternative_text(job: Prediction, way: Prediction) -> str:
     """Text of an alternative: predicted time and memory, and the edit of the job file."""
     devices = way.layout.mesh.world_size
     slower = way.time.total / job.time.total - 1
@@ -131,7 +131,7 @@ def _way(job: Prediction, way: Prediction) -> str:
     return f"{way.time.total:.3g} s a step ({here}), {way.memory.needed / _GIB:.1f} GiB:\n   {lines}"
 
 
-def _works(prediction: Prediction) -> bool:
+def _is_usable(prediction: Prediction) -> bool:
     try:
         return prediction.fits and prediction.time.total > 0
     except D9dError:

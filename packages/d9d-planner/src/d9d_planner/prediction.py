@@ -53,7 +53,7 @@ class Prediction:
         Raises:
             D9dError: the model does not support the layout.
         """
-        return TimeModel(self.workload, self.layout, self._one_each, self.device).least()
+        return TimeModel(self.workload, self.layout, self._single_stages, self.device).least()
 
     @cached_property
     def least_memory(self) -> float:
@@ -62,7 +62,7 @@ class Prediction:
         Raises:
             D9dError: the model does not support the layout.
         """
-        return MemoryModel(self.workload, self.layout, self._one_each).least()
+        return MemoryModel(self.workload, self.layout, self._single_stages).least()
 
     @cached_property
     def time(self) -> StepTime:
@@ -71,7 +71,7 @@ class Prediction:
         return TimeModel(self.workload, self.layout, stages, self.device).step()
 
     @cached_property
-    def _one_each(self) -> list[StageCost]:
+    def _single_stages(self) -> list[StageCost]:
         """Costs of the stages with one stage per pipeline rank."""
         return self.workload.stages(self.layout, self.device.memory, self.layout.mesh.pp)
 

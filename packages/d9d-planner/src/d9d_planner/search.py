@@ -71,7 +71,7 @@ def search(workload: Workload, devices: int, device: Device) -> Found:
                 fitting.append(prediction)
                 insort(times, prediction.time.total)
     known = {id(prediction) for prediction in fitting}
-    thrifty = [prediction for base in _thrifty(bases) for prediction in _scheduled(base)]
+    thrifty = [prediction for base in _smallest_layouts(bases) for prediction in _scheduled(base)]
     fitting += [one for one in thrifty if id(one) not in known and _needed(one) <= device.memory]
     fitting.sort(key=lambda prediction: prediction.time.total)
     possible = [prediction for prediction in thrifty if _needed(prediction) < math.inf]
@@ -109,7 +109,7 @@ def _scheduled(base: Prediction) -> Iterator[Prediction]:
         yield replace(base, layout=replace(base.layout, pipeline=schedule))
 
 
-def _thrifty(legal: Sequence[Prediction]) -> list[Prediction]:
+def _smallest_layouts(legal: Sequence[Prediction]) -> list[Prediction]:
     """For each number of pipeline and tensor ranks and each microbatch, the layout that needs the least memory."""
     found: dict[tuple[int, int, int], list[Prediction]] = {}
     for prediction in legal:
@@ -133,24 +133,24 @@ def layouts(workload: Workload, devices: int, node: int) -> Iterator[Layout]:
     Tensor parallelism is limited to a machine, whose links are ten times as fast as the network.
     """
     job, options = workload.job, workload.options
-    for pp in _up_to(devices, _MOST_STAGES if options.schedules else 1):
-        for tp in _up_to(devices // pp, node if options.strategies("tp") else 1):
-            for cp in _up_to(devices // pp // tp, _MOST_CONTEXT if options.strategies("cp") else 1):
+    for pp in _divisors_up_to(devices, _MOST_STAGES if options.schedules else 1):
+        for tp in _divisors_up_to(devices // pp, node if options.strategies("tp") else 1):
+            for cp in _divisors_up_to(devices // pp // tp, _MOST_CONTEXT if options.strategies("cp") else 1):
                 data = devices // pp // tp // cp
                 if job.batch.size % data:
                     continue
                 for shards in _shards(data, max(1, node // tp // cp)):
                     mesh = Mesh(pp=pp, tp=tp, cp=cp, dp_shard=shards, dp_replicate=data // shards)
-                    yield from _on(mesh, options, job.batch.size // data)
+                    yield from _layouts_on(mesh, options, job.batch.size // data)
 
 
-def _on(mesh: Mesh, options: Options, share: int) -> Iterator[Layout]:
+def _layouts_on(mesh: Mesh, options: Options, share: int) -> Iterator[Layout]:
     """Layouts on a mesh, with all sizes of ``ep``; each data-parallel rank has ``share`` samples of a step."""
     for ep in options.expert_groups(mesh):
         spread = mesh.model_copy(update={"ep": ep})
         # Settings that reduce after the last microbatch have no effect with a single microbatch.
         several = {waits: options.parallel(spread, waits) for waits in (False, True)}
-        for microbatch in _up_to(share, _MOST_MICROBATCH):
+        for microbatch in _divisors_up_to(share, _MOST_MICROBATCH):
             count = share // microbatch
             if count > MAX_MICROBATCHES:
                 continue
@@ -165,5 +165,5 @@ def _shards(data: int, within: int) -> list[int]:
     return [count for count in divisors(data) if count in {1, within, 4 * within, 16 * within, data}]
 
 
-def _up_to(number: int, most: int) -> list[int]:
+def _divisors_up_to(number: int, most: int) -> list[int]:
     return [count for count in divisors(number) if count <= most]

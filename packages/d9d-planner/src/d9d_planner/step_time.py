@@ -145,7 +145,7 @@ class TimeModel:
         return busy
 
     def _stage(self, stage: StageCost) -> _Tally:
-        alone = self._alone(stage)
+        alone = self._own_times(stage)
         tally = _Tally(alone.forward, alone.backward, alone.weight, dict(alone.parts))
         self._data_parallel(tally, stage.blocks)
         of_block, blocks = self._device.launch / 3, [block for block in stage.blocks if block.is_block]
@@ -155,7 +155,7 @@ class TimeModel:
         tally.add("host", max(0.0, ahead - tally.forward), max(0.0, behind - tally.backward))
         return tally
 
-    def _alone(self, stage: StageCost) -> _Tally:
+    def _own_times(self, stage: StageCost) -> _Tally:
         """Times of a stage without data parallelism; cached, as many layouts of a search share them."""
         key = (id(stage), self._common)
         if key not in self._workload.tallies:

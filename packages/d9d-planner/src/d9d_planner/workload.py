@@ -232,13 +232,13 @@ class Workload:
 
     def hosts(self, layout: Layout) -> list[int]:
         """Stage -> pipeline rank that runs it."""
-        return self._rhythm(layout)[0]
+        return self._steady_schedule(layout)[0]
 
     def moments(self, layout: Layout) -> list[list[Moment]]:
         """States in which each pipeline rank may reach its peak memory."""
-        return self._rhythm(layout)[1]
+        return self._steady_schedule(layout)[1]
 
-    def _rhythm(self, layout: Layout) -> tuple[list[int], list[list[Moment]]]:
+    def _steady_schedule(self, layout: Layout) -> tuple[list[int], list[list[Moment]]]:
         """Hosts and states of a layout, from a few microbatches: further ones repeat the same states."""
         if layout.pipeline is None:
             return [0], [[Moment(((0, 1),), 0, frozenset((0,) if layout.microbatches > 1 else ()))]]

@@ -49,7 +49,7 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values; non-finite numbers become texts."""
         values = asdict(self) | {"passed": self.passed}
-        return {key: _speakable(value) for key, value in values.items()}
+        return {key: _json_value(value) for key, value in values.items()}
 
 
 def compare(layout: str, measured: Measurement, reference: Measurement, limits: Limits) -> Verdict:
@@ -105,7 +105,7 @@ def _first_divergence(
     beyond = [deviation for deviation in found if not deviation.size <= limits.allowed(deviation)]
     problems = [(when(_path(deviation)), _described(deviation, limits, beyond)) for deviation in beyond[:1]]
     problems += [
-        (when(name), f"ranks that should have equal values have different values of {_said(name)}")
+        (when(name), f"ranks that should have equal values have different values of {_value_name(name)}")
         for name in measured.disagreements[:1]
     ]
     if not problems:
@@ -143,7 +143,7 @@ def _described(deviation: Deviation, limits: Limits, beyond: Sequence[Deviation]
     return text
 
 
-def _said(name: str) -> str:
+def _value_name(name: str) -> str:
     step, _, rest = name.partition("/")
     kind, _, what = rest.partition("/")
     texts = {"model": what, "gradients": f"the gradient of {what}", "optimizer": f"the optimizer's {what}"}
@@ -156,7 +156,7 @@ def _other_names(measured: Measurement, reference: Measurement) -> str | None:
             missing, extra = sorted(there.keys() - here.keys()), sorted(here.keys() - there.keys())
             return f"different parameters, states or series: missing {missing[:3]}, extra {extra[:3]}"
     shapes = [name for name, tensor in reference.tensors.items() if measured.tensors[name].shape != tensor.shape]
-    return f"the shape of {_said(shapes[0])} differs" if shapes else None
+    return f"the shape of {_value_name(shapes[0])} differs" if shapes else None
 
 
 def _largest(found: Iterable[Deviation], kind: Kind) -> tuple[float, str]:
@@ -168,7 +168,7 @@ def _largest(found: Iterable[Deviation], kind: Kind) -> tuple[float, str]:
     return worst.size, worst.name
 
 
-def _speakable(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return [_speakable(item) for item in value] if isinstance(value, tuple) else value
+    return [_json_value(item) for item in value] if isinstance(value, tuple) else value

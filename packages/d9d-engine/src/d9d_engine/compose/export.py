@@ -146,7 +146,7 @@ class Exporter:
             return {}
         return {GENERATION_CONFIG: _text(end_of_text({"eos_token_id": base.get("eos_token_id")}, self._stream.facts))}
 
-    def _beside(self) -> dict[str, bytes]:
+    def _kept_files(self) -> dict[str, bytes]:
         """Kept files of the pretrained model; ``generation_config.json`` gets the stop tokens of the training data."""
         files = dict(self._published.files)
         settings = _object(files.get(GENERATION_CONFIG, b""))
@@ -165,7 +165,7 @@ class Exporter:
             step=progress.step,
             tokens=progress.tokens,
             losses=progress.losses(),
-            versions=_versions_now(self._manifest),
+            versions=_current_versions(self._manifest),
         )
 
     def _write_model(self, directory: Path, card: ModelCard, config: Mapping[str, Any]) -> None:
@@ -174,7 +174,7 @@ class Exporter:
         with merged(assembly.peft, assembly.full_model):
             tensors = model_tensors(assembly.model)
             graph = StateGraph(layout.exporter(self._job.model), specs_of(model_tensors(assembly.full_model)))
-            files = ModelFiles(config, {**self._beside(), MODEL_CARD: card.text()}, self._stream.save_assets)
+            files = ModelFiles(config, {**self._kept_files(), MODEL_CARD: card.text()}, self._stream.save_assets)
             writer = ModelWriter(directory, graph.specs)
             export_model(writer, graph, tensors, files, self._topology.world, assembly.stage_holders(self._topology))
 
@@ -238,7 +238,7 @@ def _names_of_classes(config: Mapping[str, Any], facts: State) -> dict[str, Any]
     }
 
 
-def _versions_now(manifest: Manifest) -> dict[str, str]:
+def _current_versions(manifest: Manifest) -> dict[str, str]:
     """Versions by package: torch, d9d and the loaded plugins; a plugin from a file has the file's digest."""
     own = {name: version(name) for name in _FOUNDATION}
     return {**own, "torch": torch.__version__, **versions_of(manifest.plugins)}

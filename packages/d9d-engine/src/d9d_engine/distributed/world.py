@@ -76,7 +76,7 @@ def joined(
     """
     with _loopback(env):
         who = f"{describe_rank(sizes, env.rank)} on {env.node}"
-        store = _meet(env, timeouts["startup"])
+        store = _rendezvous_store(env, timeouts["startup"])
 
         def claim(name: str) -> str:
             return store.compare_set(FAILED, "", name).decode()
@@ -122,17 +122,17 @@ def process_groups() -> list[dist.ProcessGroup]:
     return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]  # noqa: SLF001
 
 
-def _meet(env: ProcessEnv, timeout: float) -> Store:
+def _rendezvous_store(env: ProcessEnv, timeout: float) -> Store:
     if dist.is_initialized():
         store: Store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one these ranks share
         # A world may be joined several times; each time needs fresh keys, the same on all ranks.
-        return _below(f"d9d/{store.add(f'd9d/joins/{dist.get_rank()}', 1)}", store)
+        return _prefixed(f"d9d/{store.add(f'd9d/joins/{dist.get_rank()}', 1)}", store)
     if env.master is not None:
         # After a restart by the agent, processes find the same server.
-        return _below(f"d9d/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _connect(env, env.master, timeout))
+        return _prefixed(f"d9d/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _connect(env, env.master, timeout))
     if env.world_size > 1:
         raise JobError(f"{env.world_size} processes need MASTER_ADDR and MASTER_PORT to meet; torchrun sets both")
-    return _below("d9d", dist.HashStore())  # type: ignore[attr-defined]
+    return _prefixed("d9d", dist.HashStore())  # type: ignore[attr-defined]
 
 
 def _connect(env: ProcessEnv, master: tuple[str, int], timeout: float) -> Store:
@@ -182,7 +182,7 @@ def _listening_at(host: str, port: int) -> int | None:
         raise
 
 
-def _below(prefix: str, store: Any) -> Store:
+def _prefixed(prefix: str, store: Any) -> Store:
     below: Store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     return below
 
@@ -197,7 +197,7 @@ def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -
     # topology creates a group on its members only.
     dist.init_process_group(
         backend,
-        store=_below("group", store),  # type: ignore[arg-type]
+        store=_prefixed("group", store),  # type: ignore[arg-type]
         rank=env.rank,
         world_size=env.world_size,
         timeout=timedelta(seconds=timeout),

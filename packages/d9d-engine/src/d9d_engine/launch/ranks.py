@@ -121,14 +121,14 @@ class Ranks:
         asked: str | None = None
         heeded, deadline, failing, insisted = 0, float("inf"), False, False
         while any(rank.exit_code is None for rank in self.ranks):
-            told = self._hear(_PAUSE)
+            told = self._read_messages(_PAUSE)
             told = self._note_ends() or told
             ended = [rank for rank in self.ranks if rank.exit_code is not None]
             if asked is None and (asked := _name(signals[0]) if signals else told):
                 self._ask(asked)
             # The first signal may also have reached other processes, so it counts as one request.
             for times in range(max(1, heeded), len(signals)):
-                if self._insist(signals[times], times):
+                if self._repeat_request(signals[times], times):
                     failing, insisted, deadline = True, True, time.monotonic() + _LAST_SECONDS
             heeded = len(signals)
             now = time.monotonic()
@@ -136,7 +136,7 @@ class Ranks:
                 failing, deadline = True, now + _LAST_SECONDS
             elif ended and deadline == float("inf"):
                 deadline = now + patience
-            self._end_the_done(now)
+            self._kill_lingering(now)
             if now > deadline:
                 self._give_up(failing, patience)
                 break
@@ -165,7 +165,7 @@ class Ranks:
         self.ranks.append(rank)
         self._selector.register(here, selectors.EVENT_READ, rank)
 
-    def _hear(self, pause: float) -> str | None:
+    def _read_messages(self, pause: float) -> str | None:
         told = None
         for key, _ in self._selector.select(pause):
             try:
@@ -182,7 +182,7 @@ class Ranks:
         for rank in self.ranks:
             if rank.exit_code is not None or (code := rank.process.poll()) is None:
                 continue
-            told = self._hear(0) or told  # messages sent before the end
+            told = self._read_messages(0) or told  # messages sent before the end
             rank.exit_code = code
             rank.ended = sum(one.exit_code is not None for one in self.ranks)
             if -code in (signal.SIGINT, *stop_signals()) and not self._training():
@@ -193,14 +193,14 @@ class Ranks:
         return any(rank.training for rank in self.ranks)
 
     def _ask(self, name: str) -> None:
-        self._hear(0)
+        self._read_messages(0)
         for rank in self.ranks:
             if not self._training():
                 rank.process.kill()
             else:
                 rank.link.send(stop=name)
 
-    def _insist(self, number: int, before: int) -> bool:
+    def _repeat_request(self, number: int, before: int) -> bool:
         """Forward another Ctrl-C, or kill at the third request; return whether processes get no more time."""
         for rank in self.ranks:
             if rank.exit_code is None and before > 1:
@@ -209,7 +209,7 @@ class Ranks:
                 rank.process.send_signal(number)
         return number == signal.SIGINT or before > 1
 
-    def _end_the_done(self, now: float) -> None:
+    def _kill_lingering(self, now: float) -> None:
         """Kill finished processes that have neither exited nor been ended by their own watchdog."""
         for rank in self.ranks:
             if rank.exit_code is None and now > rank.done_at + _DONE_SECONDS:

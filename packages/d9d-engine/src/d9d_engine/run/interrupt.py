@@ -107,7 +107,7 @@ class Interrupts:
         if self.requested is not None:
             raise Terminated(self.requested) from None
 
-    def _is_of_a_child(self, number: int) -> bool:
+    def _is_in_child(self, number: int) -> bool:
         """Whether this is a forked child, such as a plugin's worker; the signal then gets its default effect."""
         if os.getpid() == self._process:
             return False
@@ -116,14 +116,14 @@ class Interrupts:
         return True
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self._is_of_a_child(number):
+        if self._is_in_child(number):
             return
         self.request(signal.Signals(number).name)
         if self._raises:
             raise Terminated(self.requested)
 
     def _request(self, number: int, _frame: FrameType | None) -> None:
-        if self._is_of_a_child(number):
+        if self._is_in_child(number):
             return
         if self.requested is not None and number == signal.SIGINT:
             raise KeyboardInterrupt("a second time, so stopped at once; steps after the newest checkpoint are lost")

@@ -174,7 +174,7 @@ class Logbook:
         finite = bool(values.pop("finite"))
         self.skips = self.skips.after(entry.step, finite)
         if not finite:
-            self._meet_nonfinite(entry.step, values)
+            self._handle_nonfinite(entry.step, values)
         self.stop = self.stop or bool(values.pop("stop"))
         self.tokens += round(values.pop("tokens"))
         loss = values["loss"]
@@ -189,7 +189,7 @@ class Logbook:
         if entry.tables and self._write_tables is not None:
             self._write_tables(entry.step, _filled(entry.tables, entry.values[count:]))
 
-    def _meet_nonfinite(self, step: int, values: Mapping[str, float]) -> None:
+    def _handle_nonfinite(self, step: int, values: Mapping[str, float]) -> None:
         names = [name for name in ("loss", "grad_norm") if not math.isfinite(values[name])]
         what = " and ".join(f"{name} is {values[name]}" for name in names)
         if self._nonfinite == "error":

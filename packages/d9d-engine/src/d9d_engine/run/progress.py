@@ -66,13 +66,13 @@ class _Display(Progress):
     """
 
     def __init__(self, *columns: ProgressColumn, below: Callable[[], str], **settings: Any) -> None:
-        self._below = below
+        self._text_below = below
         super().__init__(*columns, **settings)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Progress bar and text."""
         yield from super().get_renderables()
-        yield Text(self._below(), style="dim")
+        yield Text(self._text_below(), style="dim")
 
 
 class ProgressBar:
@@ -96,7 +96,7 @@ class ProgressBar:
         self._saved = done or None
         around = (TextColumn("training"), BarColumn(), MofNCompleteColumn())
         remaining = (TextColumn("ETA"), TimeRemainingColumn())
-        display = _display([*around, *remaining], self._below) if shown else None
+        display = _display([*around, *remaining], self._text_below) if shown else None
         one_line = (*around, TextColumn("{task.fields[shown]}"), *remaining)
         self._progress: Progress = bar_of(one_line, shown) if display is None else display
         self._task = self._progress.add_task("training", total=total, completed=done, shown="")
@@ -144,7 +144,7 @@ class ProgressBar:
         rate = self._logged.get("tokens_per_second")
         return [] if rate is None else [f"{rate:,.0f} tokens/s"]
 
-    def _below(self) -> str:
+    def _text_below(self) -> str:
         """Text below the bar on a terminal."""
         if math.isnan(self._lr):
             return "no step is done yet"

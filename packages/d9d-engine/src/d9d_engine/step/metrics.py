@@ -21,7 +21,7 @@ __all__ = ["Statistics"]
 _TAKEN = ("finite", "stop", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps", "mfu")
 
 
-def _is_taken(series: str) -> bool:
+def _is_reserved(series: str) -> bool:
     return series in _TAKEN or series.startswith(("loss/", "eval/", "memory/"))
 
 
@@ -145,7 +145,7 @@ class Statistics:
             expanded = {name: _expanded(name, values) for name, values in computed.items()}
         series = [key for values in expanded.values() for key in values]
         return {
-            key if series.count(key) == 1 and not _is_taken(key) else f"{name}/{key}": value
+            key if series.count(key) == 1 and not _is_reserved(key) else f"{name}/{key}": value
             for name, values in expanded.items()
             for key, value in values.items()
         }

@@ -113,7 +113,7 @@ class CompilationLog:
         from torch._logging._internal import log_state
 
         logger = logging.getLogger(LOGGER)
-        handler = _Reasons(self._hear)
+        handler = _Reasons(self._record_reason)
         others = [other for other in logger.handlers if isinstance(other, _Reasons)]
         # Set this artifact only: the public torch._logging.set_logs would reset the user's settings and print.
         now = _Switch(ARTIFACT in log_state.artifact_names, logger.level, logger.propagate)
@@ -152,7 +152,7 @@ class CompilationLog:
             self._note(f"compiled for {seconds:.1f} s until the end of step {step}")
             return
         for one in found:
-            cause = _telling(one.reasons)
+            cause = _most_informative(one.reasons)
             key = (one.function, re.sub(r"\d+", "#", cause))  # causes that differ only in sizes count as one
             if key in self._told:
                 continue
@@ -162,7 +162,7 @@ class CompilationLog:
             self._note(f"warning: step {step}: {who} was compiled again ({seconds:.1f} s): {cause}; {advice}")
             self._emit(Recompiled(step, one.block, one.function, cause, advice, seconds))
 
-    def _hear(self, text: str) -> None:
+    def _record_reason(self, text: str) -> None:
         name = _FUNCTION.search(text)
         function = "code" if name is None else f"{name[1]} of {name[2]}"
         block = ""
@@ -213,15 +213,15 @@ class _Reasons(logging.Handler):
 
     def __init__(self, hear: Callable[[str], None]) -> None:
         super().__init__(logging.DEBUG)
-        self._hear = hear
+        self._record_reason = hear
         self.before = _Switch()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass on a line, in the compiling thread."""
-        self._hear(record.getMessage())
+        self._record_reason(record.getMessage())
 
 
-def _telling(reasons: tuple[str, ...]) -> str:
+def _most_informative(reasons: tuple[str, ...]) -> str:
     """Most informative reason: each cached version has one, and a version for another grad mode says nothing."""
     return next((reason for reason in reasons if "GLOBAL_STATE" not in reason), reasons[0])
 

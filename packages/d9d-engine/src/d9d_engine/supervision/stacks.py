@@ -46,16 +46,16 @@ def doing(torch_home: Path, waited_for: threading.Thread | None = None) -> Doing
     frames = sys._current_frames()  # noqa: SLF001 - documented for debugging
     main = threading.main_thread().ident
     assert main is not None
-    found = _doing(frames[main], torch_home)
+    found = _describe_frame(frames[main], torch_home)
     if waited_for is not None and waited_for.ident in frames:  # otherwise the thread has ended
-        return _doing(frames[waited_for.ident], torch_home)
+        return _describe_frame(frames[waited_for.ident], torch_home)
     if not found.where.startswith(_IN_BACKWARD):  # otherwise background threads could hide the main thread
         return found
-    others = [_doing(frame, torch_home) for ident, frame in frames.items() if ident != main]
+    others = [_describe_frame(frame, torch_home) for ident, frame in frames.items() if ident != main]
     return next((one for one in others if one.waits), found)
 
 
-def _doing(frame: FrameType, torch_home: Path) -> Doing:
+def _describe_frame(frame: FrameType, torch_home: Path) -> Doing:
     frames = list(traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False))  # innermost first
     inside = list(takewhile(lambda one: Path(one.filename).is_relative_to(torch_home), frames))
     caller = frames[min(len(inside), len(frames) - 1)]

@@ -144,7 +144,7 @@ class TrackerHub:
 
     def _write(self, thread: _TrackerThread, kind: str, step: int, values: Mapping[str, Any], run: TrackerRun) -> None:
         if isinstance(run, _TAKES[kind]):
-            there = self._still_there(step, values) if kind == "write_files" else values
+            there = self._existing_files(step, values) if kind == "write_files" else values
             if there or not values:
                 thread.write_now(run, kind, step, there)
 
@@ -159,7 +159,7 @@ class TrackerHub:
                 self._warn("note: further names of this kind are not reported")
         return kept
 
-    def _still_there(self, step: int, files: Mapping[str, Path]) -> Mapping[str, Path]:
+    def _existing_files(self, step: int, files: Mapping[str, Path]) -> Mapping[str, Path]:
         for name, path in files.items():
             if not path.is_file():
                 self._warn(f"warning: file '{name}' of step {step} is missing: {path}; it is not logged")
@@ -194,7 +194,7 @@ class TrackerHub:
         # The checkpoint includes entries up to now only. Read backlogs before states, as a tracker may answer an
         # earlier
         # call in between: a state must not be older than the last flush.
-        behind = self._behind()
+        behind = self._backlogs()
         before = dict(self._states)
         states: dict[str, State] = {}
         flushed: set[str] = set()
@@ -230,10 +230,10 @@ class TrackerHub:
         For late trackers, also their pending entries, as far as JSON can represent them.
         """
         self._ask(lambda thread: self._keeps(thread.name))()
-        behind = self._behind()
+        behind = self._backlogs()
         return {**self._states, **({BEHIND: behind} if behind else {})}
 
-    def _behind(self) -> dict[str, State]:
+    def _backlogs(self) -> dict[str, State]:
         """Non-empty backlogs of the trackers, by name."""
         waiting = {thread.name: thread.backlog.state() for thread in self._threads if not thread.ended.is_set()}
         return {name: state for name, state in waiting.items() if state["entries"]}
@@ -353,7 +353,7 @@ class _TrackerThread:
             if error is not None:
                 failures[name] = error
                 self._doubts += 1
-                if self._doubts >= self._most_doubts(kind, left, failures):
+                if self._doubts >= self._allowed_refusals(kind, left, failures):
                     raise error
         for name, error in failures.items():
             self._refused.add((kind, name))
@@ -372,7 +372,7 @@ class _TrackerThread:
         self._taken.update((kind, name) for name in values)
         return None
 
-    def _most_doubts(self, kind: str, values: Collection[str], failures: Collection[str]) -> int:
+    def _allowed_refusals(self, kind: str, values: Collection[str], failures: Collection[str]) -> int:
         """Number of consecutive refusals at which the tracker is switched off."""
         if not self._taken or any((kind, name) in self._taken for name in failures):
             return min(_TRIED, len(values))

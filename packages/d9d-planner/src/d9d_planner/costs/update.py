@@ -49,12 +49,12 @@ class Updates:
     def of(self, blocks: Iterable[BlockCost]) -> Update:
         """Update of all trained parameters of blocks."""
         if self.cost.of_weight is None:
-            return self._alike(tuple(blocks))
-        parts = [part for block in blocks for part in self._each(block)]
+            return self._uniform_update(tuple(blocks))
+        parts = [part for block in blocks for part in self._weight_updates(block)]
         largest = max((one for _, one in parts), default=0.0)
         return sum((update for update, _ in parts), Update(workspace=largest))
 
-    def _alike(self, blocks: tuple[BlockCost, ...]) -> Update:
+    def _uniform_update(self, blocks: tuple[BlockCost, ...]) -> Update:
         """Update of blocks with equal costs for all parameters; fast, as searches call it often."""
         cost, number, largest = self.cost, 0.0, 0.0
         for block in blocks:
@@ -68,7 +68,7 @@ class Updates:
             number * cost.state, number * cost.traffic, number * cost.workspace + besides, number * cost.flops
         )
 
-    def _each(self, block: BlockCost) -> Iterator[tuple[Update, float]]:
+    def _weight_updates(self, block: BlockCost) -> Iterator[tuple[Update, float]]:
         """Updates of the weights of a block, with their temporary bytes, and of parameters that no op names."""
         assert self.cost.of_weight is not None
         left = {
