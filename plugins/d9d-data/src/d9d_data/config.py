@@ -9,10 +9,10 @@ from d9d_core.config import PathOrAddress, PathText, PluginConfig, Section, clos
 from d9d_core.data import SampleLengths
 from pydantic import Field, field_validator, model_validator
 
-#: Texts that every Python installation brings along.
+#: Sources that need no files: texts of the installed Python, and built-in examples.
 PYTHON_SOURCES = ("python:topics", "python:docstrings", "python:sources", "python:kinds")
 
-#: Ids of the largest vocabulary: sixty times that of published tokenizers. Tables have an entry for each.
+#: Largest vocabulary, sixty times the largest published ones; tables have an entry for each id.
 MAX_VOCABULARY = 1 << 24
 
 
@@ -24,34 +24,35 @@ class BpeTokenizer(Section):
 
 
 class PreparedConfig(PluginConfig):
-    """Shared fields of all datasets whose records are tokenised once, and then read from the cache."""
+    """Shared fields of all datasets whose records are tokenised once and then read from the cache."""
 
     sources: tuple[PathOrAddress, ...]
-    """Files, directories, globs, fsspec addresses; ``hf:DIRECTORY`` that the library datasets saved; ``python:topics``,
-    ``python:docstrings``, ``python:sources``, ``python:kinds``. A text file is a document, and so is each record of a
-    structured one."""
+    """Files, directories, globs, fsspec addresses; ``hf:DIRECTORY`` saved by the library datasets; ``python:topics``,
+    ``python:docstrings``, ``python:sources``, ``python:kinds``. A text file is one document; in a structured file each
+    record is one."""
     malformed: Literal["error", "skip"] = "error"
-    """A record without text in ``field``, a line that is no JSON or a text that is not UTF-8: an error, or left out and
-    counted."""
+    """Treatment of a record without text in ``field``, a line that is not JSON or a text that is not UTF-8: ``error``,
+    or ``skip`` to leave it out and count it."""
     special_tokens: Literal["text", "token"] = "text"
-    """Treatment of texts that spell a special token, such as ``<|im_end|>``: as ordinary text, so that no text ends by
-    writing so, or as that token, for corpora with marks of their own and for rendered conversations."""
+    """Treatment of a special token, such as ``<|im_end|>``, spelled in a text: ``text`` reads it as ordinary text, so
+    that a text cannot end a document; ``token`` reads the special token, for corpora with such marks and rendered
+    chats."""
     digest: Literal["sampled", "full"] = "sampled"
-    """Identity of a corpus of more than 64 MiB, by which prepared data is found: size, time of change and samples of
-    each file, or all bytes."""
+    """Identity of a corpus above 64 MiB, the key of its prepared data: ``sampled`` uses size, modification time and
+    samples of each file; ``full`` uses all bytes."""
     sequence_length: int = Field(ge=1)
-    """Positions of a sample."""
+    """Positions per sample."""
     split: Literal["train", "held_out"] = "train"
-    """Which documents to read."""
+    """Split of the documents to read."""
     held_out: float = Field(default=0.0, ge=0, le=0.5)
-    """Fraction of the documents that the train split never sees."""
+    """Fraction of the documents that the train split excludes."""
     shuffle: bool = True
-    """Visit the samples of each epoch in an order drawn from the seed; false keeps the order of the sources."""
+    """Visit the samples of each epoch in a random order drawn from the seed; false keeps the order of the sources."""
     workers: int = Field(default=0, ge=0)
-    """Processes that build packs ahead; 0 builds them where they are asked for. Has no say in what is in them."""
+    """Processes that build packs ahead; 0 builds them in this process. The packs do not depend on it."""
     preparation_workers: int | None = Field(default=None, ge=0, le=1024)
-    """Processes that tokenise a corpus of more than 64 MiB, once; 0 tokenises in this process; if absent as many as
-    there are cores, and at most 8. Has no say in the tokens."""
+    """Processes that tokenise a corpus of more than 64 MiB, once; 0 tokenises in this process; by default the number of
+    cores, at most 8. The tokens do not depend on it."""
 
     @field_validator("sources", mode="before")
     @classmethod
@@ -84,13 +85,13 @@ class PreparedConfig(PluginConfig):
 
 
 class TokenizedConfig(PreparedConfig):
-    """Shared fields of all datasets that can do without a model's tokenizer."""
+    """Shared fields of all datasets that work without a model's tokenizer."""
 
     tokenizer: PathText | BpeTokenizer | None = None
-    """``bytes``, the path of a ``tokenizer.json``, or ``{bpe: 2048}`` to train one on the train split's documents; if
-    absent that of the model which training starts from, else ``bytes``."""
+    """``bytes``, the path of a ``tokenizer.json``, or ``{bpe: 2048}`` to train one on the train split; by default the
+    tokenizer of the pretrained model, else ``bytes``."""
     end_of_text: str | None = Field(default=None, min_length=1)
-    """Token between documents; if absent ``<|endoftext|>``, and for a tokenizer file what it names or is known for."""
+    """Token between documents; by default ``<|endoftext|>``, or with a tokenizer file the token that its files name."""
 
     @field_validator("tokenizer", mode="before")
     @classmethod
@@ -106,45 +107,46 @@ class CorpusConfig(TokenizedConfig):
     """Shared fields of all datasets over a corpus of documents."""
 
     field: str | None = Field(default=None, min_length=1)
-    """Field of structured files (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow``, saved datasets)
-    that holds the text; they need it. ``meta.text`` is the field ``text`` in the field ``meta``."""
+    """Field with the text; required for structured files (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``,
+    ``.arrow``, saved datasets). ``meta.text`` is the field ``text`` in the field ``meta``."""
 
 
 def check_padding(sequence_length: int, multiple: int) -> None:
-    """Refuse a length of samples that padding would exceed.
+    """Raise if a sample length is not a multiple of the padding.
 
     Raises:
-        ValueError: it does; the text has lengths that would do.
+        ValueError: it is not; the message names the nearest multiples.
     """
     if sequence_length % multiple:
         below = sequence_length // multiple * multiple
         options = " or ".join(str(length) for length in (below, below + multiple) if length)
         raise ValueError(
-            f"sequence_length {sequence_length} is no multiple of pad_multiple {multiple}; "
+            f"sequence_length {sequence_length} is not a multiple of pad_multiple {multiple}; "
             f"use a sequence_length of {options}, or another pad_multiple"
         )
 
 
 class PaddedConfig(PreparedConfig):
-    """Shared fields of all datasets whose samples are padded to the longest of their microbatch."""
+    """Shared fields of all datasets that pad samples to the longest sample of their microbatch."""
 
     bucket_window: int | None = Field(default=None, ge=1)
-    """Samples sorted by length at a time, a multiple of the batch size; if absent, as many of up to 64 batches as an
-    epoch has. 1 batch: no sorting beyond the pack."""
+    """Samples sorted by length at a time, a multiple of the batch size; by default up to 64 batches, at most an epoch.
+    One batch: no sorting across packs."""
     pad_multiple: int = Field(default=8, ge=1)
-    """A microbatch is as long as its longest sample, rounded up to a multiple of this; divides ``sequence_length``."""
+    """Divisor of the length of a microbatch: the longest sample is rounded up to a multiple; divides
+    ``sequence_length``."""
     too_long: Literal["cut_end", "cut_start", "drop", "error"] = "cut_end"
-    """Treatment of a text longer than a sample: it loses its end or its beginning, its record is left out, or it is an
-    error. Lost tokens and records are counted, and shown at each start."""
+    """Treatment of a text longer than a sample: cut its end or its beginning, drop its record, or raise an error. Lost
+    tokens and records are counted, and shown at each start."""
 
     @property
     def packs_documents(self) -> bool:
-        """False: a sample is one document, with padding behind it."""
+        """False: a sample is one document with padding after it."""
         return False
 
     @property
     def sample_lengths(self) -> SampleLengths:
-        """Lengths of microbatches: multiples of ``pad_multiple``."""
+        """Microbatch lengths: multiples of ``pad_multiple``."""
         return SampleLengths(self.pad_multiple, self.sequence_length)
 
     @model_validator(mode="after")
@@ -154,27 +156,27 @@ class PaddedConfig(PreparedConfig):
 
 
 class TextConfig(CorpusConfig):
-    """Dataset of text files, tokenised once and packed into sequences of equal length."""
+    """Dataset of texts, tokenised once and packed into sequences of equal length."""
 
     name: Literal["text"] = "text"
     """Selects the plugin."""
     packing: Literal["concat", "best_fit"] = "concat"
-    """Samples cut from all documents in a row, or filled with whole documents (best-fit decreasing), of which those
-    longer than a sample are cut. Unpacked documents are the dataset ``documents``."""
+    """``concat`` joins all documents and cuts samples from them; ``best_fit`` fills samples with whole documents
+    (best-fit decreasing) and cuts longer ones. The dataset ``documents`` does not pack."""
 
     @property
     def packs_documents(self) -> bool:
-        """True: a sample has as many documents as fit."""
+        """True: a sample can have several documents."""
         return True
 
     @property
     def sample_lengths(self) -> SampleLengths:
-        """Length of all microbatches."""
+        """Microbatch length, the same for all."""
         return SampleLengths(self.sequence_length, self.sequence_length)
 
 
 class DocumentsConfig(PaddedConfig, CorpusConfig):
-    """Dataset of documents, tokenised once, each a sample of its own, in packs of similar length."""
+    """Dataset of documents, tokenised once; each document is a sample, and packs have documents of similar length."""
 
     name: Literal["documents"] = "documents"
     """Selects the plugin."""
@@ -183,96 +185,99 @@ class DocumentsConfig(PaddedConfig, CorpusConfig):
     field: str | None = Field(default=None, min_length=1)
     """As for ``text``; if absent ``text`` for ``.jsonl`` files."""
     sequence_length: int = Field(ge=1)
-    """Most positions of a sample; longer documents are treated as ``too_long`` says."""
+    """Most positions of a sample; ``too_long`` treats longer documents."""
     shuffle: bool = True
-    """Visit documents, and packs within a window, in an order drawn from the seed; false keeps that of the sources."""
+    """Visit documents, and packs within a window, in a random order drawn from the seed; false keeps the source
+    order."""
 
 
 class ModelTextConfig(PaddedConfig):
-    """Shared fields of datasets whose records become samples as a model's tokenizer and chat template say."""
+    """Shared fields of datasets that encode records with a model's tokenizer and chat template."""
 
     malformed: Literal["error", "skip"] = "error"
-    """A record that is malformed, or one that the template refuses: an error, or left out and counted."""
+    """Treatment of a record that is malformed or that the template refuses: ``error``, or ``skip`` to leave it out and
+    count it."""
     tokenizer: PathText | None = None
-    """Directory of a tokenizer and its chat template, or its ``tokenizer.json``; if absent that of the model which
-    training starts from."""
+    """Directory of a tokenizer and its chat template, or its ``tokenizer.json``; by default the pretrained model's."""
     template_arguments: dict[str, Any] = {}
     """Further variables of the template, such as ``{enable_thinking: false}``."""
     tool_arguments: Literal["parse", "keep"] = "parse"
-    """Arguments of tool calls that are JSON strings: parsed, as servers of models do, or kept as strings, which most
-    templates quote once more."""
+    """Treatment of tool arguments that are JSON strings: ``parse`` as inference servers do, or ``keep`` the strings,
+    which most templates quote again."""
     sequence_length: int = Field(ge=1)
     """Most positions of a sample."""
 
 
 class ChatConfig(ModelTextConfig):
-    """Dataset of conversations, rendered by the model's chat template, of which the assistant's tokens are learned."""
+    """Dataset of conversations, rendered by the chat template; by default the assistant's tokens are learned."""
 
     name: Literal["chat"] = "chat"
     """Selects the plugin."""
     sources: tuple[PathOrAddress, ...]
     """Structured files, as for ``text``: records with ``messages`` (and ``tools``) or ``prompt`` and ``completion``."""
     loss: Literal["assistant", "last_turn", "all"] = "assistant"
-    """Tokens that are learned: those that the assistant writes, those of its last turn, or all."""
+    """Tokens to learn: all that the assistant writes, only its last turn, or all tokens of the conversation."""
     packing: Literal["none", "concat", "best_fit"] = "none"
-    """Samples of one conversation each, cut from all conversations in a row, or of as many whole ones as fit (best-fit
-    decreasing). Conversations in a sample do not see each other."""
+    """``none``: one conversation per sample; ``concat``: samples cut from all conversations joined; ``best_fit``: whole
+    conversations (best-fit decreasing). Attention stays within a conversation."""
 
     @property
     def packs_documents(self) -> bool:
-        """Whether a sample has several conversations."""
+        """Whether a sample can have several conversations."""
         return self.packing != "none"
 
     @property
     def sample_lengths(self) -> SampleLengths:
-        """Lengths of microbatches: packed ones are equally long, others multiples of ``pad_multiple``."""
+        """Microbatch lengths: ``sequence_length`` if packed, otherwise multiples of ``pad_multiple``."""
         return SampleLengths(self.sequence_length if self.packs_documents else self.pad_multiple, self.sequence_length)
 
 
 class PreferenceConfig(ModelTextConfig):
-    """Dataset of pairs: two completions of a prompt, of which one is preferred to the other."""
+    """Dataset of preference pairs: a prompt with a preferred and a rejected completion."""
 
     name: Literal["preference"] = "preference"
     """Selects the plugin."""
     sources: tuple[PathOrAddress, ...]
-    """Structured files, as for ``text``: records with ``chosen`` and ``rejected``, perhaps ``prompt`` and ``tools``."""
+    """Structured files, as for ``text``: records with ``chosen``, ``rejected`` and optional ``prompt`` and
+    ``tools``."""
     sequence_length: int = Field(ge=1)
-    """Most positions of each text of a pair: of the prompt and one completion."""
+    """Most positions of each text of a pair: the prompt and one completion."""
 
     @property
     def sample_lengths(self) -> SampleLengths:
-        """Lengths of microbatches, of which every pair has two rows."""
+        """Microbatch lengths; every pair has two rows."""
         return SampleLengths(self.pad_multiple, self.sequence_length, texts=2)
 
 
 class LabelledConfig(PaddedConfig, CorpusConfig):
-    """Dataset of texts with one label each, or of words with a label for each word."""
+    """Dataset of texts with one label each, or of word lists with one label per word."""
 
     name: Literal["labelled"] = "labelled"
     """Selects the plugin."""
     sources: tuple[PathOrAddress, ...]
     """Structured files, as for ``text``, or ``python:kinds``."""
     per: Literal["text", "word"] = "text"
-    """Labels of texts, or of words: records with a list of words and a list of as many labels."""
+    """Labels per ``text``, or per ``word``: records with a list of words and a list of as many labels."""
     field: str | None = Field(default=None, min_length=1)
-    """Field of the text; if absent ``text``. Field of the words; if absent ``tokens``."""
+    """Field of the text, by default ``text``; or of the list of words, by default ``tokens``."""
     pair: str | None = Field(default=None, min_length=1)
-    """Field of a second text, joined to the first as the tokenizer does."""
+    """Field of a second text, joined to the first by the tokenizer's template for pairs."""
     label: str | None = Field(default=None, min_length=1)
-    """Field of the label; if absent ``label``. Field of the labels of words; if absent ``labels``, or ``ner_tags``."""
+    """Field of the label, by default ``label``; or of the labels of words, by default ``labels`` or ``ner_tags``."""
     labels: tuple[str, ...] | None = Field(default=None, min_length=2)
-    """Names of the classes, in the order of their numbers; if absent those of the data, sorted, or its numbers."""
+    """Names of the classes in the order of their numbers; by default the labels of the data, sorted, or their
+    numbers."""
     sequence_length: int = Field(ge=1)
-    """Most positions of a sample; longer texts are treated as ``too_long`` says."""
+    """Most positions of a sample; ``too_long`` treats longer texts."""
 
     @property
     def text_field(self) -> str:
-        """Field of the text or the words."""
+        """Field of the text or of the list of words."""
         return self.field or ("text" if self.per == "text" else "tokens")
 
     @property
     def gives(self) -> dict[str, int]:
-        """Tokens [B, S], and labels [B] of texts or [B, S] of words."""
+        """Tensors of a microbatch by rank: tokens [B, S], and labels [B] of texts or [B, S] of words."""
         return {"tokens": 2, "labels": 1 if self.per == "text" else 2}
 
     @model_validator(mode="after")
@@ -282,12 +287,14 @@ class LabelledConfig(PaddedConfig, CorpusConfig):
         if self.per == "word" and self.pair is not None:
             raise ValueError("pair: only texts with one label can be joined; leave it out, or use per: text")
         if self.per == "word" and isinstance(self.tokenizer, BpeTokenizer):
-            raise ValueError("tokenizer: none is trained on words; use 'bytes' or the path of a tokenizer.json")
+            raise ValueError(
+                "tokenizer: cannot be trained on lists of words; use 'bytes' or the path of a tokenizer.json"
+            )
         return self
 
 
 class PairsConfig(PaddedConfig, TokenizedConfig):
-    """Dataset of queries, each with a document that answers it, and perhaps with some that do not."""
+    """Dataset of queries, each with a relevant document and optional irrelevant documents (negatives)."""
 
     name: Literal["pairs"] = "pairs"
     """Selects the plugin."""
@@ -296,22 +303,22 @@ class PairsConfig(PaddedConfig, TokenizedConfig):
     query: str = Field(default="query", min_length=1)
     """Field of the query."""
     positive: str = Field(default="positive", min_length=1)
-    """Field of the document that answers it."""
+    """Field of the relevant document."""
     negatives: int = Field(default=0, ge=0, le=1024)
-    """Number of documents of each record that do not answer it, the same for all."""
+    """Number of irrelevant documents in each record; every record has the same number."""
     negative: str | None = Field(default=None, min_length=1)
-    """Field of such a document, or of a list of them; if absent ``negative``, or ``negatives``."""
+    """Field of an irrelevant document, or of a list of them; by default ``negative`` or ``negatives``."""
     query_prefix: str = ""
     """Text before each query, such as an instruction."""
     document_prefix: str = ""
     """Text before each document."""
     sequence_length: int = Field(ge=2)
-    """Most positions of each text, its end of text included; longer texts are treated as ``too_long`` says, and keep
-    their end of text."""
+    """Most positions of each text, including its end-of-text token; ``too_long`` treats longer texts, and the
+    end-of-text token is kept."""
 
     @property
     def sample_lengths(self) -> SampleLengths:
-        """Lengths of microbatches, which have a row for the query and each document."""
+        """Microbatch lengths; every record has a row for the query and one for each document."""
         return SampleLengths(self.pad_multiple, self.sequence_length, texts=2 + self.negatives)
 
     @model_validator(mode="after")
@@ -321,5 +328,5 @@ class PairsConfig(PaddedConfig, TokenizedConfig):
         if self.negative is not None and not self.negatives:
             raise ValueError("negative has no effect without negatives; give their number too, such as negatives: 1")
         if isinstance(self.tokenizer, BpeTokenizer):
-            raise ValueError("tokenizer: none is trained on pairs; use 'bytes' or a tokenizer.json")  # noqa: TRY004
+            raise ValueError("tokenizer: cannot be trained on pairs; use 'bytes' or a tokenizer.json")  # noqa: TRY004
         return self

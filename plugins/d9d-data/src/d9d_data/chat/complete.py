@@ -1,4 +1,4 @@
-"""Check that a template renders all of a conversation: no template says that it leaves something out."""
+"""Check that a template renders all of a conversation; templates do not report the messages that they leave out."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from d9d_data.chat.variants import with_name
 def check_complete(conversation: Conversation, template: ChatTemplate, text: str, word: str) -> None:
     """Check that a chat template is complete: it renders every content, every tool call and the tools.
 
-    A word of its own is put into each, and all have to show up. Reasoning is not looked for: templates leave that of
-    earlier turns out on purpose.
+    A unique marker is put into each of them, and all markers must appear in the rendering. Reasoning is not checked:
+    templates leave out the reasoning of earlier turns on purpose.
 
     Args:
         conversation: to check.
-        template: of the model.
-        text: the rendering.
-        word: that nothing in the conversation or its rendering holds.
+        template: chat template of the model.
+        text: the rendering of the conversation.
+        word: marker that occurs neither in the conversation nor in its rendering.
 
     Raises:
-        DataError: the template leaves something out, or renders a list of text parts as the code of a list.
+        DataError: the template leaves something out, or renders a list of text parts as a Python list.
     """
     words = _Words(word)
     messages = [words.into_message(index, message) for index, message in enumerate(conversation.messages)]
@@ -44,21 +44,21 @@ def check_complete(conversation: Conversation, template: ChatTemplate, text: str
         if changed is not None and (f"{word_of_it}'}}" in changed or f'{word_of_it}"}}' in changed):
             raise DataError(
                 f"{conversation.where}: {template.name} renders the list of parts in {words.what[word_of_it][0]} as "
-                "the code of a list; write the content as a string"
+                "a Python list; write the content as a string"
             )
 
 
 class _Words:
-    """Words put into a conversation, each once."""
+    """Unique markers put into the texts of a conversation."""
 
     def __init__(self, word: str) -> None:
         self._word = word
-        #: What holds each word: in words, and without it.
+        #: Marker -> description of its text, and the text itself.
         self.what: dict[str, tuple[str, str]] = {}
         self.in_parts: list[str] = []
 
     def into_message(self, index: int, message: Message) -> Message:
-        """Message with words in its content and the names of its tool calls."""
+        """Message with a marker in its content and in the name of each tool call."""
         changed = dict(message)
         where = f"the content of message {index} ({message['role']})"
         if isinstance(content := message.get("content", ""), str):
@@ -71,7 +71,7 @@ class _Words:
         return changed
 
     def into_tool(self, tool: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Tool with a word in its name, if it has one."""
+        """Tool with a marker in its name; a tool without a name is returned unchanged."""
         function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             return tool
@@ -86,7 +86,7 @@ class _Words:
         return changed
 
     def _put(self, what: str) -> Callable[[str], str]:
-        """Change of a text to one with a word after it."""
+        """Function that appends a new marker to a text; ``what`` describes the text in errors."""
 
         def put(text: str) -> str:
             word = f"{self._word}{len(self.what)}x"

@@ -13,7 +13,7 @@ from d9d_core.untrusted import parse_json
 
 #: Roles of messages.
 ROLES = ("system", "developer", "user", "assistant", "tool")
-#: Names of reasoning in data sets; the first is the one that most templates read, the second that of gpt-oss.
+#: Keys of reasoning in data sets. Most templates read the first, the template of gpt-oss reads the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 Message = Mapping[str, Any]
 #: Treatment of tool arguments that are JSON strings, as ``data.tool_arguments`` names it.
@@ -27,11 +27,11 @@ class Conversation:
 
     Attributes:
         messages: each has a known ``role`` and, unless it has tool calls or reasoning, ``content``: a string or a list
-            of parts ``{"type": "text", "text": ...}``. Assistant messages may have a ``weight``
-            in the loss. Other keys are as in the record; keys of null are left out.
+            of parts ``{"type": "text", "text": ...}``. Assistant messages may have a loss ``weight``. Other keys are
+            kept as in the record; keys with null are removed.
         tools: JSON schemas of the tools offered; None if there are none.
-        prompt: number of leading messages that are given and never trained on, as those of a ``prompt``.
-        where: name of the record in messages, such as ``train.jsonl:17``.
+        prompt: number of leading messages that are given and never trained on, such as the messages of a ``prompt``.
+        where: name of the record in error messages, such as ``train.jsonl:17``.
     """
 
     messages: tuple[Message, ...]
@@ -54,17 +54,17 @@ class Conversation:
 
 
 def read_conversation(record: object, where: str, arguments: ToolArguments = "keep") -> Conversation:
-    """Conversation of a record with ``messages``, or with ``prompt`` and ``completion``; optionally with ``tools``.
+    """Make a conversation of a record with ``messages``, or with ``prompt`` and ``completion``; ``tools`` are optional.
 
-    A record with both is read by its ``messages``. An empty list of tools counts as none.
+    ``messages`` takes precedence over ``prompt`` and ``completion``. An empty list of tools counts as no tools.
 
     Args:
         record: parsed JSON.
-        where: name of the record in messages, such as ``train.jsonl:17``.
+        where: name of the record in error messages, such as ``train.jsonl:17``.
         arguments: treatment of tool arguments that are JSON strings.
 
     Raises:
-        DataError: the record is no conversation; says what is wrong and what to write.
+        DataError: the record is not a conversation; the error says how to write one.
     """
     if not isinstance(record, Mapping):
         raise DataError(f"{where} is {_kind(record)}, not an object; write one such as {_SHAPE}")
@@ -84,14 +84,14 @@ def read_conversation(record: object, where: str, arguments: ToolArguments = "ke
 def join_conversation(
     prompt: object, completion: object, name: str, tools: object, where: str, arguments: ToolArguments = "keep"
 ) -> Conversation:
-    """Conversation of a prompt and what completes it.
+    """Make a conversation of a prompt and its completion.
 
     Args:
         prompt: string of the user, or list of messages.
         completion: string of the assistant, or list of messages.
-        name: field of the completion, for messages.
+        name: field of the completion, for error messages.
         tools: list of JSON schemas, as a string or parsed, or None.
-        where: name of the record in messages.
+        where: name of the record in error messages.
         arguments: treatment of tool arguments that are JSON strings.
 
     Raises:
@@ -103,10 +103,10 @@ def join_conversation(
 
 
 def _checked(conversation: Conversation, place: str) -> Conversation:
-    """Conversation, if it has something to learn."""
+    """Return the conversation; raise if it has no assistant message to train on."""
     if not conversation.replies:
         raise DataError(
-            f"{conversation.where}: {place} has no assistant message, so there is nothing to learn; "
+            f"{conversation.where}: {place} has no assistant message, so there is nothing to train on; "
             "leave the record out"
         )
     return conversation
@@ -119,12 +119,12 @@ def text_of(message: Message) -> str:
 
 
 def call_names(message: Message) -> list[str]:
-    """Names of the functions that a message's tool calls call."""
+    """Names of the functions in the tool calls of a message."""
     return [call.get("function", call)["name"] for call in message.get("tool_calls", ())]
 
 
 def has_string_arguments(value: object) -> bool:
-    """Whether messages somewhere in a record have tool calls whose arguments are strings."""
+    """Whether a record, at any depth, has a message whose tool calls have their arguments as strings."""
     if isinstance(value, Mapping):
         calls = value.get("tool_calls")
         if isinstance(calls, list | tuple):
@@ -135,7 +135,7 @@ def has_string_arguments(value: object) -> bool:
 
 
 def _parsed(message: Message) -> Message:
-    """Message whose tool arguments are objects where they were JSON strings of objects."""
+    """Message with the tool arguments parsed where they are strings with JSON objects."""
     if not has_string_arguments(message):
         return message
     calls = []
@@ -149,7 +149,7 @@ def _parsed(message: Message) -> Message:
 
 
 def _object_in(value: object) -> object:
-    """JSON object in a string; other values as they are."""
+    """Parse a string that holds a JSON object; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -160,7 +160,7 @@ def _object_in(value: object) -> object:
 
 
 def _side(value: object, role: str, where: str, arguments: ToolArguments) -> tuple[Message, ...]:
-    """Messages of a prompt or a completion; a string is one message."""
+    """Messages of a prompt or a completion; a string becomes one message of the role."""
     return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, arguments)
 
 
@@ -210,7 +210,7 @@ def _check_content(message: Message, where: str) -> None:
         kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
         if kind != "text" or not isinstance(part.get("text"), str):
             raise DataError(
-                f"{where}.content[{index}] is no text ({str(kind)[:80]}); only parts such as "
+                f"{where}.content[{index}] is not text ({str(kind)[:80]}); only parts such as "
                 '{"type": "text", "text": "..."} can be trained on'
             )
 
@@ -235,11 +235,11 @@ def _check_weight(message: Message, where: str) -> None:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         raise DataError(f"{where}.weight is {str(weight)[:80]!r}; give a number that is not negative")
     if "weight" in message and message["role"] != "assistant":
-        raise DataError(f"{where} of role '{message['role']}' has a weight; only what the assistant writes is learned")
+        raise DataError(f"{where} of role '{message['role']}' has a weight; only assistant messages are trained on")
 
 
 def _reasons(message: Message) -> bool:
-    """Whether a message has reasoning, under any of the names that data sets use."""
+    """Whether a message has reasoning under any of the known keys."""
     return any(message.get(key) for key in REASONING)
 
 
@@ -260,7 +260,7 @@ def _tools(value: object, where: str) -> tuple[Mapping[str, Any], ...] | None:
 
 
 def _kind(value: object) -> str:
-    """Type of a value, in words of JSON."""
+    """Type of a value in terms of JSON."""
     if value is None:
         return "null"
     names = {

@@ -22,20 +22,20 @@ from d9d_data.tokenizer.base import Ids, TextTokenizer, panics_refused
 Loss = Literal["assistant", "last_turn", "all"]
 Weights = npt.NDArray[np.bool_]
 W = TypeVar("W", bound=np.bool_ | np.float32)
-#: Characters that mark quoted special tokens; one that the conversation does not hold is taken.
+#: Marker characters for quoted special tokens; the first that the conversation does not contain is used.
 _MARKERS = [chr(code) for code in range(0xE000, 0xE010)]
 
 
 class ChatTokenizer:
-    """Tokenizer that encodes rendered chats: special tokens are recognised, and none is added.
+    """Tokenizer for rendered chats: recognises special tokens in the text and adds none.
 
     Args:
-        content: of a ``tokenizer.json``.
+        content: text of a ``tokenizer.json``.
     """
 
     def __init__(self, content: str) -> None:
         self._content = content
-        # Post-processors add special tokens, which the template does, and may move the offsets of tokens.
+        # Post-processors add special tokens, which the template adds already, and may move the offsets of tokens.
         content = json.dumps(json.loads(content) | {"post_processor": None, "truncation": None, "padding": None})
         self._backend = tokenizers.Tokenizer.from_str(content)
         self._plain = tokenizers.Tokenizer.from_str(content)
@@ -51,16 +51,16 @@ class ChatTokenizer:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer) -> Self:
-        """Tokenizer of conversations with the vocabulary of a tokenizer of texts."""
+        """Chat tokenizer with the vocabulary of a text tokenizer."""
         return cls(tokenizer.serialised())
 
     def encode(self, text: str, quoted: Sequence[Span] = ()) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """Token ids ``[N]`` int64 of a text, and the position ``[N]`` int64 in the text where each token begins.
+        """Encode a text: token ids ``[N]`` int64, and the index ``[N]`` int64 of the character where each token begins.
 
         Args:
-            text: to encode.
-            quoted: characters ``[begin, end)`` of special tokens that are to be encoded as ordinary text. What stands
-                between the next special tokens around them is encoded in one piece.
+            text: text to encode.
+            quoted: character spans ``[begin, end)`` of special tokens to encode as ordinary text. The text between the
+                nearest special tokens before and after a span is encoded in one piece.
         """
         with panics_refused(text):
             encoding = self._backend.encode(text, add_special_tokens=False)
@@ -71,7 +71,7 @@ class ChatTokenizer:
         return ids, np.asarray([begin for _, (begin, _) in tokens], dtype=np.int64)
 
     def stop_of(self, ids: Ids) -> str:
-        """Special token that ends some token ids, white space after it left aside; empty if none does."""
+        """Special token at the end of some token ids, ignoring white space after it; empty if there is none."""
         for number in reversed(ids.tolist()):
             if number in self._special_ids:
                 return str(self._backend.id_to_token(number))
@@ -106,7 +106,7 @@ def encode(
     loss: Loss = "assistant",
     quoted: Literal["text", "token"] = "text",
 ) -> tuple[Ids, Weights]:
-    """Token ids ``[N]`` int64 of a rendered conversation, and whether each token ``[N]`` bool has a weight in the loss.
+    """Encode a rendered conversation: token ``[N]`` int64, and whether each counts in the loss, ``[N]`` bool.
 
     See :func:`encode_weighted`.
     """
@@ -121,23 +121,24 @@ def encode_weighted(
     loss: Loss = "assistant",
     quoted: Literal["text", "token"] = "text",
 ) -> tuple[Ids, npt.NDArray[np.float32]]:
-    """Encode a rendered chat: token ids ``[N]`` int64, and the weight ``[N]`` float32 of each in the loss.
+    """Encode a rendered chat: token ids ``[N]`` int64, and the loss weight of each token, ``[N]`` float32.
 
-    A token belongs to what the assistant writes if it begins there. With a ``prompt`` only the ``completion`` counts.
-    Its weight is that of its message, or 1.
+    A token belongs to a reply if its first character does. With a ``prompt`` only the ``completion`` counts. A token's
+    weight is the weight of its message, by default 1.
 
     Args:
-        conversation: to encode.
-        template: of the model.
-        tokenizer: of the model.
-        loss: which tokens have weight: those of the assistant, those of the assistant after the last user message that
-            it answers, or all.
-        quoted: what a special token becomes that the record itself holds, such as a user's ``<|im_end|>``: ordinary
-            text, so that nobody can end a turn by writing so; or that token, as ``transformers`` does by default.
+        conversation: conversation to encode.
+        template: chat template of the model.
+        tokenizer: chat tokenizer of the model.
+        loss: tokens with a loss weight: ``assistant``, all replies; ``last_turn``, the replies after the last answered
+            user message; ``all``, every token.
+        quoted: encoding of special tokens written in the record itself, such as a user's ``<|im_end|>``: ``text``,
+            ordinary text, so that a message cannot end its turn; ``token``, the special token, as ``transformers``
+            does.
 
     Raises:
-        DataError: the template fails, leaves out a message, does not let the replies be told from the rest, or depends
-            on a special token in a content; or messages have weights that cannot be given to tokens.
+        DataError: the template fails, leaves out a message, does not let the replies be located, or depends on a
+            special token in a content; or message weights cannot be assigned to tokens.
     """
     first = {"assistant": conversation.prompt, "last_turn": conversation.last_turn, "all": len(conversation.messages)}
     text, spans = find_replies(conversation, template, tokenizer.added, first[loss])
@@ -150,10 +151,10 @@ def encode_weighted(
 
 
 def _weights(conversation: Conversation, first: int, spans: int) -> list[float]:
-    """Weight of each span that the assistant writes, of which a message has one.
+    """Loss weight of each span that the assistant writes.
 
     Raises:
-        DataError: messages have weights, and the spans cannot be told apart by message.
+        DataError: messages have weights, but the spans do not correspond to messages one to one.
     """
     own = [float(message.get("weight", 1)) for message in conversation.messages]
     if all(weight == 1 for weight in own):
@@ -161,13 +162,13 @@ def _weights(conversation: Conversation, first: int, spans: int) -> list[float]:
     replies = [index for index in conversation.replies if index >= first]
     if first >= len(own):
         raise DataError(
-            f"{conversation.where} has a message with a weight, and all tokens are learned; "
+            f"{conversation.where} has a message with a weight, but data.loss: all trains on every token alike; "
             "use data.loss: assistant or last_turn, or take the weights out"
         )
     if len(replies) != spans:
         raise DataError(
-            f"{conversation.where} has messages with weights, and the template marks {spans:,} texts in "
-            f"{len(replies):,} replies; take the weights out, or use a template with one generation block a reply"
+            f"{conversation.where} has messages with weights, but the template marks {spans:,} texts in "
+            f"{len(replies):,} replies; remove the weights, or use a template with one generation block per reply"
         )
     return [own[index] for index in replies]
 
@@ -178,13 +179,13 @@ def encode_prompt(
     tokenizer: ChatTokenizer,
     quoted: Literal["text", "token"] = "text",
 ) -> Ids:
-    """Encode the rendered prompt of a chat, with the tokens that make the model answer: token ids ``[N]`` int64.
+    """Encode the rendered prompt of a chat, with the generation prompt after it: token ids ``[N]`` int64.
 
     Args:
-        conversation: has a prompt.
-        template: of the model.
-        tokenizer: of the model.
-        quoted: what a special token becomes that the record itself holds, as for :func:`encode`.
+        conversation: conversation with a prompt.
+        template: chat template of the model.
+        tokenizer: chat tokenizer of the model.
+        quoted: encoding of special tokens written in the record itself, as for :func:`encode_weighted`.
 
     Raises:
         DataError: the template fails, or depends on a special token in a content.
@@ -199,26 +200,26 @@ def encode_prompt(
 def truncate(
     ids: Ids, weights: npt.NDArray[W], limit: Limit, where: str = "the conversation"
 ) -> tuple[Ids, npt.NDArray[W]] | None:
-    """Truncate an encoded chat to the limit on tokens: ids and weights that are kept.
+    """Truncate an encoded chat to the token limit.
 
     Args:
         ids: ``[N]`` int64.
         weights: ``[N]``.
-        limit: on the tokens, and the treatment of a longer conversation.
-        where: name of the record in messages.
+        limit: token limit, and the treatment of a longer conversation.
+        where: name of the record in error messages.
 
     Returns:
-        Ids and weights ``[min(N, limit.longest)]``; None for a conversation that is left out.
+        Ids and weights ``[min(N, limit.longest)]``; None for a conversation to leave out.
 
     Raises:
-        TooLongError: the conversation is longer, and that is an error.
+        TooLongError: the conversation is longer, and the limit's policy is ``error``.
     """
     kept = limit.kept(len(ids), where)
     return None if kept is None else (ids[kept], weights[kept])
 
 
 def is_trainable(weights: npt.NDArray[Any]) -> bool:
-    """Whether a conversation has a token to learn: one with weight that another precedes.
+    """Whether a conversation has a token to train on: a token with weight that has a token before it.
 
     Args:
         weights: ``[N]`` bool.
@@ -233,16 +234,16 @@ def _quotes(
     text: str,
     generation_prompt: bool = False,
 ) -> tuple[Span, ...]:
-    """Characters ``[begin, end)`` of the special tokens in a rendering that come from the record, not the template.
+    """Character spans ``[begin, end)`` of the special tokens in a rendering that come from the record.
 
-    The record is rendered once more with a marker inside each, which leaves the rest as it was.
+    A second rendering, with a marker character inside each special token of the record, shows their places.
     """
     special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
     if not any(special.search(part) for part in strings_in([conversation.messages, conversation.tools])):
         return ()
     marker = next((mark for mark in _MARKERS if not any(mark in part for part in strings_in([text]))), None)
     if marker is None:
-        raise DataError(f"{conversation.where} holds all of the characters U+E000 to U+E00F; leave the record out")
+        raise DataError(f"{conversation.where} contains all characters from U+E000 to U+E00F; leave the record out")
 
     def mark(value: Any) -> Any:
         if isinstance(value, str):
@@ -258,8 +259,8 @@ def _quotes(
     pieces = marked.text.split(marker)
     if "".join(pieces) != text:
         raise DataError(
-            f"{conversation.where} holds a special token in its text, and {template.name} renders the text otherwise "
-            "for it; take the token out, or let quoted special tokens be tokens"
+            f"{conversation.where} has a special token in its text, and {template.name} renders the rest differently "
+            "because of it; remove the token from the text, or set data.quoted: token"
         )
     quotes, begin = [], 0
     for piece in pieces[:-1]:
@@ -271,7 +272,7 @@ def _quotes(
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Texts in a value, at any depth."""
+    """Yield the strings in a value, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -20,15 +20,15 @@ from d9d_data.tokenizer.base import TextTokenizer
 
 
 class ChatEncoder:
-    """Encoder of chat records: conversations rendered by a template, with weight on what the assistant writes.
+    """Encoder of chat records: renders conversations with a template and gives loss weight to the replies.
 
-    Conversations that are left out because they are too long, or that lost all that could be learned to a cut, count as
-    dropped.
+    Conversations count as dropped if they are left out because they are too long, or if truncation removes all tokens
+    to train on.
 
     Args:
-        tokenizer: of the model.
-        template: of the model.
-        loss: which tokens are learned.
+        tokenizer: text tokenizer of the model.
+        template: chat template of the model.
+        loss: tokens with a loss weight, as for :func:`encode_weighted`.
         longest: most tokens of a sample.
         too_long: treatment of longer conversations.
         tool_arguments: treatment of tool arguments that are JSON strings.
@@ -55,12 +55,12 @@ class ChatEncoder:
 
     @classmethod
     def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:
-        """Make an encoder from what can be sent to another process.
+        """Make an encoder in a worker process, from values that can be pickled.
 
         Args:
-            tokenizer: of the model.
-            file: the ``tokenizer.json``, beside which the template lies.
-            settings: ``arguments`` of the template, and the others as above.
+            tokenizer: text tokenizer of the model.
+            file: the ``tokenizer.json``; the template is in the same directory.
+            settings: ``arguments`` of the template, and the other arguments of the class.
         """
         rest = dict(settings)
         assert file is not None
@@ -68,7 +68,7 @@ class ChatEncoder:
         return cls(tokenizer, template, **rest)
 
     def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
-        """Encode conversations; one that is malformed, or that the template refuses, is rejected."""
+        """Encode conversations; reject records that are malformed or that the template refuses."""
         return encode_samples(pieces, reject, self._sample)
 
     def _sample(self, record: Record) -> Sample | Dropped:

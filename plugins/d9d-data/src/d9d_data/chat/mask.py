@@ -1,11 +1,12 @@
-"""Replies in a rendered conversation: which characters the model is to generate.
+"""Locate the replies in a rendered conversation: the characters that the model is to generate.
 
-A template says so itself where it has generation blocks. Otherwise a reply begins where the rendering of the messages
-before it, with the generation prompt, ends, and it ends where the rendering of the messages up to it ends. That holds
-if those renderings are prefixes of the whole one. Some templates render a message otherwise when others follow it: the
-reasoning of earlier turns goes, an end of text comes last. There, places are found by probes: a word put into one
-message shows up at one place, and if taking it out gives the rendering from before, everything around that place is
-known to be the template's. What no probe confirms is an error, never a guess.
+A template with generation blocks marks the replies itself. Otherwise a reply begins where the rendering of the messages
+before it, with the generation prompt, ends; and it ends where the rendering of the messages up to and including it
+ends. That is right if both renderings are prefixes of the whole rendering. Some templates render a message differently
+when others follow it: they remove the reasoning of earlier turns, or write an end of text only after the last message.
+For these, probes find the places: a unique marker is put into one message. If the rendering with the marker removed
+equals the rendering without it, the text around the marker is confirmed as the template's own. A place that no probe
+confirms is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from d9d_data.chat.conversation import REASONING, Conversation, Message, call_na
 from d9d_data.chat.template import ChatTemplate, Span
 from d9d_data.chat.variants import PUT_FIRST, PUT_LAST, Put, put_last, with_content, with_name
 
-_USE_BLOCKS = "use a template with {% generation %} blocks around what the assistant writes"
+_USE_BLOCKS = "use a template with {% generation %} blocks around the assistant's replies"
 
 
 def find_replies(
     conversation: Conversation, template: ChatTemplate, added: Iterable[str], first: int
 ) -> tuple[str, list[Span]]:
-    """Chat mask: rendering of a conversation and the characters ``[begin, end)`` that the assistant writes.
+    """Render a conversation and find the character spans ``[begin, end)`` that the assistant writes.
 
-    A reply holds everything after the generation prompt up to the end of the turn: reasoning, content, tool calls and
-    the token that ends the turn; white space after that token, which no model generates, is left out. Where replies
-    have no such token, that of the next message is it, and the last reply has none. Generation blocks of a template
-    are taken as they are.
+    A reply is everything after the generation prompt up to the end of the turn: reasoning, content, tool calls and the
+    token that ends the turn. White space after that token is left out, because no model generates it. If replies have
+    no end token, the special token that opens the next message ends a reply, and the last reply has none. Generation
+    blocks of a template are used as they are.
 
     Args:
-        conversation: to render.
-        template: of the model.
-        added: texts of the tokenizer's added tokens, special ones among them.
-        first: index of the first message whose replies count; the number of messages for none.
+        conversation: conversation to render.
+        template: chat template of the model.
+        added: texts of the tokenizer's added tokens, including special tokens.
+        first: index of the first message whose replies count; the number of messages if no reply counts.
 
     Raises:
-        DataError: the template fails, leaves out a message, or does not let the replies be told from the rest.
+        DataError: the template fails, leaves out a message, or does not let the replies be located.
     """
     probe = _Probe(conversation, template, added)
     check_complete(conversation, template, probe.text, probe.word)
@@ -63,7 +64,7 @@ def find_replies(
 
 
 class _Probe:
-    """Renderings of variants of a conversation, compared with its own."""
+    """Renderings of variants of a conversation, compared with the rendering of the conversation itself."""
 
     def __init__(self, conversation: Conversation, template: ChatTemplate, added: Iterable[str]) -> None:
         self._conversation = conversation
@@ -77,14 +78,14 @@ class _Probe:
         number = 0
         while (word := f"zq{number}probe") in texts:
             number += 1
-        #: Word that nothing holds.
+        #: Marker that occurs in neither the conversation nor its rendering.
         self.word = word
 
     def begin_of(self, index: int) -> int:
         """Position where a reply begins.
 
         Raises:
-            DataError: it cannot be told.
+            DataError: the position cannot be determined.
         """
         before = self._conversation.messages[:index]
         prompt = self._render(before, prompt=True) if before else None
@@ -99,18 +100,18 @@ class _Probe:
             common = here + self._common(header, self.text[here:])
             if common == here + len(header):
                 return self._after_header(index, prompt, common if content is None else min(common, content))
-            # Here the generation prompt goes on with what this reply does not have: the start of a reasoning.
+            # Here the generation prompt continues with text that this reply lacks: the start of its reasoning.
             if content is not None and here < content <= common:
                 return content
         if content is not None and not self._shows_reasoning(index):
             return content
-        raise self.unverified(index, "the messages before it render otherwise without it")
+        raise self.unverified(index, "the template renders the messages before it differently without it")
 
     def end_of(self, index: int, begin: int) -> int:
         """Position where a reply that begins at ``begin`` ends.
 
         Raises:
-            DataError: it cannot be told.
+            DataError: the position cannot be determined.
         """
         upto = self._conversation.messages[: index + 1]
         turn = self._render(upto)
@@ -128,16 +129,16 @@ class _Probe:
             if not left or (common and not self._special.sub("", left).strip()):
                 return here + common
             ends, goes_on = self._special.match(tail), self._special.match(rest)
-            # The last turn has an end of its own; the others end as user messages do.
+            # The last turn ends with its own token; the other turns end with the token that ends user messages.
             if ends and goes_on and not tail[ends.end() :].strip() and self._ends_others(goes_on.group()):
                 return here + goes_on.end()
-        raise self.unverified(index, "it renders otherwise when messages follow it")
+        raise self.unverified(index, "the template renders it differently when further messages follow it")
 
     def end_before(self, first: int) -> int:
-        """Position that every reply from a message on begins after, and none before it.
+        """Position after all replies before message ``first`` and before all later replies.
 
         Raises:
-            DataError: it cannot be told.
+            DataError: the position cannot be determined.
         """
         before = self._render(self._conversation.messages[:first])
         if before is not None and self.text.startswith(before):
@@ -145,28 +146,30 @@ class _Probe:
         for put in PUT_LAST:
             if (place := self._place(first - 1, put)) is not None:
                 return place
-        raise self.unverified(first - 1, "the messages up to it render otherwise when others follow")
+        raise self.unverified(
+            first - 1, "the template renders the messages up to it differently when others follow them"
+        )
 
     def check_reply(self, index: int, begin: int, end: int) -> None:
         """Check that a reply holds the content and the names of the tool calls of its message.
 
         Raises:
-            DataError: it does not.
+            DataError: the reply lacks the content or the name of a tool call.
         """
         message, reply = self._conversation.messages[index], self.text[begin:end]
         content = text_of(message).split("</think>")[-1].strip()
         if content not in reply:
             places = [self._place(index, put) for put in PUT_LAST]
             if not any(place is not None and begin <= place <= end for place in places):
-                raise self.unverified(index, "its content is not where its turn is")
+                raise self.unverified(index, "its content is rendered outside its turn")
         for name in call_names(message):
             if name not in reply:
-                raise self.unverified(index, "its tool calls are not where its turn is")
+                raise self.unverified(index, "its tool calls are rendered outside its turn")
 
     def stop_of(self, begin: int, end: int) -> int:
-        """End of a reply with the token that stops the model, and without white space after it.
+        """End of a reply, including the token that stops generation, without white space after it.
 
-        Where a template ends replies without a special token, the one that opens the next message stops the model.
+        If the template ends replies without a special token, the token that opens the next message stops generation.
         """
         stripped = begin + len(self.text[begin:end].rstrip())
         if any(match.end() == stripped for match in self._special.finditer(self.text, begin, end)):
@@ -175,9 +178,9 @@ class _Probe:
         return opens.end() if opens else end
 
     def unverified(self, index: int, reason: str) -> DataError:
-        """Error about a reply whose place cannot be told."""
+        """Error about a reply that cannot be located."""
         return DataError(
-            f"{self._conversation.where}: cannot tell the reply in message {index} from the rest of what "
+            f"{self._conversation.where}: cannot locate the reply of message {index} in the text that "
             f"{self._template.name} renders: {reason}; {_USE_BLOCKS}"
         )
 
@@ -191,16 +194,16 @@ class _Probe:
     def _place(
         self, index: int, put: Put, messages: Sequence[Message] = (), rendered: tuple[str, bool] | None = None
     ) -> int | None:
-        """Position of the end of a message's text, or of the name of its last tool call, in a rendering.
+        """Position in a rendering of the end of a message's text, or of the name of its last tool call.
 
         Args:
-            index: of the message.
-            put: puts the probe into the text.
-            messages: the messages that were rendered, if not all.
-            rendered: their rendering, and whether it ends with the generation prompt.
+            index: index of the message.
+            put: function that puts the marker into the text.
+            messages: messages that were rendered, if not all.
+            rendered: their rendering, and whether the rendering ends with the generation prompt.
 
         Returns:
-            None if the probe has more effect than to be there, or is not there.
+            None if the marker does not appear in the rendering, or changes the text around it.
         """
         messages = messages or self._conversation.messages
         text, prompt = rendered or (self.text, False)
@@ -217,7 +220,7 @@ class _Probe:
         return probed.index(self.word)
 
     def _place_of_content(self, index: int) -> int | None:
-        """Position where the content of a message begins; of an empty one, where it would."""
+        """Position where the content of a message begins, or would begin if the content is empty."""
         message = self._conversation.messages[index]
         if text_of(message).strip():
             places = (self._place(index, put) for put in PUT_FIRST)
@@ -227,7 +230,7 @@ class _Probe:
         return place if probed is not None and place >= 0 and self.text.startswith(probed[:place]) else None
 
     def _after_header(self, index: int, prompt: str, begin: int) -> int:
-        """Position where a reply begins; after its header, if no generation prompt holds that."""
+        """Position where a reply begins: after the role header of its message, if the generation prompt lacks it."""
         said = text_of(self._conversation.messages[index]).strip()
         if self.text[begin:].lstrip().startswith(said) or prompt != self._render(self._conversation.messages[:index]):
             return begin
@@ -243,18 +246,18 @@ class _Probe:
         return bool(changed) and self._render_with(index, {**message, **changed}) != self.text
 
     def _render_with(self, index: int, message: Message) -> str | None:
-        """Rendering with another message in place of one."""
+        """Rendering of the conversation with one message replaced."""
         messages = self._conversation.messages
         return self._render([*messages[:index], message, *messages[index + 1 :]])
 
     def _common(self, one: str, other: str) -> int:
-        """Number of leading characters that two texts share, not counting parts of special tokens."""
+        """Length in characters of the common prefix of two texts, without a part of a special token at its end."""
         size = len(commonprefix([one, other]))  # noqa: RUF071 - of characters
         matches = (match for text in (one, other) for match in self._special.finditer(text))
         return min((match.start() for match in matches if match.start() < size < match.end()), default=size)
 
     def _ends_others(self, token: str) -> bool:
-        """Whether a token comes after the content of every user message."""
+        """Whether a token follows the content of every user message."""
         if token in self._ends:
             return self._ends[token]
         messages = self._conversation.messages

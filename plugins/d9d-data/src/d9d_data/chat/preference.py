@@ -1,7 +1,7 @@
-"""Pairs of completions, one preferred to the other: records, and their encoder.
+"""Preference pairs: records with a preferred and a rejected completion, and their encoder.
 
-A pair becomes two texts, the prompt with each completion. Completions begin where the token ids of the prompt, as the
-model gets it, and those of the two texts first differ, which is where TRL's trainer for DPO lets them begin.
+A pair becomes two texts: the prompt with each completion. The completions begin at the first token where the ids of the
+prompt, as the model gets it, and of the two texts differ, as in TRL's trainer for DPO.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Pair:
 
     Attributes:
         prompt: string, or list of messages.
-        chosen: completion that is preferred: string, or list of messages.
-        rejected: the other one.
+        chosen: preferred completion: string, or list of messages.
+        rejected: other completion: string, or list of messages.
         tools: list of JSON schemas, as a string or parsed; ``None`` if there are none.
     """
 
@@ -47,22 +47,22 @@ class Pair:
 
     @property
     def plain(self) -> bool:
-        """Whether all parts are strings, so that no template renders them."""
+        """Whether all parts are strings, which need no chat template."""
         return all(isinstance(part, str) for part in (self.prompt, self.chosen, self.rejected))
 
 
 def read_pair(record: Mapping[str, Any], where: str) -> Pair:
     """Preference pair of a record with ``chosen``, ``rejected`` and perhaps ``prompt`` and ``tools``.
 
-    Without ``prompt``, or where both sides begin with another message than the assistant's, the sides are whole
-    conversations or texts, and what they have in common at their beginning is the prompt.
+    Without ``prompt``, or if both sides begin with a message that is not the assistant's, the sides are whole
+    conversations or texts, and their common prefix is the prompt.
 
     Args:
         record: values by field.
-        where: name of the record in messages, such as ``pairs.jsonl:17``.
+        where: name of the record in error messages, such as ``pairs.jsonl:17``.
 
     Raises:
-        DataError: a field is absent, or both sides are equal.
+        DataError: a field is missing, or both sides are equal.
     """
     lacking = [name for name in SIDES if record.get(name) is None]
     if lacking:
@@ -80,7 +80,7 @@ def read_pair(record: Mapping[str, Any], where: str) -> Pair:
 
 
 def _whole(*sides: Any) -> bool:
-    """Whether lists of messages are conversations from their beginning on."""
+    """Whether all sides are whole conversations: lists of messages that do not begin with the assistant's."""
     return all(
         isinstance(side, list) and side and isinstance(side[0], Mapping) and side[0].get("role") != "assistant"
         for side in sides
@@ -88,12 +88,12 @@ def _whole(*sides: Any) -> bool:
 
 
 def _split(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
-    """Common beginning of two strings or lists of messages, and what is left of each."""
+    """Common prefix of two strings or two lists of messages, and the rest of each."""
     if isinstance(chosen, str) and isinstance(rejected, str):
         size = len(commonprefix([chosen, rejected]))  # noqa: RUF071 - of characters
-        size -= chosen[size - 1 : size] == " "  # most tokens begin with their space
+        size -= chosen[size - 1 : size] == " "  # tokens mostly begin with a space
     elif isinstance(chosen, list) and isinstance(rejected, list):
-        # Something is left of both, even if one goes on where the other ends.
+        # Both sides keep at least one message, even if one is a prefix of the other.
         most = min(len(chosen), len(rejected)) - 1
         size = next((place for place in range(most) if chosen[place] != rejected[place]), max(0, most))
     else:
@@ -102,20 +102,21 @@ def _split(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
         )
     if not size:
         raise DataError(
-            f"{where} has no field 'prompt', and chosen and rejected have nothing in common at their beginning; "
+            f"{where} has no field 'prompt', and chosen and rejected have no common beginning to use as the prompt; "
             f"write records such as {_SHAPE}"
         )
     return chosen[:size], chosen[size:], rejected[size:]
 
 
 class PreferenceEncoder:
-    """Encoder of preference pairs: two texts each, chosen and rejected, with weight on the completions.
+    """Encoder of preference pairs: two texts per pair, chosen and rejected, with loss weight on the completions.
 
     Args:
-        tokenizer: of the model.
-        template: of the model; ``None`` if it has none, and then only strings can be encoded.
+        tokenizer: text tokenizer of the model.
+        template: chat template of the model; ``None`` if it has none: then only strings can be encoded.
         longest: most tokens of a text.
-        too_long: treatment of longer texts (``cut_end``, ``cut_start``), or of their pair (``drop``, ``error``).
+        too_long: treatment of longer texts (``cut_end``, ``cut_start``) or of pairs with a longer text (``drop``,
+            ``error``).
         tool_arguments: treatment of tool arguments that are JSON strings.
     """
 
@@ -138,12 +139,12 @@ class PreferenceEncoder:
 
     @classmethod
     def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:
-        """Make an encoder from what can be sent to another process.
+        """Make an encoder in a worker process, from values that can be pickled.
 
         Args:
-            tokenizer: of the model.
-            file: the ``tokenizer.json``, beside which the template lies.
-            settings: ``arguments`` of the template, and the others as above.
+            tokenizer: text tokenizer of the model.
+            file: the ``tokenizer.json``; the template is in the same directory.
+            settings: ``arguments`` of the template, and the other arguments of the class.
         """
         rest = dict(settings)
         arguments = rest.pop("arguments")
@@ -151,7 +152,7 @@ class PreferenceEncoder:
         return cls(tokenizer, template, **rest)
 
     def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
-        """Encode pairs; one that is malformed, or that the template refuses, is rejected."""
+        """Encode pairs; reject records that are malformed or that the template refuses."""
         return encode_samples(pieces, reject, self._sample)
 
     def _sample(self, record: Record) -> Sample | Dropped:
@@ -169,13 +170,13 @@ class PreferenceEncoder:
                 return Dropped(max(map(len, whole)), begin + 1)
             if not is_trainable(kept[1]):
                 raise DataError(
-                    f"{where}: nothing of {name} is left in {self._limit.longest:,} tokens, as its prompt has "
+                    f"{where}: no token of {name} is left in {self._limit.longest:,} tokens, as its prompt has "
                     f"{begin:,}; use longer sequences, data.too_long: cut_start or drop, or leave the pair out"
                 )
             cut.append(kept)
         if np.array_equal(cut[0][0], cut[1][0]):
             raise DataError(
-                f"{where}: chosen and rejected are equal in the {len(cut[0][0]):,} tokens that are read of them; "
+                f"{where}: chosen and rejected are equal in the {len(cut[0][0]):,} tokens that are kept; "
                 "use longer sequences, or leave the pair out"
             )
         lost = [len(ids) - len(kept) for ids, (kept, _) in zip(whole, cut, strict=True)]
@@ -194,13 +195,13 @@ class PreferenceEncoder:
         """Token ids of the prompt, and of the prompt with each completion."""
         completions = (pair.chosen, pair.rejected)
         if pair.plain:
-            # The end that a completion has already is not written twice.
+            # A completion that already has an end of text does not get a second one.
             texts = [pair.prompt + text.removesuffix(self._texts.end_of_text) for text in completions]
             prompt, *whole = self._texts.encode([pair.prompt, *texts])
             return prompt, [self._texts.ended(ids) for ids in whole]
         if self._template is None:
             raise DataError(
-                f"{where} has messages, and there is no chat template beside the tokenizer; use strings, or the "
+                f"{where} has messages, but there is no chat template with the tokenizer; use strings, or the "
                 "tokenizer files of a model trained for conversations"
             )
         conversations = [

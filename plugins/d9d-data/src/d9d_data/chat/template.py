@@ -21,7 +21,7 @@ from d9d_data.tokenizer.base import CONFIG_FILE
 TEMPLATE_FILE = "chat_template.jinja"
 #: Most bytes of a template.
 MAX_TEMPLATE = 1 << 20
-#: Special tokens that templates see, if a tokenizer names them.
+#: Special tokens that templates can read, if the tokenizer defines them.
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 Span = tuple[int, int]
 
@@ -42,16 +42,16 @@ class Rendering:
 class ChatTemplate:
     """Chat template: renders conversations as ``transformers``' ``apply_chat_template`` does.
 
-    It sees ``messages``, ``tools``, ``documents`` (always none), ``add_generation_prompt``, the special tokens and the
-    arguments. Rendering is bounded in time and memory: it happens in a process of its own.
+    Templates read ``messages``, ``tools``, ``documents`` (always none), ``add_generation_prompt``, the special tokens
+    and the arguments. Rendering runs in a separate process with limits on time and memory.
 
     Args:
         texts: the template, or templates by name: ``default``, and ``tool_use`` for conversations with tools.
         special_tokens: texts of the special tokens by the names of :data:`SPECIAL_TOKENS`.
-        name: file of the template, for messages.
+        name: file of the template, for error messages.
         arguments: further variables of the template, such as ``{"enable_thinking": False}``.
-        now: time that ``strftime_now`` tells; if absent, the time of the rendering.
-        limits: of one rendering.
+        now: time that ``strftime_now`` returns; the time of rendering by default.
+        limits: limits of one rendering.
 
     Raises:
         DataError: a template is too large or malformed.
@@ -84,7 +84,7 @@ class ChatTemplate:
 
     @property
     def depends_on_date(self) -> bool:
-        """Whether renderings differ from day to day, because a template asks for the date and ``now`` is not given."""
+        """Whether renderings change from day to day: a template reads the date, and ``now`` is not given."""
         return self._process.depends_on_date
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,15 +92,15 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path, *, arguments: Mapping[str, Any] | None = None, now: datetime | None = None) -> Self:
-        """Read the template of a model's tokenizer: ``chat_template.jinja``, else that of ``tokenizer_config.json``.
+        """Read the template of a model's tokenizer, from ``chat_template.jinja`` or else ``tokenizer_config.json``.
 
         Args:
-            directory: of the ``tokenizer.json``, or the path of that file.
+            directory: directory of the ``tokenizer.json``, or the path of that file.
             arguments: further variables of the template.
-            now: time that ``strftime_now`` tells.
+            now: time that ``strftime_now`` returns.
 
         Raises:
-            DataError: there is none, or it cannot be read.
+            DataError: there is no template, or it cannot be read.
         """
         directory = directory if directory.is_dir() else directory.parent
         file, config_file = directory / TEMPLATE_FILE, directory / CONFIG_FILE
@@ -115,10 +115,10 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, directory: Path, *, arguments: Mapping[str, Any] | None = None) -> Self | None:
-        """Read the template of a model's tokenizer, or ``None`` where there is none; see :meth:`load`.
+        """Read the template of a model's tokenizer; ``None`` if there is none. See :meth:`load`.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: the template cannot be read.
         """
         directory = directory if directory.is_dir() else directory.parent
         file, config_file = directory / TEMPLATE_FILE, directory / CONFIG_FILE
@@ -130,7 +130,7 @@ class ChatTemplate:
 
     @cached_property
     def identity(self) -> str:
-        """Digest of everything that renderings depend on besides the conversation and, perhaps, the date."""
+        """Digest of everything except the conversation and the date that renderings depend on."""
         parts = [self.texts, self.special_tokens, self.arguments, str(self._now)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -148,14 +148,14 @@ class ChatTemplate:
     ) -> Rendering:
         """Render messages.
 
-        Args:
+        messages: at least one message.
             messages: at least one.
             tools: JSON schemas of the tools offered, if any.
-            generation_prompt: whether to go on with what makes the model answer.
-            where: name of the record in messages.
+            generation_prompt: whether to append the generation prompt, which starts a reply.
+            where: name of the record in error messages.
 
         Raises:
-            DataError: the template refuses the messages, fails, or exceeds its bounds.
+            DataError: the template refuses the messages, fails, or exceeds its limits.
         """
         key = self._choose(tools)
         variables = {
@@ -194,7 +194,7 @@ def _rebuild(texts: Any, tokens: Any, name: str, arguments: Any, now: datetime |
 
 
 def _named_reasoning(message: Message) -> dict[str, Any]:
-    """Message whose reasoning, if any, has the names that templates look for; nulls left out."""
+    """Message without nulls, and with its reasoning under each key that templates read."""
     named = {key: value for key, value in message.items() if value is not None}
     reasoning = next((named[key] for key in REASONING if key in named), None)
     if reasoning is not None:
@@ -227,13 +227,13 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _token(value: object) -> str | None:
-    """Text of a special token: a string, or an added token with its settings."""
+    """Text of a special token, given as a string or as an added token with settings."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 
 
 def _named(value: object, file: Path) -> dict[str, str]:
-    """Templates by name of the field ``chat_template``."""
+    """Templates by name, read from the value of the field ``chat_template``."""
     if isinstance(value, str):
         return {"default": value}
     if isinstance(value, list) and value:

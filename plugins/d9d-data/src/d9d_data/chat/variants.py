@@ -1,4 +1,4 @@
-"""Variants of messages: a word put into one of their texts."""
+"""Variants of messages: a marker put into one of their texts."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ from typing import Any
 
 from d9d_data.chat.conversation import Message
 
-#: Change of a text to one that holds a word.
+#: Function (text, marker) that returns the text with the marker put in.
 Put = Callable[[str, str], str]
 
 
 def put_last(text: str, word: str) -> str:
-    """Text with a word after it."""
+    """Text with the marker after it."""
     return text + word
 
 
 def put_last_stripped(text: str, word: str) -> str:
-    """Text with a word after it, in place of the white space there."""
+    """Text with the marker in place of its trailing white space."""
     return text.rstrip() + word
 
 
 def put_first(text: str, word: str) -> str:
-    """Text with a word before it."""
+    """Text with the marker before it."""
     return word + text
 
 
 def put_first_stripped(text: str, word: str) -> str:
-    """Text with a word before it, in place of the white space there."""
+    """Text with the marker in place of its leading white space."""
     return word + text.lstrip()
 
 
 def put_after_reasoning(text: str, word: str) -> str:
-    """Text with a word after the reasoning that it begins with."""
+    """Text with the marker after the reasoning at its beginning."""
     reasoning, tag, answer = text.rpartition("</think>")
     return reasoning + tag + word + answer
 
 
 def put_after_reasoning_stripped(text: str, word: str) -> str:
-    """Text with a word after the reasoning that it begins with, in place of the white space there."""
+    """Text with the marker after the reasoning at its beginning, in place of the white space there."""
     reasoning, tag, answer = text.rpartition("</think>")
     return reasoning + tag + word + answer.lstrip()
 
 
-#: Ways to put a word last; templates strip contents or do not.
+#: Ways to put a marker last, for templates that strip contents and for templates that do not.
 PUT_LAST: tuple[Put, ...] = (put_last, put_last_stripped)
-#: Ways to put a word first; templates also take reasoning out of contents.
+#: Ways to put a marker first; some templates also move reasoning out of the content.
 PUT_FIRST: tuple[Put, ...] = (put_first, put_first_stripped, put_after_reasoning, put_after_reasoning_stripped)
 
 
 def with_content(message: Message, change: Callable[[str], str], *, last: bool) -> Message:
-    """Message whose content, or the last or first of its parts that has text, is changed."""
+    """Message with its content changed; in a list of parts, the last or the first part with text is changed."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": change(content)}
@@ -61,7 +61,7 @@ def with_content(message: Message, change: Callable[[str], str], *, last: bool) 
 
 
 def with_name(message: Message, index: int, change: Callable[[str], str]) -> Message:
-    """Message with another name in one of its tool calls."""
+    """Message with the function name of one tool call changed."""
     calls: list[Any] = list(message["tool_calls"])
     call = dict(calls[index])
     if "function" in call:

@@ -1,4 +1,4 @@
-"""Command ``d9d data show``: what a job trains on, sample by sample."""
+"""Command ``d9d data show``: prints the samples that a job trains on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app = typer.Typer(
 
 @app.callback()
 def data() -> None:
-    """Keep ``show`` a command of its own, although it is the only one."""
+    """Group the commands; with a single command and no callback, typer would drop the name ``show``."""
 
 
 @app.command()
@@ -38,7 +38,7 @@ def show(
         list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")
     ] = [],  # noqa: B006
 ) -> None:
-    """Print the first samples as training sees them: what is learned is green, or in «» where there are no colours."""
+    """Print the first training samples. Tokens to learn are green, or between « and » without colours."""
     loaded = JobFile.load(job, overrides=overrides, policy=PluginPolicy(files=tuple(plugin)))
     pretrained = getattr(loaded.model, "pretrained", None)
     context = DataContext(

@@ -1,4 +1,4 @@
-"""Samples of a stream as text, with what is learned told from the rest. Shapes: S positions of a sample."""
+"""Samples of a stream as text that shows which tokens are learned. Shapes: S positions of a sample."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Sample:
     """Sample that ``d9d data show`` shows, without its padding.
 
     Attributes:
-        tokens: [S] token ids.
-        targets: [S] the next tokens; -100 where none is learned. ``None`` if tokens are not predicted.
-        marks: [S] whether a token has a label.
-        documents: [S] number of the document inside the sample.
-        name: name of the text in a sample of several, such as ``chosen``.
+        tokens: token ids ``[S]``.
+        targets: next tokens ``[S]``; -100 where none is learned. ``None`` if the task predicts no tokens.
+        marks: whether each token has a label, ``[S]``.
+        documents: index of each token's document in the sample, ``[S]``.
+        name: name of the text, such as ``chosen``, if a sample has several texts.
         label: class of the sample, if it has one.
-        lost: tokens that each document of the sample lost to a cut.
+        lost: number of tokens that each document of the sample lost to truncation.
     """
 
     tokens: Int64
@@ -48,13 +48,13 @@ class Sample:
 
 
 def names_of_texts(stream: DataStream) -> list[str]:
-    """Names of the texts that make up a sample; one without a name if a sample is one text."""
+    """Names of the texts in each sample; one empty name if a sample is a single text."""
     names = stream.facts.get("texts")
     return [str(name) for name in names] if isinstance(names, list) else [""]
 
 
 def samples_of(stream: DataStream) -> Iterator[Sample]:
-    """Samples to show of a stream, pack by pack, without end; of one with several texts, its texts.
+    """Yield the samples of a stream, pack by pack, without end; each text of a sample separately.
 
     Raises:
         DataError: the stream gives no tokens, or fails.
@@ -89,7 +89,7 @@ def samples_of(stream: DataStream) -> Iterator[Sample]:
 
 
 def _lost_of(stream: DataStream) -> Sequence[Lost]:
-    """Tokens lost by the documents of the next pack; none if the stream does not tell."""
+    """Numbers of tokens that the documents of the next pack lost to truncation; empty if the stream does not know."""
     source, consumed = getattr(stream, "source", None), stream.state().get("consumed")
     return source.lost_at(consumed) if isinstance(source, TellsLosses) and isinstance(consumed, int) else ()
 
@@ -100,19 +100,19 @@ def _class_name(stream: DataStream, number: int) -> str:
 
 
 def tokenizer_for(assets: Path, pretrained: str | None) -> tokenizers.Tokenizer | None:
-    """Tokenizer that a stream saved, or else that of the model which training starts from."""
+    """Tokenizer that a stream saved, or else the tokenizer of the pretrained model."""
     beside = [] if pretrained is None else [Path(pretrained) / TOKENIZER_FILE, Path(pretrained).parent / TOKENIZER_FILE]
     file = next((file for file in (assets / TOKENIZER_FILE, *beside) if file.is_file()), None)
     return None if file is None else read_tokenizer(file)
 
 
 def cut_off(lost: Sequence[int]) -> str:
-    """Words about tokens that documents lost to a cut; empty if they lost none."""
+    """Note on tokens lost to truncation; empty if none are lost."""
     return f", cut: {sum(lost):,} tokens are lost" if sum(lost) else ""
 
 
 def spoken(ids: Sequence[int], tokenizer: tokenizers.Tokenizer) -> str:
-    """Text of token ids, in which ordinary text that spells a special token stands between ⟨ and ⟩."""
+    """Decode token ids; put ordinary text that spells a special token between ⟨ and ⟩."""
     text: str = tokenizer.decode(list(ids), skip_special_tokens=False)
     special = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     spelled = re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True))) or r"(?!)")
@@ -126,17 +126,17 @@ def spoken(ids: Sequence[int], tokenizer: tokenizers.Tokenizer) -> str:
 
 
 def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = False) -> Text:
-    """Marked text of a sample to show: learned tokens stand out, others are dim, a line separates documents.
+    """Styled text of a sample: learned tokens stand out, others are dim, a line separates documents.
 
-    A token is learned where it is the target of the position before, or has a label; the first of a document is no
-    target.
+    A token is learned if it is the target of the position before it or has a label; the first token of a document is
+    never a target.
 
     Args:
-        sample: to show.
-        tokenizer: knows the tokens.
-        brackets: put what is learned between « and ».
+        sample: sample to show.
+        tokenizer: tokenizer of the sample.
+        brackets: put learned tokens between « and ».
 
-    Text that spells a special token is told from that token, see :func:`spoken`.
+    Ordinary text that spells a special token is marked, see :func:`spoken`.
     """
     learned = np.zeros(len(sample.tokens) + 1, dtype=np.bool_)
     if sample.targets is not None:
@@ -144,7 +144,7 @@ def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = Fal
     elif sample.marks is not None:
         learned[:-1] = sample.marks
     tokens, documents = sample.tokens.tolist(), sample.documents.tolist()
-    if sample.targets is not None and learned[-1]:  # what the last position predicts is no input
+    if sample.targets is not None and learned[-1]:  # the last target is not among the inputs
         tokens, documents = [*tokens, int(sample.targets[-1])], [*documents, documents[-1]]
     text, before = Text(), None
     places = [(document, bool(is_learned)) for document, is_learned in zip(documents, learned, strict=False)]

@@ -1,8 +1,9 @@
 """Cache of prepared data on disk; an entry is complete or absent.
 
-A directory is built under another name and renamed. Its manifest, written last, holds size and checksums of every file.
-So a killed process leaves nothing that looks finished, two processes can build the same thing at once, and damage is
-found and repaired. Unless all bytes are asked for, a check reads a sample of each file, however large it is.
+An entry is built in a directory with a temporary name, which is then renamed. The manifest, written last, holds size
+and checksums of every file. A killed process therefore leaves no entry that looks complete, two processes can build the
+same entry at once, and damage is found and repaired. Unless a full check is asked for, a check reads only a sample of
+each file, a fixed number of bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from d9d_core.untrusted import parse_json, read_regular
 from d9d_weights.files.atomic import move, sync_tree
 
 MANIFEST = "manifest.json"
-#: Bytes of a block of a file's sample, and how many it has: the first, the last, and others at equal distances.
+#: Bytes per block of a file's sample, and number of blocks: the first, the last, and others at equal distances.
 SAMPLE_BLOCK, SAMPLE_BLOCKS = 1 << 14, 6
 _ABANDONED_AFTER = 24 * 3600  # seconds
 
@@ -36,15 +37,15 @@ def cached_directory(
     files: Collection[str] = (),
     full: bool = False,
 ) -> Path:
-    """Directory ``root/key`` of the corpus cache, built if it is absent or damaged.
+    """Directory ``root/key`` of the corpus cache; built if it is missing or damaged.
 
     Args:
-        root: directory of the cache; made if absent.
-        key: identifies the content.
-        build: fills an empty directory.
-        note: told about damage.
-        files: names that it must have.
-        full: look for damage in all bytes, not in a sample of them.
+        root: directory of the cache; created if missing.
+        key: identifier of the content.
+        build: function that fills an empty directory.
+        note: called with a line about damage.
+        files: names of files that the entry must have.
+        full: check all bytes for damage, not only a sample.
 
     Raises:
         DataError: ``root`` cannot be written.
@@ -80,14 +81,14 @@ def file_digests(directory: Path) -> dict[str, str]:
 
     Raises:
         OSError: the manifest cannot be read.
-        ValueError: it is no such table, or names what is not in the directory.
+        ValueError: the manifest is malformed, or names a path outside the directory.
     """
     return {name: written.sha256 for name, written in _read_manifest(directory).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """File as it was written: its bytes, and SHA-256 of all and of a sample."""
+    """Size of a file as written, and the SHA-256 of all of it and of its sample."""
 
     size: int
     sha256: str
@@ -101,23 +102,23 @@ def _read_manifest(directory: Path) -> dict[str, _Written]:
         isinstance(entry, dict) and {key: type(value) for key, value in entry.items()} == kinds
         for entry in manifest.values()
     ):
-        raise ValueError(f"{MANIFEST} is no table of sizes and checksums")
+        raise ValueError(f"{MANIFEST} is not a table of sizes and checksums")
     for name in manifest:
         if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\0" in name:
-            raise ValueError(f"{MANIFEST} names {name[:80]!r}, which is no file of it")
+            raise ValueError(f"{MANIFEST} names {name[:80]!r}, which is not a file in its directory")
         if not (directory / name).is_file():
-            raise FileNotFoundError(errno.ENOENT, "it is not there, or no regular file", name)
+            raise FileNotFoundError(errno.ENOENT, "missing, or not a regular file", name)
     return {name: _Written(**entry) for name, entry in manifest.items()}
 
 
 def find_damage(directory: Path, files: Collection[str] = (), full: bool = False) -> str | None:
-    """Damage of a directory of the corpus cache, in words, or ``None``.
+    """Describe the damage of a directory of the corpus cache; ``None`` if there is none.
 
     Args:
-        directory: of the cache.
-        files: names that it must have.
-        full: read all bytes. Else only the size of each file and a sample are compared, so damage that keeps the size
-            and lies between the blocks of the sample goes unnoticed.
+        directory: entry of the cache.
+        files: names of files that the entry must have.
+        full: check all bytes. Otherwise only the size and a sample of each file are compared: damage between the
+            blocks of the sample that keeps the size is not found.
     """
     try:
         manifest = _read_manifest(directory)
@@ -127,7 +128,7 @@ def find_damage(directory: Path, files: Collection[str] = (), full: bool = False
             if (size := (directory / name).stat().st_size) != written.size:
                 return f"{name} has {size:,} bytes, not the {written.size:,} that were written"
             if _sample(directory / name) != written.sample or (full and _sha256(directory / name) != written.sha256):
-                return f"{name} has another checksum than when it was written"
+                return f"{name} has a different checksum than when it was written"
     except (OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -154,16 +155,16 @@ def _publish(temporary: Path, target: Path, files: Collection[str], full: bool) 
             if not target.exists():
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
-                continue  # it was there, and another process has renamed it away to repair it
+                continue  # it existed; another process renamed it to repair it
         else:
             return
         try:
             seen = target.stat().st_ino
             if find_damage(target, files, full) is None:
-                return  # another process was first; both built the same
+                return  # another process published the same content first
             if target.stat().st_ino != seen:
                 continue  # another process repaired it during the check
-            # Renamed away rather than deleted in place, so that nobody sees half of it.
+            # Renamed rather than deleted in place, so that no process sees half of it.
             away = target.with_name(f"{target.name}.tmp-bad-{secrets.token_hex(4)}")
             move(target, away)
         except FileNotFoundError:
@@ -173,7 +174,7 @@ def _publish(temporary: Path, target: Path, files: Collection[str], full: bool) 
 
 
 def _sweep(root: Path) -> None:
-    """Remove the directories that killed processes left behind."""
+    """Remove the temporary directories that killed processes left behind."""
     for path in root.glob("*.tmp-*"):
         try:
             if time.time() - path.stat().st_mtime > _ABANDONED_AFTER:
@@ -183,12 +184,12 @@ def _sweep(root: Path) -> None:
 
 
 def sample_begins(size: int) -> list[int]:
-    """First byte of each block of the sample of a file of ``size`` bytes that is larger than the sample."""
+    """First byte of each block in the sample of a file; ``size``, in bytes, is larger than the sample."""
     return [(size - SAMPLE_BLOCK) * number // (SAMPLE_BLOCKS - 1) for number in range(SAMPLE_BLOCKS)]
 
 
 def _sample(path: Path) -> str:
-    """SHA-256 of a sample of a file: of all of it, if it is no larger than that."""
+    """SHA-256 of a file's sample; a file no larger than a sample is hashed as a whole."""
     size, digest = path.stat().st_size, hashlib.sha256()
     with path.open("rb") as file:
         if size <= SAMPLE_BLOCK * SAMPLE_BLOCKS:

@@ -1,4 +1,4 @@
-"""Encoders: token ids of the records in parts of a corpus, and values beside them, such as which are learned."""
+"""Encoders: token ids of the records in pieces of a corpus, and columns of values per token, such as loss weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from d9d_data.sources.place import Record, Reject, refuse
 from d9d_data.sources.records import read_records
 from d9d_data.tokenizer.base import Ids, TextTokenizer
 
-# Characters encoded in one call: enough to keep all cores busy, little enough to show progress.
+# Characters encoded in one call: enough to use all cores, few enough to show progress.
 _BATCH_CHARACTERS = 2_000_000
 # Records whose samples are written together.
 _BATCH_SAMPLES = 256
@@ -24,16 +24,16 @@ _BATCH_SAMPLES = 256
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Sample that an encoder made of a record: one document, or several that belong together.
+    """Encoded record: one document, or several documents of one sample.
 
     Attributes:
         ids: token ids of each document, [tokens].
-        columns: values beside the tokens by the names of the encoder's columns, for each document [tokens].
-        lost: tokens that each document lost to a cut.
-        incomplete: whether tokens to learn are among these.
-        spelling: special token that a text of the record spells, if one does.
+        columns: values per token, by the names of the encoder's columns; for each document [tokens].
+        lost: number of tokens that each document lost to truncation.
+        incomplete: whether tokens to learn were lost.
+        spelling: special token that a text of the record spells; empty if there is none.
         parsed: whether tool arguments of the record are JSON strings.
-        stop: special token that is the last learned one, if the last learned one is special.
+        stop: last learned token, if that is a special token; otherwise empty.
     """
 
     ids: Sequence[Ids]
@@ -47,11 +47,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Record that is left out although nothing is wrong with it: it is too long, or nothing of it is left to learn.
+    """Well-formed record that is left out: it is too long, or truncation leaves no token to learn.
 
     Attributes:
-        longest: tokens of its longest text.
-        needed: fewest tokens in which it has one to learn; 0 if it has none.
+        longest: number of tokens of its longest text.
+        needed: least number of tokens, from the beginning, that includes a token to learn; 0 if it has none.
     """
 
     longest: int
@@ -60,15 +60,15 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Some consecutive documents.
+    """Batch of consecutive encoded documents.
 
     Attributes:
-        ids: token ids of each, [tokens].
-        columns: values beside the tokens by the names of the encoder's columns, for each document [tokens].
-        characters: about how much was read for them.
-        tally: counts of the records before and among them that are not counted yet.
-        lost: tokens that each document lost to a cut; empty if none lost any.
-        labels: labels met so far in these parts of the corpus, by the numbers in the column ``labels``.
+        ids: token ids of each document, [tokens].
+        columns: values per token, by the names of the encoder's columns; for each document [tokens].
+        characters: approximate number of characters or bytes read for them.
+        tally: counts of the records of this batch, including records left out since the last one.
+        lost: number of tokens that each document lost to truncation; empty if no document lost any.
+        labels: labels found so far in these pieces; the column ``labels`` holds indices into them.
     """
 
     ids: Sequence[Ids]
@@ -83,36 +83,36 @@ class Encoder(Protocol):
     """Encoder of the records of a corpus.
 
     Attributes:
-        vocab_size: one more than the largest id.
-        columns: types of the values that stand beside each token, by name: ``weights``, whether it is learned;
-            ``labels``, a number of :attr:`Encoded.labels` or -100; ``scales``, the weight of what is learned, which is
-            kept only if one is not 1.
+        vocab_size: largest token id plus 1.
+        columns: dtype of each column of values per token: ``weights``, whether the token is learned; ``labels``, an
+            index into :attr:`Encoded.labels` or -100; ``scales``, the loss weight of a learned token, which is stored
+            only if some weight is not 1.
     """
 
     vocab_size: int
 
     @property
     def columns(self) -> Mapping[str, npt.DTypeLike]:
-        """Types of the values that stand beside each token, by name."""
+        """Dtype of each column of values per token, by name."""
         ...
 
     @classmethod
     def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:
-        """Make an encoder from what can be sent to another process.
+        """Make an encoder in a worker process, from values that can be pickled.
 
         Args:
-            tokenizer: makes the ids.
+            tokenizer: tokenizer of the texts.
             file: its ``tokenizer.json``, if it has one.
-            settings: the encoder's own, plain data.
+            settings: settings of this encoder, as plain data.
         """
         ...
 
     def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
-        """Encode the records of parts of a corpus, in order.
+        """Encode the records of pieces of a corpus, in order.
 
         Args:
-            pieces: the parts.
-            reject: told of malformed records.
+            pieces: pieces to read.
+            reject: called for each malformed record.
 
         Raises:
             DataError: a file cannot be read.
@@ -121,11 +121,11 @@ class Encoder(Protocol):
 
 
 class TextEncoder:
-    """Encoder of texts, each followed by the end-of-text token; all tokens are learned.
+    """Encoder of texts; each document ends with the end-of-text token, and all tokens are learned.
 
     Args:
-        tokenizer: makes the ids.
-        limit: on the tokens of a text; ``None`` if the reader of the tokens takes as many as it needs.
+        tokenizer: tokenizer of the texts.
+        limit: token limit of a text; ``None`` keeps every text whole.
     """
 
     columns: Mapping[str, npt.DTypeLike] = {}
@@ -137,7 +137,7 @@ class TextEncoder:
 
     @classmethod
     def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:  # noqa: ARG003
-        """Make an encoder; ``longest`` and ``too_long`` are settings if it has a limit."""
+        """Make an encoder; the settings ``longest`` and ``too_long`` set a limit, no settings mean no limit."""
         return cls(tokenizer, Limit(**settings) if settings else None)
 
     def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
@@ -148,7 +148,7 @@ class TextEncoder:
             yield self._fitted(whole, batch)
 
     def _fitted(self, whole: Sequence[Ids], batch: Sequence[tuple[str, str]]) -> Encoded:
-        """Documents as the limit lets them be."""
+        """Documents truncated or dropped according to the limit."""
         characters = sum(len(text) for text, _ in batch)
         spelled = [found for text, _ in batch if (found := self._tokenizer.spelled([text]))]
         spelling = spelled[0] if spelled else ""
@@ -174,10 +174,10 @@ def encode_samples(
     """Encode the records of structured files, in order.
 
     Args:
-        pieces: the parts of the files.
-        reject: told of malformed records.
-        encode: makes a sample of a record, or says that it is left out although nothing is wrong with it; raises a
-            DataError that begins with the record's place for one that is malformed.
+        pieces: pieces of the files.
+        reject: called for each malformed record.
+        encode: makes a sample of a record, or a ``Dropped`` for a well-formed record to leave out; raises a DataError
+            that begins with the record's place for a malformed record.
     """
     samples: list[Sample] = []
     tally = Tally()

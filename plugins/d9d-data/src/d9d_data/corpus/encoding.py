@@ -1,4 +1,4 @@
-"""Encoding that a dataset's config asks for: what becomes of its records, as plain data."""
+"""Encoding of a dataset's records, chosen by its config, as plain data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from d9d_data.config import (
 )
 from d9d_data.corpus.fit import DOCUMENTS, Limit, Words
 
-#: Encoders by name. They are imported when they are used: some bring Jinja, which texts never need.
+#: Encoders by name, imported on first use: some import Jinja, which plain texts do not need.
 ENCODERS = {
     "text": Ref("d9d_data.corpus.encoder:TextEncoder"),
     "chat": Ref("d9d_data.chat.encoder:ChatEncoder"),
@@ -35,15 +35,15 @@ ENCODERS = {
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Encoding of a corpus: the encoder that turns its records into tokens, and its settings.
+    """Encoding of a corpus: the encoder that turns records into tokens, and its settings.
 
     Attributes:
         encoder: name of the encoder, see :data:`ENCODERS`.
-        settings: of the encoder, see its ``load``; plain data.
-        columns: names of the values that it gives beside the tokens.
+        settings: settings of the encoder's ``load``, as plain data.
+        columns: names of the columns of values per token.
         texts: names of the documents of a sample, if it has several.
-        words: for messages about its records.
-        targets: whether the tokens are predicted, so that the last of a document has no position.
+        words: names for messages about the records.
+        targets: whether tokens are predicted; then the last token of a document is a target only, not an input.
     """
 
     encoder: str
@@ -55,7 +55,7 @@ class Encoding:
 
     @property
     def plural(self) -> str:
-        """Name of the records in messages."""
+        """Name of the records in messages, in the plural."""
         return self.words.plural
 
 
@@ -64,14 +64,14 @@ TEXTS = Encoding("text", {})
 
 
 def tokenizer_of(config: PreparedConfig) -> tuple[str | BpeTokenizer, str | None]:
-    """Choice of the tokenizer, which is resolved, and the end-of-text token if the config names one."""
+    """Tokenizer and end-of-text token (``None`` if unset) of a config whose tokenizer is resolved."""
     assert isinstance(config, TokenizedConfig | ModelTextConfig)
     assert config.tokenizer is not None
     return config.tokenizer, config.end_of_text if isinstance(config, TokenizedConfig) else None
 
 
 def encoding_of(config: PreparedConfig) -> Encoding:
-    """Encoding of the corpus of a dataset config."""
+    """Encoding for the corpus of a dataset config."""
     if isinstance(config, LabelledConfig):
         lost = "words lost their labels" if config.per == "word" else ""
         words = Words("labelled records", lost)
@@ -81,7 +81,8 @@ def encoding_of(config: PreparedConfig) -> Encoding:
         texts = ("query", "positive", *negatives)
         return Encoding("pairs", _pairs(config), texts=texts, words=Words("pairs"), targets=False)
     if isinstance(config, DocumentsConfig) and config.too_long != "cut_end":
-        # The beginnings of documents are read from what all lengths and the dataset text share.
+        # With cut_end, the stream reads beginnings of whole documents, and all lengths and the dataset text share one
+        # cache.
         return Encoding("text", {"longest": config.sequence_length + 1, "too_long": config.too_long})
     if not isinstance(config, ModelTextConfig):
         return TEXTS
@@ -101,28 +102,28 @@ def encoding_of(config: PreparedConfig) -> Encoding:
 
 
 def limit_of(config: PreparedConfig) -> Limit | None:
-    """Limit on the tokens of a text; ``None`` where samples are cut from texts of any length."""
+    """Token limit of a text; ``None`` for datasets that take texts of any length."""
     if not isinstance(config, PaddedConfig):
         return None
     return Limit(config.sequence_length + int(encoding_of(config).targets), config.too_long)
 
 
 def no_inputs_of(encoding: Encoding, inputs: TextInputs, adds_end: bool) -> int:
-    """Number of tokens at the end of each document that are no inputs under an encoding.
+    """Number of tokens at the end of each document that are not inputs.
 
     Args:
-        encoding: of the records.
+        encoding: encoding of the records.
         inputs: tokens of a text that are inputs.
-        adds_end: whether the tokenizer adds the end of text itself.
+        adds_end: whether the tokenizer itself adds the end of text.
 
     Raises:
-        DataError: the texts lack the end that has to be an input.
+        DataError: ``inputs`` asks for an end-of-text token as an input, and the texts have none.
     """
     if inputs == "with_end":
         if encoding.encoder == "labelled" and not adds_end:
             raise DataError(
-                "data: the head is trained with texts that end with the end-of-text token, and texts with labels have "
-                "none, so the same text would be another one; use the dataset documents or pairs"
+                "data: the head is trained with texts that end with the end-of-text token, but texts with labels have "
+                "none, so the head would read other inputs for the same text; use the dataset documents or pairs"
             )
         return 0
     if inputs == "own":
@@ -134,7 +135,7 @@ def no_inputs_of(encoding: Encoding, inputs: TextInputs, adds_end: bool) -> int:
     return int(encoding.targets)
 
 
-#: Datasets, by their encoders, that cut a text as the dataset does which a head is trained with.
+#: Treatment of the end of text in training -> encoders whose datasets truncate texts in the same way.
 _CUT_ALIKE = {
     "with_end": ("text", "pairs"),
     "as_encoded": ("text", "labelled"),
@@ -143,20 +144,20 @@ _CUT_ALIKE = {
 
 
 def check_cut(encoding: Encoding, inputs: TextInputs, limit: Limit | None, cut: int) -> None:
-    """Refuse texts that are cut otherwise than those which a head is trained with.
+    """Raise if texts are truncated differently from the texts that a head was trained with.
 
     Raises:
-        DataError: some are.
+        DataError: they are.
     """
     if inputs == "own" or not cut:
         return
-    # The beginning that a tokenizer adds stays in texts with labels that lose theirs.
+    # Labelled texts keep the token that the tokenizer adds at the beginning, even if their beginning is cut.
     loses_beginning = encoding.encoder == "text" and limit is not None and limit.too_long == "cut_start"
     if encoding.encoder in _CUT_ALIKE[inputs] and not (inputs == "as_encoded" and loses_beginning):
         return
     raise DataError(
-        f"data.sequence_length: {cut:,} {encoding.plural} are too long, and this dataset cuts them otherwise than the "
-        "one that the head is trained with, so the same text would be another one; use longer samples, or that dataset"
+        f"data.sequence_length: {cut:,} {encoding.plural} are too long, and this dataset truncates them unlike "
+        "the dataset that the head is trained with; use longer samples, or that dataset"
     )
 
 

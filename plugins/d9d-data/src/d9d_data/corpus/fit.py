@@ -1,7 +1,7 @@
-"""Fit of records into samples: the treatment of those that are too long, and counts of what they lose.
+"""Fit of records into samples: the treatment of records that are too long, and counts of lost tokens and records.
 
-All datasets over a corpus count here, whether their encoder cuts records or a stream reads a part of each document, so
-that every loss is in the facts of the stream and in one line at each start.
+All datasets over a corpus count their losses here, in the encoder or in the stream that truncates documents, so that
+every loss is in the facts of the stream and in one line at each start.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from d9d_core.errors import DataError
 
 #: Treatment of a record that is too long, as ``data.too_long`` names it.
 Policy = Literal["cut_end", "cut_start", "drop", "error"]
-#: Fraction of the records beyond which their losses are a warning.
+#: Fraction of the records beyond which losses are reported as a warning.
 TOLERATED = 0.01
 
 
 class TooLongError(DataError):
-    """Record that is too long, where that is an error; ``malformed: skip`` does not skip it."""
+    """Record longer than the limit under ``too_long: error``; ``malformed: skip`` does not skip it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Limit on the tokens of a text, and the treatment of longer ones, which do not fit.
+    """Token limit of a text, and the treatment of longer texts.
 
     Attributes:
         longest: most tokens.
@@ -35,14 +35,14 @@ class Limit:
     too_long: Policy = "cut_end"
 
     def kept(self, count: int, where: str) -> slice | None:
-        """Tokens that are kept of a text of ``count`` tokens; ``None`` if its record is left out.
+        """Slice of the tokens to keep of a text with ``count`` tokens; ``None`` to leave out its record.
 
         Args:
-            count: tokens of the text.
-            where: name of the text in messages.
+            count: number of tokens of the text.
+            where: name of the text in error messages.
 
         Raises:
-            TooLongError: it is longer, and that is an error.
+            TooLongError: the text is longer, and ``too_long`` is ``error``.
         """
         if count <= self.longest:
             return slice(0, count)
@@ -50,7 +50,7 @@ class Limit:
             return None
         if self.too_long == "error":
             raise TooLongError(
-                f"{where} has {count:,} tokens, more than the {self.longest:,} of a sequence; use longer sequences, "
+                f"{where} has {count:,} tokens, more than a sequence's {self.longest:,}; use longer sequences, "
                 "leave out the record, or set data.too_long to cut_end, cut_start or drop"
             )
         return slice(0, self.longest) if self.too_long == "cut_end" else slice(count - self.longest, count)
@@ -58,19 +58,20 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Tally of how an encoder's records fit the limit on tokens; malformed records are left aside.
+    """Counts of how records fit the token limit; malformed records are not counted.
 
     Attributes:
-        records: samples, and records that are left out.
-        longest: tokens of the longest text of a record, before it is cut.
-        cut: records that lost tokens.
-        incomplete: cut records that lost tokens to learn.
-        dropped: records that are left out for their length, or because nothing is left to learn.
-        needed: fewest tokens in which one of the dropped records has a token to learn; 0 if none has one.
-        spelled: records with a text that spells a special token.
-        spelling: the first of these tokens.
-        parsed: records with tool arguments that are JSON strings.
-        stops: records whose last learned token is this one, by the special tokens that end them.
+        records: number of samples and of records left out.
+        longest: number of tokens of the longest text of a record, before truncation.
+        cut: number of records that lost tokens.
+        incomplete: number of records that lost tokens to learn.
+        dropped: number of records left out because they are too long or have no token to learn.
+        needed: smallest sequence limit, in tokens, that gives one of the dropped records a token to learn; 0 if none
+            would.
+        spelled: number of records with a text that spells a special token.
+        spelling: first of these special tokens.
+        parsed: number of records with tool arguments that are JSON strings.
+        stops: special token -> number of records whose last learned token it is.
     """
 
     records: int = 0
@@ -85,7 +86,7 @@ class Tally:
     stops: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: Tally) -> Tally:
-        """Counts over the records of both."""
+        """Counts over the records of both tallies."""
         numbers = ("records", "cut", "incomplete", "dropped", "spelled", "parsed")
         stops = [(name, count) for tally in (self, other) for name, count in tally.stops.items()]
         return Tally(
@@ -98,45 +99,45 @@ class Tally:
 
     @property
     def stopped(self) -> int:
-        """Records whose last learned token is a special one, which ends what a model writes."""
+        """Number of records whose last learned token is special, so that the model learns to stop."""
         return sum(self.stops.values())
 
     def written(self) -> dict[str, Any]:
-        """Counts as JSON can hold them."""
+        """Counts as a JSON object."""
         return {one.name: getattr(self, one.name) for one in fields(self)} | {"stops": dict(self.stops)}
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Counts as they were written to JSON."""
+        """Tally of a JSON object made by :meth:`written`."""
         return cls(**value)
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Words of a dataset for messages about its records.
+    """Names for messages about a dataset's records.
 
     Attributes:
-        plural: name of the records.
-        lost: what a record lost to learn, after "in 3 "; empty where only tokens are lost.
+        plural: name of the records, in the plural.
+        lost: loss of a record that lost tokens to learn, after "in 3 "; empty if the number of lost tokens says all.
     """
 
     plural: str
     lost: str = ""
 
 
-#: Words of datasets of texts.
+#: Names for datasets of plain texts.
 DOCUMENTS = Words("documents")
-#: Counts of no record.
+#: Tally without records.
 NONE = Tally()
 
 
 def losses(tally: Tally, limit: Limit, words: Words) -> Iterator[str]:
-    """Lines about the records of a corpus that are cut or left out; none if every record is whole.
+    """Yield lines about the records of a corpus that are truncated or left out; none if every record is whole.
 
     Args:
         tally: counts.
-        limit: tokens of a text.
-        words: of the dataset.
+        limit: token limit of a text.
+        words: names for the dataset's records.
     """
     plural, most = words.plural, f"{limit.longest:,} tokens"
     if tally.cut:
@@ -144,19 +145,17 @@ def losses(tally: Tally, limit: Limit, words: Words) -> Iterator[str]:
         line = f"cut {tally.cut:,} of {tally.records:,} {plural} to {most}, longest {tally.longest:,}{lost}"
         yield _weighed(line, tally.cut, tally.records)
     if tally.dropped:
-        line = (
-            f"left out {tally.dropped:,} of {tally.records:,} {plural} that are too long, or have nothing left to learn"
-        )
+        line = f"left out {tally.dropped:,} of {tally.records:,} {plural} that are too long, or have no token to learn"
         yield _weighed(f"{line} in {most}, longest {tally.longest:,}", tally.dropped, tally.records)
 
 
 def readings(tally: Tally, words: Words, special_tokens: Literal["text", "token"]) -> Iterator[str]:
-    """Lines about records that can be read in two ways.
+    """Yield lines about records that can be read in two ways.
 
     Args:
         tally: counts.
-        words: of the dataset.
-        special_tokens: what texts that spell special tokens become.
+        words: names for the dataset's records.
+        special_tokens: treatment of special tokens spelled in texts.
     """
     of = f"of {tally.records:,} {words.plural}"
     if tally.spelled:
@@ -173,13 +172,13 @@ def readings(tally: Tally, words: Words, special_tokens: Literal["text", "token"
 
 
 def stops(tally: Tally, words: Words) -> str:
-    """Line about the special tokens that end what is learned; a warning if no record has one."""
+    """Line about the special tokens at the end of the learned text; a warning if no record has one."""
     samples = tally.records - tally.dropped
     found = f"stop token learned in {tally.stopped:,} of {samples:,} {words.plural}"
     if not tally.stopped:
         return (
-            f"warning: {found}: the model does not learn to end what it writes; use a chat template that ends the "
-            "assistant's turns with a special token inside of what is learned, or longer sequences"
+            f"warning: {found}: the model does not learn when to stop; use a chat template that ends the assistant's "
+            "turns with a special token inside the learned text, or longer sequences"
         )
     return f"{found}: {', '.join(sorted(tally.stops, key=lambda token: -tally.stops[token]))}"
 
@@ -187,18 +186,18 @@ def stops(tally: Tally, words: Words) -> str:
 def _weighed(line: str, count: int, records: int) -> str:
     if count <= TOLERATED * records:
         return line
-    return f"warning: {line}; use a larger sequence_length, or choose with data.too_long what happens to them"
+    return f"warning: {line}; use a larger sequence_length, or choose their treatment with data.too_long"
 
 
 def nothing_left(tally: Tally, limit: Limit, words: Words) -> DataError:
     """Error about a corpus whose records are all left out."""
     plural = words.plural
     if limit.too_long == "drop" or not tally.needed:
-        reason = f"all {tally.dropped:,} {plural} are too long for {limit.longest:,} tokens, or have nothing to learn"
+        reason = f"all {tally.dropped:,} {plural} are too long for {limit.longest:,} tokens, or have no token to learn"
         advice = f"use a sequence_length of up to {tally.longest - 1:,}, or data.too_long: cut_end or cut_start"
     else:
         reason = (
-            f"none of the {tally.dropped:,} {plural} has anything to learn in its first {limit.longest:,} tokens: "
+            f"none of the {tally.dropped:,} {plural} has a token to learn in its first {limit.longest:,} tokens: "
             f"their prompts alone have {tally.needed - 1:,} tokens and more"
         )
         advice = f"use a sequence_length of more than {tally.needed - 1:,}, or data.too_long: cut_start"

@@ -1,7 +1,7 @@
-"""Identity of a corpus: equal identities mean equal documents, so that what was prepared once can be used again.
+"""Identity of a corpus: equal identities mean equal documents, so that prepared data can be used again.
 
-Corpora up to :data:`SMALL_CORPUS` bytes are hashed as a whole. Of larger ones a file counts by its size, the time of
-its last change and a sample of its bytes: a start reads little, and copies whose times differ are prepared again.
+Corpora up to :data:`SMALL_CORPUS` bytes are hashed as a whole. For larger corpora, the identity of a file is its size,
+modification time and a sample of its bytes: little is read at a start, but copies with other times are prepared again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from d9d_data.sources.opening import FileStat, SourceFile, open_stored, read_blo
 from d9d_data.tokenizer.file import find_tokenizer_file
 from d9d_data.tokenizer.select import tokenizer_identity
 
-#: Part of the identity; raise it when the layout of prepared data, or how tokens are made, changes.
+#: Part of the identity; raise it when the layout of prepared data or the tokenisation changes.
 FORMAT = 7
-#: Bytes of the largest corpus that is hashed as a whole although its config asks for samples.
+#: Bytes of the largest corpus that is hashed as a whole even with ``digest: sampled``.
 SMALL_CORPUS = 1 << 26
 _READ = 1 << 20  # bytes
 
@@ -30,7 +30,7 @@ def corpus_key(config: PreparedConfig, pieces: Sequence[Piece]) -> str:
     """Identity of a prepared corpus: its key in the cache, which does not depend on the paths of the files.
 
     Args:
-        config: how documents become tokens.
+        config: config of the dataset, which decides how documents become tokens.
         pieces: the files, in order.
 
     Raises:
@@ -48,7 +48,7 @@ def corpus_key(config: PreparedConfig, pieces: Sequence[Piece]) -> str:
     sampled = config.digest == "sampled" and sum(stat.size for stat in stats) > SMALL_CORPUS
     for piece, stat in zip(pieces, stats, strict=True):
         content = _content(piece.file, stat, sampled)
-        # The same bytes may be read in several ways.
+        # A file can be read in several ways.
         digest.update(f"{piece.file.format} {piece.file.compression} {piece.field} {content}\n".encode())
     return f"text-{digest.hexdigest()[:32]}"
 

@@ -1,4 +1,4 @@
-"""Writer of a one-dimensional ``.npy`` file piece by piece, so that a corpus need not fit into memory."""
+"""Writer that appends to a one-dimensional ``.npy`` file, so that a corpus need not fit into memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 class NpyWriter:
-    """Writer that appends to an ``.npy`` file, which is valid if this context manager is left without an error."""
+    """Writer that appends to an ``.npy`` file; the file is valid after the context manager exits without an error."""
 
     def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
         self._dtype = np.dtype(dtype)
@@ -36,7 +36,7 @@ class NpyWriter:
                 self._file.seek(0)
                 # numpy pads headers so that a growing first dimension does not move the data.
                 if self._write_header() != self._header_size:
-                    raise RuntimeError(f"the header of {self._path} outgrew its place")
+                    raise RuntimeError(f"the header of {self._path} no longer fits the space reserved for it")
         finally:
             self._file.close()
 

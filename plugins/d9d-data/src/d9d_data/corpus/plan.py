@@ -1,4 +1,4 @@
-"""Plan of the work on a corpus: shards of about equal size, each tokenised on its own and kept when a process dies."""
+"""Plan of the work on a corpus: shards of about equal size, each tokenised alone and kept if the process dies."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from d9d_data.sources.document import Piece
 from d9d_data.sources.opening import stat_file
 from d9d_data.sources.tables import row_group_sizes
 
-#: Bytes of a shard: about 10 seconds of work, and so much is lost with a killed process.
+#: Bytes of a shard: about 10 seconds of work, which a killed process loses.
 SHARD_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Consecutive parts of a corpus that are tokenised together.
+    """Consecutive pieces of a corpus that are tokenised together.
 
     Attributes:
-        name: identifies the shard among all plans for one corpus; of no more than letters, digits and dashes.
-        pieces: what to read, in order.
-        size: about how many bytes that is.
+        name: identifier of the shard among all plans for one corpus; letters, digits and dashes only.
+        pieces: pieces to read, in order.
+        size: approximate number of bytes to read.
     """
 
     name: str
@@ -38,13 +38,13 @@ class _Part:
 
 
 def plan_shards(files: Sequence[Piece], shard_bytes: int | None = None) -> list[Shard]:
-    """Plan the shards that a corpus is tokenised in, without reading its documents.
+    """Plan the shards of a corpus without reading its documents.
 
     Files of JSON lines are cut into ranges of bytes, Parquet files between row groups; other files stay whole.
 
     Args:
         files: the files, in order.
-        shard_bytes: bytes of a shard, at least; only the last has fewer.
+        shard_bytes: least bytes of a shard except the last.
 
     Raises:
         DataError: a file cannot be read.
@@ -75,7 +75,7 @@ def _parts(files: Sequence[Piece], limit: int) -> Iterator[_Part]:
         size = stat_file(file.address).size
         if size > limit and file.format == "jsonl" and not file.compression:
             for begin in range(0, size, limit):
-                # The last range has no end: a file that grows meanwhile is noticed by its identity.
+                # The last range has no end: if the file grows meanwhile, its identity changes, which is reported.
                 end = begin + limit if begin + limit < size else None
                 yield _Part(number, replace(piece, begin=begin, end=end), min(limit, size - begin))
         elif size > limit and file.format == "parquet":
@@ -95,7 +95,7 @@ def _row_groups(number: int, piece: Piece, limit: int) -> Iterator[_Part]:
 
 
 def _shard(index: int, parts: Sequence[_Part]) -> Shard:
-    # Not the paths: the corpus's identity stands for the contents, wherever the files are.
+    # The paths are not part of the name: the corpus's identity already stands for the contents of the files.
     ranges = [(part.file, part.piece.begin, part.piece.end) for part in parts]
     digest = hashlib.sha256(json.dumps(ranges).encode()).hexdigest()[:16]
     return Shard(f"{index:06}-{digest}", tuple(part.piece for part in parts), _size_of(parts))

@@ -1,7 +1,7 @@
 """Pool of worker processes that tokenise shards.
 
-They are started as programs of their own rather than with ``multiprocessing``, which would run a script without
-``if __name__ == "__main__":`` once more in each.
+They are started as separate programs rather than with ``multiprocessing``, which would run a script without
+``if __name__ == "__main__":`` again in each worker.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from d9d_core.errors import DataError, TrainingError
 from d9d_data.corpus.plan import Shard
 from d9d_data.corpus.worker import Setup, encode_shard
 
-#: Worker processes unless a config says otherwise; fewer where there are fewer cores.
+#: Default number of worker processes; the number of cores if that is smaller.
 MOST_WORKERS = 8
 
 
 def default_workers() -> int:
-    """Worker processes for this machine."""
+    """Default number of worker processes on this machine."""
     return min(MOST_WORKERS, os.cpu_count() or 1)
 
 
@@ -32,26 +32,27 @@ def tokenise_in_processes(setup: Setup, shards: Sequence[Shard], workers: int, a
     """Tokenise shards of a corpus in a pool of worker processes.
 
     Args:
-        setup: their settings.
-        shards: what to tokenise, in the order in which it is begun.
+        setup: settings for the workers.
+        shards: shards to tokenise, started in this order.
         workers: number of processes.
-        advance: told about how many bytes were read since the last call, from several threads.
+        advance: called from several threads with the approximate number of bytes read since the last call.
 
     Raises:
-        DataError: a file cannot be read or a document is malformed; of several errors, that of the first shard.
-        TrainingError: a process died.
+        DataError: a file cannot be read or a document is malformed; the error of the first such shard.
+        TrainingError: a worker process died.
     """
     processes = [_start(workers) for _ in range(workers)]
     pending = deque(enumerate(shards))
     failures: dict[int, Exception] = {}
 
     def drive(process: subprocess.Popen[str]) -> None:
-        # Shards are begun in order, so when one fails, those before it are being done, and their errors are heard.
+        # Shards start in order. When one fails, the shards before it are already being tokenised and report their
+        # errors.
         while pending and not failures:
             try:
                 index, shard = pending.popleft()
             except IndexError:
-                return  # another thread took the last
+                return  # another thread took the last shard
             try:
                 _tokenise(process, shard, advance)
             except (DataError, TrainingError) as error:
@@ -81,7 +82,7 @@ def tokenise_in_processes(setup: Setup, shards: Sequence[Shard], workers: int, a
 
 
 def _start(workers: int) -> subprocess.Popen[str]:
-    # Several processes with as many threads each as there are cores would hinder each other.
+    # Each process starts a thread per core by default, too many for several processes.
     threads = max(1, (os.cpu_count() or 1) // workers)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "d9d_data.corpus.worker"],
@@ -107,8 +108,8 @@ def _tokenise(process: subprocess.Popen[str], shard: Shard, advance: Callable[[i
         if "done" in answer:
             return
     raise TrainingError(
-        f"data.preparation_workers: a process that tokenises died (exit status {process.wait()}); if memory ran out, "
-        "use fewer; what is finished is kept, and 'data.preparation_workers: 0' tokenises in this process"
+        f"data.preparation_workers: a tokenising process died (exit status {process.wait()}); if memory ran out, use "
+        "fewer; finished shards are kept, and 'data.preparation_workers: 0' tokenises in this process"
     )
 
 
@@ -118,7 +119,7 @@ def _send(process: subprocess.Popen[str], line: str) -> None:
         process.stdin.write(line)
         process.stdin.flush()
     except BrokenPipeError:
-        return  # it died, which is noticed when its answer is read
+        return  # the process died; reading its answer reports that
 
 
 def _close(process: subprocess.Popen[str]) -> None:
@@ -127,4 +128,4 @@ def _close(process: subprocess.Popen[str]) -> None:
         try:
             pipe.close()
         except BrokenPipeError:
-            continue  # what a dead process was not told
+            continue  # unsent text for a dead process

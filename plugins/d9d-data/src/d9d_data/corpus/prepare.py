@@ -1,4 +1,4 @@
-"""Preparation of a corpus: documents as token ids on disk, tokenised once for all runs that ask for the same."""
+"""Preparation of a corpus: documents as token ids on disk, tokenised once for all runs with the same settings."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from d9d_data.tokenizer.of_model import with_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Ends of documents, as a stream reads them.
+    """Treatment of document ends by a stream.
 
     Attributes:
-        no_inputs: tokens at the end that are no inputs.
-        keep: whether the last input stays where a document is cut.
-        from_end: whether the beginning is cut.
+        no_inputs: number of tokens at the end of a document that are not inputs.
+        keep: whether truncation keeps the last input of a document.
+        from_end: whether truncation removes the beginning.
     """
 
     no_inputs: int = 0
@@ -53,44 +53,47 @@ class Ends:
     from_end: bool = False
 
 
-#: Ends of documents of which every token is an input.
+#: Every token of a document is an input.
 WHOLE = Ends()
-#: Ends of documents whose last token is a target only.
+#: The last token of a document is a target only.
 PREDICTED = Ends(1)
 C = TypeVar("C", bound=TokenizedConfig | ModelTextConfig)
-#: Files whose reading is announced.
+#: Number of files from which a note announces that they are being read.
 _MANY = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Prepared corpus, one split of it: tokens and where documents begin.
+    """One split of a prepared corpus: its tokens and the boundaries of its documents.
 
     Attributes:
-        tokens: [N] token ids, memory-mapped.
-        starts: [D + 1] where documents start, and N; memory-mapped.
-        vocab_size: one more than the largest id.
+        tokens: token ids [N], memory-mapped.
+        starts: index of the first token of each document, then N: [D + 1], memory-mapped.
+        vocab_size: largest token id plus 1.
         tokenizer: description of the tokenizer, for people.
-        unigram_entropy: nats per token of the train split's token frequencies: the loss of knowing only those.
-        digest: identifies tokens and boundaries.
-        assets: directory with the tokenizer's files; ``None`` if they are the model's own, which an export has anyway.
-        skipped: malformed records that both splits together lack.
-        weights: bool [N], whether tokens are learned, memory-mapped; ``None`` if all are.
-        learned: how many are, if there are weights.
-        first_skipped: place of the first malformed record and what is wrong with it.
+        unigram_entropy: entropy in nats per token of the train split's token frequencies: the loss of a model that
+            knows only the frequencies.
+        digest: identifier of tokens and boundaries.
+        assets: directory with the tokenizer's files; ``None`` if they are the pretrained model's, which an export
+            copies anyway.
+        skipped: number of malformed records left out, over both splits.
+        weights: bool [N], whether each token is learned, memory-mapped; ``None`` if all are.
+        learned: number of learned tokens, if there are weights.
+        first_skipped: place of the first malformed record, and its problem.
         tally: counts of the records of both splits.
-        encoding: of the records.
-        labels: int32 [N], class of each token, -100 for none, memory-mapped; of a text with one label, at its first
-            token. ``None`` if there are none.
+        encoding: encoding of the records.
+        labels: int32 [N], class of each token or -100, memory-mapped; the label of a text is at its first token.
+            ``None`` if there are no labels.
         num_classes: number of classes.
         label_names: names of the classes, if they have names.
-        lost: int64 [D], tokens that each document lost to a cut when it was prepared, memory-mapped; ``None`` if none
-            lost any.
-        limit: on the tokens of a document, of which the stream reads no more; ``None`` if it reads all.
-        ends: ends of documents, which may be inputs or not.
-        predicts: whether a stream gives targets; otherwise only inputs are wanted.
-        stop_token_ids: special tokens that end what is learned, the most frequent first, if not all is learned.
-        scales: float32 [N], weight of each token that is learned, memory-mapped; ``None`` if all have the same.
+        lost: int64 [D], number of tokens that each document lost to truncation when it was prepared, memory-mapped;
+            ``None`` if no document lost any.
+        limit: token limit of a document, applied by the stream; ``None`` if it reads whole documents.
+        ends: treatment of document ends.
+        predicts: whether a stream gives targets; otherwise it gives only inputs.
+        stop_token_ids: special tokens at the end of the learned text, the most frequent first, if not all tokens are
+            learned.
+        scales: float32 [N], loss weight of each learned token, memory-mapped; ``None`` if all are 1.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -118,26 +121,26 @@ class Corpus:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Names of the consecutive documents that belong together, if a sample has several."""
+        """Names of the consecutive documents that form one sample, if a sample has several."""
         return self.encoding.texts
 
     @property
     def documents_per_sample(self) -> int:
-        """Number of consecutive documents that belong together."""
+        """Number of consecutive documents that form one sample."""
         return len(self.texts) or 1
 
     @property
     def samples(self) -> int:
-        """Number of documents, or of groups of documents that belong together."""
+        """Number of samples: documents, or groups of documents that form one sample."""
         return (len(self.starts) - 1) // self.documents_per_sample
 
     def documents_of(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Documents of samples [B], those of each together: [B * documents_per_sample]."""
+        """Document indices of samples [B]: [B * documents_per_sample], grouped by sample."""
         together = np.arange(self.documents_per_sample)
         return (samples[:, None] * self.documents_per_sample + together).reshape(-1)
 
     def lost_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Tokens that documents [D] lost to a cut, when they were prepared or because the stream reads no more."""
+        """Number of tokens that documents [D] lost to truncation, in preparation and in the stream: [D]."""
         lost: npt.NDArray[np.int64]
         lost = np.zeros(len(documents), dtype=np.int64) if self.lost is None else self.lost[documents]
         if self.limit is not None:
@@ -145,7 +148,7 @@ class Corpus:
         return lost
 
     def losses(self) -> Tally:
-        """Counts of what is cut and left out: of both splits, or where the stream cuts documents, of this one."""
+        """Counts of truncated and dropped records: of this split if the stream truncates, else of both splits."""
         if self.limit is None or self.tally.cut:
             return self.tally
         lengths = np.diff(self.starts)
@@ -155,11 +158,11 @@ class Corpus:
         return replace(self.tally, records=self.samples, longest=int(lengths.max()), cut=cut)
 
     def positions_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Positions that documents [D] take: their tokens that are inputs."""
+        """Number of input tokens of documents [D]: [D]."""
         return self.starts[documents + 1] - self.starts[documents] - self.ends.no_inputs
 
     def __reduce__(self) -> tuple[Callable[..., Corpus], tuple[object, ...]]:
-        """Let another process map the files anew; by default it would get a copy of all that they hold."""
+        """Pickle the names of memory-mapped files instead of their contents; the other process maps them again."""
         values = [getattr(self, field.name) for field in fields(self)]
         return _rebuilt, tuple(_Mapped(Path(str(v.filename))) if isinstance(v, np.memmap) else v for v in values)
 
@@ -174,7 +177,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """File of an array that another process maps."""
+    """Name of the file of a memory-mapped array, as pickled."""
 
     file: Path
 
@@ -185,13 +188,13 @@ def _rebuilt(*values: Any) -> Corpus:
 
 
 def map_array(file: Path) -> npt.NDArray[Any]:
-    """Map the array in a ``.npy`` file, which is read as it is used."""
+    """Memory-map the array in a ``.npy`` file."""
     array: npt.NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
     return array
 
 
 def prepare_for(config: C, context: DataContext) -> tuple[C, Corpus]:
-    """Prepare the corpus of a config for a job: without a tokenizer of its own, with the model's.
+    """Prepare the corpus of a config for a job; a config without a tokenizer gets the pretrained model's.
 
     Returns:
         The config with its tokenizer, and the corpus.
@@ -206,14 +209,14 @@ def prepare_for(config: C, context: DataContext) -> tuple[C, Corpus]:
 
 
 def _read_limit(config: PreparedConfig, one_pass: bool) -> Limit | None:
-    """Limit on the tokens of a document that the stream of a config reads."""
+    """Token limit of a document for the stream of a config."""
     if one_pass and isinstance(config, TextConfig) and config.packing == "best_fit":
         return Limit(config.sequence_length + 1)  # see d9d_data.stream.binned
     return limit_of(config)
 
 
 def _lines(corpus: Corpus, config: PreparedConfig) -> Iterator[str]:
-    """Lines about what a corpus lacks of its sources, and how it reads them."""
+    """Yield lines about records that the corpus lacks or truncates, and about its reading of ambiguous records."""
     encoding = corpus.encoding
     if corpus.skipped:
         yield f"left out {corpus.skipped:,} malformed {encoding.plural}; the first: {corpus.first_skipped}"
@@ -231,18 +234,18 @@ def prepare(
     one_pass: bool = False,
     inputs: TextInputs = "own",
 ) -> Corpus:
-    """Find the corpus of a config in the cache, or prepare it, and say what it lacks of its sources.
+    """Find the corpus of a config in the cache, or prepare it; report truncated, dropped and ambiguous records.
 
     Args:
-        config: of a dataset.
-        cache_dir: of prepared data.
-        note: prints a line.
-        one_pass: whether the stream makes one pass, for which some read less of each document.
+        config: config of a dataset.
+        cache_dir: directory of prepared data.
+        note: function that prints a line.
+        one_pass: whether the stream makes a single pass, in which some streams read less of each document.
         inputs: tokens of a text that are inputs.
 
     Raises:
-        DataError: sources, tokenizer or cache directory are unusable, there is no text, or no document is set aside.
-        TrainingError: a process that tokenises died.
+        DataError: sources, tokenizer or cache directory are unusable, there is no text, or the split has no document.
+        TrainingError: a tokenising process died.
     """
     config = with_tokenizer(config, None)
     corpus, adds_end, adds_after = _found(config, cache_dir, note)
@@ -261,7 +264,7 @@ def prepare(
 
 
 def _found(config: C, cache_dir: Path, note: Callable[[str], None]) -> tuple[Corpus, bool, int]:
-    """Corpus of a config, whether its tokenizer adds an end of text, and how many tokens it adds after a text."""
+    """Corpus of a config, whether its tokenizer adds an end of text, and the number of tokens it adds after a text."""
     encoding = encoding_of(config)
     files = find_files(config.sources, note)
     pieces = [Piece(file, _field_of(config, file)) for file in files]
@@ -272,7 +275,7 @@ def _found(config: C, cache_dir: Path, note: Callable[[str], None]) -> tuple[Cor
             check_field(piece.file, piece.field)
     amount = _amount(files)
     if len(files) >= _MANY:
-        note(f"reading {amount} from {', '.join(config.sources)}, to see whether they are prepared")
+        note(f"reading {amount} from {', '.join(config.sources)}, to find prepared data")
     key = corpus_key(config, pieces)
 
     required = [FACTS, *(name for split in SPLITS for name in _files_of(split, encoding))]
@@ -287,14 +290,12 @@ def _found(config: C, cache_dir: Path, note: Callable[[str], None]) -> tuple[Cor
             begin = time.perf_counter()
             note(f"preparing {amount} from {', '.join(config.sources)}; this happens once")
             if done := sum((work / shard.name).is_dir() for shard in shards):
-                note(
-                    f"{done:,} of {len(shards):,} parts are there from a start that did not end; going on with the rest"
-                )
+                note(f"found {done:,} of {len(shards):,} shards from an interrupted start; continuing with the rest")
             facts = tokenise(config, shards, work, directory)
             if corpus_key(config, pieces) != key:
                 shutil.rmtree(work)
                 raise DataError(
-                    "data.sources: a file changed while it was being read; start again when all are in place"
+                    "data.sources: a file changed while it was being read; start again when no file changes any more"
                 )
             note(f"tokenised in {time.perf_counter() - begin:.1f} s with {facts['tokenizer']}")
 
@@ -310,7 +311,7 @@ def _field_of(config: PreparedConfig, file: SourceFile) -> str | None:
 
 
 def _amount(files: Sequence[SourceFile]) -> str:
-    """Amount of files for notes; a text file is a document, and of others nobody knows yet how many they hold."""
+    """Number of documents for notes; the number of files if their documents are not counted yet."""
     kind = "document" if all(file.format == "text" for file in files) else "file"
     return f"{len(files):,} {kind}{'' if len(files) == 1 else 's'}"
 

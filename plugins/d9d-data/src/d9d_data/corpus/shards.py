@@ -1,8 +1,9 @@
-"""Shards of a corpus as token files: complete or absent, so that work goes on where a killed process stopped.
+"""Shards of a corpus as token files: complete or absent, so that work continues after a killed process.
 
 Layout of a shard's directory: ``tokens.npy`` (uint16 or uint32 [N], every document followed by its end-of-text token),
-``lengths.npy`` (int64 [D], tokens of each document), ``lost.npy`` (int64 [D], tokens that each lost to a cut),
-``facts.json`` and a file for each of the encoder's columns, such as ``weights.npy`` (bool [N]).
+``lengths.npy`` (int64 [D], number of tokens of each document), ``lost.npy`` (int64 [D], number of tokens that each
+document lost to truncation), ``facts.json``, and a file for each of the encoder's columns, such as ``weights.npy``
+(bool [N]).
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ TOKENS, LENGTHS, LOST, FACTS = "tokens.npy", "lengths.npy", "lost.npy", "facts.j
 
 @dataclass(frozen=True, slots=True)
 class FinishedShard:
-    """Finished shard.
+    """Contents of a finished shard.
 
     Attributes:
-        tokens: [N].
-        lengths: int64 [D], tokens of each document.
-        lost: int64 [D], tokens that each lost to a cut.
-        columns: values beside the tokens, [N] each.
+        tokens: token ids [N].
+        lengths: int64 [D], number of tokens of each document.
+        lost: int64 [D], number of tokens that each document lost to truncation.
+        columns: values per token by column, [N] each.
         tally: counts of its records.
-        facts: malformed records, and the labels by their numbers.
+        facts: counts of malformed records, and the list of labels.
     """
 
     tokens: npt.NDArray[Any]
@@ -50,14 +51,14 @@ class FinishedShard:
 
 
 class Skips:
-    """Counter of the malformed records that are left out, which keeps what is wrong with the first."""
+    """Counter of malformed records, which keeps the problem of the first."""
 
     def __init__(self) -> None:
         self.count = 0
         self.first = ""
 
     def __call__(self, place: Place, problem: str) -> None:
-        """Count a document."""
+        """Count a malformed record."""
         self.count += 1
         self.first = self.first or f"{place} {problem}"
 
@@ -69,14 +70,14 @@ def write_shard(
     work: Path,
     advance: Callable[[int], None],
 ) -> None:
-    """Write a tokenised shard of a corpus, unless that is done already.
+    """Write a tokenised shard of a corpus, unless it is complete already.
 
     Args:
-        encoder: makes the tokens.
-        shard: what to read.
-        malformed: what to do with malformed records.
-        work: directory of the shards' directories.
-        advance: told about how many bytes were read since the last call.
+        encoder: encoder of the records.
+        shard: shard to read.
+        malformed: treatment of malformed records.
+        work: parent of the shards' directories.
+        advance: called with the approximate number of bytes read since the last call.
 
     Raises:
         DataError: a file cannot be read, or a document is malformed.
@@ -97,7 +98,7 @@ def write_shard(
             for batch in encoder.encode(shard.pieces, skips if malformed == "skip" else refuse):
                 tally, labels = tally + batch.tally, batch.labels
                 if batch.ids:
-                    # Ids are below the vocabulary.
+                    # Every id fits: ids are less than the size of the vocabulary.
                     tokens.append(np.concatenate(list(batch.ids), dtype=dtype, casting="unsafe"))
                     lengths.append(np.asarray([len(ids) for ids in batch.ids], dtype=np.int64))
                     lost.append(np.asarray(batch.lost or [0] * len(batch.ids), dtype=np.int64))
@@ -117,12 +118,12 @@ def write_shard(
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
-    """Type of token ids on disk."""
+    """Dtype of token ids on disk."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
 def read_shard(shard: Shard, work: Path, columns: Iterable[str]) -> FinishedShard:
-    """Contents of a finished shard; its arrays are memory-mapped."""
+    """Read a finished shard; its arrays are memory-mapped."""
     directory = work / shard.name
 
     def mapped(file: str) -> npt.NDArray[Any]:
