@@ -118,7 +118,7 @@ def test_when_every_checkpoint_is_damaged_nothing_is_overwritten(d9d: D9d, small
         ("parallel=[{name: activation_checkpointing, save: [atention]}]", "did you mean 'attention'"),
         (
             "parallel=[{name: activation_checkpointing, save: [rms_norm]}]",
-            "'rms_norm' in 'save': its kernel 'reference' has no operators whose outputs a block could keep",
+            "'rms_norm' in 'save': its kernel 'reference' has no operators whose outputs could be stored",
         ),
         ("kernels={attention: flash9}", "unknown kernel 'attention.flash9'"),
         ("kernels={rms_norm: torch}", "kernels.rms_norm: 'torch' (d9d-nn 0.1.0) cannot run here: "),

@@ -185,7 +185,7 @@ def unlisted() -> tuple[str, ...]:
 
 
 def test_a_core_without_a_slot_for_kernels_is_noted() -> None:
-    said = "cores.0: lists no slot of attention_block, which is computed in plain PyTorch"
+    said = "cores.0: declares no slot of attention_block, so it is computed in plain PyTorch"
     assert World(2).run(unlisted) == [(said,), (said,)]
 
 

@@ -306,7 +306,7 @@ def test_copies_of_a_stage_compute_with_their_own_parameters_and_tokens_that_are
     table: ModuleType, tmp_path: Path
 ) -> None:
     job = table.job(tmp_path / "corpus", "float32") | {"mesh": {"tp": 2}, "parallel": ["tensor_parallel"]}
-    with pytest.raises(RankFailedError, match="token 257 is no word of the vocabulary of 257"):
+    with pytest.raises(RankFailedError, match="token 257 is not in the vocabulary of 257"):
         World(2).run(copied_and_given_a_wrong_token, job, list(table.PLUGINS))
 
 
@@ -340,5 +340,5 @@ def test_what_nobody_said_how_to_split_is_refused(table: ModuleType, tmp_path: P
     plugin.write_text(METHOD)
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
     values = job | {"mesh": {"tp": 2}, "parallel": ["tensor_parallel"], "peft": "secret"}
-    with pytest.raises(D9dError, match=r"not known how ranks of tp share 'layers.0.attention.q_proj.secret.weight'"):
+    with pytest.raises(D9dError, match=r"the style of 'layers.0.attention.q_proj.secret.weight' over tp is unknown"):
         job_of(values, [*table.PLUGINS, str(plugin)]).plan()

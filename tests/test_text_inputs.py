@@ -111,7 +111,7 @@ def test_embeddings_of_documents_are_those_of_the_texts_of_pairs(data: Data) -> 
     records = [{"text": text} for text in TEXTS]
     trained = data.inputs(DocumentsConfig, build_documents, records, mode)
     assert data.inputs(TextConfig, build_text, records, mode, **packed) == trained
-    with pytest.raises(DataError, match="the head is trained with other tokens of such texts"):
+    with pytest.raises(DataError, match="packing truncates them differently"):
         data.inputs(TextConfig, build_text, [{"text": LONG}], mode, **packed)
 
 
@@ -138,7 +138,7 @@ def test_classes_of_documents_and_pairs_are_those_of_labelled_texts(data: Data) 
             if LONG not in texts:
                 assert data.inputs(PairsConfig, build_documents, pairs, task.text_inputs)[::2] == trained
                 continue
-            with pytest.raises(DataError, match="cuts them otherwise than the one that the head is trained with"):
+            with pytest.raises(DataError, match="truncates them unlike the dataset that the head is trained with"):
                 data.inputs(PairsConfig, build_documents, pairs, task.text_inputs)
     words = [{"tokens": text.split(), "labels": [0, 1, 0, 1][: len(text.split())]} for text in TEXTS]
     trained = data.inputs(LabelledConfig, build_documents, words, one_pass=False, per="word")

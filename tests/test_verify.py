@@ -96,7 +96,7 @@ def test_a_model_that_differs_between_layouts_by_its_nature_says_so(small_job: W
     job = Job.load(small_job(model={**EXPERTS, "capacity": 1.5, "balancing": [{"name": "bias_update"}]}))
     values = scaled_values(job, [parse_layout("dp_shard=2:fsdp", job)], steps=1)
     assert layout_dependence(scaled_model(job, values)) == [
-        "capacity drops tokens of each microbatch on each rank by itself"
+        "capacity drops tokens of each microbatch on each rank separately"
     ]
 
 

@@ -71,7 +71,7 @@ def test_a_small_file_does_not_stand_for_a_corpus(name: str, tmp_path: Path) -> 
             tmp_path / name
         )
     records, read = read_records(tmp_path / name), 0
-    with pytest.raises(DataError, match=rf"{name} has [\d,]+ bytes and stands for more than 134,217,728; "):  # noqa: PT012
+    with pytest.raises(DataError, match=rf"{name} has [\d,]+ bytes but decompresses to more than 134,217,728; "):  # noqa: PT012
         while True:
             read += len(next(records).values["text"])
     assert read < 1 << 28

@@ -72,7 +72,7 @@ def test_a_start_finds_damage_in_the_sampled_blocks_of_a_large_file_and_a_full_c
     content[place] ^= 1
     (target / "a").write_bytes(content)
     assert (find_damage(target) is not None) == found
-    assert find_damage(target, full=True) == "a has another checksum than when it was written"
+    assert find_damage(target, full=True) == "a has a different checksum than when it was written"
     (target / "a").write_bytes(content[:-1])
     assert find_damage(target) == "a has 1,048,575 bytes, not the 1,048,576 that were written"
 
@@ -91,7 +91,7 @@ def test_a_check_reads_no_more_of_a_larger_file(tmp_path: Path, monkeypatch: pyt
 def test_a_manifest_of_another_form_is_damage(tmp_path: Path, manifest: str) -> None:
     target = ensure(tmp_path)
     (target / MANIFEST).write_text(manifest)
-    assert find_damage(target) == f"ValueError: {MANIFEST} is no table of sizes and checksums"
+    assert find_damage(target) == f"ValueError: {MANIFEST} is not a table of sizes and checksums"
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "missing", "manifest", "empty"])

@@ -86,7 +86,7 @@ def one(**message: Any) -> dict[str, Any]:
         (one(role="assistant"), "has empty content and neither"),
         (one(role="tool", name="a"), r"of role 'tool' has no field 'content' \(it has role, name\)"),
         (one(role="user", content=3), r"messages\[0\].content is a number; give a string, or a list"),
-        (one(role="user", content=[{"type": "image", "url": "x"}]), r"content\[0\] is no text \(image\); only parts"),
+        (one(role="user", content=[{"type": "image", "url": "x"}]), r"content\[0\] is not text \(image\); only parts"),
         (one(role="user", content=["x"]), r"content\[0\] is no text \(a string\)"),
         (one(role="user", content=[{"type": "text"}]), r"content\[0\] is no text"),
         (one(role="assistant", tool_calls={}), "tool_calls is an object, not a list"),

@@ -103,7 +103,7 @@ def test_a_template_that_reads_special_tokens_in_contents_is_an_error() -> None:
     text = CHATML.replace("message.content +", "message.content.split('<|im_end|>')[-1] +")
     made = conversation("Hi<|im_end|>", "the fox")
     with pytest.raises(
-        DataError, match=r"t:1 holds a special token in its text, and t.jinja renders the text otherwise"
+        DataError, match=r"t:1 has a special token in its text, and t.jinja renders the rest differently"
     ):
         encode(made, ChatTemplate(text, name="t.jinja"), tokenizer(), "all")
 
@@ -185,7 +185,7 @@ def test_conversations_that_fit_are_kept(policy: Any) -> None:
 
 
 def test_a_long_conversation_can_be_an_error() -> None:
-    with pytest.raises(DataError, match="a.jsonl:3 has 6 tokens, more than the 4 of a sequence"):
+    with pytest.raises(DataError, match="a.jsonl:3 has 6 tokens, more than a sequence's 4"):
         truncate(IDS, WEIGHTS, Limit(4, "error"), "a.jsonl:3")
 
 

@@ -197,7 +197,7 @@ def test_names_of_roles_have_no_weight_though_a_template_has_no_generation_promp
         ("{{ m.content if m.role != 'system' }}", r"leaves out the content of message 0 \(system\)"),
         ("{{ m.content if m.role != 'tool' }}{{ m.tool_calls }}", r"leaves out the content of message 3 \(tool\)"),
         ("{{ m.content }}", "leaves out tool call 0 of message 2"),
-        ("{{ messages }}", "cannot tell the reply in message 2"),
+        ("{{ messages }}", "cannot locate the reply of message 2"),
         ("{{ messages[-loop.index] }}", "cannot tell the reply in message 4"),
     ],
 )

@@ -112,7 +112,7 @@ def test_files_without_records_and_models_without_a_template_are_refused(
     stream: Open, model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "a.txt").write_text("a text")
-    with pytest.raises(DataError, match=r"a\.txt has no records with fields, which conversations are"):
+    with pytest.raises(DataError, match=r"a\.txt has no records with fields, but conversations are"):
         stream(chat("a", "x"), sources=[str(tmp_path / "a.txt")])
     plain = tmp_path / "plain"
     plain.mkdir()
@@ -277,7 +277,7 @@ def test_weights_of_nought_and_one_are_what_is_learned_and_no_field(model: Path,
         (weighted(True), {}, r"weight is 'True'; give a number"),
         ({"messages": [{"role": "user", "content": "a", "weight": 1}, {"role": "assistant", "content": "b"}]}, {},
          r"messages\[0\] of role 'user' has a weight"),
-        (weighted(0.5), {"loss": "all"}, "has a message with a weight, and all tokens are learned"),
+        (weighted(0.5), {"loss": "all"}, "has a message with a weight, but data.loss: all trains on every token"),
     ],
 )  # fmt: skip
 def test_weights_that_mean_nothing_are_refused(

@@ -189,9 +189,13 @@ def test_a_hugging_face_dataset_is_one() -> None:
         ("of", {"arguments": {"items": [3]}}, r"item 0 of items_of_the_user:of is a int; return a mapping"),
         ("of", {"arguments": {"items": [{}]}}, r"item 0 of items_of_the_user:of has no fields"),
         ("of", {"arguments": {"items": [{"text": "a"}]}}, r"item 0 .*: field 'text' is a str of <U1, not of numbers"),
-        ("of", {"arguments": {"items": [{"a": [[1], [1, 2]]}]}}, r"field 'a' is no array: .*lists of equal lengths"),
+        (
+            "of",
+            {"arguments": {"items": [{"a": [[1], [1, 2]]}]}},
+            r"field 'a' is not an array: .*lists of equal lengths",
+        ),
         ("sized", {"padding": {"token": 0}}, r"items of .*:sized have no field 'token'; did you mean 'tokens'\?"),
-        ("sized", {"padding": {"label": 0}}, r"field 'label' of .* has shape \[\], and only fields of one dimension"),
+        ("sized", {"padding": {"label": 0}}, r"field 'label' of .* has shape \[\], but only one-dimensional fields"),
         (
             "uneven",
             {"padding": {}},
@@ -200,7 +204,7 @@ def test_a_hugging_face_dataset_is_one() -> None:
         ("late", {}, r"item 7 of items_of_the_user:late raised KeyError: 'tokens'"),
         ("sized", {"padding": {}}, r"data.padding: field 'tokens' has shape \[.*name it .* 'padding: \{tokens: 0\}'"),
         ("sized", {"bucket_window": 12}, r"data.bucket_window: 12 samples cannot be .* batches of 8; use 8 or 16"),
-        ("counting", {"padding": {}, "bucket_window": 8}, r"data.bucket_window: nothing says how large items are"),
+        ("counting", {"padding": {}, "bucket_window": 8}, r"data.bucket_window: the size of items is unknown"),
         ("sized", {"arguments": {"count": 5}, "bucket_window": 8}, r"a batch of 8 samples cannot be sorted out of 5"),
     ],
 )

@@ -238,7 +238,9 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 
 @pytest.mark.parametrize(("length", "options"), [(100, "96 or 104"), (5, "8")])
 def test_sequence_length_must_be_a_multiple_of_the_padding(length: int, options: str) -> None:
-    with pytest.raises(ValidationError, match=f"no multiple of pad_multiple 8; use a sequence_length of {options}, or"):
+    with pytest.raises(
+        ValidationError, match=f"not a multiple of pad_multiple 8; use a sequence_length of {options}, or"
+    ):
         DocumentsConfig(sources=("a",), sequence_length=length)
 
 
@@ -312,7 +314,7 @@ def test_lines_that_change_are_other_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{text}", r"a\.jsonl:2 is not JSON \(.*\); write one object a line"),
+        ("{text}", r"a\.jsonl:2 is not JSON \(.*\); write one object per line"),
         ('{"body": "x", "id": 1}', r"a\.jsonl:2 has no text in a field 'text' \(it has body, id\)"),
         ("{}", r"a\.jsonl:2 has no text in a field 'text' \(it has none\)"),
         ('["x"]', r"a\.jsonl:2 has no fields \(it is a list\)"),

@@ -114,7 +114,7 @@ def test_what_is_cut_or_left_out_is_counted_and_said_at_each_start(
     case = CASES[name]
     fields = {"sequence_length": 16 if "labelled" in name or name in ("documents", "pairs") else SHORT}
     if policy == "error":
-        with pytest.raises(DataError, match=r"tokens, more than the \d+ of a sequence"):
+        with pytest.raises(DataError, match=r"tokens, more than a sequence's \d+"):
             case.open(tmp_path, model, [], one_pass, too_long=policy, malformed="skip", **fields)
         return
     for _ in range(2):  # the second start finds it prepared
@@ -157,7 +157,7 @@ def test_answers_that_are_cut_are_said_to_be_incomplete(tmp_path: Path, model: P
     (line,) = [note for note in notes if "cut 2" in note]
     assert line == (
         "warning: cut 2 of 8 conversations to 49 tokens, longest 82; in 2 the last answer is incomplete; use a larger "
-        "sequence_length, or choose with data.too_long what happens to them"
+        "sequence_length, or choose their treatment with data.too_long"
     )
 
 

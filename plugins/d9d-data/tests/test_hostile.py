@@ -143,8 +143,8 @@ def test_a_large_folder_is_named_and_has_a_limit(tmp_path: Path, monkeypatch: py
         notes: list[str] = []
         assert len(find.find_files([source], note=notes.append)) == 25
         assert [note.partition(" has ")[2] for note in notes] == [
-            "2 files, and the search goes on",
-            "20 files, and the search goes on",
+            "2 files, and the search continues",
+            "20 files, and the search continues",
         ]
         assert f"data.sources[0]: {tmp_path}" in notes[0]
     monkeypatch.setattr(find, "MAX_FILES", 24)
@@ -167,7 +167,7 @@ def test_a_cached_directory_whose_manifest_leads_outside_is_damaged(tmp_path: Pa
     (tmp_path / "entry" / "manifest.json").write_text(json.dumps({name: {"size": 1, "sha256": "0", "sample": "0"}}))
     damage = cache.find_damage(tmp_path / "entry")
     assert damage is not None
-    assert "no regular file" in damage or "which is no file of it" in damage
+    assert "not a regular file" in damage or "which is not a file in its directory" in damage
 
 
 @pytest.mark.parametrize("content", ["[" * 10**5, "[]", '{"a": 1}', '{"a": NaN}'])
@@ -180,7 +180,7 @@ def test_a_cached_directory_with_a_manifest_that_is_none_is_damaged(tmp_path: Pa
 def test_a_manifest_without_checksums_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "a").write_text("x")
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match="manifest.json is no table of sizes and checksums"):
+    with pytest.raises(ValueError, match="manifest.json is not a table of sizes and checksums"):
         cache.file_digests(tmp_path)
 
 

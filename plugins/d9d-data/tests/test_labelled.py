@@ -145,8 +145,8 @@ def test_words_and_labels_stay_together(tmp_path_factory: pytest.TempPathFactory
         ({"text": "x"}, {}, r"has no label in a field 'label' \(it has text\)"),
         ({"text": "x", "label": None}, {}, "label is empty"),
         ({"text": "x", "label": ["a"]}, {}, "label is a list"),
-        ({"text": "x", "label": -1}, {}, "label is -1; the numbers of classes are 0 to"),
-        ({"text": "x", "label": 2}, {"labels": ["a", "b"]}, "label is 2; the numbers of classes are 0 to 1"),
+        ({"text": "x", "label": -1}, {}, "label is -1; class numbers are 0 to"),
+        ({"text": "x", "label": 2}, {"labels": ["a", "b"]}, "label is 2; class numbers are 0 to 1"),
         ({"text": "x", "label": "good"}, {"labels": ["goods", "b"]}, "unknown name 'good'; did you mean 'goods'"),
         ({"tokens": ["x"], "labels": ["a", "b"]}, {"per": "word"}, "has 1 words in tokens and 2 labels in labels"),
         ({"tokens": ["x", ""], "labels": ["a", "b"]}, {"per": "word"}, r"tokens\[1\] is empty"),
@@ -228,7 +228,7 @@ def test_samples_are_shown_with_their_labels(stream: Open, tmp_path: Path) -> No
         ({"labels": ["a", "a"]}, "a name appears twice"),
         ({"labels": ["a"]}, "at least 2"),
         ({"per": "word", "pair": "other"}, "only texts with one label can be joined"),
-        ({"per": "word", "tokenizer": {"bpe": 300}}, "none is trained on words"),
+        ({"per": "word", "tokenizer": {"bpe": 300}}, "cannot be trained on lists of words"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:

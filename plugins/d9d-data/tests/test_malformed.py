@@ -43,7 +43,7 @@ def table(path: Path, **columns: list[Any]) -> Path:
         ("a.json", b'[{"text": "x"}, 7]', r"a\.json record 2 has no fields \(it is a int\)"),
         ("a.csv", b"id,text\n1,x\n2,\xe9\n", r"a\.csv:3 is not UTF-8 text"),
         ("a.csv", b"id,text\n1,x\n2\n", r"a\.csv:3 has 1 values, but the table has 2 columns \(id, text\)"),
-        ("a.csv", b'id,text\n1,x\n2,"a"b\n', r"a\.csv:3 is no row of a table \("),
+        ("a.csv", b'id,text\n1,x\n2,"a"b\n', r"a\.csv:3 is not a row of a table \("),
         ("a.txt", b"caf\xe9", r"a\.txt is not UTF-8 text \(byte 3"),
     ],
 )
@@ -69,7 +69,7 @@ def test_malformed_documents_are_named_or_left_out(
     ("name", "content", "message"),
     [
         ("a.json", b"[1", r"a\.json is not JSON"),
-        ("a.json", b"7", r"a\.json holds a int, no list of records"),
+        ("a.json", b"7", r"a\.json holds a int, not a list of records"),
         ("a.json", b'{"a": [], "b": []}', r"a\.json is one object with the fields a, b"),
         ("a.json", b"[" * 10**5, r"a\.json is not JSON \(it is nested more than 200 levels deep"),
         ("a.csv", b"text,id,text\n1,2,3\n", r"a\.csv:1 names a column twice \(text, id, text\)"),
@@ -80,9 +80,9 @@ def test_malformed_documents_are_named_or_left_out(
             r"^data\.field: .*a\.csv has no column 'text' \(it has id, body; 'body' looks right",
         ),
         ("a.tsv", b"title\tabstract\nx\tlonger\n", r"a\.tsv has no column 'text' \(it has .*; 'abstract' looks right"),
-        ("a.parquet", b"PAR1 and nothing", r"a\.parquet is no readable parquet file \("),
-        ("a.arrow", b"ARROW1 and nothing", r"a\.arrow is no readable arrow file \("),
-        ("a.arrow", b"", r"a\.arrow is no readable arrow file \("),
+        ("a.parquet", b"PAR1 and nothing", r"a\.parquet is not a readable parquet file \("),
+        ("a.arrow", b"ARROW1 and nothing", r"a\.arrow is not a readable arrow file \("),
+        ("a.arrow", b"", r"a\.arrow is not a readable arrow file \("),
     ],
 )
 @pytest.mark.parametrize("malformed", ["error", "skip"])
@@ -107,7 +107,7 @@ def test_columns_without_text_are_errors_that_name_the_row(tmp_path: Path, open_
 
 def test_a_column_whose_text_is_not_utf8_is_an_error(tmp_path: Path, open_stream: Any) -> None:
     column = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xe9")])
-    with pytest.raises(DataError, match=r"a\.parquet is no readable parquet file \(.*utf-8"):
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable parquet file \(.*utf-8"):
         open_stream(table(tmp_path / "a.parquet", text=column), field="text")
 
 

@@ -61,8 +61,8 @@ def test_a_tokenizer_that_is_named_goes_along_with_its_template(tmp_path: Path, 
     ("tokenizer", "text"),
     [
         ("bytes", r"bytes \(257 tokens\) does not belong .* \(4 tokens\): 'a' is 0 there and has the id 97 here"),
-        ({"bpe": 300}, "one that is trained here cannot belong to weights that exist; the model's is .*tokenizer.json"),
-        ("OTHER", r"does not belong to the weights, .*: 'b' is 1 there and is unknown here; leave data.tokenizer out"),
+        ({"bpe": 300}, "a tokenizer trained here cannot belong to existing weights; the model has .*tokenizer.json"),
+        ("OTHER", r"does not belong to the weights, .*: 'b' is 1 there and is unknown here; remove data.tokenizer"),
     ],
 )
 def test_one_that_gives_tokens_other_ids_is_refused(tmp_path: Path, model: Path, tokenizer: Any, text: str) -> None:
@@ -74,6 +74,6 @@ def test_one_that_gives_tokens_other_ids_is_refused(tmp_path: Path, model: Path,
 def test_a_model_without_one_needs_a_name(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     for location in (str(tmp_path / "bare"), "s3://bucket/model"):
-        with pytest.raises(DataError, match="there is no tokenizer.json beside the weights of .*; name the tokenizer"):
+        with pytest.raises(DataError, match="there is no tokenizer.json next to the weights of .*; name the tokenizer"):
             opened(tmp_path, location)
         assert opened(tmp_path, location, tokenizer="bytes").facts["vocab_size"] == 257

@@ -121,7 +121,7 @@ def test_a_long_text_keeps_its_end_and_is_counted(stream: Open) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tokenizer": {"bpe": 300}}, "none is trained on pairs"),
+        ({"tokenizer": {"bpe": 300}}, "cannot be trained on pairs"),
         ({"query": "text", "positive": "text"}, "query and positive are both 'text'; name two fields"),
         ({"negative": "other"}, "negative has no effect without negatives"),
     ],

@@ -116,7 +116,7 @@ def test_strings_need_no_template(model: Path, stream: Open, tmp_path: Path) -> 
         (tmp_path / "plain" / name).write_bytes((model / name).read_bytes())
     fields = {"tokenizer": str(tmp_path / "plain")}
     assert rows(model, stream({"prompt": "a", "chosen": "b", "rejected": "c"}, **fields))[0] == ("a", "b<|im_end|>")
-    with pytest.raises(DataError, match=r"pairs.jsonl:1:? has messages, and there is no chat template beside"):
+    with pytest.raises(DataError, match=r"pairs.jsonl:1:? has messages, but there is no chat template with"):
         stream(pair("a", "b", "c"), **fields)
 
 
@@ -135,10 +135,10 @@ def test_a_quoted_special_token_ends_no_turn(model: Path, stream: Open) -> None:
         ({"prompt": "a", "chosen": "b"}, r"has no field 'rejected' \(it has prompt, chosen\)"),
         ({"prompt": "a", "chosen": [said("assistant", "b")], "rejected": [said("user", "c")]},
          "rejected has no assistant message"),
-        ({"chosen": "ab", "rejected": "cd"}, "have nothing in common at their beginning"),
+        ({"chosen": "ab", "rejected": "cd"}, "have no common beginning"),
         ({"chosen": "ab", "rejected": [said("assistant", "c")]}, "two strings or two lists of messages"),
         (pair("a" * 60, "b", "c"), "nothing of chosen is left in 65 tokens, as its prompt has"),
-        (pair("a", "b" * 60 + "c", "b" * 60 + "d"), "are equal in the 65 tokens that are read of them"),
+        (pair("a", "b" * 60 + "c", "b" * 60 + "d"), "are equal in the 65 tokens that are kept"),
         ({"prompt": "a", "chosen": [], "rejected": [said("assistant", "c")]}, "chosen is empty"),
         ({"prompt": 3, "chosen": "b", "rejected": "c"}, "prompt is a number"),
     ],
@@ -166,7 +166,7 @@ def test_long_texts_are_cut_or_their_pair_is_left_out(model: Path, stream: Open)
     assert (reader.facts["samples"], reader.facts["dropped"]) == (1, 1)
     assert any("left out 1 of 2 pairs that are too long" in note for note in notes)
     assert rows(model, reader)[1] == (ASKED.format("a"), "y<|im_end|>\n")
-    with pytest.raises(DataError, match=r"pairs.jsonl:1 chosen has 112 tokens, more than the 65"):
+    with pytest.raises(DataError, match=r"pairs.jsonl:1 chosen has 112 tokens, more than a sequence's 65"):
         stream(long, too_long="error")
 
 

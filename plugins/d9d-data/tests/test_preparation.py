@@ -201,9 +201,7 @@ def test_a_start_after_a_kill_goes_on_with_what_is_finished(
     process = start(mixed, cache, 0, workers, tokenizer)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    told = [
-        int(line.split()[0]) for line in output.splitlines() if "parts are there from a start that did not end" in line
-    ]
+    told = [int(line.split()[1]) for line in output.splitlines() if "shards from an interrupted start" in line]
     assert told
     assert told[0] >= len(finished)
     for left in cache.glob("*.tmp-*"):  # what the killed processes were building, for the next sweep
@@ -289,9 +287,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def test_a_worker_that_dies_ends_the_start_and_the_next_goes_on(
     mixed: list[str], tmp_path: Path, dying: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        TrainingError, match=r"^data\.preparation_workers: a process that tokenises died \(exit status -9"
-    ):
+    with pytest.raises(TrainingError, match=r"^data\.preparation_workers: a tokenising process died \(exit status -9"):
         preparation(mixed, tmp_path / "cache", preparation_workers=2)
     assert len(dying) == 2
     monkeypatch.undo()

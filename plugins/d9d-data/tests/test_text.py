@@ -291,7 +291,7 @@ def test_tokenizer_without_a_known_end_of_text_asks_for_one(open_stream, corpus:
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"fox": 0, "?": 1, "<done>": 2}, unk_token="?"))
     backend.add_special_tokens(["<done>"])
     backend.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"data\.end_of_text: .*does not say which token.*special tokens: <done>"):
+    with pytest.raises(DataError, match=r"data\.end_of_text: .*does not name the token.*special tokens: <done>"):
         open_stream(corpus, tokenizer=str(tmp_path))
     with pytest.raises(DataError, match=r"data\.end_of_text: .*has no token '<end>'.*<done>"):
         open_stream(corpus, tokenizer=str(tmp_path), end_of_text="<end>")

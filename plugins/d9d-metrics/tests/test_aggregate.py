@@ -116,7 +116,7 @@ def test_token_accuracy_counts_ranks_below_k() -> None:
     ("name", "fields", "text"),
     [
         ("token_accuracy", {"top": []}, "the list is empty"),
-        ("token_accuracy", {"top": [1, 1]}, "a number is there twice"),
+        ("token_accuracy", {"top": [1, 1]}, "a number is duplicate"),
         ("compose", {"metrics": {}}, "there are none; write names with metrics"),
     ],
 )
@@ -139,5 +139,5 @@ def test_a_composition_has_a_state_and_a_series_for_each_child() -> None:
 def test_a_composition_refuses_metrics_over_tallies() -> None:
     pytest.importorskip("d9d_moe")
     assert discover().find("metric", "router")
-    with pytest.raises(JobError, match="compose.metrics.load: router reads what the model's modules tally"):
+    with pytest.raises(JobError, match="compose.metrics.load: router reads tallies of modules"):
         build_component("metric", None, "compose", {"metrics": {"load": {"name": "router"}}})

@@ -83,7 +83,7 @@ def test_a_function_of_ones_own_gets_the_counts(monkeypatch: pytest.MonkeyPatch)
         ("nowhere:f", "nowhere:f cannot be imported: ModuleNotFoundError"),
         ("math:pi", "math:pi is a float, not a function"),
         ("math:fsum", "math:fsum raised TypeError"),
-        ("builtins:print", "builtins:print returned NoneType; return a tensor of the shape of the counts, [3]"),
+        ("builtins:print", "builtins:print returned NoneType; return a tensor of the counts' shape, [3]"),
     ],
 )
 def test_a_function_that_does_not_work_is_named(function: str, text: str) -> None:
@@ -131,12 +131,12 @@ def test_shapes_that_do_not_fit_are_named(problem: Any, predictions: Any, target
     [
         ({"statistics": []}, "the list is empty"),
         ({"statistics": ["fbeta"]}, "the statistic 'fbeta' needs the field 'beta'"),
-        ({"beta": 2.0}, "nothing reads 'beta'"),
+        ({"beta": 2.0}, "'beta' has no effect"),
         ({"statistics": ["function"]}, "needs the field 'function'"),
         ({"statistics": ["function"], "function": "mine"}, "write package.module:function"),
         ({"class_names": ["a", "b"]}, "class_names has 2 different names for 3 classes"),
         ({"problem": {"kind": "binary"}, "averages": ["macro"]}, "nothing to average"),
-        ({"problem": {"kind": "multiclass", "num_classes": 3, "top_k": 3}}, "all of 3 classes are among the 3 highest"),
+        ({"problem": {"kind": "multiclass", "num_classes": 3, "top_k": 3}}, "with 3 classes, the 3 highest are all of them"),
     ],
 )
 def test_fields_that_do_not_go_together_are_refused(fields: dict[str, Any], text: str) -> None:

@@ -216,5 +216,5 @@ def refusals() -> list[str]:
 
 def test_numbers_of_experts_that_do_not_fit_are_refused(world: type[World]) -> None:
     for texts in world(2).run(refusals):
-        assert "5 experts cannot be shared out equally to 2 ranks" in texts[0]
-        assert "built for 4 experts, the routing has 6" in texts[1]
+        assert "5 experts cannot be divided equally over 2 ranks" in texts[0]
+        assert "built for 4 experts, but the routing has 6" in texts[1]

@@ -115,7 +115,7 @@ def test_float32_parameters_among_them_are_their_own_master_weights() -> None:
     ("dtypes", "message"),
     [
         ((torch.float32,), "every trainable parameter is float32.*set precision.parameters to bfloat16"),
-        ((torch.bfloat16, torch.float16), "layer.1 is float16; master weights are those of bfloat16 parameters"),
+        ((torch.bfloat16, torch.float16), "layer.1 is float16; only bfloat16 parameters can have master"),
     ],
 )
 def test_parameters_that_have_no_master_weights_are_refused(dtypes: Any, message: str) -> None:
@@ -124,6 +124,6 @@ def test_parameters_that_have_no_master_weights_are_refused(dtypes: Any, message
 
 
 def test_narrow_moments_beside_them_are_refused() -> None:
-    with pytest.raises(ValidationError, match="master_weights has float32 moments; leave state_dtype out"):
+    with pytest.raises(ValidationError, match="master_weights requires float32 moments; remove state_dtype"):
         AdamWConfig(master_weights=True, state_dtype="parameter")
     assert AdamWConfig(master_weights=True, state_dtype="float32").wide_state

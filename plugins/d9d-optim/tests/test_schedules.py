@@ -137,7 +137,7 @@ def test_presets_longer_than_the_run_are_errors() -> None:
         warmup_stable_decay(WarmupStableDecayConfig(warmup_steps=8, decay_steps=3), 10)
     with pytest.raises(JobError, match=r"warmup_steps is 11, but the run has 10 steps; use at most 10"):
         inverse_sqrt(InverseSqrtConfig(warmup_steps=11), 10)
-    with pytest.raises(ValidationError, match="give one of them"):
+    with pytest.raises(ValidationError, match="set only one"):
         WarmupStableDecayConfig(decay_steps=3, decay_fraction=0.5)
 
 
@@ -154,7 +154,7 @@ def test_the_builder_writes_the_section_of_a_job() -> None:
     ("build", "text"),
     [
         (lambda: piecewise_schedule().for_steps(2, -1.0), "phase 0: to: .*greater than or equal to 0"),
-        (lambda: piecewise_schedule().fill_rest(1.0).for_steps(2, 1.0), "phase 1: the one before it fills the rest"),
+        (lambda: piecewise_schedule().fill_rest(1.0).for_steps(2, 1.0), "phase 1: the phase before it covers the rest"),
         (lambda: piecewise_schedule().for_steps(2, 1.0, "cosin"), "phase 0: curve: .*did you mean 'cosine'"),
         (lambda: piecewise_schedule().config(), "needs at least one phase"),
         (lambda: piecewise_schedule().fill_rest(1.0).build(), r"length of the run is unknown; call build\(total_steps"),

@@ -58,14 +58,14 @@ def test_the_length_of_the_run_is_filled_in() -> None:
 @pytest.mark.parametrize(
     ("target", "arguments", "text"),
     [
-        (f"{WHERE}.ReduceLROnPlateau", {}, "depends on metrics, not on the step alone"),
+        (f"{WHERE}.ReduceLROnPlateau", {}, "depends on metrics, not only on the step"),
         (f"{WHERE}.StepLr", {"step_size": 2}, "has no 'StepLr'; did you mean .*StepLR"),
-        ("torch.optim.SGD", {}, "no class derived from .*LRScheduler"),
+        ("torch.optim.SGD", {}, "not a subclass of .*LRScheduler"),
         ("nowhere.at_all", {}, "there is no module 'nowhere'"),
-        ("StepLR", {}, "is no import path; write package.module.name"),
+        ("StepLR", {}, "is not an import path; write package.module.name"),
         (f"{WHERE}.StepLR", {"step_sise": 2}, "arguments.step_sise: .*did you mean 'step_size'"),
         (f"{WHERE}.StepLR", {}, "refuses them: .*step_size"),
-        (f"{WHERE}.OneCycleLR", {"max_lr": 1.0, "cycle_momentum": True}, "sets the learning rate alone"),
+        (f"{WHERE}.OneCycleLR", {"max_lr": 1.0, "cycle_momentum": True}, "may set only the learning rate"),
     ],
 )
 def test_what_is_no_schedule_is_an_error(target: str, arguments: dict[str, Any], text: str) -> None:

@@ -309,5 +309,5 @@ def test_a_second_strategy_of_data_parallelism_is_refused() -> None:
         model = Model()
     with simulated_world(2):
         wrapped("fsdp", {"dp_shard": 2}, model)
-        with pytest.raises(BuildError, match="'replicate' comes after another strategy for data"):
+        with pytest.raises(BuildError, match="'replicate' follows another strategy of data"):
             wrapped("replicate", {"dp_shard": 2}, model)

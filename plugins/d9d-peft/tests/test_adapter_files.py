@@ -242,7 +242,7 @@ def test_an_adapter_of_another_kind_or_with_other_parts_is_refused_by_ia3(
     base: Path, tmp_path: Path, tuned: Path
 ) -> None:
     job = values(base, tmp_path, peft={"name": "ia3", "init_from": str(tuned)})
-    with pytest.raises(CheckpointError, match="it is an adapter of the kind 'LORA', and peft is 'ia3'"):
+    with pytest.raises(CheckpointError, match="the adapter is of the kind 'LORA', but peft is 'ia3'"):
         job_of(job, PLUGINS).build(lambda _: None)
     train([values(base, tmp_path, peft=METHODS["ia3"])])
     adapter = tmp_path / "runs" / "tuned" / "adapter"
@@ -355,7 +355,7 @@ def test_an_adapter_with_parts_that_we_lack_is_refused(
         ({"name": "lora", "targets": ["q_prj"]}, "no layers match 'q_prj'; did you mean 'q_proj'?"),
         ({"name": "lora", "targets": ["norm"]}, "no layers match 'norm'; there are: "),
         ({"name": "lora", "r": 33}, r"rank of 33 is larger than the matrix of 'layers.0.attention.q_proj' \[32, 32\]"),
-        ({"name": "lora", "exclude": ["*"]}, "peft.exclude: it leaves nothing of peft.targets"),
+        ({"name": "lora", "exclude": ["*"]}, "peft.exclude: all targets are excluded"),
         ({"name": "ia3", "targets": ["k_prj"]}, "peft.targets: no linear layers match 'k_prj'; did you mean 'k_proj'?"),
         ({"name": "ia3", "feedforward": ["a.b"]}, "peft.feedforward: no linear layers match 'a.b'; there are: "),
         ({"name": "ia3", "feedforward": ["v_proj"]}, "'layers.0.attention.v_proj' is among peft.targets"),
@@ -417,7 +417,9 @@ def test_terms_of_some_experts_matrices_are_in_the_merged_model_and_a_note_says_
     notes: list[str] = []
     trainer = job_of(of_experts(experts, tmp_path, "gate_proj", "down_proj"), MOE).build(notes.append)
     trainer.train()
-    assert any("no adapter is going to be written: the library joins the experts' gate_proj, up" in n for n in notes)
+    assert any(
+        "no adapter is going to be written: the peft library joins the experts' gate_proj, up" in n for n in notes
+    )
     run = tmp_path / "runs" / "tuned"
     assert not (run / "adapter").exists()
     stage = trainer.stage.eval()
@@ -464,7 +466,7 @@ def test_layers_that_are_called_as_experts_are_refused_because_the_library_loses
     mixed = save_experts(tmp_path / "mixed", mlp_only_layers=[0])
     job = of_experts(mixed, tmp_path, "gate_proj", method={"targets": "all-linear"}, export="adapter")
     with pytest.raises(
-        CheckpointError, match="'model.layers.0.mlp.gate_proj' for a matrix of experts, which are called"
+        CheckpointError, match="'model.layers.0.mlp.gate_proj' for a matrix of experts, because of its name"
     ):
         job_of(job, MOE).build(lambda _: None)
 

@@ -83,11 +83,11 @@ def test_linear_layers_are_the_default_and_a_second_method_adds_nothing_to_what_
     with pytest.raises(BuildError, match="peft.targets: no layers match 'experts.gate'"):
         adapted(targets=["experts.gate"])
     stage, _, _ = adapted(targets=["gate_proj"])
-    with pytest.raises(BuildError, match="'experts.gate_proj' has a term of another method already; name it in peft.e"):
+    with pytest.raises(BuildError, match="'experts.gate_proj' is adapted by another method already; add it to peft.e"):
         Lora(LoraConfig(r=2, targets=("*",))).inject(stage)
     again = Lora(LoraConfig(r=2, targets=("*",), exclude=("gate_proj",))).inject(stage)
     assert {name.split(".")[2] for name in again} == {"up_proj", "down_proj"}
-    with pytest.raises(BuildError, match="peft.targets: the model has no layers that can have a term"):
+    with pytest.raises(BuildError, match="peft.targets: the model has no layer that LoRA supports"):
         Lora(LoraConfig(r=2)).inject(nn.ModuleDict({"norm": nn.LayerNorm(2)}))
 
 
@@ -102,11 +102,11 @@ PUBLISHED = {f"experts.{bank}": f"mlp.*.{bank}.weight" for bank in ("gate_proj",
 @pytest.mark.parametrize(
     ("config", "published", "text"),
     [
-        ({}, {}, "published files do not hold a matrix of 'experts.gate_proj' for each expert"),
+        ({}, {}, "published files do not have a matrix of 'experts.gate_proj' for each expert"),
         (
             {"targets": ["gate_proj", "up_proj"]},
             PUBLISHED,
-            "terms for all of them or none; name down_proj in peft.targets",
+            "needs updates of all or none; add down_proj to peft.targets",
         ),
         ({"rs_lora": True}, PUBLISHED, "which rs_lora scales otherwise"),
     ],

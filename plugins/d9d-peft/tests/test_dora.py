@@ -75,6 +75,6 @@ def test_banks_of_experts_and_adapters_without_magnitudes_are_refused() -> None:
         Dora(DoraConfig(r=2, targets=("gate_proj",))).inject(bank)
     lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 3.0, "use_rslora": False}
     method = Dora(DoraConfig(r=2, alpha=3))
-    with pytest.raises(CheckpointError, match=r"it has no magnitudes \(use_dora\), and peft is 'dora'"):
+    with pytest.raises(CheckpointError, match=r"the adapter has no magnitudes \(use_dora\), but peft is 'dora'"):
         method.check_adapter(lora, [])
     method.check_adapter(lora | {"use_dora": True}, [])

@@ -103,7 +103,7 @@ def test_editors_know_the_methods_inside_of_a_stack() -> None:
         ([ATTENTION], "peft: methods has fewer than two"),
         ([ATTENTION, "lorra"], r"peft.methods\[1\].*lorra"),
         ([ATTENTION, {**REST, "rank": 3}], r"peft.methods\[1\].rank.*not a field of 'lora'"),
-        ([ATTENTION, {**REST, "init_from": "x"}], r"methods\[1\].init_from: a stack has no adapter files"),
+        ([ATTENTION, {**REST, "init_from": "x"}], r"methods\[1\].init_from: a stack cannot start from adapter files"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_place(methods: Sequence[Any], text: str) -> None:
@@ -121,9 +121,9 @@ def test_what_cannot_be_read_is_refused_with_its_place(methods: Sequence[Any], t
         ),
         (
             [ATTENTION, {**SCALES, "targets": "layers.0.linear"}],
-            r"peft.methods\[1\]: it adds to 'layers.0.linear', and so does methods\[0\]; leave that layer out",
+            r"peft.methods\[1\]: it adds to 'layers.0.linear', as does methods\[0\]; exclude that layer",
         ),
-        ([ATTENTION, {**REST, "exclude": []}], r"peft.methods\[1\].targets: 'layers.0.linear' has a term of another"),
+        ([ATTENTION, {**REST, "exclude": []}], r"peft.methods\[1\].targets: 'layers.0.linear' is adapted by another"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_its_place(methods: Sequence[Any], text: str) -> None:

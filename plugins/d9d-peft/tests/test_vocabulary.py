@@ -120,7 +120,9 @@ def test_ranks_of_targets_are_those_of_the_logits_with_the_term() -> None:
 
 def test_they_are_no_linear_layers_and_a_tied_embedding_has_no_term() -> None:
     assert adapted(targets="all-linear")[2] == {"layer.lora_A.weight", "layer.lora_B.weight"}
-    with pytest.raises(BuildError, match="the weight of 'embedding' is also that of a tied head, which would not see"):
+    with pytest.raises(
+        BuildError, match="the weight of 'embedding' is also the weight of a tied head, which would ignore"
+    ):
         Lora(LoraConfig(r=2, targets=("embedding",))).inject(Model(tied=True))
     with pytest.raises(BuildError, match="peft.targets: no layers match 'head'; there are: layer, embedding"):
         Lora(LoraConfig(r=2, targets=("head",))).inject(Model(tied=True))

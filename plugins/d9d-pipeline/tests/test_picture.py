@@ -79,7 +79,7 @@ def test_stages_of_a_rank_have_shades_and_the_legend_names_what_is_there() -> No
         *(f"{kind}-{n}" for kind in ("Forward", "InputBackward", "WeightBackward") for n in (0, 1)),
     }
     shown = texts(picture)
-    assert {"forward", "gradients of inputs", "gradients of weights", "idle"} <= set(shown)
+    assert {"forward", "input gradients", "weight gradients", "idle"} <= set(shown)
     assert "backward" not in shown
     assert "pale to dark: first to last stage of a rank" in shown
 
@@ -95,7 +95,7 @@ def test_it_says_what_it_shows_and_how_good_it_is() -> None:
     picture = draw(step, "dual <pipe> & co")
     assert ET.fromstring(picture).tag == f"{SVG}svg"
     assert "dual <pipe> & co" in texts(picture)
-    assert f"bubble {step.bubble:.1%}, of the idlest rank" in " ".join(texts(picture))
+    assert f"bubble {step.bubble:.1%}, between the first and last action" in " ".join(texts(picture))
 
 
 def test_the_same_step_is_the_same_picture() -> None:

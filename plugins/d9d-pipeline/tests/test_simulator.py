@@ -227,7 +227,7 @@ def test_costs_may_differ_by_stage() -> None:
     with pytest.raises(ValueError, match="costs: forward has 3 numbers, but there are 2 stages"):
         simulate(programs, Costs(forward=[1, 2, 3]))
     with pytest.raises(
-        ValueError, match="costs: on stage 1 weight is 3, more than the whole backward, 2; it is a part"
+        ValueError, match="costs: on stage 1 weight is 3, more than the whole backward, 2; use at most that"
     ):
         simulate(programs, Costs(weight=[1, 3]))
 
@@ -300,7 +300,7 @@ def test_inference_can_be_simulated() -> None:
         ("f=nan", "forward is nan"),
         ("t=inf", "transfer is inf"),
         ("b=1,w=2", "w=2 in 'b=1,w=2' is more than the whole backward, 1; it is a part"),
-        ("o=2", "overlap is 2.0; 0 hides nothing, 1 all of the shorter one"),
+        ("o=2", "overlap is 2.0; use a number from 0"),
     ],
 )
 def test_costs_that_mean_nothing_are_refused(text: str, problem: str) -> None:

@@ -21,7 +21,7 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
     )
     yield DatasetSpec(
         name="documents",
-        summary="Documents, tokenised once, each a sample of its own, in packs of similar length.",
+        summary="Documents, tokenised once; each is a sample, and packs have documents of similar length.",
         config=Ref("d9d_data.config:DocumentsConfig"),
         build=Ref("d9d_data.stream.documents:build_documents"),
         gives={"tokens": 2, "targets": 2},
@@ -35,28 +35,28 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
     )
     yield DatasetSpec(
         name="preference",
-        summary="Pairs of completions, chosen and rejected, each text a row; the completions are learned.",
+        summary="Preference pairs: a preferred and a rejected completion, one row each; the completions are learned.",
         config=Ref("d9d_data.config:PreferenceConfig"),
         build=Ref("d9d_data.stream.chat:build_preference"),
         gives={"tokens": 2, "targets": 2, "samples": 1},
     )
     yield DatasetSpec(
         name="labelled",
-        summary="Texts with a label each, or words with a label for each, for tasks of classification.",
+        summary="Texts with one label each, or word lists with one label per word, for classification.",
         config=Ref("d9d_data.config:LabelledConfig"),
         build=Ref("d9d_data.stream.documents:build_documents"),
         gives={"tokens": 2, "labels": 1},
     )
     yield DatasetSpec(
         name="pairs",
-        summary="Queries with documents that answer them and perhaps others, each text a row, for embeddings.",
+        summary="Queries with relevant documents and optional negatives, one row per text, for embeddings.",
         config=Ref("d9d_data.config:PairsConfig"),
         build=Ref("d9d_data.stream.documents:build_documents"),
         gives={"tokens": 2, "samples": 1},
     )
     yield DatasetSpec(
         name="dataset",
-        summary="Any map-style dataset of PyTorch or Hugging Face, made by a function of yours.",
+        summary="Map-style dataset of PyTorch or Hugging Face, made by a function of yours.",
         config=Ref("d9d_data.dataset.config:DatasetConfig"),
         build=Ref("d9d_data.dataset.stream:build_dataset"),
     )
@@ -75,6 +75,6 @@ def d9d_commands() -> Iterator[CommandSpec]:
     """Command ``d9d data``."""
     yield CommandSpec(
         name="data",
-        summary="Show what a job trains on.",
+        summary="Show the samples that a job trains on.",
         app=Ref("d9d_data.cli.commands:app"),
     )

@@ -1,1 +1,1 @@
-"""Metrics over what tasks observe: sums, means, confusion matrices, AUROC and token accuracy."""
+"""Metrics of task observations: sums, means, confusion matrices, AUROC and token accuracy."""

@@ -1,4 +1,4 @@
-"""Observations of a task as metrics read them: found by name, aligned, and without what does not count."""
+"""Access to a task's observations for metrics: lookup by name, shape checks and masks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from d9d_core.config import closest
 from d9d_core.errors import JobError
 from torch import Tensor
 
-#: Integer that marks what does not count, as in d9d's own tasks.
+#: Integer that marks ignored values, as in d9d's own tasks.
 IGNORE = -100
 
 
@@ -17,12 +17,12 @@ def read(observations: Mapping[str, Tensor], name: str, metric: str) -> Tensor:
     """Read an observation.
 
     Args:
-        observations: of a microbatch.
-        name: of the observation.
-        metric: name of the metric, for the message.
+        observations: observations of a microbatch.
+        name: name of the observation.
+        metric: name of the metric, for the error message.
 
     Raises:
-        JobError: the task observes something else.
+        JobError: the task has no such observation.
     """
     if name not in observations:
         near = closest(name, observations)
@@ -33,40 +33,40 @@ def read(observations: Mapping[str, Tensor], name: str, metric: str) -> Tensor:
 
 
 def counted(mask: Tensor, values: Tensor, names: tuple[str, str], metric: str) -> Tensor:
-    """Bool mask of the values that count, of their shape.
+    """Bool mask of the selected values, in their shape.
 
     Args:
-        mask: bool, or integers of which -100 does not count; of the values' shape, or of its leading dims.
+        mask: bool, or integers that are -100 for ignored values; in the values' shape or its leading dims.
         values: any shape.
-        names: of both observations, for the message.
+        names: names of both observations, for the error message.
         metric: name of the metric.
 
     Raises:
-        JobError: the mask has another shape, or is of floating-point numbers.
+        JobError: the mask has another shape, or a floating-point dtype.
     """
     if mask.is_floating_point():
         raise JobError(
-            f"metrics: {metric}: the mask '{names[0]}' is {mask.dtype}; use bools, or integers of which {IGNORE} does "
-            "not count"
+            f"metrics: {metric}: the mask '{names[0]}' is {mask.dtype}; use bools, or integers that are {IGNORE} for "
+            "ignored values"
         )
     return spread(mask if mask.dtype == torch.bool else mask != IGNORE, values, names, metric)
 
 
 def spread(leading: Tensor, values: Tensor, names: tuple[str, str], metric: str) -> Tensor:
-    """Spread a tensor of the values' leading dims over their other dims, as a view of their shape.
+    """Expand a tensor with the values' leading dims to their shape, as a view.
 
     Args:
-        leading: to be spread.
+        leading: tensor to expand.
         values: any shape.
-        names: of both observations, for the message.
+        names: names of both observations, for the error message.
         metric: name of the metric.
 
     Raises:
-        JobError: it has other dims.
+        JobError: the tensor has other dims.
     """
     if leading.shape != values.shape[: leading.ndim]:
         raise JobError(
             f"metrics: {metric}: '{names[0]}' of shape {list(leading.shape)} does not fit '{names[1]}' of shape "
-            f"{list(values.shape)}; it must have the same shape, or the leading dims of it"
+            f"{list(values.shape)}; use the same shape or its leading dims"
         )
     return leading.reshape(*leading.shape, *[1] * (values.ndim - leading.ndim)).expand_as(values)

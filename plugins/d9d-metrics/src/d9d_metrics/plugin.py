@@ -27,19 +27,19 @@ def d9d_metrics() -> Iterator[MetricSpec]:
         )
     yield MetricSpec(
         name="confusion",
-        summary="Accuracy, precision, recall, F-beta or a function of your own, of classes or labels.",
+        summary="Accuracy, precision, recall, F-beta or a function of your own, for classes or labels.",
         config=Ref("d9d_metrics.confusion.config:ConfusionConfig"),
         build=Ref("d9d_metrics.confusion.metric:ConfusionMetric"),
     )
     yield MetricSpec(
         name="auroc",
-        summary="Area under the ROC curve, by bins.",
+        summary="Area under the ROC curve, computed with bins.",
         config=Ref("d9d_metrics.auroc.config:AurocConfig"),
         build=Ref("d9d_metrics.auroc.metric:Auroc"),
     )
     yield MetricSpec(
         name="token_accuracy",
-        summary="Share of the targets among the k most probable words, without full logits.",
+        summary="Fraction of targets among the k most probable tokens, without full logits.",
         config=Ref("d9d_metrics.token_accuracy.config:TokenAccuracyConfig"),
         build=Ref("d9d_metrics.token_accuracy.metric:TokenAccuracy"),
         reads=frozenset({"token_ranks"}),

@@ -1,6 +1,6 @@
 """Costs of mixtures of experts, for cost descriptions of models. Imports no torch.
 
-Tokens are taken to be spread evenly over experts. All sizes are those of one rank.
+All experts are assumed to get the same number of tokens. All sizes are per rank.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from d9d_core.cost import Exchange, OpCost, Weight
 from d9d_nn.costs import silu_mul
 
 _FLOAT32 = 4
-#: Bytes of a number of rows; each rank is sent how many come to it, and how many to each of its experts.
+#: Bytes of a row count; each rank is sent its number of rows, and the number for each of its experts.
 _COUNT = 8
 
 
 def router(
     rows: float, features: int, experts: int, width: int, *, weights: tuple[Weight, ...] = ()
 ) -> tuple[OpCost, ...]:
-    """Cost of a top-k router: scores in float32, softmax and choice."""
+    """Cost of a top-k router: scores in float32, softmax and selection."""
     flops = 2 * rows * features * experts
     scores, traffic = _FLOAT32 * rows * experts, width * rows * features
     return (
@@ -38,16 +38,16 @@ def grouped_swiglu(
     compiled: bool,
     weights: tuple[Weight, ...] = (),
 ) -> tuple[OpCost, ...]:
-    """Cost of the grouped SwiGLU of MoE experts.
+    """Cost of the grouped SwiGLU of a rank's experts.
 
     Args:
-        rows: rows of all experts of this rank.
-        features: features of a token.
-        inside: features inside an expert.
-        experts: experts of this rank.
+        rows: number of rows of all experts on this rank.
+        features: number of features of a token.
+        inside: number of features inside an expert.
+        experts: number of experts on this rank.
         width: bytes of a number.
         compiled: see :func:`d9d_nn.costs.silu_mul`.
-        weights: the banks.
+        weights: weight banks of the experts.
     """
     flops = 2 * 3 * rows * features * inside
     traffic = width * (rows * (3 * features + 3 * inside) + 3 * experts * features * inside)
@@ -68,7 +68,7 @@ def grouped_swiglu(
 
 
 def permutation(tokens: float, rows: float, features: int, width: int) -> OpCost:
-    """Cost of copying tokens to rows and of their weighted sum, which keeps what the experts returned."""
+    """Cost of copying tokens to rows and of their weighted sum, which keeps the experts' outputs for the backward."""
     token, row = width * tokens * features, width * rows * features
     return OpCost(
         "permutation",
@@ -80,12 +80,12 @@ def permutation(tokens: float, rows: float, features: int, width: int) -> OpCost
 
 
 class Dispatch(NamedTuple):
-    """Cost of what brings tokens to experts on other ranks, and back.
+    """Cost of sending tokens to experts on other ranks, and back.
 
     Attributes:
-        ops: copies around the exchanges, which all tokens that travel pass.
+        ops: copies of the sent tokens before and after the exchanges.
         exchanges, backward_exchanges: all-to-alls, as :mod:`d9d_moe.expert_parallel.communication` declares them.
-        workspace: bytes of tokens that leave and arrive at once.
+        workspace: bytes of the sent and received tokens held at the same time.
     """
 
     ops: tuple[OpCost, ...] = ()
@@ -95,16 +95,16 @@ class Dispatch(NamedTuple):
 
 
 def dispatch(tokens: float, experts: int, per_token: int, features: int, ranks: int, width: int) -> Dispatch:
-    """Cost of a MoE dispatch by all-to-all: a token travels once to each rank with experts of it, and a sum returns.
+    """Cost of an all-to-all dispatch: each token goes once to each rank of its experts, and a sum returns.
 
-    The time in which the host waits for the numbers of rows is not counted.
+    The time that the host waits for the row counts is not included.
 
     Args:
-        tokens: tokens of this rank.
-        experts: experts of all ranks.
-        per_token: experts of a token.
-        features: features of a token.
-        ranks: ranks of ``ep``.
+        tokens: number of tokens of this rank.
+        experts: number of experts of all ranks.
+        per_token: number of experts of a token.
+        features: number of features of a token.
+        ranks: number of ranks of ``ep``.
         width: bytes of a number.
     """
     if ranks == 1:
@@ -112,8 +112,9 @@ def dispatch(tokens: float, experts: int, per_token: int, features: int, ranks: 
     elsewhere = math.comb(experts - experts // ranks, per_token) / math.comb(experts, per_token)
     travelling, wide = tokens * ranks * (1 - elsewhere), max(width, _FLOAT32)
     token, sent = width * tokens * features, width * travelling * features
-    # Tokens are copied to rows that leave, as many as there may be, and those that return are summed; rows that arrived
-    # are read by the permutation in place of the rank's own tokens, and its sums are written for them.
+    # Tokens are copied to the rows to send, of which there may be this many, and returned rows are summed. The
+    # permutation
+    # reads received rows in place of the rank's own tokens, and writes sums for them.
     leaving = token * min(ranks, per_token)
     moved = 2 * (token + sent) + 2 * (sent - token)
     counts = Exchange("all_to_all", "ep", float(_COUNT * (ranks + experts)))
@@ -121,7 +122,7 @@ def dispatch(tokens: float, experts: int, per_token: int, features: int, ranks: 
     labels = Exchange("all_to_all", "ep", travelling * 2 * per_token * wide)
     weights = Exchange("all_to_all", "ep", travelling * per_token * wide)
     return Dispatch(
-        (OpCost("travelling tokens", "memory", traffic=moved + leaving - sent, backward_traffic=moved),),
+        (OpCost("sent tokens", "memory", traffic=moved + leaving - sent, backward_traffic=moved),),
         (counts, rows, labels, rows),
         (rows, rows, weights),
         leaving + sent,

@@ -1,6 +1,6 @@
 """Declaration of the strategy ``expert_parallel`` and the metric ``router``.
 
-Its layers are built by the models that contain them.
+Models build the MoE layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def d9d_strategies() -> Iterable[StrategySpec]:
     """Strategies, selected by ``parallel``."""
     yield StrategySpec(
         name="expert_parallel",
-        summary="Spreads the experts of every layer over ranks; tokens travel to them.",
+        summary="Shards the experts of every layer over ranks; tokens are sent to them by all-to-all.",
         config=Ref("d9d_moe.expert_parallel.config:ExpertParallelConfig"),
         build=Ref("d9d_moe.expert_parallel.strategy:ExpertParallel"),
         requires=frozenset({"model:experts"}),

@@ -1,6 +1,6 @@
-"""Costs of the optimizers for each parameter, from their configs alone. Imports no torch.
+"""Costs of the optimizers per parameter, from their configs alone. Imports no torch.
 
-Updates are fused kernels that read and write each tensor once, or plain tensor operations, whose passes are counted.
+An update is a fused kernel that reads and writes each tensor once, or plain tensor operations whose passes are counted.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from d9d_core.cost import OptimizerCost
 from d9d_optim.optimizer.config import AdamFields, AdamWConfig, MuonConfig, OptimizerConfig, SGDConfig
 
 _FLOAT32, _BFLOAT16 = 4, 2
-#: Tensors of the state's width that an update of plain operations reads and writes, and those that exist at once.
+#: Of an update of plain operations: tensors read and written, and tensors held at a time, in the state's width.
 _LION, _SCHEDULE_FREE, _DAMPENED = (23, 3), (43, 5), (24, 3)
-#: Tensors of the state's width that muon reads and writes around its products, and bytes of bfloat16 ones.
+#: Of muon, around its products: tensors read and written in the state's width, and bytes of bfloat16 tensors.
 _AROUND, _AROUND_BFLOAT16 = 21, 14
 
 
 def _state_width(config: OptimizerConfig, width: int) -> int:
-    """Bytes of a number of the state, and of the computation of an update."""
+    """Bytes of an element of the state, and of the computation of an update."""
     return _FLOAT32 if config.wide_state else width
 
 
@@ -31,7 +31,7 @@ def _fused(config: OptimizerConfig, width: int, moments: int) -> OptimizerCost:
 
 
 def _by_torch(config: OptimizerConfig, width: int, cost: OptimizerCost) -> OptimizerCost:
-    """Cost with the passes beside torch's fused kernels: division of narrow gradients, and wide copies."""
+    """Cost with the passes around torch's fused kernels: division of narrow gradients, and wide copies."""
     wide = _state_width(config, width)
     divided = 2 * width if width < _FLOAT32 else 0
     copied = 3 * (width + wide) if wide > width else 0
@@ -40,7 +40,7 @@ def _by_torch(config: OptimizerConfig, width: int, cost: OptimizerCost) -> Optim
 
 
 def _plain(config: OptimizerConfig, width: int, moments: int, passes: tuple[int, int]) -> OptimizerCost:
-    """Cost of an update of plain tensor operations, after a pass that divides gradients."""
+    """Cost of an update of plain tensor operations, after a pass that divides the gradients."""
     wide = _state_width(config, width)
     copied = 3 * (width + wide) if wide > width else 0
     traffic = passes[0] * wide + 2 * width + copied
@@ -48,14 +48,14 @@ def _plain(config: OptimizerConfig, width: int, moments: int, passes: tuple[int,
 
 
 def adamw(config: AdamWConfig, width: int) -> OptimizerCost:
-    """Cost of ``adamw``: two moments, with ``amsgrad`` three; and the lower bits of master weights."""
+    """Cost of ``adamw``: two moments, with ``amsgrad`` three, and the lower bits of master weights."""
     cost = _adam(config, width)
     lower = _FLOAT32 - width if config.master_weights else 0
     return OptimizerCost(cost.state + lower, cost.traffic + 2 * lower)
 
 
 def adam(config: AdamFields, width: int) -> OptimizerCost:
-    """Cost of ``adam``: moments as of ``adamw``, with torch's kernel."""
+    """Cost of ``adam``: moments like ``adamw``, with torch's kernel."""
     return _by_torch(config, width, _adam(config, width))
 
 
@@ -86,7 +86,7 @@ def sgd(config: SGDConfig, width: int) -> OptimizerCost:
 
 
 def muon(config: MuonConfig, width: int) -> OptimizerCost:
-    """Cost of ``muon``: of matrices one average and the products of the iterations; else that of ``adamw``."""
+    """Cost of ``muon``: for matrices one average and the products of the iterations; otherwise as ``adamw``."""
     rest = _by_torch(config, width, _fused(config, width, 2))
     return OptimizerCost(
         rest.state,
@@ -97,15 +97,16 @@ def muon(config: MuonConfig, width: int) -> OptimizerCost:
 
 
 def _muon_of(config: MuonConfig, width: int, rest: OptimizerCost, name: str, shape: tuple[int, ...]) -> OptimizerCost:
-    """Cost for each parameter of a weight of a name and shape."""
+    """Cost per element of a weight with this name and shape."""
     if len(shape) not in (2, 3) or any(fnmatch.fnmatchcase(name, pattern) for pattern in config.adamw.patterns):
         return rest
     wide = _state_width(config, width)
     short, long = sorted(shape[-2:])
-    # An iteration has three products: of X and its transpose, of that with itself, and of that with X.
+    # An iteration has three products: X X^T, the square of the result, and its product with X.
     flops = config.ns_steps * (4 * short + 2 * short**2 / long)
-    # Reads and writes of the iterations: X twice, and the result; the small square ones beside them.
+    # Reads and writes of the iterations: X twice, the result, and the small square matrices.
     iterations = config.ns_steps * _BFLOAT16 * (3 + 4 * short / long)
     traffic = 2 * width + _AROUND * wide + _AROUND_BFLOAT16 + iterations
-    # All averages are rounded to bfloat16 before the first iteration, and all results are kept until the last one.
+    # All averages are rounded to bfloat16 before the first iteration, and all results are kept until the last
+    # iteration.
     return OptimizerCost(wide, traffic, 2 * _BFLOAT16, 3.0 * wide, flops, _BFLOAT16)

@@ -1,4 +1,4 @@
-"""Imports by the paths that job files name."""
+"""Imports of the paths that job files name."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from d9d_core.errors import JobError
 
 
 def import_path(where: str, path: str) -> Any:
-    """Import the object that a path names: ``package.module.name`` or ``package.module:name``.
+    """Import the object at a path: ``package.module.name`` or ``package.module:name``.
 
     Args:
-        where: field of the job file, for errors.
-        path: the path.
+        where: field of the job file, for error messages.
+        path: import path.
 
     Raises:
-        JobError: it names no module, or nothing in it; or the module does not load.
+        JobError: the path is malformed, its module or name does not exist, or the module does not load.
     """
     module_name, _, name = path.replace(":", ".").rpartition(".")
     if not name.isidentifier() or not all(module_name.split(".")) or " " in path:
-        raise JobError(f"{where}: {path!r} is no import path; write package.module.name")
+        raise JobError(f"{where}: {path!r} is not an import path; write package.module.name")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -14,7 +14,7 @@ def d9d_optimizers() -> Iterator[OptimizerSpec]:
     """Optimizers, selected by ``optimizer``."""
     yield OptimizerSpec(
         name="adam",
-        summary="Adam, with decoupled weight decay or without, fused.",
+        summary="Adam, fused, with or without decoupled weight decay.",
         config=Ref("d9d_optim.optimizer.config:AdamConfig"),
         build=Ref("d9d_optim.optimizer.adam:Adam"),
         cost=Ref("d9d_optim.costs:adam"),
@@ -42,14 +42,14 @@ def d9d_optimizers() -> Iterator[OptimizerSpec]:
     )
     yield OptimizerSpec(
         name="stochastic_adamw",
-        summary="AdamW of bfloat16 weights that are rounded stochastically, without a float32 copy.",
+        summary="AdamW for bfloat16 weights with stochastic rounding, without a float32 copy.",
         config=Ref("d9d_optim.optimizer.config:StochasticAdamWConfig"),
         build=Ref("d9d_optim.optimizer.stochastic_adamw:StochasticAdamW"),
         cost=Ref("d9d_optim.costs:stochastic_adamw"),
     )
     yield OptimizerSpec(
         name="muon",
-        summary="Orthogonalized updates for the matrices of hidden layers, AdamW for the rest.",
+        summary="Orthogonalised updates for the matrices of hidden layers, AdamW for other parameters.",
         config=Ref("d9d_optim.optimizer.config:MuonConfig"),
         build=Ref("d9d_optim.optimizer.muon:Muon"),
         cost=Ref("d9d_optim.costs:muon"),
@@ -63,7 +63,7 @@ def d9d_optimizers() -> Iterator[OptimizerSpec]:
     )
     yield OptimizerSpec(
         name="torch",
-        summary="Any class derived from torch.optim.Optimizer, by its import path.",
+        summary="Any subclass of torch.optim.Optimizer, by its import path.",
         config=Ref("d9d_optim.optimizer.config:TorchConfig"),
         build=Ref("d9d_optim.optimizer.any_torch:TorchOptimizer"),
     )
@@ -86,13 +86,13 @@ def d9d_lr_schedules() -> Iterator[LrScheduleSpec]:
     )
     yield LrScheduleSpec(
         name="linear",
-        summary="Linear warm-up, then a straight way down to a fraction of the base learning rate.",
+        summary="Linear warm-up, then linear decay to a fraction of the base learning rate.",
         config=Ref("d9d_optim.schedule.config:LinearConfig"),
         build=Ref("d9d_optim.schedule.schedules:linear"),
     )
     yield LrScheduleSpec(
         name="warmup_stable_decay",
-        summary="Linear warm-up, a stay at the base learning rate, and a decay at the end.",
+        summary="Linear warm-up, a constant phase at the base learning rate, and a decay at the end.",
         config=Ref("d9d_optim.schedule.config:WarmupStableDecayConfig"),
         build=Ref("d9d_optim.schedule.schedules:warmup_stable_decay"),
     )
@@ -104,13 +104,13 @@ def d9d_lr_schedules() -> Iterator[LrScheduleSpec]:
     )
     yield LrScheduleSpec(
         name="torch",
-        summary="Any scheduler of torch that depends on the step alone, by its import path.",
+        summary="Any scheduler of torch that depends only on the step, by its import path.",
         config=Ref("d9d_optim.schedule.config:TorchScheduleConfig"),
         build=Ref("d9d_optim.schedule.torch_scheduler:torch_scheduler"),
     )
     yield LrScheduleSpec(
         name="piecewise",
-        summary="Any chain of phases, each with a length, a curve and a value to reach.",
+        summary="Chain of phases, each with a length, a curve and a factor to reach.",
         config=Ref("d9d_optim.schedule.config:PiecewiseConfig"),
         build=Ref("d9d_optim.schedule.schedules:piecewise"),
     )

@@ -10,7 +10,7 @@ from torch import nn
 def find_blocks(stage: nn.Module, strategy: str) -> dict[str, nn.Module]:
     """Blocks of all modules with the trait ``HasBlocks``, by qualified name, each block once.
 
-    Args:
+    BuildError: there is no block.
         stage: stage whose modules are searched.
         strategy: name of the strategy, for the error.
 
@@ -18,7 +18,7 @@ def find_blocks(stage: nn.Module, strategy: str) -> dict[str, nn.Module]:
         BuildError: there is none.
     """
     owners = modules_with(stage, HasBlocks)
-    # A model may pass on the blocks of its backbone, so two owners may name the same module.
+    # A model may return the blocks of its backbone, so two owners may name the same module.
     members = {id(block) for owner in owners.values() for block in owner.blocks().values()}
     blocks = {name: module for name, module in stage.named_modules() if id(module) in members}
     if blocks:

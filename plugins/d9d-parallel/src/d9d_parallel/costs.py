@@ -1,4 +1,4 @@
-"""Effects of the strategies on the cost of a job, from their configs alone. Imports no torch."""
+"""Effects of the strategies on the costs of a job, from their configs alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _WIDTHS = {"float32": 4, "bfloat16": 2}
 
 
 def replicated(config: ReplicateConfig) -> StrategyCost:
-    """Effect of ``replicate``: shards over ``cp`` alone, gathered once for forward and backward, if at all."""
+    """Effect of ``replicate``: shards only over ``cp``, gathered once for forward and backward, if at all."""
     units = StrategyCost(shards=True, gathers="once", reduces="each", in_place=config.needs_no_units)
     return _data_parallel(config, units)
 
 
 def sharded(config: ShardedConfig) -> StrategyCost:
-    """Effect of ``fsdp`` and ``hsdp``. Resharding to smaller groups is counted as resharding to all."""
+    """Effect of ``fsdp`` and ``hsdp``. Resharding to smaller groups is counted as resharding to all ranks."""
     gathers: Literal["once", "twice"] = "twice" if config.reshard_after_forward else "once"
     return _data_parallel(config, StrategyCost(shards=True, gathers=gathers, reduces="each"))
 
@@ -45,7 +45,7 @@ def _data_parallel(config: DataParallelConfig, effect: StrategyCost) -> Strategy
 
 
 def alternatives(config: DataParallelConfig) -> Sequence[DataParallelConfig]:
-    """Settings that communicate less for more memory: gradients reduced once a step, whole parameters kept."""
+    """Configs that communicate less for more memory: gradients reduced once per step, parameters kept whole."""
     later = config.model_copy(update={"defer": "everything"})
     found = [later] if config.defer == "nothing" else []
     if isinstance(config, ShardedConfig) and config.reshard_after_forward is True:
@@ -54,12 +54,12 @@ def alternatives(config: DataParallelConfig) -> Sequence[DataParallelConfig]:
 
 
 def tensor_parallel(config: TensorParallelConfig) -> StrategyCost:
-    """Effect of ``tensor_parallel``: where its exchanges travel beside products."""
+    """Effect of ``tensor_parallel``: whether its collectives overlap with matrix products."""
     return StrategyCost(overlaps=frozenset({"tp"} if config.asynchronous else ()))
 
 
 def checkpointed(config: ActivationCheckpointingConfig) -> StrategyCost:
-    """Effect of ``activation_checkpointing``; patterns of blocks, and what it keeps besides attention, do not count."""
+    """Effect of ``activation_checkpointing``; ignores block patterns and stored outputs other than attention's."""
     return StrategyCost(recomputed=1 / config.every, keeps_attention="attention" in config.save)
 
 

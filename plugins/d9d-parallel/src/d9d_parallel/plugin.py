@@ -8,7 +8,7 @@ from d9d_core.plugin import Ref, StrategySpec, hookimpl
 
 D9D_API = 2
 
-#: A job has at most one of them.
+#: Strategies of which a job has at most one.
 _DATA_PARALLEL = {"replicate", "fsdp", "hsdp"}
 
 
@@ -17,7 +17,7 @@ def d9d_strategies() -> Iterator[StrategySpec]:
     """Strategies, selected by ``parallel``."""
     yield StrategySpec(
         name="activation_checkpointing",
-        summary="Keeps only the inputs of blocks and computes the rest again in the backward: less memory, more time.",
+        summary="Stores only the inputs of blocks and recomputes the rest in the backward: less memory, more time.",
         config=Ref("d9d_parallel.activation_checkpointing.config:ActivationCheckpointingConfig"),
         build=Ref("d9d_parallel.activation_checkpointing.strategy:ActivationCheckpointing"),
         cost=Ref("d9d_parallel.costs:checkpointed"),
@@ -35,7 +35,7 @@ def d9d_strategies() -> Iterator[StrategySpec]:
     )
     yield StrategySpec(
         name="tensor_parallel",
-        summary="Splits attention, feed-forward and vocabulary over tp, and positions between them.",
+        summary="Splits attention, feed-forward and vocabulary over tp, and positions in the layers between them.",
         config=Ref("d9d_parallel.tensor_parallel.config:TensorParallelConfig"),
         build=Ref("d9d_parallel.tensor_parallel.strategy:TensorParallel"),
         cost=Ref("d9d_parallel.costs:tensor_parallel"),
@@ -45,7 +45,7 @@ def d9d_strategies() -> Iterator[StrategySpec]:
     )
     yield StrategySpec(
         name="context_parallel",
-        summary="Splits the positions of each sample over cp: memory of activations falls with the number of ranks.",
+        summary="Splits the positions of each sample over cp: activation memory shrinks with the number of ranks.",
         config=Ref("d9d_parallel.context_parallel.config:ContextParallelConfig"),
         build=Ref("d9d_parallel.context_parallel.strategy:ContextParallel"),
         cost=Ref("d9d_parallel.context_parallel.costs:context_parallel"),

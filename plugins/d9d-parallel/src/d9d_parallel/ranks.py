@@ -1,4 +1,4 @@
-"""Ranks along a mesh axis, as modules hold them."""
+"""Ranks along a mesh axis, for use in modules."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import distributed as dist
 
 
 class Ranks:
-    """Ranks of a group as modules hold them: copies of a module talk to the same ranks, which a group cannot say.
+    """Ranks of a process group, for use in modules: unlike a group, they can be deep-copied with a module.
 
     Args:
-        group: of this process.
+        group: process group that contains this process.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -22,9 +22,9 @@ class Ranks:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of the ranks among all processes, in the order of the group."""
+        """Global ranks, in the order of the group."""
         return tuple(dist.get_process_group_ranks(self.group))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """Ranks themselves: a group cannot be copied."""
+        """Return the same object, because a process group cannot be copied."""
         return self

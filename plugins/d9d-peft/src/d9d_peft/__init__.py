@@ -1,1 +1,1 @@
-"""Parameter-efficient fine-tuning: what trains beside, or instead of, all parameters of a model."""
+"""Parameter-efficient fine-tuning: methods that train additional parameters, or only some parameters, of a model."""

@@ -8,33 +8,33 @@ from d9d_core.config import PathOrAddress, PluginConfig
 from d9d_core.job_file.open_union import Named
 from pydantic import Field, field_validator, model_validator
 
-#: Stands for all linear layers inside the model.
+#: Target that matches all linear layers inside the model.
 ALL_LINEAR = "all-linear"
 
 
 def as_list(value: Any) -> Any:
-    """Patterns as a list; one may stand alone."""
+    """Return patterns as a list; a single pattern may be given as a string."""
     return [value] if isinstance(value, str) else value
 
 
 class LowRankConfig(PluginConfig):
-    """Base of the methods that add low-rank terms."""
+    """Base of the methods that add low-rank updates."""
 
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Layers that get a term: ``all-linear``, last parts of names (``q_proj``), or patterns over whole names
-    (``layers.1?.attention.*``). Those of ``lora`` may name embeddings, heads and banks of experts, too."""
+    """Layers that get a low-rank update: ``all-linear``, last parts of names (``q_proj``), or patterns of whole names
+    (``layers.1?.attention.*``). For ``lora`` also embeddings, heads and banks of experts."""
     exclude: tuple[str, ...] = ()
-    """Layers that get none although they are targets, written alike."""
+    """Targets that get no update, written like ``targets``."""
     r: int = Field(default=16, ge=1)
-    """Rank of the terms; at most the smaller side of each matrix."""
+    """Rank of the updates; at most the smaller side of each matrix."""
     alpha: float = Field(default=32.0, gt=0)
-    """Terms are multiplied by ``alpha / r``."""
+    """Numerator of the updates' factor ``alpha / r``."""
     rs_lora: bool = False
-    """Multiply by ``alpha / sqrt(r)`` instead, so that high ranks learn as fast (Kalajdzievski 2023, "rsLoRA")."""
+    """Use the factor ``alpha / sqrt(r)`` instead, so that high ranks learn as fast (Kalajdzievski 2023, "rsLoRA")."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Fraction of a term's inputs that is dropped while training."""
+    """Fraction of an update's inputs that is dropped in training."""
     init_from: PathOrAddress | None = None
-    """Start from this adapter: a directory in the format of the ``peft`` library, or an fsspec address of one."""
+    """Adapter to start from: a directory in the format of the ``peft`` library, or an fsspec address of one."""
 
     _lists = field_validator("targets", "exclude", mode="before")(as_list)
 
@@ -46,31 +46,31 @@ class LowRankConfig(PluginConfig):
 
     @property
     def scale(self) -> float:
-        """Factor of the terms."""
+        """Factor of the low-rank updates."""
         return self.alpha / (self.r**0.5 if self.rs_lora else self.r)
 
 
 class LoraConfig(LowRankConfig):
-    """Method of low-rank terms beside linear layers (Hu et al. 2021, "LoRA")."""
+    """Low-rank updates of linear layers (Hu et al. 2021, "LoRA")."""
 
     name: Literal["lora"] = "lora"
     """Selects the plugin."""
 
 
 class DoraConfig(LowRankConfig):
-    """Method of low-rank terms that turn rows of weights, and magnitudes that scale them (Liu et al. 2024, "DoRA")."""
+    """Low-rank updates for the direction of a weight's rows, and trained magnitudes (Liu et al. 2024, "DoRA")."""
 
     name: Literal["dora"] = "dora"
     """Selects the plugin."""
 
 
 class FullTuneConfig(PluginConfig):
-    """Method that trains all parameters of some layers, and no other."""
+    """Training of all parameters of some layers, and of no others."""
 
     name: Literal["full_tune"] = "full_tune"
     """Selects the plugin."""
     match: tuple[str, ...]
-    """Modules or parameters that train: last parts of names (``norm``), or patterns over whole names (``heads.*``)."""
+    """Modules or parameters to train: last parts of names (``norm``), or patterns of whole names (``heads.*``)."""
 
     _lists = field_validator("match", mode="before")(as_list)
 
@@ -82,12 +82,13 @@ class FullTuneConfig(PluginConfig):
 
 
 class StackConfig(PluginConfig):
-    """Several methods on one model, each beside what the others train."""
+    """Several methods on one model, on different layers."""
 
     name: Literal["stack"] = "stack"
     """Selects the plugin."""
     methods: tuple[Annotated[PluginConfig, Named("peft method")], ...]
-    """Methods in order of injection, each as under ``peft``; one of them may be a stack. A layer takes one only."""
+    """Methods in order of injection, each as under ``peft``; a method may be a stack. Each layer belongs to one
+    method."""
 
     @model_validator(mode="after")
     def _all_of_it_can_be_done(self) -> Self:
@@ -95,5 +96,5 @@ class StackConfig(PluginConfig):
             raise ValueError("methods has fewer than two; write a single method under peft itself")
         for number, method in enumerate(self.methods):
             if getattr(method, "init_from", None) is not None:
-                raise ValueError(f"methods[{number}].init_from: a stack has no adapter files, so none can start it")
+                raise ValueError(f"methods[{number}].init_from: a stack cannot start from adapter files; remove it")
         return self

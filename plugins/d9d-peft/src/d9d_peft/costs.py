@@ -15,12 +15,12 @@ Inner = Callable[[PluginConfig, str, Weight, float, Share], AdapterCost]
 
 
 def lora(config: LoraConfig, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:
-    """Cost of ``lora``: two small products beside those of the weight, and their sum."""
+    """Cost of ``lora``: two small products in addition to the weight's, and the sum."""
     return _term(config, weight, rows, share) if _is_target(config, name, weight) else AdapterCost()
 
 
 def dora(config: DoraConfig, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:
-    """Cost of ``dora``: that of ``lora``, the norms of the weight's rows, and a product with magnitudes."""
+    """Cost of ``dora``: the cost of ``lora``, the norms of the weight's rows, and a product with magnitudes."""
     if weight.kind != "linear" or not _is_target(config, name, weight):
         return AdapterCost()
     outputs, features = weight.shape
@@ -31,13 +31,13 @@ def dora(config: DoraConfig, name: str, weight: Weight, rows: float, share: Shar
         flops=norms,
         traffic=2 * share.width * outputs * features + 2 * size,
         backward_traffic=4 * size,
-        kept=size,  # what is scaled, for the gradient of the magnitudes
+        kept=size,  # the unscaled output, for the gradient of the magnitudes
     )
     return _term(config, weight, rows, share) + scaled
 
 
 def ia3(config: Ia3Config, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:
-    """Cost of ``ia3``: a scale of what goes into a linear layer, or of what comes out, which is kept."""
+    """Cost of ``ia3``: scaling of a linear layer's input or output, which is kept for the backward."""
     layer = _layer(name)
     if weight.kind != "linear":
         return AdapterCost()
@@ -50,7 +50,7 @@ def ia3(config: Ia3Config, name: str, weight: Weight, rows: float, share: Share)
 
 
 def full_tune(config: FullTuneConfig, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:  # noqa: ARG001
-    """Cost of ``full_tune``: nothing but that some weights train."""
+    """Cost of ``full_tune``: none, except that some weights are trained."""
     parts = name.split(".")
     owners = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
     return AdapterCost(trains=any(_some(owner, config.match) for owner in owners))
@@ -62,18 +62,18 @@ def stack(config: StackConfig, name: str, weight: Weight, rows: float, share: Sh
 
 
 def _term(config: LowRankConfig, weight: Weight, rows: float, share: Share) -> AdapterCost:
-    """Cost of a low-rank term of a matrix, or of each matrix of a bank."""
-    # Tables and projections of words are [words, features]; those of a table look up instead of multiplying.
+    """Cost of a low-rank update of a matrix, or of each matrix of a bank."""
+    # Embeddings and heads are [vocabulary, features]; an embedding looks rows up instead of multiplying.
     *stacked, one, other = weight.shape
     number = stacked[0] if stacked else 1
     # A bank is [experts, in, out].
     features, outputs = (one, other) if weight.kind == "bank" else (other, one)
     ranked, each = config.r * (features + outputs), share.width * rows
     flops = 0.0 if weight.kind == "embedding" else 2 * rows * ranked
-    # Compiled, factor and sum are one pass, and so are the sums of gradients of an input.
+    # Compiled, scaling and addition are one pass, and so is the sum of an input's gradients.
     passes, sums = (4, 3) if share.compiled else (6, 5)
-    dropped = each * features + rows * features if config.dropout else 0.0  # what is left, and which ones
-    # The head computes with the sum of its weight and the term, and has the gradient of all of it.
+    dropped = each * features + rows * features if config.dropout else 0.0  # the inputs that are left, and the mask
+    # The head computes with the sum of weight and update, and has the gradient of the whole sum.
     of_sum = 2 * rows * weight.numbers if weight.kind == "head" else 0.0
     return AdapterCost(
         parameters=number * ranked,
@@ -86,7 +86,7 @@ def _term(config: LowRankConfig, weight: Weight, rows: float, share: Share) -> A
 
 
 def _is_target(config: LowRankConfig, name: str, weight: Weight) -> bool:
-    """Whether a weight gets a term."""
+    """Whether a weight gets a low-rank update."""
     if weight.kind == "other":
         return False
     layer = name if weight.kind == "bank" else _layer(name)
@@ -95,7 +95,7 @@ def _is_target(config: LowRankConfig, name: str, weight: Weight) -> bool:
 
 
 def _layer(name: str) -> str:
-    """Layer of a weight."""
+    """Name of a weight's layer."""
     return name.removesuffix(".weight")
 
 

@@ -1,4 +1,4 @@
-"""Fine-tuning method ``full_tune``: some parameters train as they are, the others are frozen."""
+"""Fine-tuning method ``full_tune``: trains some parameters of the model, and freezes the others."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from d9d_peft.patterns import select
 
 
 class FullTune:
-    """Full tuning: method that trains all parameters of the modules that patterns name, or single parameters."""
+    """Full tuning: trains all parameters of the modules whose names match, or single parameters."""
 
     def __init__(self, config: FullTuneConfig) -> None:
         self._match = config.match
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
-        """Names of the parameters that train; nothing is added.
+        """Choose the parameters to train by name; adds nothing.
 
         Raises:
             BuildError: a pattern matches no module and no parameter, or only modules without parameters.
         """
         parameters = [name for name, _ in stage.named_parameters()]
         modules = [name for name, _ in stage.named_modules() if name]
-        # A whole model may be meant, but not by a pattern that also means a part of it.
+        # A pattern for a module may also match single parameters.
         chosen = {*select([*parameters, *modules], self._match, "peft.match", "modules or parameters")}
         trained = frozenset(name for name in parameters if chosen & {name, *_owners(name)})
         if not trained:
-            raise BuildError(f"peft.match: {', '.join(sorted(chosen)[:3])} have no parameters, so nothing would train")
+            raise BuildError(
+                f"peft.match: {', '.join(sorted(chosen)[:3])} have no parameters, so nothing would be trained"
+            )
         return trained
 
     def merger(self, names: Collection[str]) -> Mapper:  # noqa: ARG002 - see d9d_weights.hugging_face.adapter.MergesTensors
-        """Mapper that keeps all tensors of a checkpoint."""
+        """Mapper that keeps all tensors of a checkpoint unchanged."""
         return Identity()
 
     def merge(self, stage: nn.Module) -> None:
-        """Leave everything as it is: what trained is the model's own."""
+        """Do nothing: the trained parameters are the model's own."""
 
 
 def _owners(name: str) -> list[str]:

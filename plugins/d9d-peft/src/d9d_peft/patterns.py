@@ -8,26 +8,26 @@ from fnmatch import fnmatchcase
 
 from d9d_core.errors import BuildError
 
-#: Names that an error lists.
+#: Number of names listed in an error message.
 _SHOWN = 6
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern means a name: all of it, or its last part if the pattern has only one part itself."""
+    """Whether a pattern matches a whole name, or its last part if the pattern has no dot."""
     return fnmatchcase(name, pattern) or ("." not in pattern and fnmatchcase(name.rpartition(".")[2], pattern))
 
 
 def select(names: Collection[str], patterns: Sequence[str], where: str, what: str) -> list[str]:
-    """Names that some pattern means, in their order.
+    """Names that match some pattern, in their order.
 
     Args:
-        names: those there are.
-        patterns: see :func:`matches`.
-        where: field of the job file, for errors.
-        what: what is named, in plural, for errors.
+        names: names to choose from.
+        patterns: patterns, see :func:`matches`.
+        where: field of the job file, for error messages.
+        what: kind of the named objects, in the plural, for error messages.
 
     Raises:
-        BuildError: a pattern means none; the text has the nearest names.
+        BuildError: a pattern matches no name; the message suggests similar names.
     """
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):

@@ -14,21 +14,21 @@ def d9d_peft_methods() -> Iterator[PeftSpec]:
     """Fine-tuning methods, selected by ``peft``."""
     yield PeftSpec(
         name="lora",
-        summary="Low-rank terms of linear layers, embeddings, heads and experts; the model itself is frozen.",
+        summary="Low-rank updates of linear layers, embeddings, heads and experts; the model itself is frozen.",
         config=Ref("d9d_peft.config:LoraConfig"),
         build=Ref("d9d_peft.lora.method:Lora"),
         cost=Ref("d9d_peft.costs:lora"),
     )
     yield PeftSpec(
         name="dora",
-        summary="Low-rank terms for the directions of weights, and trained magnitudes; the model itself is frozen.",
+        summary="Low-rank updates of the directions of weights, and trained magnitudes; the model itself is frozen.",
         config=Ref("d9d_peft.config:DoraConfig"),
         build=Ref("d9d_peft.lora.dora:Dora"),
         cost=Ref("d9d_peft.costs:dora"),
     )
     yield PeftSpec(
         name="full_tune",
-        summary="All parameters of some layers; the others are frozen.",
+        summary="Trains all parameters of some layers; the others are frozen.",
         config=Ref("d9d_peft.config:FullTuneConfig"),
         build=Ref("d9d_peft.full_tune:FullTune"),
         cost=Ref("d9d_peft.costs:full_tune"),

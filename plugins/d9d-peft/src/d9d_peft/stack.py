@@ -16,13 +16,13 @@ from d9d_peft.config import StackConfig
 
 
 class Stack:
-    """Stack of fine-tuning methods: injects others in order and merges them in reverse.
+    """Stack of fine-tuning methods: injects them in order and merges them in reverse order.
 
-    It has ``off`` and ``merger`` if each of them has.
+    It has ``off`` and ``merger`` if all of its methods have them.
 
     Args:
-        config: which methods.
-        build: builds one.
+        config: config with the methods.
+        build: function that builds a method.
     """
 
     def __init__(self, config: StackConfig, build: Callable[[PluginConfig], PeftMethod]) -> None:
@@ -35,11 +35,11 @@ class Stack:
             self.merger = _merger_of(mergers)
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
-        """Inject all methods; what any of them names trains.
+        """Inject all methods; trains the parameters that any of them returns.
 
         Raises:
-            BuildError: a method refuses the model, or two add to one layer: the results would depend on which of them
-                comes first, and merging one after the other would not give what both compute.
+            BuildError: a method refuses the model, or two methods add to one layer: then the result would depend on
+                their order, and merging them one after the other would not give the same model.
         """
         modules = {name: module for name, module in stage.named_modules() if name}
         trained: frozenset[str] = frozenset()
@@ -49,19 +49,19 @@ class Stack:
             try:
                 trained |= method.inject(stage)
             except BuildError as error:
-                # An inner stack has put its own field there by now.
+                # An inner stack has already replaced its own field.
                 raise BuildError(str(error).replace("peft.", f"peft.methods[{number}].")) from error
             new = [name for name, _ in stage.named_parameters() if name not in before]
             for layer in dict.fromkeys(_layer(name, modules) for name in new):
                 if adds_to.setdefault(layer, number) != number:
                     raise BuildError(
-                        f"peft.methods[{number}]: it adds to '{layer}', and so does methods[{adds_to[layer]}]; "
-                        "leave that layer out of one of them"
+                        f"peft.methods[{number}]: it adds to '{layer}', as does methods[{adds_to[layer]}]; "
+                        "exclude that layer from one of them"
                     )
         return trained
 
     def start(self, stage: nn.Module) -> None:
-        """Start those methods that begin from the model's weights. Collective over the ranks that share these."""
+        """Start the methods that start from the model's weights. Collective over the ranks that share these."""
         for method in self._methods:
             if isinstance(method, StartsFromWeights):
                 method.start(stage)
@@ -73,7 +73,7 @@ class Stack:
 
 
 def _layer(parameter: str, modules: Mapping[str, nn.Module]) -> str:
-    """Layer of the model that an added parameter belongs to; terms of banks have a container, which is no layer."""
+    """Layer that an added parameter belongs to; the container of the updates of banks is not a layer."""
     parts = parameter.split(".")
     count = next(count for count in range(len(parts) - 1, -1, -1) if count == 0 or ".".join(parts[:count]) in modules)
     if isinstance(modules.get(".".join(parts[:count])), nn.ModuleDict):

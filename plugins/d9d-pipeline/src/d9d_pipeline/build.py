@@ -1,4 +1,4 @@
-"""Schedules built from their configs: functions of the number of pipeline ranks and of microbatches."""
+"""Schedules made from their configs: functions of the numbers of pipeline ranks and of microbatches."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from d9d_pipeline.schedule.zero_bubble_v import zero_bubble_v
 
 
 def build_gpipe(config: GPipeConfig) -> Schedule:  # noqa: ARG001 - the signature of ScheduleSpec, here and below
-    """Schedule ``gpipe`` of a job file."""
+    """Make the schedule ``gpipe`` of a job file."""
     return gpipe
 
 
 def build_looped_bfs(config: LoopedBfsConfig) -> Schedule:
-    """Schedule ``looped_bfs`` of a job file."""
+    """Make the schedule ``looped_bfs`` of a job file."""
     return partial(looped_bfs, stages_per_rank=config.stages_per_rank)
 
 
 def build_1f1b(config: OneForwardOneBackwardConfig) -> Schedule:  # noqa: ARG001
-    """Schedule ``1f1b`` of a job file."""
+    """Make the schedule ``1f1b`` of a job file."""
     return one_forward_one_backward
 
 
 def build_interleaved_1f1b(config: InterleavedConfig) -> Schedule:
-    """Schedule ``interleaved_1f1b`` of a job file."""
+    """Make the schedule ``interleaved_1f1b`` of a job file."""
     return partial(interleaved_one_forward_one_backward, stages_per_rank=config.stages_per_rank)
 
 
 def build_zb1p(config: Zb1pConfig) -> Schedule:
-    """Schedule ``zb1p`` of a job file."""
+    """Make the schedule ``zb1p`` of a job file."""
     return partial(zb1p, stages_per_rank=config.stages_per_rank)
 
 
 def build_zero_bubble_v(config: ZeroBubbleVConfig) -> Schedule:  # noqa: ARG001
-    """Schedule ``zero_bubble_v`` of a job file."""
+    """Make the schedule ``zero_bubble_v`` of a job file."""
     return zero_bubble_v
 
 
 def build_dual_pipe_v(config: DualPipeVConfig) -> Schedule:  # noqa: ARG001
-    """Schedule ``dual_pipe_v`` of a job file."""
+    """Make the schedule ``dual_pipe_v`` of a job file."""
     return dual_pipe_v

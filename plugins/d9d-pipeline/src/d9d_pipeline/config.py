@@ -7,7 +7,7 @@ from typing import Literal
 from d9d_core.config import ScheduleConfig
 from pydantic import Field
 
-#: Stages that a rank may have: no model has more layers.
+#: Largest number of stages of a rank; no model has more layers.
 MAX_STAGES = 1024
 
 
@@ -19,12 +19,12 @@ class GPipeConfig(ScheduleConfig):
 
 
 class LoopedBfsConfig(ScheduleConfig):
-    """Breadth-first pipeline: all forwards of one stage after the other, then all backwards."""
+    """Breadth-first pipeline: all forwards of one stage after another, then all backwards."""
 
     name: Literal["looped_bfs"] = "looped_bfs"
     """Selects the plugin."""
     stages_per_rank: int = Field(default=2, ge=1, le=MAX_STAGES)
-    """Stages on each rank; the bubble shrinks and the communication grows with them."""
+    """Stages on each rank; more stages mean a smaller bubble and more communication."""
 
 
 class OneForwardOneBackwardConfig(ScheduleConfig):
@@ -40,7 +40,7 @@ class InterleavedConfig(ScheduleConfig):
     name: Literal["interleaved_1f1b"] = "interleaved_1f1b"
     """Selects the plugin."""
     stages_per_rank: int = Field(default=2, ge=1, le=MAX_STAGES)
-    """Stages on each rank; the bubble shrinks and the communication grows with them."""
+    """Stages on each rank; more stages mean a smaller bubble and more communication."""
 
 
 class Zb1pConfig(ScheduleConfig):
@@ -49,18 +49,18 @@ class Zb1pConfig(ScheduleConfig):
     name: Literal["zb1p"] = "zb1p"
     """Selects the plugin."""
     stages_per_rank: int = Field(default=1, ge=1, le=MAX_STAGES)
-    """Stages on each rank; the bubble shrinks and the communication grows with them."""
+    """Stages on each rank; more stages mean a smaller bubble and more communication."""
 
 
 class ZeroBubbleVConfig(ScheduleConfig):
-    """ZB-V: two stages on each rank in a V, weight gradients apart from input gradients."""
+    """ZB-V: two stages on each rank in a V, with weight gradients computed apart from input gradients."""
 
     name: Literal["zero_bubble_v"] = "zero_bubble_v"
     """Selects the plugin."""
 
 
 class DualPipeVConfig(ScheduleConfig):
-    """DualPipeV: two stages on each rank in a V, forwards overlapped with backwards."""
+    """DualPipeV: two stages on each rank in a V, with forwards overlapped with backwards."""
 
     name: Literal["dual_pipe_v"] = "dual_pipe_v"
     """Selects the plugin."""

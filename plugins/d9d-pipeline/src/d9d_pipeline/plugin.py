@@ -24,7 +24,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
     )
     yield ScheduleSpec(
         name="looped_bfs",
-        summary="gpipe with several stages on each rank, so that the bubble is a fraction.",
+        summary="gpipe with several stages on each rank, which divides the bubble by their number.",
         config=Ref("d9d_pipeline.config:LoopedBfsConfig"),
         build=Ref("d9d_pipeline.build:build_looped_bfs"),
         handlers=_HANDLERS,
@@ -32,7 +32,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
     )
     yield ScheduleSpec(
         name="1f1b",
-        summary="A forward and a backward in turn; memory for as many microbatches as there are ranks.",
+        summary="A forward and a backward in turn; holds at most as many microbatches as ranks.",
         config=Ref("d9d_pipeline.config:OneForwardOneBackwardConfig"),
         build=Ref("d9d_pipeline.build:build_1f1b"),
         handlers=_HANDLERS,
@@ -41,7 +41,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
     )
     yield ScheduleSpec(
         name="interleaved_1f1b",
-        summary="1f1b with several stages on each rank, so that the bubble is a fraction.",
+        summary="1f1b with several stages on each rank, which divides the bubble by their number.",
         config=Ref("d9d_pipeline.config:InterleavedConfig"),
         build=Ref("d9d_pipeline.build:build_interleaved_1f1b"),
         handlers=_HANDLERS,
@@ -49,7 +49,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
     )
     yield ScheduleSpec(
         name="zb1p",
-        summary="1f1b whose weight gradients fill the bubble, in the same memory (ZB-H1).",
+        summary="1f1b with weight gradients computed in the bubble, in the same memory (ZB-H1).",
         config=Ref("d9d_pipeline.config:Zb1pConfig"),
         build=Ref("d9d_pipeline.build:build_zb1p"),
         handlers=_HANDLERS,
@@ -57,7 +57,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
     )
     yield ScheduleSpec(
         name="zero_bubble_v",
-        summary="Two stages on each rank in a V, weight gradients in the bubble: nobody waits in between.",
+        summary="Two stages on each rank in a V, weight gradients in the bubble, which is almost empty.",
         config=Ref("d9d_pipeline.config:ZeroBubbleVConfig"),
         build=Ref("d9d_pipeline.build:build_zero_bubble_v"),
         handlers=_HANDLERS,

@@ -151,7 +151,7 @@ def merge_statistics(
     predicted = words != IGNORE
     unknown = predicted & (sums[2] == 0)
     if not targets.is_cuda and unknown.any():
-        raise IndexError(f"target {words[unknown][0]} is no word of the vocabulary")
+        raise IndexError(f"target {words[unknown][0]} is not in the vocabulary")
     # On a GPU, which nobody waits for, the loss is NaN, and the step is refused.
     # Filled through a view rather than returned as one: FSDP2 warns of modules that return views.
     losses = most.new_empty(targets.shape)

@@ -1,9 +1,10 @@
 """Tokenisation of a corpus to token files.
 
 Layout of the directory: ``facts.json``, ``tokenizer/``, and for each split ``<split>.tokens.npy`` (uint16 or uint32
-[N], every text followed by its end-of-text token), ``<split>.starts.npy`` (int64 [D + 1], where documents start, and N)
-and a file for each of the encoder's columns, such as ``<split>.weights.npy`` (bool [N]); scales only if one is not 1.
-``<split>.lost.npy`` (int64 [D], tokens that each document lost to a cut) is there if one lost any.
+[N], every text followed by its end-of-text token), ``<split>.starts.npy`` (int64 [D + 1], index of each document's
+first token, then N) and a file for each of the encoder's columns, such as ``<split>.weights.npy`` (bool [N]). There is
+a file of ``scales`` only if one is not 1, and ``<split>.lost.npy`` (int64 [D], number of tokens that each document lost
+to truncation) only if a document lost any.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from d9d_data.tokenizer.select import make_tokenizer
 Split = Literal["train", "held_out"]
 FACTS = "facts.json"
 SPLITS: tuple[Split, Split] = ("train", "held_out")
-# Most tokens and documents that are copied from a shard at a time.
+# Largest number of tokens and documents copied from a shard at a time.
 _CHUNK_TOKENS = 1 << 22
 _CHUNK_DOCUMENTS = 1 << 20
 
@@ -45,20 +46,20 @@ _CHUNK_DOCUMENTS = 1 << 20
 def tokenise(config: PreparedConfig, shards: Sequence[Shard], work: Path, directory: Path) -> dict[str, Any]:
     """Tokenise a corpus: make the tokenizer, tokenise the shards, and join them.
 
-    The result depends neither on the cut into shards nor on the processes that work on them.
+    The result depends neither on the division into shards nor on the number of worker processes.
 
     Args:
-        config: how documents become tokens.
-        shards: the corpus.
-        work: directory for what is finished; what it has already is not done again.
-        directory: where the result is written.
+        config: config of the dataset, which decides how documents become tokens.
+        shards: shards of the corpus.
+        work: directory of finished shards, which are not tokenised again.
+        directory: directory of the result.
 
     Returns:
-        The facts: ``vocab_size``, ``tokenizer`` in words, ``unigram_entropy`` of the train split in nats per token,
-        ``skipped`` malformed records and what is wrong with the first of them.
+        The facts: ``vocab_size``, a description of the ``tokenizer``, ``unigram_entropy`` of the train split in nats
+        per token, the number of ``skipped`` malformed records and the problem of the first of them.
 
     Raises:
-        DataError: a file cannot be read, the tokenizer is none, there is no text, or no document is set aside.
+        DataError: a file cannot be read, the tokenizer is invalid, there is no text, or a split has no document.
         TrainingError: a worker process died.
     """
     _train_tokenizer(config, shards, work)
@@ -76,11 +77,11 @@ def tokenise(config: PreparedConfig, shards: Sequence[Shard], work: Path, direct
 
 
 def _train_tokenizer(config: PreparedConfig, shards: Sequence[Shard], work: Path) -> None:
-    """Train the tokenizer, if the config asks for that."""
+    """Train the tokenizer, if the config asks for a trained one."""
     if isinstance(config, TokenizedConfig) and isinstance(config.tokenizer, BpeTokenizer):
         choice, end = config.tokenizer, config.end_of_text
         texts = _training_texts(shards, config.held_out, Skips() if config.malformed == "skip" else refuse)
-        # Training reads the whole corpus, so what it learned is kept for a start after a kill.
+        # Training reads the whole corpus, so the trained tokenizer is kept for a start after a kill.
         cached_directory(work, TOKENIZER, lambda to: make_tokenizer(choice, end, texts).save(to), _silent)
 
 
@@ -89,19 +90,19 @@ def _silent(_text: str) -> None:
 
 
 def _training_texts(shards: Sequence[Shard], held_out: float, reject: Reject) -> Iterator[str]:
-    """Documents of the train split."""
+    """Yield the documents of the train split."""
     index = 0
     for shard in shards:
         for piece in shard.pieces:
             for text in texts_of(piece, reject):
                 if text.strip():
-                    if int((index + 1) * held_out) == int(index * held_out):  # as _set_aside
+                    if int((index + 1) * held_out) == int(index * held_out):  # the rule of _set_aside
                         yield text
                     index += 1
 
 
 def _set_aside(indices: npt.NDArray[np.int64], held_out: float) -> npt.NDArray[np.bool_]:
-    """Whether documents, numbered among those with text, are held out: every (1 / held_out)-th, spread evenly."""
+    """Whether each document is held out, by its index among the documents with text: every (1 / held_out)-th."""
     aside: npt.NDArray[np.bool_] = np.floor((indices + 1) * held_out) > np.floor(indices * held_out)
     return aside
 
@@ -109,7 +110,7 @@ def _set_aside(indices: npt.NDArray[np.int64], held_out: float) -> npt.NDArray[n
 def _tokenise_shards(wanted: int | None, setup: Setup, encoder: Encoder, shards: Sequence[Shard], work: Path) -> None:
     workers = min(default_workers() if wanted is None else wanted, len(shards))
     with progress_bar("tokenising", sum(shard.size for shard in shards)) as advance:
-        # One shard is done sooner than a process starts, and nobody else sees this process's memory.
+        # One shard takes less time than starting a process, and other processes cannot read this process's memory://.
         if workers == 0 or len(shards) == 1 or any(_in_memory(shard) for shard in shards):
             for shard in shards:
                 write_shard(encoder, shard, setup.malformed, work, advance)
@@ -130,16 +131,16 @@ def _join(
     work: Path,
     directory: Path,
 ) -> dict[str, Any]:
-    """Write the token files of both splits from those of the shards, and return facts about them.
+    """Write the token files of both splits from the finished shards, and return facts about them.
 
     Args:
-        encoder: says which files there are.
-        shards: finished ones.
-        held_out: fraction of the samples that is set aside.
-        encoding: of the records.
-        limit: on the tokens of a text, if there is one.
-        work: directory of the shards' directories.
-        directory: where the files are written.
+        encoder: encoder, whose columns become files.
+        shards: finished shards.
+        held_out: fraction of the samples that is held out.
+        encoding: encoding of the records.
+        limit: token limit of a text, if there is one.
+        work: parent of the shards' directories.
+        directory: directory of the files.
     """
     counts = np.zeros(encoder.vocab_size, dtype=np.int64)
     found, skipped, first_skipped, tally = 0, 0, "", Tally()
@@ -224,7 +225,7 @@ def _classes(encoder: Encoder, shards: Sequence[Shard], encoding: Encoding, work
 
 
 def _chunks(lengths: npt.NDArray[np.int64]) -> Iterator[tuple[slice, npt.NDArray[np.int64]]]:
-    """Slices of the tokens of consecutive documents, and their lengths: as many as have _CHUNK_TOKENS, or one."""
+    """Yield slices of tokens and the documents' lengths: at most _CHUNK_TOKENS, or one longer document."""
     begin = 0
     for block_begin in range(0, len(lengths), _CHUNK_DOCUMENTS):
         block = lengths[block_begin : block_begin + _CHUNK_DOCUMENTS]
@@ -260,10 +261,10 @@ def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
 
 @contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress bar of tokenisation on standard error while the block runs, if that is a terminal.
+    """Progress bar on standard error while the block runs; none if standard error is not a terminal.
 
     Args:
-        label: text beside the bar.
+        label: text next to the bar.
         total: amount of work.
 
     Yields:

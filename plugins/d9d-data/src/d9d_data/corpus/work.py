@@ -1,4 +1,4 @@
-"""Directory of unfinished work beside an entry of the cache: one process works, others wait, the next goes on."""
+"""Directory of unfinished work next to an entry of the cache: one process works on it, the others wait."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _LOCK = "lock"
 
 @contextmanager
 def work_directory(root: Path, key: str, keep: bool, note: Callable[[str], None]) -> Iterator[Path]:
-    """Work directory of a corpus: finished parts of ``root/key``, held by one process of this machine at a time.
+    """Work directory of a corpus: finished shards of ``root/key``, locked by one process of this machine at a time.
 
-    Where files cannot be locked, each process has a directory of its own, and nothing goes on after a kill.
+    Where files cannot be locked, each process has its own directory, and no work is kept after a kill.
 
     Args:
-        root: directory of the cache; made if absent.
-        key: identifies the content.
-        keep: whether the directory stays if the block raises; it always stays if the process is killed, and goes a day
-            after it was last used.
-        note: told about waiting.
+        root: directory of the cache; created if missing.
+        key: identifier of the content.
+        keep: whether the directory stays if the block raises. It always stays if the process is killed, and is removed
+            a day after its last use.
+        note: called with a line about waiting.
 
     Raises:
         DataError: ``root`` cannot be written.
@@ -50,20 +50,20 @@ def work_directory(root: Path, key: str, keep: bool, note: Callable[[str], None]
             shutil.rmtree(directory, ignore_errors=True)
         if lock is not None:
             os.close(lock)
-        if remove:  # NFS keeps a file that is open, and with it its directory
+        if remove:  # NFS keeps an open file, and therefore its directory
             with suppress(OSError):
                 directory.rmdir()
 
 
 def _hold(directory: Path, note: Callable[[str], None]) -> tuple[Path, int | None]:
-    """Make a directory and lock it; return it and the descriptor that holds the lock."""
+    """Make a directory and lock it; return it and the file descriptor of the lock."""
     file = directory / _LOCK
     while True:
         directory.mkdir(exist_ok=True)
         try:
             lock = lock_file(file, lambda: note("waiting for another process, which prepares the same data"))
         except FileNotFoundError:
-            continue  # whoever held it is done
+            continue  # the process that held the lock has finished
         except LocksUnsupportedError as error:
             note(
                 f"files in {directory.parent} cannot be locked ({error.strerror}): processes that prepare the same "
@@ -75,5 +75,5 @@ def _hold(directory: Path, note: Callable[[str], None]) -> tuple[Path, int | Non
             own = directory.with_name(f"{directory.name}-{os.getpid()}-{secrets.token_hex(4)}")
             own.mkdir()
             return own, None
-        os.utime(directory)  # so that it is not taken for an abandoned one
+        os.utime(directory)  # a recent time keeps it from being removed as abandoned
         return directory, lock

@@ -1,7 +1,7 @@
 """Worker process that tokenises shards: ``python -m d9d_data.corpus.worker``, started by :mod:`d9d_data.corpus.pool`.
 
-It reads lines of JSON, first a :class:`Setup`, then shards, and answers each shard with lines too: ``{"read": bytes}``
-now and then, and at its end ``{"done": true}`` or ``{"error": text}``.
+The worker reads lines of JSON: first a :class:`Setup`, then shards. It answers each shard with lines: ``{"read":
+bytes}`` now and then, and at the end ``{"done": true}`` or ``{"error": text}``.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from d9d_data.tokenizer.base import TextTokenizer
 from d9d_data.tokenizer.file import find_tokenizer_file
 from d9d_data.tokenizer.select import saved_tokenizer
 
-#: Directory, beside those of the shards, of a tokenizer that was trained.
+#: Directory of a trained tokenizer, next to the directories of the shards.
 TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Settings of a worker process that tokenises shards, for all of its shards.
+    """Settings of a worker process, the same for all of its shards.
 
     Attributes:
-        tokenizer: ``bytes``, a path, or the size of the vocabulary that was trained.
-        end_of_text: the token that ends documents, if the config names one.
-        tokenizer_directory: where a trained tokenizer was saved.
-        special_tokens: what texts that spell special tokens become.
-        malformed: what to do with malformed records.
-        work: directory of the shards' directories.
+        tokenizer: ``bytes``, a path, or the vocabulary size of a trained tokenizer.
+        end_of_text: token that ends documents, if the config names one.
+        tokenizer_directory: directory of a trained tokenizer.
+        special_tokens: treatment of special tokens spelled in texts.
+        malformed: treatment of malformed records.
+        work: parent of the shards' directories.
         encoder: name of the encoder, see :data:`~d9d_data.corpus.encoding.ENCODERS`.
-        settings: of the encoder.
+        settings: settings of the encoder.
     """
 
     tokenizer: str | int
@@ -59,7 +59,7 @@ class Setup:
 
     @classmethod
     def of(cls, config: PreparedConfig, work: Path) -> Setup:
-        """Settings for the corpus of a config."""
+        """Make the settings for the corpus of a config."""
         choice, end = tokenizer_of(config)
         encoding = encoding_of(config)
         return cls(
@@ -74,10 +74,10 @@ class Setup:
         )
 
     def make_encoder(self) -> tuple[Encoder, TextTokenizer]:
-        """Encoder of the records, and its tokenizer.
+        """Make the encoder of the records, and its tokenizer.
 
         Raises:
-            DataError: the file of the tokenizer or of the template is absent, or holds none.
+            DataError: the file of the tokenizer or of the template is missing or invalid.
         """
         choice = BpeTokenizer(bpe=self.tokenizer) if isinstance(self.tokenizer, int) else self.tokenizer
         tokenizer = saved_tokenizer(choice, self.end_of_text, Path(self.tokenizer_directory))
@@ -88,27 +88,27 @@ class Setup:
         return encoder, tokenizer
 
     def encode(self) -> str:
-        """Setup as a line of JSON."""
+        """Encode the settings as a line of JSON."""
         return json.dumps(asdict(self)) + "\n"
 
 
 def encode_shard(shard: Shard) -> str:
-    """Shard as a line of JSON."""
+    """Encode a shard as a line of JSON."""
     return json.dumps(asdict(shard)) + "\n"
 
 
 def decode_shard(line: str) -> Shard:
-    """Shard of a line of JSON."""
+    """Decode a shard from a line of JSON."""
     value = json.loads(line)
     pieces = tuple(Piece(**piece | {"file": SourceFile(**piece["file"])}) for piece in value["pieces"])
     return Shard(**value | {"pieces": pieces})
 
 
 def serve(lines: TextIO, answers: TextIO) -> None:
-    """Serve as a worker process: tokenise the shards that are asked for, until the process that asks is gone.
+    """Serve as a worker process: tokenise shards until ``lines`` ends.
 
     Args:
-        lines: the setup, and shards.
+        lines: the setup, then shards.
         answers: progress and results.
     """
 
@@ -135,9 +135,9 @@ def serve(lines: TextIO, answers: TextIO) -> None:
 def _receive(lines: TextIO, shards: queue.SimpleQueue[Shard]) -> None:
     for line in lines:
         shards.put(decode_shard(line))
-    os._exit(0)  # the process that asked is gone, or needs no more; a shard in the making is not published
+    os._exit(0)  # the parent is gone or has finished; an unfinished shard is never published
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; whoever started this process ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     serve(sys.stdin, sys.stdout)

@@ -1,1 +1,1 @@
-"""Datasets that a function of the user makes: any map-style dataset of PyTorch or Hugging Face."""
+"""Map-style datasets of PyTorch or Hugging Face, made by a function of the user."""

@@ -12,7 +12,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 class DatasetConfig(PluginConfig):
-    """Dataset that a function of yours makes: any map-style dataset of PyTorch or Hugging Face."""
+    """Map-style dataset of PyTorch or Hugging Face, made by a function of yours."""
 
     name: Literal["dataset"] = "dataset"
     """Selects the plugin."""
@@ -22,23 +22,22 @@ class DatasetConfig(PluginConfig):
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function."""
     padding: dict[str, int | float] = {}
-    """Fields of one dimension whose lengths differ, with the value that pads them, such as ``{tokens: 0, targets:
-    -100}``."""
+    """One-dimensional fields of varying length -> value of the padding, such as ``{tokens: 0, targets: -100}``."""
     side: Literal["left", "right"] = "right"
     """Side of the padding."""
     pad_multiple: int = Field(default=1, ge=1)
-    """A microbatch is as long as its longest sample, rounded up to a multiple of this."""
+    """Divisor of the length of a microbatch: the longest sample is rounded up to a multiple."""
     shuffle: bool = True
-    """Visit the items of each epoch in an order drawn from the seed; false keeps that of the dataset."""
+    """Visit the items of each epoch in a random order drawn from the seed; false keeps the order of the dataset."""
     bucket_window: int | None = Field(default=None, ge=1)
-    """Items sorted by size at a time, a multiple of the batch size; null for packs of items as they come. The size is
-    what the dataset's ``sort_key(index)`` returns, else the length of the first field in ``padding``."""
+    """Items sorted by size at a time, a multiple of the batch size; null for no sorting. The size of an item is the
+    dataset's ``sort_key(index)``, or else the length of the first field in ``padding``."""
     workers: int = Field(default=0, ge=0)
-    """Processes that build packs ahead, each with a dataset of its own; 0 builds packs where they are asked for."""
+    """Processes that build packs ahead, each with its own copy of the dataset; 0 builds packs in this process."""
 
     @field_validator("build")
     @classmethod
     def _names_a_function(cls, build: str) -> str:
         if not _FUNCTION.fullmatch(build):
-            raise ValueError(f"'{build[:80]}' names no function; write package.module:function")
+            raise ValueError(f"'{build[:80]}' does not name a function; write package.module:function")
         return build

@@ -1,4 +1,4 @@
-"""Items of a user's dataset: made by the user's function, read, checked, and collated to microbatches."""
+"""Items of a user's dataset: read, checked and collated to microbatches."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LENGTHS = "lengths"
 
 
 class Items:
-    """Items of the map-style dataset that a config's function makes. Another process makes its own.
+    """Items of the map-style dataset that a config's function makes. A worker process calls the function again.
 
     Args:
-        config: names the function.
+        config: config that names the function.
 
     Raises:
         DataError: the function cannot be found, fails, or returns no map-style dataset with items.
@@ -48,24 +48,24 @@ class Items:
         return self._read(0)
 
     def read(self, index: int) -> Item:
-        """Item as arrays.
+        """Read an item as arrays.
 
         Raises:
-            DataError: it cannot be read, is no mapping of numbers, or has other fields than the first one.
+            DataError: it cannot be read, is not a mapping of numbers, or has other fields than item 0.
         """
         item = self._read(index)
         if item.keys() != self._first.keys():
             raise DataError(
                 f"data.build: item {index} of {self.config.build} has the fields {_names(item)}, item 0 has "
-                f"{_names(self._first)}; give all items the same"
+                f"{_names(self._first)}; give all items the same fields"
             )
         return item
 
     def check_padding(self) -> None:
-        """Compare the fields to pad with those of the first item.
+        """Check that the first item has the fields to pad, with one dimension.
 
         Raises:
-            DataError: it lacks one, or has another number of dimensions there.
+            DataError: a field is missing, or has another number of dimensions.
         """
         for name in self.config.padding:
             if name not in self._first:
@@ -75,11 +75,11 @@ class Items:
             if self._first[name].ndim != 1:
                 raise DataError(
                     f"data.padding: field '{name}' of {self.config.build} has shape {list(self._first[name].shape)}, "
-                    "and only fields of one dimension can be padded; remove it from padding"
+                    "but only one-dimensional fields can be padded; remove it from padding"
                 )
 
     def sizes(self, indices: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Sizes by which items are sorted, float64 of the shape of ``indices``."""
+        """Sizes for sorting items, float64 [len(indices)]."""
         own = getattr(self.dataset, "sort_key", None)
         if own is None:
             name = next(iter(self.config.padding))
@@ -89,14 +89,14 @@ class Items:
             return np.asarray(keys, dtype=np.float64)
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"data.build: sort_key of the dataset of {self.config.build} returns no numbers: {error}"
+                f"data.build: sort_key of the dataset of {self.config.build} does not return numbers: {error}"
             ) from error
 
     def collate(self, indices: Sequence[int]) -> Item:
-        """Microbatch of items: arrays [B, ...]; ``lengths`` [B] says how many positions are no padding on the right.
+        """Collate items into a microbatch of arrays [B, ...]; right padding adds ``lengths`` [B], the unpadded lengths.
 
         Raises:
-            DataError: an item cannot be read, or arrays have different shapes and are not padded.
+            DataError: an item cannot be read, or the arrays of a field have different shapes and no padding.
         """
         config = self.config
         rows = [self.read(index) for index in indices]
@@ -107,7 +107,7 @@ class Items:
         return batch
 
     def save_assets(self, directory: Path) -> None:
-        """Let the dataset write what an exported model needs, if it has a ``save_assets`` too."""
+        """Call the dataset's ``save_assets``, if it has one, to write files for an exported model."""
         save = getattr(self.dataset, "save_assets", None)
         if callable(save):
             save(directory)
@@ -116,7 +116,7 @@ class Items:
         config = self.config
         if kinds := {array.dtype for array in arrays} - {arrays[0].dtype}:
             found = ", ".join(sorted(str(kind) for kind in {*kinds, arrays[0].dtype}))
-            raise DataError(f"data.build: field '{name}' of {config.build} has items of several kinds: {found}")
+            raise DataError(f"data.build: field '{name}' of {config.build} has several dtypes: {found}; use one")
         if name in config.padding and arrays[0].ndim == 1:
             tensors = [torch.from_numpy(array) for array in arrays]
             padded = pad_stack(tensors, config.padding[name], config.side, config.pad_multiple).numpy()
@@ -126,9 +126,9 @@ class Items:
             if array.shape != arrays[0].shape:
                 raise DataError(
                     f"data.padding: field '{name}' has shape {list(arrays[0].shape)} in item {indices[0]} of "
-                    f"{config.build} and {list(array.shape)} in item {index}; name it with the value that pads it, "
+                    f"{config.build} and {list(array.shape)} in item {index}; set its padding value, "
                     f"such as 'padding: {{{name}: 0}}'"
-                    + ("" if array.ndim == 1 else ", which takes fields of one dimension")
+                    + ("" if array.ndim == 1 else ", which is for one-dimensional fields")
                 )
         return np.stack(arrays)
 
@@ -145,7 +145,7 @@ class Items:
         return {str(name): _array(value, f"{where}: field '{name}'") for name, value in item.items()}
 
     def _asked(self, read: Callable[[], Any], what: str) -> Any:
-        """Answer of the user's dataset, or an error that names its function."""
+        """Read from the user's dataset; a failure becomes an error that names its function."""
         try:
             return read()
         except FOREIGN_FAILURES as failure:
@@ -195,20 +195,20 @@ def _length(config: DatasetConfig, dataset: Any) -> int:
 
 
 def _array(value: Any, where: str) -> npt.NDArray[Any]:
-    """Array of a value: whole numbers as int64, others as float32, tensors and arrays as they are."""
+    """Array of a value: lists of whole numbers become int64, other lists float32; arrays and tensors keep theirs."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise DataError(f"{where} is no array: {error}; give lists of equal lengths") from error
+        raise DataError(f"{where} is not an array: {error}; give lists of equal lengths") from error
     if array.dtype.kind not in "biuf":
         kind = type(value).__name__
         raise DataError(f"{where} is a {kind} of {array.dtype}, not of numbers; leave it out, or turn it into numbers")
     if not isinstance(value, np.ndarray | np.generic):
         narrow = {"i": np.int64, "u": np.int64, "f": np.float32, "b": np.bool_}
-        # An empty list has no kind of its own; token ids are what lists mostly hold.
+        # An empty list has no dtype; most lists hold token ids.
         array = array.astype(np.int64 if not array.size else narrow[array.dtype.kind])
     return array
 

@@ -27,10 +27,10 @@ Int64 = npt.NDArray[np.int64]
 
 
 def build_dataset(config: DatasetConfig, context: DataContext) -> DatasetStream | OnePassStream:
-    """Make a map-style dataset by the user's function, and open its stream.
+    """Make a map-style dataset with the user's function, and open its stream.
 
     Raises:
-        DataError: the function, what it returns, or the sizes cannot be used; the text says what to change.
+        DataError: the function, the dataset or the sizes of its items are unusable.
     """
     items = Items(config)
     if not context.one_pass:
@@ -49,55 +49,55 @@ def build_dataset(config: DatasetConfig, context: DataContext) -> DatasetStream 
 
 @dataclass(frozen=True, slots=True)
 class ItemSamples:
-    """Source of any items of a map-style dataset as microbatches."""
+    """Source of microbatches from arbitrary items of a map-style dataset."""
 
     items: Items
 
     def sizes(self, samples: Int64) -> npt.NDArray[np.float64]:
-        """Sizes [B] of items."""
+        """Sizes [B] of items, for sorting."""
         return self.items.sizes(samples.tolist())
 
     def microbatch(self, samples: Int64) -> Mapping[str, npt.NDArray[Any]]:
-        """Microbatch of items, arrays [B, ...], with ``rows``.
+        """Microbatch of items: arrays [B, ...] and ``rows``, the indices [B] of the items.
 
         Raises:
-            DataError: the items have a field of that name.
+            DataError: the items have a field ``rows``.
         """
         collated = self.items.collate(samples.tolist())
         if ROWS in collated:
             raise DataError(
-                f"data.build: items of {self.items.config.build} have a field '{ROWS}', which numbers the rows of one "
-                "pass; call it something else"
+                f"data.build: items of {self.items.config.build} have a field '{ROWS}', which one pass uses for item "
+                "indices; rename the field"
             )
         return {**collated, ROWS: samples}
 
 
 def _described(items: Items) -> str:
-    """Description of what is known of a dataset; what is in the items nobody knows but the user."""
+    """Identity of a dataset: function, arguments and, if it has one, its fingerprint. The items are not part of it."""
     own = getattr(items.dataset, "fingerprint", None)
     config = items.config
     return json.dumps([config.build, config.arguments, own if isinstance(own, str) else None], default=str)
 
 
 def _facts_of(items: Items) -> dict[str, Any]:
-    """Number of samples of an epoch, the function, and the ``facts`` of the dataset, if it has any."""
+    """Facts of a dataset: number of samples of an epoch, the function, and the dataset's own ``facts`` if any."""
     own = getattr(items.dataset, "facts", {})
     return {"samples": len(items), "dataset": items.config.build, **(own if isinstance(own, Mapping) else {})}
 
 
 class DatasetStream(PackStream):
-    """Stream of a map-style dataset, each item a sample. A pack is the next ``batch_size`` samples of one global order.
+    """Stream of a map-style dataset; each item is a sample. A pack is the next ``batch_size`` of a global order.
 
-    Without buckets, rank r of R takes the r-th of R equal runs of it. With buckets, the samples of a pack are dealt in
-    order of size, so that the n-th microbatches of all ranks are of about one size.
+    Without buckets, rank r of R takes the r-th of R equal runs of the pack. With buckets, the samples of a pack are
+    dealt to the ranks in order of size, so that the n-th microbatches of all ranks have similar sizes.
 
     Args:
-        config: how items become microbatches.
-        context: of the job.
-        items: of the dataset.
+        config: config of the dataset.
+        context: context of the job.
+        items: items of the dataset.
 
     Raises:
-        DataError: an item or the sizes cannot be used.
+        DataError: an item or the sizes are unusable.
     """
 
     tokenisation = None
@@ -118,23 +118,23 @@ class DatasetStream(PackStream):
 
     @property
     def facts(self) -> State:
-        """Number of samples of an epoch, the function, and the ``facts`` of the dataset, if it has any."""
+        """Facts of the dataset: number of samples of an epoch, the function, and the dataset's own ``facts`` if any."""
         return _facts_of(self._items)
 
     def save_assets(self, directory: Path) -> None:
-        """Let the dataset write what an exported model needs, if it has a ``save_assets`` too."""
+        """Call the dataset's ``save_assets``, if it has one, to write files for an exported model."""
         self._items.save_assets(directory)
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetPacks:
-    """Source of one rank's part of any pack of a map-style dataset; see :class:`DatasetStream`.
+    """Source of one rank's share of any pack of a map-style dataset; see :class:`DatasetStream`.
 
     Attributes:
-        items: of the dataset.
-        order: of the samples, before they are sorted.
-        layout: of the packs.
-        window: samples that are sorted together; ``None`` for no sorting.
+        items: items of the dataset.
+        order: order of the samples before sorting.
+        layout: layout of the packs.
+        window: number of samples sorted together; ``None`` for no sorting.
     """
 
     items: Items
@@ -155,9 +155,9 @@ class DatasetPacks:
         ]
 
     def _sorted_pack(self, consumed: int, window: int) -> Int64:
-        """Samples of a pack of similar size: those of a pack of its window, or the last ones of an epoch as they come.
+        """Samples of a pack, of similar size; at an epoch's end, the remaining samples sorted by size.
 
-        Windows begin with the first pack that begins in an epoch; one that spans the epoch's end is only sorted.
+        Windows begin with the first pack that begins in an epoch; a pack across the epoch's end is only sorted.
         """
         size, samples = self.layout.batch_size, self.order.samples
         epoch, place = divmod(consumed, samples)
@@ -192,11 +192,11 @@ def _check_window(config: DatasetConfig, items: Items, batch_size: int) -> None:
 
 
 def _check_sizes(config: DatasetConfig, items: Items) -> None:
-    """Refuse buckets of items of unknown sizes."""
+    """Raise if buckets are requested but items have no size."""
     if config.bucket_window is None:
         return
     if not config.padding and getattr(items.dataset, "sort_key", None) is None:
         raise DataError(
-            "data.bucket_window: nothing says how large items are; give the dataset a method sort_key(index), or name "
-            "the field that differs in data.padding"
+            "data.bucket_window: the size of items is unknown; give the dataset a method sort_key(index), or name "
+            "the field whose length varies in data.padding"
         )

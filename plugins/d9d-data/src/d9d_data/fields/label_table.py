@@ -1,4 +1,4 @@
-"""Labels of a corpus: their ids, and which names and numbers are labels at all."""
+"""Labels of a corpus: their ids, and the check of labels in records."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy.typing as npt
 from d9d_core.config import closest
 from d9d_core.errors import DataError
 
-#: Id that stands for no label; the loss ignores it.
+#: Id for "no label"; the loss ignores it.
 NO_LABEL = -100
-#: Most classes: a head has a row for each.
+#: Largest number of classes: a head has a row for each.
 MAX_CLASSES = 1 << 20
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,6}")
 Label = str | int
 
 
 class LabelTable:
-    """Table of labels: names that a config lists, or names and numbers in the order in which they are met.
+    """Table of labels: the names listed in a config, or else names and numbers in order of their first use.
 
     Args:
-        names: names of the classes; ``None`` if the data has them all.
+        names: names of the classes; ``None`` to collect them from the data.
     """
 
     def __init__(self, names: Sequence[str] | None) -> None:
@@ -36,19 +36,19 @@ class LabelTable:
         return tuple(self._ids)
 
     def check(self, value: Any, where: str) -> Label:
-        """Label of a record's value.
+        """Check a record's value, and return it as a label.
 
         Args:
             value: a name, a number, or -100 for none.
-            where: place of the value, for messages.
+            where: place of the value, for error messages.
 
         Raises:
-            DataError: it is no label, or no class of those that are listed.
+            DataError: the value is not a label, or not one of the listed classes.
         """
-        if isinstance(value, float) and value.is_integer():  # columns of numbers with gaps are read as such
+        if isinstance(value, float) and value.is_integer():  # columns of numbers with missing values are read as floats
             value = int(value)
         numeric = isinstance(value, str) and value not in self._ids and _NUMBER.fullmatch(value)
-        if isinstance(value, bool) or (numeric and self._listed is not None):  # CSV files have numbers as texts
+        if isinstance(value, bool) or (numeric and self._listed is not None):  # CSV files have numbers as strings
             value = int(value)
         if not isinstance(value, str | int) or value == "":
             shown = "empty" if value is None or value == "" else f"a {type(value).__name__}"
@@ -58,7 +58,7 @@ class LabelTable:
         if isinstance(value, int):
             most = MAX_CLASSES if self._listed is None else len(self._listed)
             if not 0 <= value < most:
-                raise DataError(f"{where} is {value}; the numbers of classes are 0 to {most - 1:,}, and -100 is none")
+                raise DataError(f"{where} is {value}; class numbers are 0 to {most - 1:,}, or -100 for no label")
         elif self._listed is not None and value not in self._ids:
             near = closest(value, self._listed)
             known = f"did you mean '{near}'?" if near else f"data.labels has {', '.join(self._listed[:20])}"
@@ -66,7 +66,7 @@ class LabelTable:
         return value
 
     def id_of(self, label: Label) -> int:
-        """Id of a checked label in this table; it is added if it is new."""
+        """Id of a checked label in this table; a new label is added."""
         if label == NO_LABEL:
             return NO_LABEL
         if self._listed is not None and isinstance(label, int):
@@ -75,13 +75,13 @@ class LabelTable:
 
 
 class Classes:
-    """Classes of a whole corpus, from the label tables of its parts.
+    """Classes of a whole corpus, from the label tables of its shards.
 
-    Names get ids in sorted order; if all are numbers, as CSV files have them, they are the ids.
+    Names get ids in sorted order. If all labels are numbers, also as strings of CSV files, the numbers are the ids.
 
     Args:
-        tables: labels of each part by their ids there.
-        listed: names of the classes, if a config lists them; then all tables have their ids.
+        tables: labels of each shard, in the order of their ids there.
+        listed: names of the classes, if a config lists them; then all tables use the ids of this list.
 
     Raises:
         DataError: some labels are names and others are numbers.
@@ -102,16 +102,16 @@ class Classes:
             names = sorted(label for label in labels if isinstance(label, str))
             if numbers:
                 raise DataError(
-                    f"data.label: some labels are names ({names[0]!r}) and others numbers ({min(numbers)}); write them "
-                    "alike, or list the names in data.labels"
+                    f"data.label: some labels are names ({names[0]!r}) and others numbers ({min(numbers)}); use one "
+                    "kind, or list the names in data.labels"
                 )
             self.names, self._ids = tuple(names), {name: number for number, name in enumerate(names)}
-        #: Number of classes, one more than the largest id.
+        #: Number of classes: the largest id plus 1.
         self.count = len(self.names) if self.names is not None else max(self._ids.values(), default=-1) + 1
 
     def mapped(self, values: npt.NDArray[np.int32], table: Sequence[Label]) -> npt.NDArray[np.int32]:
-        """Ids of the corpus for those of a part's table."""
-        # The last entry is what -1 reads, so that "no label" stays that.
+        """Map the ids of a shard's table to the ids of the corpus."""
+        # "No label" maps to itself: it reads the last entry, at index -1.
         ids = np.asarray([*(self._ids[label] for label in table), NO_LABEL], dtype=np.int32)
         mapped: npt.NDArray[np.int32] = ids[np.where(values == NO_LABEL, -1, values)]
         return mapped

@@ -21,26 +21,25 @@ from d9d_data.sources.place import Record, Reject
 from d9d_data.sources.records import field_of, value_of
 from d9d_data.tokenizer.base import TextTokenizer, panics_refused
 
-#: Fields of the labels of words in published data sets, unless a config names one.
+#: Fields of word labels in published data sets; used unless a config names a field.
 _OF_WORDS = ("labels", "ner_tags")
 
 
 class LabelledEncoder:
-    """Encoder of labelled texts or words: the labels stand beside the tokens.
+    """Encoder of labelled texts or words: token ids with a column of labels.
 
-    Token ids are those that the tokenizer gives to transformers, its special tokens included. The label of a text
-    stands at its first token. Words are joined by spaces; the label of a word stands at the first token that holds a
-    character of it.
+    The token ids are the same as in transformers, including the tokenizer's special tokens. The label of a text is at
+    its first token. Words are joined by spaces; the label of a word is at the first token with a character of the word.
 
     Args:
-        tokenizer: makes the ids.
+        tokenizer: tokenizer of the texts.
         per: ``text`` or ``word``.
-        field: holds the text, or the list of words.
-        pair: holds a second text, which the tokenizer joins to the first; ``None`` if there is none.
-        label: holds the label, or the list of labels; ``None`` for the usual names.
-        names: of the classes; ``None`` to take those of the data.
-        longest: most tokens of a sample, the tokenizer's special tokens included, which a cut keeps.
-        too_long: treatment of longer ones.
+        field: field of the text, or of the list of words.
+        pair: field of a second text, which the tokenizer joins to the first; ``None`` if there is none.
+        label: field of the label, or of the list of labels; ``None`` for the usual names.
+        names: names of the classes; ``None`` to collect them from the data.
+        longest: most tokens of a sample, including the tokenizer's special tokens, which truncation keeps.
+        too_long: treatment of longer samples.
     """
 
     columns: Mapping[str, npt.DTypeLike] = {"labels": np.int32}
@@ -68,17 +67,17 @@ class LabelledEncoder:
 
     @classmethod
     def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:  # noqa: ARG003
-        """Make an encoder from what can be sent to another process.
+        """Make an encoder in a worker process, from values that can be pickled.
 
         Args:
-            tokenizer: makes the ids.
+            tokenizer: tokenizer of the texts.
             file: its ``tokenizer.json``, if it has one.
             settings: the other arguments of the class.
         """
         return cls(tokenizer, **settings)
 
     def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
-        """Encode records; one without text or with a wrong label is rejected."""
+        """Encode records; reject records without text or with an invalid label."""
         table = LabelTable(self._names)
         sample = partial(self._of_text if self._per == "text" else self._of_words, table)
         for batch in encode_samples(pieces, reject, sample):
@@ -97,7 +96,7 @@ class LabelledEncoder:
             return Dropped(lost)
         labels = np.full(len(encoding.ids), NO_LABEL, dtype=np.int32)
         if not len(labels):
-            raise DataError(f"{where}: the tokenizer finds nothing in {self._field}; leave the record out")
+            raise DataError(f"{where}: the tokenizer makes no token of {self._field}; leave the record out")
         labels[0] = table.id_of(label)
         spelling = self._tokenizer.spelled([text, pair or ""])
         return _sample(encoding, labels, lost, spelling)
@@ -118,17 +117,17 @@ class LabelledEncoder:
             raise _without(record, "list of labels", field)
         if len(values) != len(words) or not words:
             raise DataError(
-                f"{where} has {len(words)} words in {self._field} and {len(values)} labels in {field}; give as many, "
-                "and at least one"
+                f"{where} has {len(words)} words in {self._field} and {len(values)} labels in {field}; give one per "
+                "word, and at least one word"
             )
         checked = [table.check(value, f"{where}: {field}[{number}]") for number, value in enumerate(values)]
         encoding, lost = self._encoded(where, " ".join(words), None)
         if encoding is None:
             return Dropped(lost)
         labels = np.full(len(encoding.ids), NO_LABEL, dtype=np.int32)
-        starts = np.cumsum([0, *(len(word) + 1 for word in words)])  # of each word, and of one more
+        starts = np.cumsum([0, *(len(word) + 1 for word in words)])  # of each word, then the end of the text
         begins = (begin for begin, end in encoding.offsets if end > begin)
-        word = int(np.searchsorted(starts, next(begins, 0)))  # next one whose first token is looked for
+        word = int(np.searchsorted(starts, next(begins, 0)))  # next word without a label
         last = starts[word - 1] + len(words[word - 1]) if word else 0  # end of a word whose beginning was cut
         for token, (_, end) in enumerate(encoding.offsets):
             if word < len(words) and end > max(starts[word], last):
@@ -138,10 +137,10 @@ class LabelledEncoder:
         return _sample(encoding, labels, lost, self._tokenizer.spelled(words), incomplete=lost > 0 and missing > 0)
 
     def _encoded(self, where: str, text: str, pair: str | None) -> tuple[tokenizers.Encoding | None, int]:
-        """Encoding of a text and the tokens that it lost to a cut; if it is left out, ``None`` and the tokens it has.
+        """Encoding of a text and the number of tokens lost to truncation; to drop it, ``None`` and its token count.
 
         Raises:
-            TooLongError: it is too long, and that is an error.
+            TooLongError: the text is too long, and ``too_long`` is ``error``.
         """
         with panics_refused(text, pair):
             encoding = self._whole.encode(text, pair)
@@ -150,7 +149,7 @@ class LabelledEncoder:
             return None, count
         if count <= self._limit.longest:
             return encoding, 0
-        # Of a pair, the longer text is cut; special tokens stay.
+        # In a pair, the longer text is truncated; special tokens stay.
         with panics_refused():
             cut = self._cut.encode(text, pair)
         return cut, count - len(cut.ids)
@@ -170,7 +169,7 @@ def _sample(
 
 
 def _without(record: Record, what: str, field: str) -> DataError:
-    """Error about a record whose field does not hold what it should."""
+    """Error about a record whose field is missing or of the wrong type."""
     has = ", ".join(str(name)[:40] for name in list(record.values)[:20]) or "none"
     found = value_of(record, field)
     there = f"; it is a {type(found).__name__} there" if found is not None and not isinstance(found, str) else ""

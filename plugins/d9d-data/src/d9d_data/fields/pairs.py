@@ -1,4 +1,4 @@
-"""Encoder of queries with the documents that answer them, and with others that do not."""
+"""Encoder of queries with relevant documents and with irrelevant ones (negatives)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from d9d_data.sources.place import Record, Reject
 from d9d_data.sources.records import field_of, value_of
 from d9d_data.tokenizer.base import TextTokenizer
 
-#: Fields of negatives, unless a config names one.
+#: Usual fields of negatives, unless a config names one.
 _NEGATIVES = ("negative", "negatives")
 
 
 class PairsEncoder:
-    """Encoder of pairs: a query, a positive and n negatives, each followed by the end-of-text token.
+    """Encoder of pairs: a query, a relevant document and n negatives, each followed by the end-of-text token.
 
     Args:
-        tokenizer: makes the ids.
+        tokenizer: tokenizer of the texts.
         query: field of the query.
-        positive: field of the document that answers it.
-        negative: field of a document that does not, or of a list of them; ``None`` for the usual names.
-        negatives: n, the same for all records.
+        positive: field of the relevant document.
+        negative: field of an irrelevant document, or of a list of them; ``None`` for the usual names.
+        negatives: number of negatives, n, the same for all records.
         query_prefix: text before each query.
         document_prefix: text before each document.
-        longest: most tokens of a text with its end, which a cut keeps.
+        longest: most tokens of a text, including its end-of-text token, which truncation keeps.
         too_long: treatment of longer texts.
     """
 
@@ -58,17 +58,17 @@ class PairsEncoder:
 
     @classmethod
     def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:  # noqa: ARG003
-        """Make an encoder from what can be sent to another process.
+        """Make an encoder in a worker process, from values that can be pickled.
 
         Args:
-            tokenizer: makes the ids.
+            tokenizer: tokenizer of the texts.
             file: its ``tokenizer.json``, if it has one.
             settings: the other arguments of the class.
         """
         return cls(tokenizer, **settings)
 
     def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
-        """Encode records; one that lacks a text is rejected."""
+        """Encode records; reject records that lack a text."""
         return encode_samples(pieces, reject, self._sample)
 
     def _sample(self, record: Record) -> Sample | Dropped:
@@ -83,7 +83,7 @@ class PairsEncoder:
                     '{"query": "...", "positive": "..."}, or name the fields in the job file'
                 )
         if texts[self._query] == texts[self._positive]:
-            raise DataError(f"{record.place}: query and positive are equal, so there is nothing to find; leave it out")
+            raise DataError(f"{record.place}: query and positive are equal, so there is nothing to learn; leave it out")
         prefixed = [a + b for a, b in zip(self._prefixes, texts.values(), strict=True)]
         whole = [self._tokenizer.ended(one) for one in self._tokenizer.encode(prefixed)]
         ids, lost = [], []
@@ -92,12 +92,12 @@ class PairsEncoder:
             if kept is None:
                 return Dropped(max(map(len, whole)))
             lost.append(len(one) - (kept.stop - kept.start))
-            # The end of text stays: of a text that loses its end, the token before it goes.
+            # The end-of-text token stays; the token before it is removed.
             ids.append(np.append(one[kept.start : kept.stop - 1], one[-1]))
         return Sample(ids, {}, lost, spelling=self._tokenizer.spelled(prefixed))
 
     def _negatives_of(self, record: Record) -> dict[str, Any]:
-        """Negatives by what messages call them."""
+        """Negatives of a record, by their names in error messages."""
         choices = _NEGATIVES if self._negative is None else (self._negative,)
         field = field_of(record, choices)
         found = value_of(record, field)
@@ -105,7 +105,7 @@ class PairsEncoder:
             found = [] if found is None else [found]
         if len(found) != self._negatives:
             raise DataError(
-                f"{record.place} has {len(found)} negatives in {field}, and data.negatives is {self._negatives}; give "
-                "each record as many"
+                f"{record.place} has {len(found)} negatives in {field}, but data.negatives is {self._negatives}; give "
+                "each record that many"
             )
         return {f"{field}[{number}]": text for number, text in enumerate(found)}

@@ -1,4 +1,4 @@
-"""Bucketing: items of similar size next to each other, without giving up a random order.
+"""Bucketing: items of similar size next to each other, in an otherwise random order.
 
 Shapes: W items of a buffer.
 """
@@ -18,7 +18,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class HasSortKey(MapDataset[Any], Protocol):
-    """Map-style dataset that knows the size of an item without reading it."""
+    """Map-style dataset that gives the size of an item without reading the item."""
 
     def sort_key(self, index: int) -> float:
         """Size of an item, such as its number of tokens."""
@@ -26,19 +26,19 @@ class HasSortKey(MapDataset[Any], Protocol):
 
 
 class BufferSortedDataset(Dataset[Any]):
-    """Bucketing for a PyTorch dataset: reorders it so that packs of consecutive items have about one size.
+    """Bucketing for a PyTorch dataset: reorders the items so that each pack has items of similar size.
 
-    Each ``buffer_size`` consecutive items are sorted by size and cut into packs, and the packs are shuffled; a pack
-    that is not full stays last. Shuffle the items before, if they have an order of their own.
+    Each ``buffer_size`` consecutive items are sorted by size and cut into packs, and the packs are shuffled; an
+    incomplete pack stays last. Shuffle the items first if their own order is not random.
 
     Args:
-        dataset: has a ``sort_key``.
-        buffer_size: W, items that are sorted together; a multiple of ``pack_size``.
-        pack_size: items of a pack: of a batch, or of those that several ranks read together.
-        seed: chooses the order of the packs; ``None`` keeps them sorted.
+        dataset: dataset with a ``sort_key``.
+        buffer_size: W, number of items sorted together; a multiple of ``pack_size``.
+        pack_size: number of items in a pack: a batch, or the items that several ranks read together.
+        seed: seed for the order of the packs; ``None`` keeps them sorted.
 
     Raises:
-        ValueError: the buffer is no multiple of the pack.
+        ValueError: ``buffer_size`` is not a multiple of ``pack_size``.
     """
 
     def __init__(self, dataset: HasSortKey, buffer_size: int, pack_size: int, seed: int | None = 0) -> None:
@@ -54,11 +54,11 @@ class BufferSortedDataset(Dataset[Any]):
         return len(self._dataset)
 
     def sort_key(self, index: int) -> float:
-        """Size of an item at its new place."""
+        """Size of the item at a new index."""
         return self._dataset.sort_key(self.place_of(index))
 
     def place_of(self, index: int) -> int:
-        """Index in the dataset of the item at ``index``.
+        """Original index of the item at a new index.
 
         Raises:
             IndexError: there are fewer items.
@@ -75,7 +75,7 @@ class BufferSortedDataset(Dataset[Any]):
         return first + int(self._recent[1][place])
 
     def __getitem__(self, index: int) -> Any:
-        """Item at its new place.
+        """Item at a new index.
 
         Raises:
             IndexError: there are fewer items.
@@ -84,15 +84,15 @@ class BufferSortedDataset(Dataset[Any]):
 
 
 def sorted_packs(keys: npt.NDArray[Any], pack_size: int, key: str | None) -> Int64:
-    """Order of items in which packs have items of similar size.
+    """Permutation of items in which each pack has items of similar size.
 
     Args:
-        keys: [W] sizes. Items of one size stay in their order.
-        pack_size: items of a pack.
-        key: chooses the order of the full packs; ``None`` keeps them sorted.
+        keys: sizes [W]. Items of equal size keep their order.
+        pack_size: number of items in a pack.
+        key: seed for the order of the full packs; ``None`` keeps them sorted.
 
     Returns:
-        Which item stands at each place, [W].
+        Index of the item at each place, [W].
     """
     order = np.argsort(keys, kind="stable").astype(np.int64)
     packs = len(order) // pack_size

@@ -1,4 +1,4 @@
-"""Packs of a fixed number of microbatches from any loader."""
+"""Packs with a fixed number of microbatches from any loader."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ M = TypeVar("M")
 
 
 class FixedCountPacker(Generic[M]):
-    """Packing of a loader's microbatches: as many in each pack, which is what an optimizer step accumulates.
+    """Groups a loader's microbatches into packs of equal count, such as the microbatches of an optimizer step.
 
     Args:
-        loader: of microbatches, such as a ``torch.utils.data.DataLoader``. Each iteration over the packs starts one
-            over the loader.
-        count: microbatches of a pack.
-        drop_last: leave out a last pack that has fewer.
+        loader: loader of microbatches, such as a ``torch.utils.data.DataLoader``. Each iteration over the packs
+            iterates once over the loader.
+        count: number of microbatches in a pack.
+        drop_last: leave out an incomplete last pack.
 
     Raises:
         ValueError: the count is below 1.

@@ -1,4 +1,4 @@
-"""Padding of tensors of different lengths to one. Shapes: B tensors, S positions."""
+"""Padding of tensors of different lengths to a common length. Shapes: B tensors, S positions."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from torch import Tensor
 def pad_stack(
     items: Sequence[Tensor], value: float, side: Literal["left", "right"] = "right", multiple: int = 1
 ) -> Tensor:
-    """Padding for a collate function: stack tensors of one dim, padded to the longest.
+    """Stack one-dimensional tensors, padded to the longest; for use in a collate function.
 
     Args:
         items: B tensors [S_b] of one dtype.
-        value: in the padding.
-        side: where the padding stands.
+        value: value of the padding.
+        side: side of the padding.
         multiple: divisor of S.
 
     Returns:
         Tensor [B, S], S being the longest S_b rounded up to ``multiple``.
 
     Raises:
-        ValueError: there is no tensor, one has another number of dims or another dtype, or the multiple is below 1.
+        ValueError: there is no tensor, a tensor has another number of dims or another dtype, or ``multiple`` is below
+            1.
     """
     if not items:
         raise ValueError("no tensors to stack")

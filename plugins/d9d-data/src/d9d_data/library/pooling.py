@@ -1,4 +1,4 @@
-"""Masks of the positions whose states stand for a whole sequence. Shapes: B sequences, S positions."""
+"""Masks of the positions that are pooled into one state per sequence. Shapes: B sequences, S positions."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 def pooling_mask(attention_mask: Tensor, pool: Literal["first", "last", "all"]) -> Tensor:
-    """Pooling mask: the positions to pool, out of the positions that are no padding.
+    """Pooling mask: the positions to pool, chosen from the positions that are not padding.
 
-    A mean over the mask is the first token, the last token or the mean of all tokens, wherever padding stands. Does not
-    wait for the device.
+    A mean over the mask gives the first token, the last token or the mean of all tokens, for padding on any side. Does
+    not synchronise with the device.
 
     Args:
-        attention_mask: [B, S], 0 or false in padding.
-        pool: which positions.
+        attention_mask: [B, S], 0 or false at padding.
+        pool: positions to pool.
 
     Returns:
-        [B, S] of the mask's dtype, 1 or true where a position counts; a sequence without tokens has none.
+        [B, S] in the mask's dtype, 1 or true at pooled positions; none in a sequence without tokens.
 
     Raises:
         ValueError: the mask has another number of dims, or ``pool`` is unknown.

@@ -1,4 +1,4 @@
-"""Shards of a dataset for ranks that see different samples."""
+"""Shards of a dataset for ranks that read different samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class MapDataset(Sized, Protocol[T_co]):
-    """Dataset of known size, read by index."""
+    """Dataset of known length, read by index."""
 
     def __getitem__(self, index: int, /) -> T_co:
         """Item at an index from 0."""
@@ -20,19 +20,20 @@ class MapDataset(Sized, Protocol[T_co]):
 
 
 class ShardedDataset(Dataset[Any]):
-    """Sharding: one shard of a map-style dataset. Shards share no item, unless sizes are made equal.
+    """One shard of a map-style dataset. Shards share no item, unless ``pad_to_equal_size`` repeats the last one.
 
     Args:
-        dataset: to be divided.
+        dataset: dataset to divide.
         total: number of shards.
-        current: this shard, from 0.
-        mode: ``sequential`` deals the items in turn (0, 4, 8, ... of four shards), ``chunked`` cuts the dataset into
-            consecutive runs, the first of which are longer by one where it does not divide.
-        pad_to_equal_size: give all shards as many items, the last one again where items lack, so that ranks take
-            equally many steps.
+        current: index of this shard, from 0.
+        mode: ``sequential`` deals the items in turn (with four shards, shard 0 has items 0, 4, 8, ...); ``chunked``
+            cuts the dataset into consecutive runs, of which the first are longer by one if the division has a
+            remainder.
+        pad_to_equal_size: give all shards the same number of items by repeating the last item, so that all ranks take
+            the same number of steps.
 
     Raises:
-        ValueError: there is no such shard, or equal sizes are asked for of an empty dataset.
+        ValueError: the shard does not exist, or equal sizes are requested of an empty dataset.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class ShardedDataset(Dataset[Any]):
         mode: Literal["sequential", "chunked"] = "sequential",
         pad_to_equal_size: bool = False,
     ) -> Self:
-        """Shard of this data-parallel rank in a job."""
+        """Shard for this data-parallel rank of a job."""
         return cls(dataset, context.ranks, context.rank, mode, pad_to_equal_size)
 
     def __len__(self) -> int:
@@ -83,5 +84,5 @@ class ShardedDataset(Dataset[Any]):
         elif index < share + (self._current < longer):
             place = self._current * share + min(self._current, longer) + index
         else:
-            place = size  # this shard lacks an item
+            place = size  # this shard has one item less
         return self._dataset[min(place, size - 1)]

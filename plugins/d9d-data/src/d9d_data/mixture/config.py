@@ -17,29 +17,29 @@ class MixturePart(Section):
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Share of the samples, relative to the weights of the other parts."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Passes over this part's samples, after which the others go on without it; null repeats it without end."""
+    """Passes over this part's samples, after which the mixture continues without it; null repeats the part forever."""
     data: Annotated[PluginConfig, Named("dataset")]
     """Dataset of the part."""
 
 
 class MixtureConfig(PluginConfig):
-    """Dataset of samples of several datasets, in exact proportions at any moment."""
+    """Dataset that mixes the samples of several datasets in exact proportions at any moment."""
 
     name: Literal["mixture"] = "mixture"
     """Selects the plugin."""
     parts: tuple[MixturePart, ...]
     """Datasets with their weights."""
     workers: int = Field(default=0, ge=0)
-    """Processes that build packs ahead; 0 builds them where they are asked for. Has no say in what is in them."""
+    """Processes that build packs ahead; 0 builds them in this process. The packs do not depend on it."""
 
     @property
     def packs_documents(self) -> bool | None:
-        """Whether samples of some part hold several documents; ``None`` if none surely does, and not all say."""
+        """Whether samples can hold several documents; ``None`` if unknown."""
         return packs_documents(*(part.data for part in self.parts))
 
     @property
     def sample_lengths(self) -> SampleLengths | None:
-        """Lengths of microbatches, which have samples of any part; ``None`` if a part does not say."""
+        """Microbatch lengths of mixed samples; ``None`` if the lengths of a part are unknown."""
         found = [lengths for part in self.parts if (lengths := sample_lengths(part.data)) is not None]
         if len(found) < len(self.parts) or len({lengths.texts for lengths in found}) > 1:
             return None
@@ -49,7 +49,7 @@ class MixtureConfig(PluginConfig):
 
     @model_validator(mode="after")
     def _something_is_mixed(self) -> Self:
-        # A length in the field's type would also count parts that have mistakes of their own as absent.
+        # A length constraint in the field's type would count parts with errors of their own as missing.
         if not self.parts:
             raise ValueError("parts is empty; write a list such as [{weight: 3, data: {name: text, ...}}]")
         return self

@@ -1,4 +1,4 @@
-"""Microbatches of samples that come from several datasets, padded to one length.
+"""Microbatches of samples from several datasets, padded to one length.
 
 Shapes: B samples, S positions.
 """
@@ -18,23 +18,23 @@ LENGTHS = "lengths"
 
 
 def merge(samples: Sequence[Sample], fill: Mapping[str, float] | None = None) -> Sample:
-    """Merge samples into a microbatch, each tensor padded to the longest there.
+    """Merge samples into a microbatch; pad each tensor to the longest.
 
-    Padding follows a sample as another document, with positions of its own and without targets or labels; where the
-    sample ends in padding already, that goes on.
+    The padding is a separate document at the end of a sample, with its own positions and without targets or labels. A
+    sample that already ends in padding gets more of the same.
 
     Args:
-        samples: arrays [1, ...] by name, the same names in all; more rows where a sample has several texts.
-        fill: value that pads each array; 0 by default, and -100 in ``targets`` and ``labels``.
+        samples: arrays [1, ...] by name, with the same names in all samples; more rows if a sample has several texts.
+        fill: padding value of each array; by default 0, and -100 in ``targets`` and ``labels``.
 
     Returns:
-        Arrays [B, S, ...], or [B] where they have one dimension.
+        Arrays [B, S, ...], or [B] for one-dimensional arrays.
     """
     return {name: np.concatenate(_padded(name, samples, fill or {})) for name in samples[0]}
 
 
 def with_lengths(sample: Sample) -> Sample:
-    """Sample that says how many positions are no padding: all of them, if it did not say."""
+    """Sample with ``lengths``, the number of positions before padding; all positions by default."""
     if LENGTHS in sample:
         return sample
     rows, positions = sample["tokens"].shape
@@ -53,7 +53,7 @@ def _padded(name: str, samples: Sequence[Sample], fill: Mapping[str, float]) -> 
 
 
 def _fill(name: str, sample: Sample, longest: int, fill: Mapping[str, float]) -> npt.NDArray[Any]:
-    """Padding of an array up to ``longest`` positions."""
+    """Padding that extends an array to ``longest`` positions."""
     array = sample[name]
     rows, length = array.shape[:2]
     ends = sample[LENGTHS] if LENGTHS in sample else np.full(rows, length)  # [rows]

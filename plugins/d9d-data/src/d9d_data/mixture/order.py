@@ -1,11 +1,11 @@
-"""Order of the parts of a mixture: which part gives a sample, and which of its samples that is.
+"""Order of the parts of a mixture: the part that each sample comes from, and the sample's index in that part.
 
 Samples are assigned so that at any moment each part has given its share, off by less than one sample: the chairman
-assignment problem (Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980). With whole weights of sum
-W the assignment repeats after W samples, so any place is reached at once. Where a part ends, the others begin anew with
-their own weights.
+assignment problem (Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980). With integer weights of
+sum W the assignment repeats after W samples, so the assignment of any sample is found directly. When a part ends, a new
+assignment begins with the weights of the remaining parts.
 
-Shapes: W places of a pattern.
+Shapes: W samples of the repeating pattern.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import numpy.typing as npt
 from d9d_core.errors import DataError
 
 Int64 = npt.NDArray[np.int64]
-#: Samples after which the assignment repeats, at most: a table has an entry for each.
+#: Longest period of the assignment; a table has an entry for each sample of a period.
 MAX_PERIOD = 1 << 16
 
 
 class MixtureOrder:
-    """Order of a mixture: assignment of its samples to its parts; endless, and without memory of what came before.
+    """Order of a mixture: assigns its samples to its parts; endless, and a function of the sample's index alone.
 
     Args:
-        weights: of the parts.
-        limits: samples that a part gives before it ends; ``None`` for one without end. Where all parts end, the mixture
-            begins again, and each goes on in its own order.
+        weights: weights of the parts.
+        limits: number of samples that a part gives before it ends; ``None`` for a part without end. When all parts have
+            ended, the mixture begins again, and each part continues in its own order.
 
     Raises:
-        DataError: the weights are so uneven that no short pattern has their proportions.
+        DataError: the weights are so uneven that no pattern of at most :data:`MAX_PERIOD` samples has their ratio.
     """
 
     def __init__(self, weights: Sequence[float], limits: Sequence[int | None]) -> None:
@@ -42,14 +42,14 @@ class MixtureOrder:
         self._segments = list(_segments(whole_weights(weights), self._limits))
         self._firsts = [segment.first for segment in self._segments]
         given = [limit for limit in limits if limit is not None]
-        #: Samples until all parts have ended; ``None`` if one never does.
+        #: Number of samples until all parts have ended; ``None`` if a part never ends.
         self.samples: int | None = sum(given) if len(given) == len(self._limits) else None
 
     def __call__(self, number: int) -> tuple[int, int]:
-        """Part that gives a sample of the mixture, and the place of the sample in that part's own order.
+        """Part of a sample of the mixture, and the sample's index in that part's own order.
 
         Args:
-            number: of the sample in the mixture, from 0.
+            number: index of the sample in the mixture, from 0.
         """
         cycle, number = (0, number) if self.samples is None else divmod(number, self.samples)
         segment = self._segments[bisect_right(self._firsts, number) - 1]
@@ -59,15 +59,15 @@ class MixtureOrder:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Samples during which no part ends.
+    """Run of samples during which no part ends.
 
     Attributes:
-        first: number of the first.
-        parts: those that take part.
-        weights: of these.
-        pattern: int64 [W], index of the part in ``parts`` at each place.
-        before: int64 [W], how often it has been in the pattern before.
-        given: samples that each of these has given before the segment.
+        first: index in the mixture of the first sample.
+        parts: parts that have not ended.
+        weights: integer weights of these parts.
+        pattern: int64 [W], index into ``parts`` for each sample of a period.
+        before: int64 [W], number of earlier samples of the same part in the period.
+        given: number of samples that each of these parts gave before this run.
     """
 
     first: int
@@ -78,18 +78,18 @@ class _Segment:
     given: tuple[int, ...]
 
     def find(self, offset: int) -> tuple[int, int]:
-        """Part at a place of the segment, and the place in the part's order."""
+        """Part of the sample at an offset in the run, and the sample's index in that part."""
         period, place = divmod(offset, len(self.pattern))
         index = int(self.pattern[place])
         return self.parts[index], self.given[index] + period * self.weights[index] + int(self.before[place])
 
     def place_of(self, index: int, count: int) -> int:
-        """Place in the segment at which a part gives its ``count``-th sample, from 1."""
+        """Offset in the run at which a part gives its ``count``-th sample, counted from 1."""
         period, rest = divmod(count - 1, self.weights[index])
         return period * len(self.pattern) + int(np.flatnonzero(self.pattern == index)[rest])
 
     def count(self, index: int, length: int) -> int:
-        """Samples that a part gives in the first ``length`` of the segment."""
+        """Number of samples that a part gives among the first ``length`` samples of the run."""
         period, rest = divmod(length, len(self.pattern))
         return period * self.weights[index] + int(np.count_nonzero(self.pattern[:rest] == index))
 
@@ -118,7 +118,7 @@ def _segments(weights: Sequence[int], limits: Sequence[int | None]) -> Iterator[
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Smallest whole numbers in the proportions of some weights, as the job file writes these.
+    """Smallest integers with the same ratio as the weights, which are read as decimal numbers.
 
     Raises:
         DataError: their sum is above :data:`MAX_PERIOD`.
@@ -128,8 +128,8 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     whole = _reduced([int(weight * common) for weight in exact])
     if sum(whole) > MAX_PERIOD:
         raise DataError(
-            f"data.parts: the weights {', '.join(map(str, weights))} are in proportion only after "
-            f"{sum(whole):,} samples, and at most {MAX_PERIOD:,} can be planned; round them"
+            f"data.parts: the weights {', '.join(map(str, weights))} have a period of "
+            f"{sum(whole):,} samples, above the limit of {MAX_PERIOD:,}; round them"
         )
     return whole
 
@@ -140,19 +140,19 @@ def _reduced(weights: Sequence[int]) -> tuple[int, ...]:
 
 
 def assign(weights: Sequence[int]) -> Int64:
-    """Order of a mixture: assign W places to parts, W being the sum of the weights.
+    """Assign the W samples of a period to parts; W is the sum of the weights.
 
-    After n places part i has had n w_i / W of them, off by at most 1 - 1 / (2k - 2) for k parts: of the parts that may
-    have one more, the one comes first that must have it soonest.
+    After n samples part i has given n w_i / W of them, off by at most 1 - 1 / (2k - 2) for k parts: among the parts
+    that may give one more sample, the part with the earliest deadline is chosen.
 
     Returns:
-        The part of each place, [W].
+        The part of each sample, [W].
     """
     total, parts = sum(weights), range(len(weights))
     pattern, had = np.zeros(total, dtype=np.int64), [0] * len(weights)
     bound = max(1, 2 * len(weights) - 2)
     for place in range(total):
-        # What each part is owed, times W and the bound, so that all is whole.
+        # Each part's deficit, times W and ``bound``, so that the arithmetic stays in integers.
         owed = [bound * (weights[part] * (place + 1) - had[part] * total) for part in parts]
         may = [part for part in parts if owed[part] >= total] or list(parts)
         chosen = min(may, key=lambda part: ((bound - 1) * total - owed[part]) / weights[part])

@@ -28,13 +28,13 @@ from d9d_data.stream.packing import NO_TARGET
 from d9d_data.stream.reader import Arrays, Lost, PackSource, TellsLosses
 from d9d_data.tokenizer.base import TOKENIZER_FILE
 
-#: Fields of parts that would change nothing: a mixture forms the packs, in its own processes.
+#: Fields of parts without effect, because the mixture forms the packs in its own processes -> field to use instead.
 _UNUSED: Mapping[str, str] = {
     "workers": "data.workers",
     "bucket_window": "nothing, since packs are formed of all parts",
 }
 
-#: Facts that all parts have alike, and their names in messages.
+#: Facts that must be equal in all parts -> their names in messages.
 _EQUAL = {"labels": "classes", "texts": "texts"}
 #: Facts that count records of a part.
 _COUNTED = ("cut_documents", "incomplete", "dropped")
@@ -46,13 +46,13 @@ def build_mixture(
     """Open the datasets of all parts of a mixture, and mix them.
 
     Raises:
-        DataError: the parts cannot be mixed; the text says what to change.
+        DataError: the parts cannot be mixed; the message says how to change them.
     """
     streams = []
     for index, part in enumerate(config.parts):
         _check_fields(part, index)
         seed = int.from_bytes(hashlib.sha256(f"seed {context.seed} part {index}".encode()).digest()[:6], "big")
-        # One sample a pack, so that the part gives any sample on its own.
+        # Packs of one sample, so that the part can give any single sample.
         own = replace(context, seed=seed, batch_size=1, microbatch_size=1, rank=0, ranks=1)
         try:
             streams.append(build_inner(part.data, own))
@@ -65,12 +65,12 @@ def build_mixture(
 class MixtureStream(PackStream):
     """Stream of a mixture of several datasets. A pack is the next ``batch_size`` samples of one global order.
 
-    Rank r of R takes the r-th of R equal runs of it, cut into microbatches, each as long as its longest sample.
+    Rank r of R takes the r-th of R equal runs of the pack, cut into microbatches, each as long as its longest sample.
 
     Args:
         config: weights and epochs of the parts.
-        context: of the job.
-        streams: of the parts, one sample a pack; they have a ``source`` that builds any of these.
+        context: context of the job.
+        streams: streams of the parts, with packs of one sample; each has a ``source`` that builds any of its packs.
 
     Raises:
         DataError: the parts cannot be mixed.
@@ -103,10 +103,10 @@ class MixtureStream(PackStream):
         self._described = (identity, needs)
 
     def one_pass(self, context: DataContext) -> OnePassStream:
-        """Stream of one pass over all parts, one after another; weights and epochs have no say.
+        """Stream of one pass over all parts, one after another; weights and epochs are ignored.
 
         Raises:
-            DataError: a part makes no pass, or rows mean different things in the parts.
+            DataError: a part cannot make one pass, or a row is a packed sample in some parts only.
         """
         facts = [stream.facts for stream in self._streams]
         for index, (part, own) in enumerate(zip(self._parts, facts, strict=True)):
@@ -115,13 +115,13 @@ class MixtureStream(PackStream):
                 raise DataError(f"{where} makes no pass over its samples in order: its stream has no fact '{ROWS}'")
             if own.get("packed") != facts[0].get("packed"):
                 raise DataError(
-                    f"{where} and that of parts[0] differ in whether samples are packed with several documents, so "
-                    "their rows cannot be numbered alike; use the same packing"
+                    f"{where} and the dataset of parts[0] differ in whether a sample packs several documents, so their "
+                    "rows cannot be numbered in the same way; use the same packing"
                 )
         samples, rows = ([int(str(own[name])) for own in facts] for name in ("samples", ROWS))
         source = MixtureSamples(self._sources, *(tuple(accumulate(sizes[:-1], initial=0)) for sizes in (samples, rows)))
         more = {"packed": True} if facts[0].get("packed") else {}
-        # The size of a sample is known when it is read only, so nothing is sorted.
+        # The size of a sample is unknown until it is read, so nothing is sorted.
         return OnePassStream(
             source,
             sum(samples),
@@ -136,9 +136,9 @@ class MixtureStream(PackStream):
 
     @property
     def facts(self) -> State:
-        """Facts that the parts have in common, and under ``parts`` those of each.
+        """Common facts of the parts, and under ``parts`` the facts of each part.
 
-        ``samples`` is there if all parts have an end.
+        ``samples`` is present if all parts have an end.
         """
         all_facts = [stream.facts for stream in self._streams]
         common: dict[str, Any] = {}
@@ -167,7 +167,7 @@ class MixtureStream(PackStream):
         return {**common, "parts": parts}
 
     def save_assets(self, directory: Path) -> None:
-        """Write the tokenizer's files; those of the first part, if several have them."""
+        """Write the tokenizer's files; the first part's, if several parts have them."""
         for stream in reversed(self._streams):
             stream.save_assets(directory)
 
@@ -190,34 +190,34 @@ class MixtureStream(PackStream):
             first = next(iter(found))
             if content != found[first]:
                 raise DataError(
-                    f"data.parts: parts[{first}] and parts[{index}] have different tokenizers, so the same token would "
-                    "mean two things; give both the same 'tokenizer', such as the path of a tokenizer.json"
+                    f"data.parts: parts[{first}] and parts[{index}] have different tokenizers, so the same id would be "
+                    "two tokens; give both the same 'tokenizer', such as the path of a tokenizer.json"
                 )
 
     def _check_facts(self) -> None:
-        """Compare the names of classes and of texts: equal numbers, or rows, have to mean the same in all parts."""
+        """Check that the names of classes and of texts are equal in all parts, as ids and rows refer to them."""
         for name, what in _EQUAL.items():
             found = {index: stream.facts.get(name) for index, stream in enumerate(self._streams)}
             for index, values in found.items():
                 if values != found[0]:
                     raise DataError(
                         f"data.parts: parts[0] has the {what} {_listed(found[0])}, and parts[{index}] has "
-                        f"{_listed(values)}; mix datasets that have the same"
+                        f"{_listed(values)}; mix datasets with the same {what}"
                     )
 
 
 @dataclass(frozen=True, slots=True)
 class MixturePacks:
-    """Source of one rank's part of any pack of a mixture; see :class:`MixtureStream`.
+    """Source of one rank's share of any pack of a mixture; see :class:`MixtureStream`.
 
     Attributes:
-        sources: of the parts, one sample a pack.
-        order: assigns samples to parts.
-        layout: of the packs.
-        lengths: whether microbatches say how long their samples are.
-        weighted: whether microbatches have weights of targets; those of parts without are 1.
-        fill: values that pad, where the parts say so.
-        offsets: what is added to the numbers of each part's samples, if these have numbers, so that all differ.
+        sources: sources of the parts, with packs of one sample.
+        order: assignment of samples to parts.
+        layout: layout of the packs.
+        lengths: whether microbatches have ``lengths``, the unpadded lengths of the samples.
+        weighted: whether microbatches have weights of targets; they are 1 for parts without weights.
+        fill: padding values set by the parts.
+        offsets: number added to each part's sample indices, so that all indices differ.
     """
 
     sources: tuple[PackSource, ...]
@@ -229,7 +229,7 @@ class MixturePacks:
     fill: Mapping[str, float]
 
     def pack_at(self, consumed: int) -> Arrays:
-        """Microbatches of [B, S] each, each of its own S."""
+        """Microbatches [B, S]; S differs between microbatches."""
         layout = self.layout
         first = consumed + layout.rank * layout.share
         return [
@@ -238,7 +238,7 @@ class MixturePacks:
         ]
 
     def lost_at(self, consumed: int) -> Sequence[Lost]:
-        """Tokens lost by the documents of the pack's rows; those of parts that do not tell have lost none."""
+        """Numbers of tokens that the documents of the pack's rows lost to truncation; 0 for parts that do not know."""
         layout = self.layout
         first = consumed + layout.rank * layout.share
         lost: list[Lost] = []
@@ -252,7 +252,7 @@ class MixturePacks:
         return source.lost_at(place)[0] if isinstance(source, TellsLosses) else [[]] * len(source.pack_at(place)[0])
 
     def completed(self, sample: Sample, part: int) -> Sample:
-        """Sample of a part as the mixture gives it."""
+        """Sample of a part with all fields of a mixed sample."""
         if self.lengths and "tokens" in sample:
             sample = with_lengths(sample)
         if self.weighted and "targets" in sample and "weights" not in sample:
@@ -260,19 +260,19 @@ class MixturePacks:
         return {**sample, "samples": sample["samples"] + self.offsets[part]} if "samples" in sample else sample
 
     def merged(self, places: Sequence[tuple[int, int]]) -> Sample:
-        """Microbatch of samples, each given by its part and its number there."""
+        """Microbatch of samples, given as pairs of a part and the sample's index in the part."""
         samples = [self.completed(self.sources[part].pack_at(place)[0], part) for part, place in places]
         return merge(samples, self.fill)
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureSamples:
-    """Source of any samples of a mixture, part after part.
+    """Source of arbitrary samples of a mixture, numbered part after part.
 
     Attributes:
-        packs: of the mixture.
-        samples: number of the first sample of each part.
-        rows: number of the first row of each part.
+        packs: source of the mixture's packs.
+        samples: index of the first sample of each part.
+        rows: index of the first row of each part.
     """
 
     packs: MixturePacks
@@ -280,11 +280,11 @@ class MixtureSamples:
     rows: tuple[int, ...]
 
     def sizes(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Sizes [b], which nobody knows."""
+        """Sizes [b]; unknown, so zeros."""
         return np.zeros(len(samples), dtype=np.int64)
 
     def microbatch(self, samples: npt.NDArray[np.int64]) -> Sample:
-        """Microbatch of samples [b], with ``rows``."""
+        """Microbatch of samples [b], with their ``rows``."""
         parts = np.searchsorted(self.samples, samples, side="right") - 1
         places = samples - np.asarray(self.samples)[parts]
         merged = dict(self.packs.merged(list(zip(parts.tolist(), places.tolist(), strict=True))))
@@ -294,7 +294,7 @@ class MixtureSamples:
 
 
 def _placed(error: DataError, index: int) -> DataError:
-    """Error of a part, with the fields named where they are in the job file."""
+    """Error of a part, with the part's place in the job file before its field names."""
     text = str(error)
     own = text.removeprefix("data") if text.startswith(("data.", "data:")) else f": {text}"
     placed = DataError(f"data.parts[{index}].data{own}")
@@ -314,7 +314,7 @@ def _check_fields(part: MixturePart, index: int) -> None:
 
 
 def _fill(parts: Sequence[MixturePart]) -> dict[str, float]:
-    """Values that pad, as parts say."""
+    """Padding values by field, collected from the parts."""
     found: dict[str, float] = {}
     for index, part in enumerate(parts):
         if getattr(part.data, "side", "right") == "left":
@@ -333,19 +333,19 @@ def _source(stream: Any, part: MixturePart, index: int) -> PackSource:
     if source is None or not hasattr(source, "pack_at"):
         raise DataError(
             f"data.parts[{index}].data: dataset '{part.data.selector}' cannot be mixed: its stream has no 'source' "
-            "with pack_at(consumed), which builds the sample after any number of others"
+            "with pack_at(consumed), which builds the pack after any number of samples"
         )
     return source
 
 
 def _limit(part: MixturePart, facts: State, index: int) -> int | None:
-    """Samples that a part gives before it ends."""
+    """Number of samples that a part gives before it ends; ``None`` if it never ends."""
     if part.epochs is None:
         return None
     samples = facts.get("samples")
     if not isinstance(samples, int):
         raise DataError(
-            f"data.parts[{index}].epochs: dataset '{part.data.selector}' does not say how many samples an epoch has; "
+            f"data.parts[{index}].epochs: dataset '{part.data.selector}' has an unknown number of samples per epoch; "
             "remove epochs"
         )
     return math.ceil(Fraction(str(part.epochs)) * samples)
@@ -356,7 +356,7 @@ def _listed(values: Any) -> str:
 
 
 def _check_alike(samples: Sequence[Sample], parts: Sequence[MixturePart]) -> None:
-    """Compare what the parts give: tensors of the same names and kinds."""
+    """Check that the parts give tensors of the same names, dtypes and shapes."""
 
     def kinds(sample: Sample) -> dict[str, tuple[object, ...]]:
         return {name: (np.asarray(a).dtype.str, a.ndim, *a.shape[2:], len(a)) for name, a in sorted(sample.items())}
@@ -367,6 +367,6 @@ def _check_alike(samples: Sequence[Sample], parts: Sequence[MixturePart]) -> Non
         if differing := sorted(name for name in {*own, *first} if own.get(name) != first.get(name)):
             raise DataError(
                 f"data.parts: parts[0] ('{parts[0].data.selector}') gives {', '.join(first)}, and parts[{index}] "
-                f"('{parts[index].data.selector}') gives {', '.join(own)}; {', '.join(differing)} cannot be in one "
-                "microbatch with what the other gives; mix datasets of the same kind"
+                f"('{parts[index].data.selector}') gives {', '.join(own)}; {', '.join(differing)} do not fit in "
+                "one microbatch; mix datasets of the same kind"
             )

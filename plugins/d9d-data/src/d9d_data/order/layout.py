@@ -11,12 +11,12 @@ from d9d_core.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of packs: sizes by which the samples of a pack are divided over ranks and microbatches.
+    """Layout of packs: division of a pack's samples over ranks and microbatches.
 
     Attributes:
         batch_size: samples of a pack, over all ranks.
         microbatch_size: samples of a microbatch on one rank.
-        rank, ranks: this process among those that see different samples.
+        rank, ranks: index and number of the data-parallel ranks, which read different samples.
     """
 
     batch_size: int
@@ -29,7 +29,7 @@ class Layout:
         """Layout of a job.
 
         Raises:
-            DataError: the batch cannot be divided into microbatches of equal size; names sizes that can.
+            DataError: the batch cannot be divided into microbatches of equal size; the message names sizes that can.
         """
         unit = context.ranks * context.microbatch_size
         if context.batch_size % unit:
@@ -44,5 +44,5 @@ class Layout:
 
     @property
     def share(self) -> int:
-        """Number of samples of a pack that one rank gets."""
+        """Number of samples of a pack on one rank."""
         return self.batch_size // self.ranks

@@ -1,8 +1,8 @@
-"""Random permutation of n items that needs no memory and can be read at any place.
+"""Random permutation of n items that needs no memory and can be evaluated at any index.
 
-A Feistel network permutes the numbers of 2h bits whatever its round function (Luby and Rackoff, How to Construct
-Pseudorandom Permutations from Pseudorandom Functions); walking along its cycle until a number below n appears makes it
-a permutation of n items (Black and Rogaway, Ciphers with Arbitrary Finite Domains, section 3).
+A Feistel network permutes the numbers of 2h bits with any round function (Luby and Rackoff, How to Construct
+Pseudorandom Permutations from Pseudorandom Functions). Following its cycle until a number below n appears makes it a
+permutation of n items (Black and Rogaway, Ciphers with Arbitrary Finite Domains, section 3).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Words = npt.NDArray[np.uint64]
 
 
 class Permutation:
-    """Permutation of 0, ..., size - 1, chosen by a key. Equal on every machine and in every version of numpy.
+    """Permutation of 0, ..., size - 1, chosen by a key. The same on every machine and with every version of numpy.
 
     Args:
         size: number of items, from 1 to 2**62.
@@ -38,16 +38,16 @@ class Permutation:
         self._keys: Words = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
     def __call__(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Items at the places ``indices`` of the order; same shape.
+        """Permuted values of ``indices``; same shape.
 
         Raises:
-            IndexError: an index is outside of the permutation.
+            IndexError: an index is not in 0, ..., size - 1.
         """
         flat = indices.reshape(-1).astype(np.uint64)
         if np.any(indices < 0) or np.any(flat >= self._size):
             raise IndexError(f"index outside of a permutation of {self._size} items")
         values = self._shuffle(flat)
-        # The numbers of 2h bits are fewer than 4 * size, so a walk takes less than 4 steps on average.
+        # There are fewer than 4 * size numbers of 2h bits, so the cycle is followed for less than 4 steps on average.
         while (outside := np.flatnonzero(values >= self._size)).size:
             values[outside] = self._shuffle(values[outside])
         return values.astype(np.int64).reshape(indices.shape)
@@ -60,7 +60,7 @@ class Permutation:
 
 
 def _mix(words: Words) -> Words:
-    """StageHolders every bit over the word; multiplication wraps around."""
+    """Mix every bit into the whole 64-bit word; multiplication wraps around."""
     words = (words ^ (words >> np.uint64(30))) * _MIX_1
     words = (words ^ (words >> np.uint64(27))) * _MIX_2
     return words ^ (words >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Order of samples: a function of the seed and of how many were consumed, of nothing else."""
+"""Order of samples: a function of the seed and of the number of consumed samples only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class SampleOrder:
 
     Attributes:
         samples: number of samples.
-        seed: chooses the orders of all epochs.
-        shuffle: false keeps every epoch in order.
+        seed: seed of the orders of all epochs.
+        shuffle: draw a random order for each epoch; false keeps the order of the samples.
     """
 
     samples: int
@@ -25,7 +25,7 @@ class SampleOrder:
     shuffle: bool
 
     def take(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Samples at places ``first`` to ``first + count`` (exclusive) of the sequence."""
+        """Samples at positions ``first`` to ``first + count`` (exclusive) of the sequence: [count]."""
         places = np.arange(first, first + count, dtype=np.int64)
         epochs, within = np.divmod(places, self.samples)
         if not self.shuffle:
@@ -33,6 +33,6 @@ class SampleOrder:
         chosen = np.empty_like(within)
         for epoch in sorted(set(epochs.tolist())):
             here = epochs == epoch
-            # Keyed by both, so that epoch 1 of seed 0 has nothing to do with epoch 0 of seed 1.
+            # The key has both numbers, so that epoch 1 of seed 0 is unrelated to epoch 0 of seed 1.
             chosen[here] = Permutation(self.samples, f"seed {self.seed} epoch {epoch}")(within[here])
         return chosen

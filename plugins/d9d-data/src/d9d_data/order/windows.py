@@ -1,9 +1,9 @@
-"""Order of packs of similar length.
+"""Order in which each pack has samples of similar length.
 
-Packs lie within an epoch of the order of samples, but for one that spans its end. The packs within are formed in
-windows: the next W samples, or as many as the epoch has left, are sorted by length, cut into packs, and the packs are
-shuffled. So at any time each sample has come as often as any other or once more, in a pack of samples of about its
-length, and any pack is computed from the number of consumed samples alone. Nothing is left over.
+Packs are formed within an epoch of the sample order, except one across its end. They are formed in windows: the next W
+samples, or the rest of the epoch, are sorted by length and cut into packs, and the packs are shuffled. At any time each
+sample has been given as often as any other or once more; any pack is a function of the number of consumed samples
+alone; and no sample is left out.
 
 Shapes: b samples of a pack.
 """
@@ -21,12 +21,12 @@ Int64 = npt.NDArray[np.int64]
 
 
 class WindowOrder:
-    """Order by windows: assignment of samples to packs, sorted inside a window. Can be sent to another process.
+    """Order by windows: assigns samples to packs, sorted by length inside a window. Can be pickled.
 
     Args:
-        order: order of samples before they are sorted.
-        corpus: has the documents that the samples are.
-        longest: documents of more positions count as of this length.
+        order: order of the samples before sorting.
+        corpus: corpus with the documents of the samples.
+        longest: limit of the lengths to compare; longer documents count as this length.
         window: W, a multiple of ``batch_size``.
         batch_size: b, at most the number of samples.
     """
@@ -41,11 +41,11 @@ class WindowOrder:
         self._corpus = corpus
         self._longest = longest
         self._batch_size = batch_size
-        # The packs of a window are asked for one after another.
+        # Consecutive calls ask for packs of the same window.
         self._recent: tuple[tuple[int, int], Int64] | None = None
 
     def __call__(self, consumed: int) -> Int64:
-        """Samples of the pack that comes after ``consumed`` others: int64 [b], the shortest first."""
+        """Samples of the pack after ``consumed`` samples: int64 [b], the shortest first."""
         size, samples = self._batch_size, self.order.samples
         epoch, place = divmod(consumed, samples)
         left = samples - place
@@ -64,28 +64,28 @@ class WindowOrder:
         return self._recent[1][pack * size : (pack + 1) * size]
 
     def of_sizes(self, window: int, batch_size: int) -> WindowOrder:
-        """Order of the same samples in packs of other sizes."""
+        """Order of the same samples with another window and pack size."""
         return WindowOrder(self.order, self._corpus, self._longest, window, batch_size)
 
     def holds_a_beginning(self, consumed: int) -> bool:
-        """Whether the packs so far hold just the first ``consumed`` samples of the order, in whatever order."""
+        """Whether the packs so far contain exactly the first ``consumed`` samples of the order, in any order."""
         size, samples = self._batch_size, self.order.samples
         epoch, place = divmod(consumed, samples)
         if consumed % size or not place:
             return not consumed % size
         within = place - self._begun(epoch)
         ends = within % self.window == 0 or samples - place < size
-        return ends and place >= size  # before, samples have changed places, see _take()
+        return ends and place >= size  # earlier, samples may have moved, see _take()
 
     def _begun(self, epoch: int) -> int:
-        """Samples of an epoch that are in the pack which began in the epoch before."""
+        """Number of an epoch's samples in the pack that began in the epoch before."""
         return -epoch * self.order.samples % self._batch_size
 
     def _take(self, epoch: int, first: int, count: int) -> Int64:
-        """Samples at some places of an epoch.
+        """Samples at some positions of an epoch.
 
-        If a pack spans the epoch's beginning, the first b are arranged so that no sample is in that pack twice. In an
-        epoch of less than two packs this is left to chance.
+        If a pack crosses the epoch's beginning, the first b samples are rearranged so that no sample is twice in that
+        pack. Epochs of less than two packs are not rearranged.
         """
         start, size, begun = epoch * self.order.samples, self._batch_size, self._begun(epoch)
         taken = self.order.take(start + first, count)
@@ -99,8 +99,8 @@ class WindowOrder:
 
     def _sorted(self, samples: Int64) -> Int64:
         corpus = self._corpus
-        # The longest document of a sample decides how much is padded.
+        # The longest document of a sample determines the padding.
         lengths = corpus.positions_of(corpus.documents_of(samples)).reshape(len(samples), -1).max(axis=1)
         lengths = np.minimum(lengths, self._longest)
-        # Stable: samples of one length stay in the order that the seed gave them.
+        # Stable: samples of equal length keep the random order of the seed.
         return samples[np.argsort(lengths, kind="stable")]

@@ -1,4 +1,4 @@
-"""Documents of source files: the texts in them, one after another."""
+"""Documents of source files: the texts in files or in their records."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from d9d_data.sources.place import Place, Record, Reject, refuse
 from d9d_data.sources.records import columns_of, read_records, value_of
 from d9d_data.sources.table_sizes import BUDGET, RATIO
 
-#: Formats whose files have records with fields; of the others a text is not in a field.
+#: Formats of files whose records have fields; in the other formats, texts are not in fields.
 STRUCTURED = frozenset({"jsonl", "json", "csv", "tsv", "parquet", "arrow", "kinds"})
-#: Bytes of the largest text in a compressed file; of one that is not, whoever made it saw the size.
+#: Bytes of the largest text in a compressed file. Uncompressed files have no limit, because their size is visible.
 MAX_COMPRESSED_TEXT = 1 << 30
-#: Formats whose fields are known before a record is read, and the same for all of them.
+#: Formats in which all records have the same fields, known from a schema or a header.
 _WITH_SCHEMA = frozenset({"csv", "tsv", "parquet", "arrow"})
-#: Names that fields with the text of a document have.
+#: Usual names of the field with the text of a document.
 _LIKELY = ("text", "content", "body", "document", "article", "raw_content", "story", "code", "completion", "response")
 
 
@@ -44,14 +44,14 @@ class Piece:
 
 
 def texts_of(piece: Piece, reject: Reject = refuse) -> Iterator[str]:
-    """Documents of a source file: their texts in a part of the file, in order; some may be empty.
+    """Yield the documents of a piece of a source file: their texts, in order; some may be empty.
 
     Args:
-        piece: the part.
-        reject: told of malformed records.
+        piece: piece to read.
+        reject: called for each malformed record.
 
     Raises:
-        DataError: the file cannot be read, or has no such field.
+        DataError: the file cannot be read, or lacks the field.
     """
     file = piece.file
     if file.format == "topics":
@@ -86,7 +86,7 @@ def _whole_text(file: SourceFile) -> str:
 
 
 def _most_text(file: SourceFile) -> int:
-    """Bytes of the largest text that a compressed file may hold: a small file holds none that fills the memory."""
+    """Bytes of the largest text that a compressed file may contain, so that a small file cannot fill the memory."""
     return min(MAX_COMPRESSED_TEXT, max(BUDGET, RATIO * stat_file(file.address).size))
 
 
@@ -94,7 +94,7 @@ def _texts_in_records(piece: Piece, field: str, reject: Reject) -> Iterator[str]
     file = piece.file
     columns = columns_of(file) if file.format in _WITH_SCHEMA else []
     if columns and field not in columns and field.partition(".")[0] not in columns:
-        # What every record lacks is not skipped.
+        # A column that is missing from all records is an error even with malformed: skip.
         raise DataError(f"data.field: {file.name} has no column {field!r} ({_choice(file, columns)})")
     for record in read_records(file, piece.begin, piece.end, field, reject):
         text = value_of(record, field)
@@ -127,32 +127,32 @@ def _no_text(record: Record, field: str, value: Any) -> str:
 
 
 def check_structured(file: SourceFile, what: str) -> None:
-    """Refuse a file without records.
+    """Raise if a file has no records with fields.
 
     Args:
         file: the file.
-        what: name of the records, for the message.
+        what: name of the records, for the error message.
 
     Raises:
-        DataError: it is one.
+        DataError: the file has none.
     """
     if file.format not in STRUCTURED:
         formats = ", ".join(f".{name}" for name in sorted(STRUCTURED - {"kinds"}))
         raise DataError(
-            f"data.sources: {file.name} has no records with fields, which {what} are; name files of the kinds "
+            f"data.sources: {file.name} has no records with fields, but {what} are records; name files of the formats "
             f"{formats}, or use the dataset text"
         )
 
 
 def check_field(file: SourceFile, field: str | None) -> None:
-    """Refuse a structured file without the name of a field, because its syntax is no text.
+    """Raise if a structured file is read without the name of a field, because its syntax is not text to train on.
 
     Raises:
-        DataError: it is one; the text names its fields, and the one that looks right.
+        DataError: the field is missing; the message lists the file's fields, and the most likely one.
     """
     if field is None and file.format in STRUCTURED:
         raise DataError(
-            f"data.field: {file.name} is a structured file; say which field holds the text "
+            f"data.field: {file.name} is a structured file; name the field that holds the text "
             f"({_choice(file, columns_of(file))})"
         )
 
@@ -164,7 +164,7 @@ def _choice(file: SourceFile, columns: list[str]) -> str:
 
 
 def likely_field(file: SourceFile, columns: list[str]) -> str | None:
-    """Field of a structured file that looks like the text: by its name, or else the longest text of the first record.
+    """Most likely text field of a structured file: by its name, or else the longest text of the first record.
 
     Args:
         file: the file.
@@ -179,7 +179,7 @@ def likely_field(file: SourceFile, columns: list[str]) -> str | None:
 
 
 def topics_digest() -> str:
-    """Digest of the texts of ``python:topics``, which are in no file of their own."""
+    """Digest of the texts of ``python:topics``, which are not stored in a file."""
     digest = hashlib.sha256()
     for text in python.topics():
         digest.update(f"{len(text)} {text}".encode())

@@ -20,14 +20,14 @@ _PYTHON: Mapping[str, Callable[[], list[SourceFile]]] = {
     "python:sources": python.sources,
     "python:kinds": python.kinds,
 }
-#: Begins the name of a directory that the library ``datasets`` saved.
+#: Prefix of the name of a directory saved by the library ``datasets``.
 SAVED_DATASET = "hf:"
 _Name = TypeVar("_Name", str, Path)
 
 
-#: Files of one source. Whoever names a folder with more means another one.
+#: Largest number of files of one source; a directory with more is most likely named by mistake.
 MAX_FILES = 1_000_000
-#: Files after which a search is reported, and again after ten times as many.
+#: Number of found files at which a search is reported, and again at each tenfold number.
 _MANY = 10_000
 
 
@@ -36,14 +36,14 @@ def _silent(_text: str) -> None:
 
 
 def find_files(sources: Sequence[str], note: Callable[[str], None] = _silent) -> list[SourceFile]:
-    """Files of all sources: sources in their order, files sorted by name.
+    """List the files of all sources: sources in the given order, files of a source sorted by name.
 
     Args:
         sources: names of sources in the job file.
-        note: told which folder is searched, if that finds many files.
+        note: called with a line about a search that finds many files.
 
     Raises:
-        DataError: a path does not exist, a glob matches no file, a directory holds none, or more than a corpus has.
+        DataError: a path does not exist, a glob matches no file, a directory has no file, or there are too many files.
     """
     return [file for index, source in enumerate(sources) for file in _of_source(source, index, note)]
 
@@ -60,7 +60,7 @@ def _of_source(source: str, index: int, note: Callable[[str], None]) -> list[Sou
             return [SourceFile.of(address) for address in _remote_files(source, where, note)]
         return [SourceFile.of(file) for file in _files(source, where, note)]
     except (OSError, RuntimeError, ValueError, RecursionError) as error:
-        # a name the system refuses, no permission, an unknown home directory, a zero byte
+        # such as a name that the system refuses, missing permission, an unknown home directory or a zero byte
         reason = getattr(error, "strerror", None) or error
         shown = source if len(source) <= 80 else f"{source[:80]}..."
         raise DataError(f"{where}: cannot look for {shown!r}: {reason}; give a path that you may read") from error
@@ -72,7 +72,7 @@ def _remote_files(source: str, where: str, note: Callable[[str], None]) -> list[
         names = sorted(_counted(_remote_names(system, path), f"{where}: {source}", note))
     except DataError:
         raise
-    except Exception as error:  # storage libraries have errors of their own, such as that for missing credentials
+    except Exception as error:  # storage libraries define own errors, such as for credentials
         raise DataError(f"{where}: cannot list {source}: {error}; check the address and the credentials") from error
     if not names:
         raise DataError(f"{where}: no file at {source}; check the address")
@@ -122,7 +122,7 @@ def _files(source: str, where: str, note: Callable[[str], None]) -> list[Path]:
 
 
 def _walk(directory: Path) -> Iterator[Path]:
-    """Files below a directory, in no order, without those that are hidden or in a hidden directory."""
+    """Yield the files below a directory, in no order, without hidden files and directories."""
     for folder, folders, names in os.walk(directory):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (file for name in names if not name.startswith(".") and (file := Path(folder, name)).is_file())
@@ -134,18 +134,18 @@ def _counted(files: Iterable[_Name], where: str, note: Callable[[str], None]) ->
     for file in files:
         found.append(file)
         if len(found) == told:
-            note(f"{where} has {told:,} files, and the search goes on")
+            note(f"{where} has {told:,} files, and the search continues")
             told *= 10
         if len(found) > MAX_FILES:
             raise DataError(
                 f"{where} has more than {MAX_FILES:,} files; name the folder of the corpus, a glob such as "
-                "'corpus/**/*.txt', or join them to fewer"
+                "'corpus/**/*.txt', or join the files to fewer"
             )
     return found
 
 
 def _nearest(path: Path) -> str:
-    """Longest existing part of a missing path."""
+    """Hint about a missing path: the contents of its longest existing part."""
     existing = next((parent for parent in path.parents if parent.is_dir()), None)
     if existing is None:
         return "check the spelling"

@@ -1,4 +1,4 @@
-"""Reader of files with a record a line, in memory that does not grow with the file."""
+"""Reader of files with one record per line; its memory does not grow with the file."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from d9d_core.untrusted import parse_json
 from d9d_data.sources.opening import SourceFile, open_content
 from d9d_data.sources.place import Place, Record, Reject, refuse
 
-#: Bytes of the longest line, and characters of the longest field of a table in text.
+#: Largest number of bytes of a line, and of characters of a field of a CSV file.
 MAX_LINE = 1 << 26
 _BLOCK = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Line of a file: its number from 1 in the part that is read, and its bytes with the line end."""
+    """Line of a file: its number, from 1 in the range that is read, and its bytes with the line end."""
 
     number: int
     content: bytes
 
 
 def read_lines(file: SourceFile, begin: int = 0, end: int | None = None, reject: Reject = refuse) -> Iterator[Line]:
-    """Lines of a source file that start within a range of bytes, so that adjacent ranges have every line once.
+    """Yield the lines of a source file that start within a range of bytes; adjacent ranges share no line.
 
     Args:
-        file: the file; a range needs one that is not compressed.
+        file: file to read; a range needs an uncompressed file.
         begin: first byte of the range.
-        end: first byte after it; the end of the file if absent.
-        reject: told of lines that are too long.
+        end: first byte after the range; the end of the file if absent.
+        reject: called for each line that is too long.
     """
     with open_content(file) as content:
         position = begin
@@ -59,7 +59,7 @@ def read_lines(file: SourceFile, begin: int = 0, end: int | None = None, reject:
 
 
 def _skip_line(content: BinaryIO) -> int:
-    """Read up to the end of a line, and return how many bytes that were."""
+    """Read up to the end of a line, and return the number of bytes read."""
     skipped = 0
     while part := content.readline(_BLOCK):
         skipped += len(part)
@@ -71,7 +71,7 @@ def _skip_line(content: BinaryIO) -> int:
 def read_json_lines(
     file: SourceFile, begin: int = 0, end: int | None = None, reject: Reject = refuse
 ) -> Iterator[Record]:
-    """Objects of a file with a JSON object a line, empty lines left out; arguments as for :func:`read_lines`."""
+    """Yield the objects of a file with one JSON object per line; arguments as for :func:`read_lines`."""
     for line in read_lines(file, begin, end, reject):
         if not line.content.strip():
             continue
@@ -79,7 +79,7 @@ def read_json_lines(
         try:
             value = parse_json(line.content, limit=MAX_LINE)
         except ValueError as error:
-            reject(place, f"is not JSON ({error}); write one object a line")
+            reject(place, f"is not JSON ({error}); write one object per line")
             continue
         if isinstance(value, dict):
             yield Record(value, place)
@@ -88,7 +88,7 @@ def read_json_lines(
 
 
 def read_csv(file: SourceFile, reject: Reject = refuse) -> Iterator[Record]:
-    """Rows of a CSV file (commas) or TSV file (tabs) whose first row names the columns; quotes as in RFC 4180."""
+    """Yield the rows of a CSV (commas) or TSV (tabs) file whose first row names the columns; quotes as in RFC 4180."""
     rows = _csv_rows(file)
     names: list[str] | None = None
     while True:
@@ -96,9 +96,9 @@ def read_csv(file: SourceFile, reject: Reject = refuse) -> Iterator[Record]:
         try:
             row = next(rows, None)
         except csv.Error as error:
-            # Without names of columns, no other row can be read.
+            # Without the names of the columns, no other row can be read.
             (refuse if names is None else reject)(
-                place, f"is no row of a table ({error}); quote values as RFC 4180 says"
+                place, f"is not a row of a table ({error}); quote values as in RFC 4180"
             )
             continue
         if row is None:
@@ -128,19 +128,19 @@ def csv_columns(file: SourceFile) -> list[str]:
     try:
         return next(filter(None, _csv_rows(file)), [])
     except csv.Error as error:
-        raise DataError(f"data.sources: {file.name} begins with no row of a table ({error})") from error
+        raise DataError(f"data.sources: the first line of {file.name} is not a row of a table ({error})") from error
 
 
 class _CsvRows(Iterator[list[str]], Protocol):
-    """Rows of a table, and how many lines they were in so far."""
+    """Rows of a table, and the number of lines read so far."""
 
     line_num: int
 
 
 def _csv_rows(file: SourceFile) -> _CsvRows:
-    # The limit is one of the process, and 128 KiB at first: too little for a column of texts.
+    # The limit is global to the process, and its default of 128 KiB is too small for columns of texts.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE))
-    # What is not UTF-8 is found in the row, because its other lines cannot be read without it.
+    # Invalid UTF-8 is found in the decoded row; raising here would lose the lines after it.
     lines = (
         line.content.decode("utf-8-sig" if line.number == 1 else "utf-8", "surrogateescape")
         for line in read_lines(file)

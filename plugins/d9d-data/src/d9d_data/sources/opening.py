@@ -1,4 +1,4 @@
-"""Opening of source files: local ones or behind an fsspec address, compressed or not, with bounded memory."""
+"""Opening of source files, local or at an fsspec address, compressed or not, with bounded memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from d9d_core.errors import DataError
 
 #: Suffix of a compressed file -> name of the compression.
 COMPRESSIONS = {".gz": "gz", ".bz2": "bz2", ".xz": "xz", ".zst": "zst"}
-#: Suffix of a structured file -> name of its format. Every other file is text.
+#: Suffix of a structured file -> name of its format. Every other file is plain text.
 FORMATS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -33,16 +33,16 @@ FORMATS = {
     ".feather": "arrow",
 }
 _BUFFER = 1 << 18  # bytes
-#: Bytes that the content of any file may have in all, and for each byte that a larger file has: repeated texts compress
-#: well, and a small file that stands for more fills the disk.
+#: Limit of the decompressed bytes of a file: a number for any file, and a number per compressed byte for larger files.
+#: Repetitive texts compress well, but beyond this a small file could fill the disk.
 CONTENT, CONTENT_RATIO = 1 << 27, 200
-# Part of Python since 3.14.
+# In the standard library since Python 3.14.
 _ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """Source file of a corpus and how to open it: address, format and compression.
+    """Source file of a corpus: address, format and compression.
 
     Attributes:
         address: local path, or address for fsspec such as ``s3://bucket/a.jsonl``.
@@ -56,7 +56,7 @@ class SourceFile:
 
     @classmethod
     def of(cls, address: str | Path) -> SourceFile:
-        """File at an address, with the format and compression that its suffixes say."""
+        """File at an address, with format and compression taken from its suffixes."""
         suffixes = [suffix.lower() for suffix in PurePosixPath(str(address)).suffixes[-2:]]
         compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
         if compression:
@@ -71,14 +71,14 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """Size of a file in bytes, and a text that changes whenever it is written."""
+    """Size of a file in bytes, and a string that changes whenever the file is written."""
 
     size: int
     modified: str
 
 
 def is_address(name: str) -> bool:
-    """Whether a name is an address for fsspec rather than a local path."""
+    """Whether a name is an fsspec address rather than a local path."""
     return "://" in name
 
 
@@ -98,10 +98,10 @@ def file_system(address: str) -> tuple[Any, str]:
 
 
 def stat_file(address: str) -> FileStat:
-    """Size and time of the last change of a file, without reading it.
+    """Size and modification time of a file, without reading it.
 
     Raises:
-        DataError: it is not there, or not a regular file.
+        DataError: the file is missing, or is not a regular file.
     """
     with _explained(address):
         if is_address(address):
@@ -111,22 +111,22 @@ def stat_file(address: str) -> FileStat:
             return FileStat(int(info["size"]), str(next((info[key] for key in keys if info.get(key)), "")))
         status = Path(address).stat()
         if not stat.S_ISREG(status.st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         return FileStat(status.st_size, str(status.st_mtime_ns))
 
 
 def read_blocks(address: str, begins: Sequence[int], size: int) -> Iterator[bytes]:
-    """Open a source file and read blocks of it as it is stored, without what is between them.
+    """Yield blocks of a source file's stored bytes, without reading the bytes between them.
 
     Args:
-        address: of the file.
+        address: path or address of the file.
         begins: first byte of each block.
         size: bytes of a block.
 
     Raises:
         DataError: the file cannot be read.
     """
-    if is_address(address):  # a file that is opened reads megabytes ahead
+    if is_address(address):  # an open fsspec file reads megabytes ahead
         with _explained(address):
             system, path = file_system(address)
             for begin in begins:
@@ -139,26 +139,26 @@ def read_blocks(address: str, begins: Sequence[int], size: int) -> Iterator[byte
 
 
 def check_content(name: str, content: int, stored: int) -> None:
-    """Refuse a file whose content is much larger than the file.
+    """Raise if the decompressed content of a file is too large for the size of the file.
 
     Args:
         name: name of the file.
-        content: bytes of the content that were read so far.
-        stored: bytes of the file.
+        content: number of decompressed bytes read so far.
+        stored: size of the file in bytes.
 
     Raises:
-        DataError: it is.
+        DataError: the content exceeds the limit.
     """
     limit = max(CONTENT, CONTENT_RATIO * stored)
     if content > limit:
         raise DataError(
-            f"data.sources: {name} has {stored:,} bytes and stands for more than {limit:,}; write it without "
-            "compression, or take it out of the sources"
+            f"data.sources: {name} has {stored:,} bytes but decompresses to more than {limit:,}; store it without "
+            "compression, or remove it from the sources"
         )
 
 
 class _Bounded(io.RawIOBase):
-    """Decompressed content of a file, as far as :func:`check_content` allows."""
+    """Decompressed content of a file, limited by :func:`check_content`."""
 
     def __init__(self, content: BinaryIO, address: str) -> None:
         self._content, self._address, self._stored = content, address, stat_file(address).size
@@ -184,10 +184,10 @@ class _Bounded(io.RawIOBase):
 
 @contextmanager
 def open_stored(address: str) -> Iterator[BinaryIO]:
-    """Open a file for reading its bytes as they are stored.
+    """Open a file for reading its stored bytes.
 
     Raises:
-        DataError: it cannot be opened, or reading in the block fails.
+        DataError: the file cannot be opened, or reading in the block fails.
     """
     with _explained(address), _opened(address) as file:
         yield file
@@ -195,10 +195,10 @@ def open_stored(address: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def open_content(file: SourceFile) -> Iterator[BinaryIO]:
-    """Open a file for reading its bytes, decompressed as they are read.
+    """Open a file for reading its decompressed bytes.
 
     Raises:
-        DataError: it cannot be opened; in the block, it cannot be read, or is no such compressed file, or is cut off.
+        DataError: the file cannot be opened, or reading in the block finds it unreadable, damaged or truncated.
     """
     with open_stored(file.address) as stored, _explained(file.address), _decompressed(file, stored) as content:
         yield content
@@ -207,9 +207,9 @@ def open_content(file: SourceFile) -> Iterator[BinaryIO]:
 def _opened(address: str) -> BinaryIO:
     if is_address(address):
         system, path = file_system(address)
-        # Files of fsspec read lines of any length only.
+        # fsspec files do not support readline(limit); BufferedReader does.
         return cast("BinaryIO", io.BufferedReader(system.open(path, "rb"), _BUFFER))
-    stat_file(address)  # a named pipe would be waited for
+    stat_file(address)  # raises for a named pipe, which would block
     return Path(address).open("rb")
 
 
@@ -221,7 +221,7 @@ def _decompressed(file: SourceFile, stored: BinaryIO) -> BinaryIO:
         case "bz2":
             content = bz2.BZ2File(stored)
         case "xz":
-            content = lzma.LZMAFile(stored)  # noqa: SIM115 - it is closed with what it reads
+            content = lzma.LZMAFile(stored)  # noqa: SIM115 - closed with its reader
         case "zst":
             content = _zstd(file.name).ZstdFile(stored)
         case _:
@@ -237,22 +237,22 @@ def _zstd(name: str) -> ModuleType:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    zstd = sys.modules.get(_ZSTD)  # an error of a module that was never imported cannot have been raised
+    zstd = sys.modules.get(_ZSTD)  # if never imported, it raised nothing
     known = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
     return known if zstd is None else (*known, zstd.ZstdError)
 
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn what the libraries raise into errors that name the file."""
+    """Turn errors of the libraries into errors that name the file."""
     try:
         yield
     except _damage() as error:
         raise DataError(
-            f"data.sources: {name} is damaged or cut off ({error}); copy it again, or take it out of the sources"
+            f"data.sources: {name} is damaged or cut off ({error}); copy it again, or remove it from the sources"
         ) from error
     except OSError as error:
         raise DataError(
             f"data.sources: cannot read {name}: {error.strerror or error}; "
-            "make the file readable or take it out of the sources"
+            "make the file readable or remove it from the sources"
         ) from error

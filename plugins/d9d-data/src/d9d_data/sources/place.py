@@ -1,4 +1,4 @@
-"""Records, their places for messages, and what happens to malformed ones."""
+"""Records, their places for error messages, and the handling of malformed records."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _BLOCK = 1 << 20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place in a source file for messages, such as ``a.jsonl:7`` or ``a.parquet row 7``.
+    """Place in a source file, for error messages, such as ``a.jsonl:7`` or ``a.parquet row 7``.
 
     Attributes:
         file: the file.
-        number: number of the line or row, from 1; 0 is the whole file.
+        number: number of the line or row, from 1; 0 for the whole file.
         unit: text between the file's name and the number.
-        begin: byte from which lines are counted, if it is not the start of the file.
+        begin: byte from which lines are counted, if not from the start of the file.
     """
 
     file: SourceFile
@@ -37,10 +37,10 @@ class Place:
         return f"{self.file.name}{self.unit}{self.number}"
 
     def exact(self) -> str:
-        """Place with its number in the whole file; reads what is before ``begin`` to count its lines."""
+        """Place with the line number in the whole file; reads the file before ``begin`` to count its lines."""
         if not self.begin:
             return str(self)
-        # Lines are counted from the first that starts at or after begin; one starts after each end of a line.
+        # Counting starts at the first line that begins at or after ``begin``; each line end before it adds one.
         before, left = 1, self.begin - 1
         with open_content(self.file) as content:
             while left and (block := content.read(min(_BLOCK, left))):
@@ -51,18 +51,18 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Record of a structured file: values by the names of their fields, and its place for messages."""
+    """Record of a structured file: values by field name, and its place for error messages."""
 
     values: Mapping[str, Any]
     place: Place
 
 
-#: Told the place of a malformed record and what is wrong with it; raises, or returns so that the record is left out.
+#: Called with the place of a malformed record and its problem; raises, or returns to leave the record out.
 Reject = Callable[[Place, str], None]
 
 
 def refuse(place: Place, problem: str) -> None:
-    """Refuse a malformed record.
+    """Raise an error about a malformed record.
 
     Raises:
         DataError: always.

@@ -1,6 +1,6 @@
 """Texts of the running Python installation: real prose and code that need no download.
 
-They differ between Python versions, so numbers measured on them hold for one version only.
+They differ between Python versions, so measurements on them are comparable within one version only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from d9d_core.errors import DataError
 
 from d9d_data.sources.opening import SourceFile
 
-#: Neither tests (some hold invalid code on purpose) nor installed packages belong to the library's text.
+#: Tests (some hold invalid code on purpose) and installed packages are not part of the library's text.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
 
 
@@ -23,7 +23,7 @@ def topics() -> list[str]:
     """Language reference as ``help()`` shows it, one document per topic (about 0.5 million characters).
 
     Raises:
-        DataError: this Python comes without it.
+        DataError: this Python lacks the reference.
     """
     try:
         from pydoc_data.topics import topics as texts
@@ -36,7 +36,7 @@ def topics() -> list[str]:
 
 
 def topics_file() -> list[SourceFile]:
-    """Source of the topics, which is no file on disk."""
+    """Source file of the topics, which are not stored in a file."""
     return [SourceFile("python:topics", "topics")]
 
 
@@ -57,30 +57,30 @@ def kinds() -> list[SourceFile]:
 
 @lru_cache(maxsize=4096)  # parsing is slow, and a corpus is read twice: to train a tokenizer, and to encode
 def docstrings_in(source: bytes, name: str) -> str:
-    """Docstrings of a Python source, found without importing it, without indentation and with empty lines between.
+    """Docstrings of a Python source, without indentation and joined by empty lines; the source is not imported.
 
     Args:
         source: contents of the file.
-        name: its name, for messages.
+        name: name of the file, for error messages.
 
     Raises:
-        DataError: it is not valid Python.
+        DataError: the source is not valid Python.
     """
     return "\n\n".join(text for _, _, text in kinds_in(source, name))
 
 
 def kinds_in(source: bytes, name: str) -> list[tuple[str, int, str]]:
-    """Docstrings of a Python source file: what each describes (module, class, function), its line, and its text.
+    """Docstrings of a Python source file: the kind of object (module, class, function), its line, and the text.
 
     Args:
         source: contents of the file.
-        name: its name, for messages.
+        name: name of the file, for error messages.
 
     Raises:
-        DataError: it is not valid Python.
+        DataError: the source is not valid Python.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in other people's code are not our news
+        warnings.simplefilter("ignore")  # hide warnings about the library's own code
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError) as error:
@@ -91,7 +91,7 @@ def kinds_in(source: bytes, name: str) -> list[tuple[str, int, str]]:
         node = pending.pop()
         if isinstance(node, _DEFINITIONS) and (text := ast.get_docstring(node)):
             found.append((_KINDS.get(type(node), "function"), getattr(node, "lineno", 1), text))
-        # Definitions only stand in statements, so expressions, the bulk of the tree, need no visit.
+        # Definitions occur only in statements, so expressions, the bulk of the tree, are skipped.
         pending += reversed([child for child in ast.iter_child_nodes(node) if isinstance(child, _STATEMENTS)])
     return found
 

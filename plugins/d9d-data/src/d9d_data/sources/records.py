@@ -1,4 +1,4 @@
-"""Records of structured files, whatever their format: values by the names of their fields."""
+"""Records of structured files of any format: values by field name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from d9d_data.sources.place import Place, Record, Reject, refuse
 from d9d_data.sources.python import kinds_in
 from d9d_data.sources.tables import read_table, table_columns
 
-#: Bytes of the largest ``.json`` file: it is parsed as a whole.
+#: Bytes of the largest ``.json`` file, which is parsed as a whole.
 MAX_JSON_FILE = 1 << 28
 
 
@@ -27,17 +27,17 @@ def read_records(
     field: str | None = None,
     reject: Reject = refuse,
 ) -> Iterator[Record]:
-    """Records of a structured source file (lines or tables), read as they are asked for.
+    """Yield the records of a structured source file (lines or tables), read on demand.
 
     Args:
         file: the file, or its path or fsspec address.
-        begin: start of a range: a byte of an uncompressed file of JSON lines, a row group of a Parquet file; else 0.
+        begin: start of a range: a byte of an uncompressed JSON lines file, or a row group of a Parquet file; else 0.
         end: first byte or row group after the range; the end of the file if absent.
-        field: the only field that the caller needs, as for :func:`value_of`; others may be left out.
-        reject: told of malformed records.
+        field: the only field that the caller needs, as for :func:`value_of`; other fields may be missing.
+        reject: called for each malformed record.
 
     Raises:
-        DataError: the file cannot be read, or is no structured file.
+        DataError: the file cannot be read, or is not structured.
     """
     file = file if isinstance(file, SourceFile) else SourceFile.of(file)
     match file.format:
@@ -51,14 +51,14 @@ def read_records(
             return _read_kinds(file)
         case "parquet" | "arrow":
             return read_table(file, begin, end, _column_of(file, field))
-    raise DataError(f"data.sources: {file.name} is a text without fields; use a .jsonl, .csv or .parquet file")
+    raise DataError(f"data.sources: {file.name} is plain text without fields; use a .jsonl, .csv or .parquet file")
 
 
 def columns_of(file: SourceFile | str | Path) -> list[str]:
-    """Names of the fields of a structured file, from its schema or else its first record; none if it has no record.
+    """Field names of a structured file, from its schema or its first record; empty if it has no record.
 
     Raises:
-        DataError: the file cannot be read, or is no structured file.
+        DataError: the file cannot be read, or is not structured.
     """
     file = file if isinstance(file, SourceFile) else SourceFile.of(file)
     match file.format:
@@ -70,11 +70,11 @@ def columns_of(file: SourceFile | str | Path) -> list[str]:
 
 
 def value_of(record: Record, field: str) -> Any:
-    """Value of a field, or ``None``.
+    """Value of a record's field; ``None`` if the field is missing.
 
     Args:
         record: the record.
-        field: name of the field; ``meta.text`` is that of this name, or else ``text`` in the field ``meta``.
+        field: name of the field. ``meta.text`` is the field of this name, or else ``text`` in the field ``meta``.
     """
     value: Any = record.values
     if field in value:
@@ -87,12 +87,12 @@ def value_of(record: Record, field: str) -> Any:
 
 
 def field_of(record: Record, fields: Sequence[str]) -> str:
-    """Field of a record: the first of ``fields`` that has a value, else the first of them."""
+    """First of ``fields`` that has a value in the record; the first of them if none has one."""
     return next((field for field in fields if value_of(record, field) is not None), fields[0])
 
 
 def _column_of(file: SourceFile, field: str | None) -> str | None:
-    """Column of a table that a field is in; all are read if there is none, so that messages can name them."""
+    """Column of a table with the field; ``None``, to read all columns, if there is none."""
     columns = table_columns(file)
     if field is None or field in columns:
         return field
@@ -113,7 +113,7 @@ def _read_json(file: SourceFile, reject: Reject) -> Iterator[Record]:
     if len(data) > MAX_JSON_FILE:
         raise DataError(
             f"data.sources: {file.name} has more than {MAX_JSON_FILE:,} bytes of JSON in one piece; "
-            "write it as .jsonl, with one object a line"
+            "write it as .jsonl, with one object per line"
         )
     try:
         value = parse_json(data, limit=MAX_JSON_FILE)
@@ -125,12 +125,12 @@ def _read_json(file: SourceFile, reject: Reject) -> Iterator[Record]:
         chosen = "data" if "data" in lists else lists[0] if len(lists) == 1 else None
         if chosen is None:
             raise DataError(
-                f"data.sources: {file.name} is one object with the fields {', '.join(value) or '(none)'}, and not a "
-                "list of records, or an object with one in its field 'data'; write it so, or as .jsonl"
+                f"data.sources: {file.name} is one object with the fields {', '.join(value) or '(none)'}, but not a "
+                "list of records or an object with a list in its field 'data'; write one of these, or a .jsonl file"
             )
         value = value[chosen]
     if not isinstance(value, list):
-        raise DataError(f"data.sources: {file.name} holds a {type(value).__name__}, no list of records")
+        raise DataError(f"data.sources: {file.name} holds a {type(value).__name__}, not a list of records")
     for number, entry in enumerate(value, 1):
         place = Place(file, number, " record ")
         if isinstance(entry, dict):

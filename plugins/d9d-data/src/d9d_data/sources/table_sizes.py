@@ -1,7 +1,7 @@
-"""Sizes that a table's file promises, found before pyarrow allocates anything.
+"""Memory that a table file would take, found from its headers before pyarrow allocates anything.
 
-A kilobyte of Parquet or Arrow can stand for gigabytes: pages and buffers are compressed, and a dictionary repeats one
-long text in every row. Number of rows say nothing about that, so everything is bounded in bytes.
+A kilobyte of Parquet or Arrow can expand to gigabytes: pages and buffers are compressed, and a dictionary can repeat
+one long text in every row. Row counts do not limit that, so all limits here are in bytes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from d9d_core.errors import DataError
 
 from d9d_data.sources.opening import SourceFile, stat_file
 
-#: Bytes that any file may take at a time.
+#: Bytes of memory that any file may take at a time.
 BUDGET = 1 << 28
-#: Bytes that a larger file may take for each byte that it has: texts compress to a tenth.
+#: Bytes of memory per stored byte that a larger file may take: texts compress to a tenth.
 RATIO = 20
-#: Rows in memory at a time, and bytes of several rows: pyarrow has them twice while it appends, and Python once more.
+#: Limits of a batch in rows and in bytes: pyarrow holds it twice while it appends, and Python once more.
 _ROWS, _ROW_BYTES = 256, 1 << 26
-#: Bytes of the largest header of a page, and of the largest description of a batch.
+#: Bytes of the largest page header (Parquet), and of the largest message metadata (Arrow).
 _MAX_PAGE_HEADER, _MAX_MESSAGE = 1 << 20, 1 << 26
-#: Bytes of a value that is no text, with what Python adds.
+#: Bytes of a value other than a text, including Python's overhead.
 _SCALAR = 16
 _DICTIONARY_PAGE, _DATA_PAGES = 2, (0, 3)
 _DICTIONARY_ENCODINGS, _DELTA_BYTE_ARRAY = (2, 8), 7
@@ -32,21 +32,21 @@ _RECORD_BATCH, _DICTIONARY_BATCH = 3, 2
 
 
 def check_size(file: SourceFile, what: str, promised: int, stored: int) -> None:
-    """Refuse a part of a file that takes much more memory than it has bytes.
+    """Raise if a part of a file takes too much memory for its stored size.
 
     Args:
         file: the file.
-        what: name of the part, for the message.
-        promised: bytes that it would take in memory.
-        stored: bytes that it has in the file.
+        what: name of the part, for the error message.
+        promised: bytes of the part in memory.
+        stored: bytes of the part in the file.
 
     Raises:
-        DataError: it is too large.
+        DataError: the part is too large.
     """
     if promised > max(BUDGET, RATIO * stored):
         raise DataError(
-            f"data.sources: {file.name}: {what} promises {promised:,} bytes in memory and has {stored:,} in the file; "
-            "write the table anew, with smaller row groups or batches, or take the file out of the sources"
+            f"data.sources: {file.name}: {what} takes {promised:,} bytes in memory but has {stored:,} in the file; "
+            "write the table again with smaller row groups or batches, or remove the file from the sources"
         )
 
 
@@ -55,8 +55,8 @@ class ParquetSizes:
     """Plan for reading a Parquet file in bounded memory.
 
     Attributes:
-        rows: rows of a batch.
-        as_dictionary: columns whose repeated texts stay in their dictionary.
+        rows: number of rows of a batch.
+        as_dictionary: columns to read as dictionaries, because expanding their repeated texts takes too much memory.
     """
 
     rows: int
@@ -66,17 +66,17 @@ class ParquetSizes:
 def parquet_sizes(
     file: SourceFile, content: BinaryIO, metadata: Any, groups: Sequence[int], columns: Sequence[str] | None
 ) -> ParquetSizes:
-    """Sizes of a table's pages in some row groups of a Parquet file.
+    """Plan the reading of some row groups of a Parquet file, from the headers of their pages.
 
     Args:
         file: the file.
-        content: its bytes.
-        metadata: of the file, as pyarrow has it.
-        groups: the row groups that are read.
-        columns: the columns at the top that are read; all if absent.
+        content: open file.
+        metadata: metadata of the file, as pyarrow gives it.
+        groups: row groups to read.
+        columns: top-level columns to read; all if absent.
 
     Raises:
-        DataError: they promise more memory than the file can be given, or a page has no readable header.
+        DataError: the row groups would take too much memory, or a page header is malformed.
     """
     size = content.seek(0, io.SEEK_END)
     rows, as_dictionary = _ROWS, set()
@@ -115,9 +115,10 @@ class _Pages:
     Attributes:
         largest, largest_stored: bytes of the largest page, in memory and in the file.
         dictionary: bytes of the dictionary.
-        dictionary_place: its first byte in the file, and how many it has there.
-        delta: bytes of the largest page whose values repeat parts of each other.
-        values, dictionary_values, delta_values: number of all values, and of those in pages of these two kinds.
+        dictionary_place: first byte of the dictionary in the file, and its size there.
+        delta: bytes of the largest page with delta-encoded texts, which share prefixes.
+        values, dictionary_values, delta_values: number of all values, of values in dictionary-encoded pages, and of
+            values in pages with delta-encoded texts.
     """
 
     largest: int = 0
@@ -135,7 +136,7 @@ def _pages(file: SourceFile, content: BinaryIO, chunk: Any, size: int) -> _Pages
     position = chunk.data_page_offset
     if chunk.has_dictionary_page and 0 < (chunk.dictionary_page_offset or 0) < position:
         position = chunk.dictionary_page_offset
-    # Without a value no page is read, and there may be none.
+    # A column without values may have no page.
     end = min(position + max(chunk.total_compressed_size, 0), size) if chunk.num_values else position
     while position < end:
         content.seek(position)
@@ -148,8 +149,8 @@ def _pages(file: SourceFile, content: BinaryIO, chunk: Any, size: int) -> _Pages
             _check_not_negative(unpacked, packed, values)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DataError(
-                f"data.sources: {file.name} is no readable parquet file (the header of a page at byte {position:,}: "
-                f"{error}); write it again, or take it out of the sources"
+                f"data.sources: {file.name} is not a readable parquet file (the header of a page at byte {position:,}: "
+                f"{error}); write it again, or remove it from the sources"
             ) from error
         position += reader.read + packed
         if unpacked > found.largest:
@@ -167,7 +168,7 @@ def _pages(file: SourceFile, content: BinaryIO, chunk: Any, size: int) -> _Pages
 
 
 def _longest_text(content: BinaryIO, pages: _Pages, compression: str) -> int:
-    """Bytes of the longest text in a dictionary, which is small by now; all of its bytes if that is not found out."""
+    """Bytes of the longest text in a dictionary of checked size; the size of the dictionary if it cannot be parsed."""
     import pyarrow as pa  # type: ignore[import-untyped]
 
     begin, length = pages.dictionary_place
@@ -187,17 +188,17 @@ def _longest_text(content: BinaryIO, pages: _Pages, compression: str) -> int:
 
 def _check_not_negative(*sizes: int) -> None:
     if min(sizes) < 0:
-        raise ValueError("a size is negative, or leads beyond the end")
+        raise ValueError("a size is negative, or points beyond the end")
 
 
 class _Thrift:
-    """Reader of one structure in Thrift's compact protocol, in which headers of pages are written.
+    """Reader of one structure in Thrift's compact protocol, the format of page headers.
 
     Args:
-        content: stands at its first byte.
+        content: file, positioned at the first byte of the structure.
 
     Attributes:
-        read: bytes read so far.
+        read: number of bytes read so far.
     """
 
     def __init__(self, content: BinaryIO) -> None:
@@ -205,7 +206,7 @@ class _Thrift:
         self.read = 0
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """Fields of a structure by number; of texts only their lengths."""
+        """Read the fields of a structure by number; of strings and lists only the lengths."""
         if depth > 8:
             raise ValueError("it is nested too deeply")
         fields: dict[int, Any] = {}
@@ -231,12 +232,12 @@ class _Thrift:
                 head = self._byte()
                 count = head >> 4 if head >> 4 < 15 else self._varint()
                 for _ in range(count):
-                    # In a list a truth value is a byte.
+                    # In a list, a boolean is a byte.
                     self._byte() if head & 15 in (1, 2) else self._value(head & 15, depth + 1)
                 return count
             case 12:
                 return self.struct(depth + 1)
-        raise ValueError(f"it has a field of the unknown kind {kind}")
+        raise ValueError(f"it has a field of the unknown type {kind}")
 
     def _skip(self, count: int) -> int:
         self._count(count)
@@ -271,10 +272,10 @@ class _Thrift:
 
 
 def check_arrow(file: SourceFile, content: BinaryIO) -> None:
-    """Check table sizes of an Arrow stream that begins with ``content``: refuse batches that promise too much memory.
+    """Raise if a batch of an Arrow stream, which begins at the position of ``content``, takes too much memory.
 
     Raises:
-        DataError: one does, or the stream is malformed.
+        DataError: a batch is too large, or the stream is malformed.
     """
     begin = content.tell()
     size = content.seek(0, io.SEEK_END)
@@ -296,21 +297,21 @@ def check_arrow(file: SourceFile, content: BinaryIO) -> None:
             content.seek(here + body)
     except (struct.error, ValueError, IndexError) as error:
         raise DataError(
-            f"data.sources: {file.name} is no readable arrow file ({error}); write it again, or take it out of the "
+            f"data.sources: {file.name} is not a readable arrow file ({error}); write it again, or remove it from the "
             "sources"
         ) from error
     content.seek(begin)
 
 
 def _message(content: BinaryIO) -> tuple[int, int, Sequence[tuple[int, int]], bool] | None:
-    """Kind and length of the body of a message, its buffers, and whether they are compressed; None at the end."""
+    """Type and body length of a message, its buffers, and whether the buffers are compressed; ``None`` at the end."""
     head = content.read(4)
     if head == b"\xff\xff\xff\xff":
         head = content.read(4)
     if len(head) < 4 or (length := struct.unpack("<i", head)[0]) == 0:
         return None
     if not 0 < length <= _MAX_MESSAGE:
-        raise ValueError(f"a description of {length:,} bytes")
+        raise ValueError(f"message metadata of {length:,} bytes")
     data = content.read(length)
     root = _Table(data, struct.unpack_from("<I", data)[0])
     kind, body = root.number(1, "<B"), root.number(3, "<q")
@@ -326,20 +327,20 @@ def _unpacked_size(content: BinaryIO, begin: int, offset: int, length: int, body
     if not length:
         return 0
     if offset < 0 or length < 8 or offset + length > body:
-        raise ValueError("a buffer lies outside of its batch")
+        raise ValueError("a buffer is outside its batch")
     content.seek(begin + offset)
     (size,) = struct.unpack("<q", content.read(8))
     return length if size == -1 else max(int(size), 0)
 
 
 class _Table:
-    """Table of a FlatBuffer, in which messages of Arrow are described."""
+    """Table of a FlatBuffer, the format of Arrow's message metadata."""
 
     def __init__(self, data: bytes, position: int) -> None:
         self._data, self._position = data, position
         self._fields = position - struct.unpack_from("<i", data, position)[0]
         if self._fields < 0:
-            raise ValueError("a description leads outside of itself")
+            raise ValueError("an offset in message metadata points outside the metadata")
 
     def _at(self, field: int) -> int | None:
         (size,) = struct.unpack_from("<H", self._data, self._fields)
@@ -366,20 +367,20 @@ class _Table:
         at += struct.unpack_from("<I", self._data, at)[0]
         (count,) = struct.unpack_from("<I", self._data, at)
         if count * 16 > len(self._data):
-            raise ValueError("a description has more buffers than bytes")
+            raise ValueError("message metadata lists more buffers than it has bytes")
         return [struct.unpack_from("<qq", self._data, at + 4 + 16 * number) for number in range(count)]
 
 
 def bounded_slices(file: SourceFile, batch: Any, first: int) -> Iterator[tuple[Any, int]]:
-    """Slices of a table's batch whose sizes as values of Python stay within the budget, and these sizes in bytes.
+    """Yield slices of a table's batch that fit the memory budget as Python values, with their sizes in bytes.
 
     Args:
         file: the file.
         batch: record batch of pyarrow.
-        first: number of its first row.
+        first: number of the batch's first row.
 
     Raises:
-        DataError: a single row does not.
+        DataError: a single row exceeds the budget.
     """
     for begin in range(0, len(batch), _ROWS):
         part = batch.slice(begin, _ROWS)
@@ -398,7 +399,7 @@ def _expanded(file: SourceFile, batch: Any) -> int:
 
 
 def _expanded_array(file: SourceFile, name: str, array: Any) -> int:
-    """Bytes of the values of an array, with those of a dictionary once for each time that they are used."""
+    """Bytes of an array's values in Python; a dictionary entry counts once for each use."""
     import pyarrow as pa
     import pyarrow.compute as pc  # type: ignore[import-untyped]
 
@@ -411,7 +412,7 @@ def _expanded_array(file: SourceFile, name: str, array: Any) -> int:
         lengths = _lengths(file, name, array.dictionary)
         return count + (pc.sum(pc.take(lengths, array.indices)).as_py() or 0)
     if types.is_struct(kind):
-        # Fields of a slice, without those of other rows.
+        # flatten() keeps only the rows of the slice.
         return count + sum(_expanded_array(file, name, field) for field in array.flatten())
     if types.is_map(kind):
         begin, end = (array.offsets[0].as_py(), array.offsets[-1].as_py()) if len(array) else (0, 0)
@@ -425,7 +426,7 @@ def _expanded_array(file: SourceFile, name: str, array: Any) -> int:
         return count + len(array) * max(sizes, default=0)
     if types.is_nested(kind):
         raise DataError(
-            f"data.sources: {file.name}: column {name[:80]!r} is of type {str(kind)[:80]}, which is not read; write it "
+            f"data.sources: {file.name}: column {name[:80]!r} has the unsupported type {str(kind)[:80]}; write it "
             "with plain types, such as strings, numbers, structs and lists"
         )
     return count + _width(array)

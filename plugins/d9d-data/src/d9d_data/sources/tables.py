@@ -1,4 +1,4 @@
-"""Reader of tables in binary formats, through pyarrow: Parquet, Arrow IPC, and what ``datasets`` saves."""
+"""Reader of tables in binary formats, with pyarrow: Parquet, Arrow IPC, and datasets saved by ``datasets``."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from d9d_data.sources.opening import SourceFile, check_content, open_content, st
 from d9d_data.sources.place import Place, Record
 from d9d_data.sources.table_sizes import bounded_slices, check_arrow, parquet_sizes
 
-#: Bytes of the largest description of a saved dataset.
+#: Bytes of the largest JSON file that describes a saved dataset.
 _MAX_STATE = 1 << 24
 
 
 def read_table(file: SourceFile, begin: int = 0, end: int | None = None, column: str | None = None) -> Iterator[Record]:
-    """Rows of a Parquet or Arrow table that is a source file.
+    """Yield the rows of a source file that is a Parquet or Arrow table.
 
     Args:
         file: the file.
         begin: first row group of a Parquet file; else 0.
         end: first row group after the range; the end of the file if absent.
-        column: the only column to read; all if absent.
+        column: only column to read; all columns if absent.
 
     Raises:
-        DataError: the file cannot be read, is no such table, or pyarrow is not installed.
+        DataError: the file cannot be read, is not such a table, or pyarrow is not installed.
     """
     number = content_read = 0
     stored = stat_file(file.address).size
@@ -57,7 +57,7 @@ def table_columns(file: SourceFile) -> list[str]:
     """Names of the columns of a table.
 
     Raises:
-        DataError: the file cannot be read, is no such table, or pyarrow is not installed.
+        DataError: the file cannot be read, is not a table, or pyarrow is not installed.
     """
     with open_content(file) as content, _explained(file):
         if file.format == "parquet":
@@ -66,23 +66,23 @@ def table_columns(file: SourceFile) -> list[str]:
 
 
 def row_group_sizes(file: SourceFile) -> list[int]:
-    """Uncompressed bytes of each row group of a Parquet file."""
+    """Uncompressed size in bytes of each row group of a Parquet file."""
     with open_content(file) as content, _explained(file):
         metadata = _parquet(file, content).metadata
         return [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
 
 
 def saved_dataset_files(directory: str) -> list[str]:
-    """Tables of a dataset that the library ``datasets`` saved with ``save_to_disk``: files in the order of its rows.
+    """Arrow files of a dataset saved by the library ``datasets`` with ``save_to_disk``, in the order of the rows.
 
     Args:
-        directory: its directory; of a saved ``DatasetDict``, the directory of one split.
+        directory: directory of the dataset, or of one split of a saved ``DatasetDict``.
 
     Raises:
-        DataError: it is no such directory.
+        DataError: the directory is not a saved dataset.
     """
     root = Path(directory).expanduser()
-    where = f"data.sources: {root} is no dataset that 'datasets' saved"
+    where = f"data.sources: {root} is not a dataset saved by 'datasets'"
     if (root / "dataset_dict.json").is_file():
         splits = _description(root / "dataset_dict.json").get("splits")
         shown = ", ".join(f"hf:{directory}/{split}" for split in splits) if isinstance(splits, list) else "its splits"
@@ -92,12 +92,12 @@ def saved_dataset_files(directory: str) -> list[str]:
     state = _description(root / "state.json")
     entries = state.get("_data_files")
     if not isinstance(entries, list) or not entries:
-        raise DataError(f"{where}: its state.json names no data files; save it again")
+        raise DataError(f"{where}: its state.json lists no data files; save it again")
     found = []
     for entry in entries:
         name = entry.get("filename") if isinstance(entry, dict) else None
         if not isinstance(name, str) or PurePath(name).name != name or not (root / name).is_file():
-            raise DataError(f"{where}: its state.json names {str(name)[:80]!r}, which is no file there; copy it again")
+            raise DataError(f"{where}: its state.json lists {str(name)[:80]!r}, which is missing there; copy it again")
         found.append(str(root / name))
     return found
 
@@ -122,7 +122,7 @@ def _parquet(file: SourceFile, content: Any, as_dictionary: Sequence[str] = ()) 
     _pyarrow(file)
     import pyarrow.parquet  # type: ignore[import-untyped]
 
-    # Without buffering ahead, a column of a row group is read page by page.
+    # Without pre-buffering, a column of a row group is read page by page.
     content.seek(0)
     return pyarrow.parquet.ParquetFile(
         content, pre_buffer=False, buffer_size=1 << 20, read_dictionary=list(as_dictionary)
@@ -130,7 +130,7 @@ def _parquet(file: SourceFile, content: Any, as_dictionary: Sequence[str] = ()) 
 
 
 def _arrow_reader(file: SourceFile, content: Any, columns: Sequence[str] | None = None) -> Any:
-    """Reader of a stream. A file is one too, behind its first bytes; what its footer says is not read."""
+    """Reader of an Arrow stream. A file is a stream after its first 8 bytes; its footer is not read."""
     ipc = _pyarrow(file).ipc
     content.seek(0)
     begin = 8 if content.read(6) == b"ARROW1" else 0
@@ -146,26 +146,26 @@ def _arrow_batches(file: SourceFile, content: Any, columns: Sequence[str] | None
     content.seek(8 if content.read(6) == b"ARROW1" else 0)
     check_arrow(file, content)
     for batch in _arrow_reader(file, content, columns):
-        # pyarrow trusts the offsets in a file, which may lead outside of the memory of a batch.
+        # pyarrow trusts the offsets in a file, which may point outside the memory of a batch.
         batch.validate(full=True)
         yield batch if columns is None else batch.select(columns)
 
 
 def _written(value: Any, kind: Any) -> Any:
-    """Value of a column as it was written, without what its type adds.
+    """Value of a column as it was written, without nulls added by the type of the column.
 
-    All structs of a column have the same fields, so one that was written without a field has a null there. Maps, lists
-    and the column itself add no nulls.
+    All structs of a column have the same fields, so a struct written without a field has a null there. Maps, lists and
+    the column itself add no nulls.
 
     Args:
-        value: as ``to_pylist()`` gives it.
-        kind: type of the column, or of a part of it.
+        value: value as ``to_pylist()`` returns it.
+        kind: Arrow type of the column, or of a part of it.
     """
-    if hasattr(kind, "index_type") or hasattr(kind, "run_end_type"):  # compressed values of another type
+    if hasattr(kind, "index_type") or hasattr(kind, "run_end_type"):  # dictionary or run-end encoding of another type
         kind = kind.value_type
     if value is None or not kind.num_fields:
         return value
-    if hasattr(kind, "item_type"):  # a map, which comes as pairs
+    if hasattr(kind, "item_type"):  # a map, converted to a list of pairs
         return {key: _written(item, kind.item_type) for key, item in value}
     if isinstance(value, dict):
         types = {field.name: field.type for field in (kind.field(index) for index in range(kind.num_fields))}
@@ -178,10 +178,10 @@ def _explained(file: SourceFile) -> Iterator[None]:
     arrow = _pyarrow(file)
     try:
         yield
-    # Text that is not UTF-8, times out of range, a time zone that this system does not know.
+    # Text that is not UTF-8, times out of range, a time zone unknown to this system.
     except (arrow.ArrowException, ValueError, OverflowError, LookupError) as error:
         reason = str(error).partition("\n")[0][:300]
         raise DataError(
-            f"data.sources: {file.name} is no readable {file.format} file ({reason}); "
-            "write it again, or take it out of the sources"
+            f"data.sources: {file.name} is not a readable {file.format} file ({reason}); "
+            "write it again, or remove it from the sources"
         ) from error

@@ -1,4 +1,4 @@
-"""Bases of streams of packs, and of those over a corpus."""
+"""Base classes for streams of packs, and for streams over a corpus."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from d9d_data.stream.reader import PackReader, PackSource
 
 
 def facts_of(corpus: Corpus) -> State:
-    """Facts of the split that a stream reads: sizes, and how much is learned.
+    """Facts of the split that a stream reads: its sizes, and the number of tokens to learn.
 
-    Texts have the token that ends them, too, and the entropy (nats per token) of the train split. ``skipped``
-    counts malformed records of both splits, ``cut_documents`` records that lost tokens to a cut, ``incomplete`` those
-    of them that lost something to learn, and ``dropped`` those that were left out for their length. Where only some
-    tokens are learned, ``stop_learned`` counts the records whose last learned one is of the special ``stop_token_ids``.
+    Plain texts also have the id of the end-of-text token and the entropy (nats per token) of the train split.
+    ``skipped`` counts malformed records of both splits, ``cut_documents`` records truncated, ``incomplete`` truncated
+    records that lost tokens to learn, and ``dropped`` records left out as too long. If only some tokens are learned,
+    ``stop_learned`` counts the records whose last learned token is one of the special ``stop_token_ids``.
     """
     facts: dict[str, Any] = {
         "vocab_size": corpus.vocab_size,
@@ -47,7 +47,7 @@ def facts_of(corpus: Corpus) -> State:
     if not corpus.encoding.targets:
         return facts
     if corpus.weights is None:
-        end = int(corpus.tokens[-1])  # of the last document
+        end = int(corpus.tokens[-1])  # the last document ends with it
         return {**facts, "eos_token_id": end, "unigram_entropy": corpus.unigram_entropy}
     stops = {"stop_learned": corpus.tally.stopped, "stop_token_ids": list(corpus.stop_token_ids)}
     return {**facts, "learned_tokens": corpus.learned, **stops}
@@ -56,21 +56,21 @@ def facts_of(corpus: Corpus) -> State:
 class PackStream:
     """Base of the streams of packs; see :class:`d9d_core.data.DataStream`.
 
-    Its state is the number of samples consumed by all ranks together, and what identifies the data: the source builds
+    The state is the number of samples consumed by all ranks together, and a fingerprint of the data: the source builds
     any pack from that number alone.
 
     Args:
-        source: builds this rank's part of any pack.
+        source: source of this rank's share of any pack.
         batch_size: samples of a pack, over all ranks.
-        workers: processes that build packs ahead.
-        identity: everything that decides which samples come when, apart from the seed; as words.
-        needs: that in words, for messages.
+        workers: number of processes that build packs ahead.
+        identity: text that contains everything, except the seed, that determines the order of the samples.
+        needs: description of that, for error messages.
 
     Attributes:
-        source: the same; a mixture reads single samples from it.
+        source: the same source; a mixture reads single samples from it.
     """
 
-    #: Number of the rules by which texts become tokens; ``None`` for streams of other samples.
+    #: Version of the rules by which texts become tokens; ``None`` for streams of other samples.
     tokenisation: ClassVar[int | None] = FORMAT
 
     def __init__(self, source: PackSource, batch_size: int, workers: int, identity: str, needs: str) -> None:
@@ -82,23 +82,23 @@ class PackStream:
         self._fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     def next_pack(self) -> Pack:
-        """Microbatches of this rank in the next step: CPU tensors by name.
+        """Microbatches of this rank for the next step: CPU tensors by name.
 
         Raises:
             DataError: a worker process failed.
-            TrainingError: one died.
+            TrainingError: a worker process died.
         """
         taken = self._reader.read(self._consumed)
         self._consumed += self._batch_size
         return taken
 
     def state(self) -> State:
-        """Samples consumed by all ranks together, the fingerprint of the data, and the rules that made its tokens."""
+        """Number of samples consumed by all ranks, fingerprint of the data, and version of the tokenisation."""
         rules = {} if self.tokenisation is None else {"tokenisation": self.tokenisation}
         return {"consumed": self._consumed, "fingerprint": self._fingerprint, **rules}
 
     def load_state(self, state: State) -> None:
-        """Continue at ``state``; ranks, microbatch size and workers may differ from those it was saved with.
+        """Continue at ``state``; ranks, microbatch size and workers may differ from the saved run.
 
         Raises:
             DataError: the state belongs to other data.
@@ -108,12 +108,12 @@ class PackStream:
             older = ""
             if self.tokenisation is not None and state.get("tokenisation", 0) != self.tokenisation:
                 older = (
-                    "another version of d9d-data saved it, which made other tokens of some texts (see CHANGELOG.md), "
-                    "so the same sources may be other data now; "
+                    "another version of d9d-data saved it and made other tokens of some texts (see CHANGELOG.md), "
+                    "so the same sources may give other data now; "
                 )
             raise DataError(
                 f"the checkpoint's data position belongs to other data (its fingerprint is {fingerprint}, now it is "
-                f"{self._fingerprint}); {older}{self._needs} must be as they were; to train on other data, start a new "
+                f"{self._fingerprint}); {older}{self._needs} must stay unchanged; to train on other data, start a new "
                 "run from the saved weights: 'd9d state convert CHECKPOINT DIRECTORY', then 'model.pretrained: "
                 "DIRECTORY' and another run.name"
             )
@@ -124,7 +124,7 @@ class PackStream:
         self._consumed = consumed
 
     def close(self) -> None:
-        """End the worker processes, if there are any; otherwise they end with the stream."""
+        """End the worker processes, if there are any; without this call they end with the stream."""
         self._reader.close()
 
 
@@ -132,9 +132,9 @@ class CorpusStream(PackStream):
     """Base of the streams over a corpus.
 
     Args:
-        corpus: the documents.
+        corpus: corpus to read.
         source, batch_size, workers, identity: see :class:`PackStream`.
-        settings: the fields of the job file behind the identity, besides those of the corpus, for messages.
+        settings: fields of the job file in the identity, in addition to the fields of the corpus, for error messages.
     """
 
     def __init__(
@@ -151,5 +151,5 @@ class CorpusStream(PackStream):
         self._corpus = corpus
 
     def save_assets(self, directory: Path) -> None:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json`` as transformers reads them."""
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` in the format of transformers."""
         self._corpus.save_assets(directory)

@@ -1,4 +1,4 @@
-"""Stream of sequences that are filled with whole documents, by best fit."""
+"""Stream of sequences filled with whole documents, by best fit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from d9d_data.stream.reader import Arrays, Lost
 
 
 class BinStream(CorpusStream):
-    """Stream of bins: samples with as many documents as fit; longer documents are several pieces.
+    """Stream of bins: each sample has as many documents as fit; longer documents are cut into several pieces.
 
-    Bins are the same in every epoch; their order is drawn anew. A pack is the next ``batch_size`` bins of one global
+    Bins are the same in every epoch; their order is drawn again. A pack is the next ``batch_size`` bins of one global
     order, of which rank r of R takes the r-th of R equal runs.
 
     Raises:
@@ -38,8 +38,8 @@ class BinStream(CorpusStream):
         bins = best_fit(pieces.lengths, config.sequence_length)
         if layout.batch_size > len(bins):
             raise DataError(
-                f"batch.size: a batch of {layout.batch_size} samples would hold documents several times, because "
-                f"those of the {config.split} split fill {len(bins)} samples; use at most {len(bins)}, or more data"
+                f"batch.size: a batch of {layout.batch_size} samples would contain documents several times, because "
+                f"the {config.split} split fills only {len(bins)} samples; use at most {len(bins)}, or more data"
             )
         context.note(f"packed into {len(bins):,} samples, of which {bins.unused:.1%} is padding")
         order = SampleOrder(len(bins), context.seed, config.shuffle)
@@ -61,21 +61,21 @@ class BinStream(CorpusStream):
 
 
 def one_pass_of_bins(config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> OnePassStream:
-    """Stream of bins for one pass: samples are filled with whole documents in their order.
+    """Open a stream of bins for one pass: samples are filled with whole documents in their order.
 
-    Of documents longer than a sample the first positions are used; the fact ``cut_documents`` counts them.
+    A document longer than a sample is truncated to its first positions; the fact ``cut_documents`` counts them.
 
     Raises:
-        DataError: there are no documents, or the sizes cannot be used.
+        DataError: there are no documents, or the sizes are unusable.
     """
     length = config.sequence_length
     tokens = np.diff(corpus.starts)
     positions = tokens - corpus.ends.no_inputs
     if not corpus.predicts and (positions > length).any():
         raise DataError(
-            f"data.packing: {int((positions > length).sum()):,} rows are longer than {length} positions, and the head "
-            "is trained with other tokens of such texts than packed samples hold; use the dataset documents, or longer "
-            "samples"
+            f"data.packing: {int((positions > length).sum()):,} rows are longer than {length} positions, and packing "
+            "truncates them differently from the data that the head is trained with; use the dataset documents, or "
+            "longer samples"
         )
     lengths = np.minimum(positions, length)
     pieces = Pieces(np.asarray(corpus.starts[:-1]), lengths, np.minimum(lengths, tokens - 1))
@@ -83,14 +83,14 @@ def one_pass_of_bins(config: TextConfig | ChatConfig, context: DataContext, corp
     source = BinSamples(corpus, pieces, bins, length)
     facts = {"packed": True, "unused_positions": bins.unused}
     identity = f"bins in order {corpus.digest} {length}"
-    # All samples are of one length, so there is nothing to sort.
+    # All samples have equal length, so sorting would change nothing.
     sizes = (len(bins), len(positions))
     return one_pass_of(corpus, source, sizes, config, context, identity, facts, context.microbatch_size)
 
 
 @dataclass(frozen=True, slots=True)
 class BinSamples:
-    """Source of any bins as microbatches of [B, S]."""
+    """Source of arbitrary bins as microbatches [B, S]."""
 
     corpus: Corpus
     pieces: Pieces
@@ -98,11 +98,11 @@ class BinSamples:
     sequence_length: int
 
     def sizes(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Lengths [B], all alike."""
+        """Lengths [B] of samples, all equal."""
         return np.full(len(samples), self.sequence_length)
 
     def lost(self, samples: npt.NDArray[np.int64]) -> Lost:
-        """Tokens lost by each document of samples [B]; pieces of a document have what all of it lost."""
+        """Number of tokens that each document of samples [B] lost; pieces of a document have its number."""
         rows = []
         for sample in samples.tolist():
             members = self.bins.members[self.bins.starts[sample] : self.bins.starts[sample + 1]]
@@ -111,7 +111,7 @@ class BinSamples:
         return rows
 
     def microbatch(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
-        """Microbatch of bins [B] of documents in their order, with ``rows`` [B] and ``ends`` [B, N] of these."""
+        """Microbatch of bins [B], with ``rows`` [B], the index of each bin's first document, and ``ends`` [B, N]."""
         starts = self.bins.starts
         counts = starts[samples + 1] - starts[samples]
         ends = np.zeros((len(samples), int(counts.max())), dtype=np.int64)
@@ -121,29 +121,29 @@ class BinSamples:
         return {**self.packed(samples), "rows": self.bins.members[starts[samples]], "ends": ends}
 
     def packed(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
-        """Microbatch of bins [B] as training has it."""
+        """Microbatch of bins [B], as in training."""
         corpus, length = self.corpus, self.sequence_length
         return pack_bins(corpus.tokens, corpus.weights, self.pieces, self.bins, samples, length, corpus.scales)
 
 
 @dataclass(frozen=True, slots=True)
 class BinPacks:
-    """Source of one rank's part of any pack of bins; see :class:`BinStream`."""
+    """Source of one rank's share of any pack of bins; see :class:`BinStream`."""
 
     samples: BinSamples
     order: SampleOrder
     layout: Layout
 
     def pack_at(self, consumed: int) -> Arrays:
-        """Microbatches of [B, S] each."""
+        """Microbatches [B, S] of a pack."""
         return [self.samples.packed(chosen) for chosen in self._chosen(consumed)]
 
     def lost_at(self, consumed: int) -> Sequence[Lost]:
-        """Tokens lost by the documents of the pack's rows, microbatch by microbatch."""
+        """Number of tokens that each document in the pack's rows lost, by microbatch."""
         return [self.samples.lost(chosen) for chosen in self._chosen(consumed)]
 
     def _chosen(self, consumed: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Samples [B] of each microbatch."""
+        """Yield the samples [B] of each microbatch."""
         layout = self.layout
         chosen = self.order.take(consumed + layout.rank * layout.share, layout.share)
         for begin in range(0, layout.share, layout.microbatch_size):

@@ -1,4 +1,4 @@
-"""Bins of whole documents: as many as fit into one sequence, by best-fit decreasing.
+"""Bins of whole documents: each bin is a sequence filled with as many documents as fit, by best-fit decreasing.
 
 Shapes: N tokens, D pieces of documents, S positions, B sequences.
 """
@@ -19,12 +19,12 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Bins of samples.
+    """Assignment of items to bins.
 
     Attributes:
-        members: int64 [D], samples, those of one bin together.
-        starts: int64 [bins + 1], where each bin begins among the members, and D.
-        unused: fraction of the bins' positions that nothing fills.
+        members: int64 [D], indices of the items, grouped by bin.
+        starts: int64 [bins + 1], index in ``members`` where each bin begins, then D.
+        unused: fraction of the bins' positions that stay empty.
     """
 
     members: Int64
@@ -36,17 +36,16 @@ class Bins:
 
 
 def best_fit(lengths: Int64, capacity: int) -> Bins:
-    """Fill bins by best fit: samples from the longest to the shortest, each into the fullest bin with room for it.
+    """Fill bins by best-fit decreasing: items from the longest to the shortest, each into the fullest bin that fits it.
 
-    It needs at most 11/9 of the fewest possible bins, and one more (Johnson 1973). The result depends on the lengths
-    alone.
+    Needs at most 11/9 of the fewest possible bins, plus one (Johnson 1973). The result depends on the lengths alone.
 
     Args:
-        lengths: int64 [D], positions of each sample, from 1 to ``capacity``.
-        capacity: positions of a bin.
+        lengths: int64 [D], number of positions of each item, from 1 to ``capacity``.
+        capacity: number of positions of a bin.
     """
     bin_of = np.zeros(len(lengths), dtype=np.int64)
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # bins by how much room they have
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # bins by their free positions
     rooms = np.zeros(capacity + 1, dtype=np.bool_)
     count = 0
     for sample in np.argsort(-lengths, kind="stable").tolist():
@@ -67,11 +66,11 @@ def best_fit(lengths: Int64, capacity: int) -> Bins:
 
 
 def next_fit(lengths: Int64, capacity: int) -> Bins:
-    """Fill bins in order: a sample that does not fit into the last bin opens the next one.
+    """Fill bins in order: an item that does not fit into the last bin opens the next bin.
 
     Args:
-        lengths: int64 [D], positions of each sample, from 1 to ``capacity``.
-        capacity: positions of a bin.
+        lengths: int64 [D], number of positions of each item, from 1 to ``capacity``.
+        capacity: number of positions of a bin.
     """
     ends = np.cumsum(lengths)
     starts = [0]
@@ -85,12 +84,12 @@ def next_fit(lengths: Int64, capacity: int) -> Bins:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Runs of tokens that bins are filled with: whole documents, or parts of those that are longer than a bin.
+    """Runs of tokens that bins are filled with: whole documents, or parts of documents longer than a bin.
 
     Attributes:
-        firsts: int64 [D], place of each piece's first token.
-        lengths: int64 [D], positions of each. A piece of length 0, a document of one token, takes one position.
-        targets: int64 [D], positions of each that have the token after them as a target; ``None`` if all have.
+        firsts: int64 [D], index of each piece's first token.
+        lengths: int64 [D], number of positions of each piece. A piece of length 0, a document of one token, takes one.
+        targets: int64 [D], number of positions of each piece with a target, the next token; ``None`` if all have one.
     """
 
     firsts: Int64
@@ -99,10 +98,10 @@ class Pieces:
 
 
 def cut_pieces(starts: Int64, sequence_length: int) -> Pieces:
-    """Cut documents into pieces of at most ``sequence_length`` positions; only the last piece of each may be shorter.
+    """Cut documents into pieces of ``sequence_length`` positions; only the last piece of a document may be shorter.
 
     Args:
-        starts: int64 [documents + 1], where each document starts, and the number of tokens.
+        starts: int64 [documents + 1], index of each document's first token, then the number of tokens.
         sequence_length: most positions of a piece.
     """
     positions = np.diff(starts) - 1  # the last token of a document is a target only
@@ -122,20 +121,20 @@ def pack_bins(
     sequence_length: int,
     scales: npt.NDArray[np.float32] | None = None,
 ) -> Mapping[str, npt.NDArray[Any]]:
-    """Make a microbatch of bins: one bin in each sequence, and padding after it.
+    """Make a microbatch of bins: one bin per sequence, followed by padding.
 
     Args:
-        tokens: [N] all documents, one after another.
-        weights: [N] which tokens are learned; ``None`` for all.
-        pieces: of the documents.
-        bins: of pieces.
-        chosen: [B] which bins.
+        tokens: token ids [N] of all documents, concatenated.
+        weights: [N], whether each token is learned; ``None`` if all are.
+        pieces: pieces of the documents.
+        bins: bins of the pieces.
+        chosen: indices [B] of the bins.
         sequence_length: S, the capacity of the bins.
-        scales: [N] weights of those that are learned; ``None`` if they have the same.
+        scales: [N], loss weight of each learned token; ``None`` if all are equal.
 
     Returns:
         ``tokens``, ``targets``, ``positions`` and ``documents`` [B, S] and ``lengths`` [B], as
-        :func:`~d9d_data.stream.padding.pad` returns them; pieces of a bin are numbered from 0, and padding comes last.
+        :func:`~d9d_data.stream.padding.pad` returns them; ``documents`` numbers the pieces of a bin from 0.
     """
     shape = (len(chosen), sequence_length)
     end = tokens[len(tokens) - 1]

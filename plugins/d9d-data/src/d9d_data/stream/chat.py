@@ -1,4 +1,4 @@
-"""Streams of conversations and of preference pairs, which a chat template renders."""
+"""Streams of conversations and of preference pairs, rendered by a chat template."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def build_chat(config: ChatConfig, context: DataContext) -> DocumentStream | Tex
     """Prepare the conversations (once, then from the cache) and open their stream.
 
     Raises:
-        DataError: the data, the template or the sizes cannot be used; the text says what to change.
+        DataError: the data, the template or the sizes are unusable; the message says what to change.
     """
     config, corpus = prepare_for(config, context)
     _warn_of_dates(config, context.note)
@@ -30,10 +30,10 @@ def build_chat(config: ChatConfig, context: DataContext) -> DocumentStream | Tex
 
 
 def build_preference(config: PreferenceConfig, context: DataContext) -> DocumentStream | OnePassStream:
-    """Prepare the pairs (once, then from the cache) and open their stream: two rows each, chosen and rejected.
+    """Prepare the pairs (once, then from the cache) and open their stream: two rows per pair, chosen and rejected.
 
     Raises:
-        DataError: the data, the template or the sizes cannot be used; the text says what to change.
+        DataError: the data, the template or the sizes are unusable; the message says what to change.
     """
     config, corpus = prepare_for(config, context)
     _warn_of_dates(config, context.note)
@@ -41,8 +41,8 @@ def build_preference(config: PreferenceConfig, context: DataContext) -> Document
 
 
 def _warn_of_dates(config: ModelTextConfig, note: Callable[[str], None]) -> None:
-    """Say so where the template renders the date."""
+    """Warn if the template renders the date."""
     assert config.tokenizer is not None
     template = ChatTemplate.find(find_tokenizer_file(config.tokenizer), arguments=config.template_arguments)
     if template is not None and template.depends_on_date:
-        note(f"warning: {template.name} renders today's date; what is prepared keeps the date of its preparation")
+        note(f"warning: {template.name} renders today's date; prepared data keeps the date of its preparation")

@@ -22,7 +22,7 @@ from d9d_data.stream.one_pass import OnePassStream, one_pass_of
 from d9d_data.stream.padding import pad, pad_texts
 from d9d_data.stream.reader import Arrays, Lost
 
-# Batches sorted together unless the job file says otherwise: enough that the lengths in a pack differ by little.
+# Default number of batches sorted together, enough that the lengths in a pack differ little.
 _WINDOW_BATCHES = 64
 
 
@@ -32,16 +32,16 @@ def build_documents(
     """Prepare the corpus (once, then from the cache) and open its stream.
 
     Raises:
-        DataError: the data or the sizes cannot be used; the text says what to change.
+        DataError: the data or the sizes are unusable; the message says what to change.
     """
     return open_documents(config, context, prepare_for(config, context)[1])
 
 
 def open_documents(config: PaddedConfig, context: DataContext, corpus: Corpus) -> DocumentStream | OnePassStream:
-    """Open the stream of a prepared corpus, without end or for one pass.
+    """Open the stream of a prepared corpus, endless or for one pass.
 
     Raises:
-        DataError: the sizes cannot be used; the text says what to change.
+        DataError: the sizes are unusable; the message says what to change.
     """
     if not context.one_pass:
         return DocumentStream(config, context, corpus)
@@ -55,13 +55,13 @@ class DocumentStream(CorpusStream):
     """Stream of documents, each a sample; a pack has samples of similar length.
 
     Packs are formed globally, see :mod:`~d9d_data.order.windows`. The samples of a pack, in order of length, are dealt
-    to the ranks in turn: all ranks get as many, and their n-th microbatches are of about one length.
+    to the ranks in turn: all ranks get the same number, and their n-th microbatches have similar lengths.
 
-    Which samples form a pack depends on the batch size and the window. So a state can be continued with others of these
-    only where the samples so far are the beginning of the order for the old sizes and for the new: where a window ends.
+    The packs depend on the batch size and the window. A state can be continued with another batch size or window only
+    at the end of a window, where the samples so far are the beginning of the order for the old and for the new sizes.
 
     Raises:
-        DataError: the batch is larger than the data, or the window cannot be.
+        DataError: the batch is larger than the data, or the window is unusable.
     """
 
     def __init__(self, config: PaddedConfig, context: DataContext, corpus: Corpus) -> None:
@@ -69,8 +69,8 @@ class DocumentStream(CorpusStream):
         samples = corpus.samples
         if layout.batch_size > samples:
             raise DataError(
-                f"batch.size: a batch of {layout.batch_size} samples would hold documents several times, because the "
-                f"{config.split} split has {samples}; use at most {samples}, or more data"
+                f"batch.size: a batch of {layout.batch_size} samples would have documents several times, because the "
+                f"{config.split} split has only {samples}; use at most {samples}, or more data"
             )
         order = SampleOrder(samples, context.seed, config.shuffle)
         window = _window(config.bucket_window, samples, layout.batch_size)
@@ -86,7 +86,7 @@ class DocumentStream(CorpusStream):
 
     @property
     def facts(self) -> State:
-        """Facts of the split (:func:`~d9d_data.stream.base.facts_of`), before cutting, and of its samples.
+        """Facts of the split (:func:`~d9d_data.stream.base.facts_of`), before truncation, and of its samples.
 
         ``unused_positions`` is the fraction of padding in the packs of the first window.
         """
@@ -99,14 +99,14 @@ class DocumentStream(CorpusStream):
         }
 
     def state(self) -> State:
-        """Samples consumed by all ranks together, the fingerprint of the data, and the sizes that form packs."""
+        """State of the base class, with the sizes that form packs."""
         return {**super().state(), "batch_size": self._batch_size, "bucket_window": self._window}
 
     def load_state(self, state: State) -> None:
-        """Continue at ``state``; ranks, microbatch size and workers may differ from those it was saved with.
+        """Continue at ``state``; ranks, microbatch size and workers may differ from the saved run.
 
         Raises:
-            DataError: the state belongs to other data, or batch size or window differ and it is inside a window.
+            DataError: the state belongs to other data, or is inside a window and the batch size or the window differs.
         """
         before = self._consumed
         super().load_state(state)
@@ -125,7 +125,7 @@ class DocumentStream(CorpusStream):
             raise DataError(
                 f"the checkpoint was saved after {consumed} samples with a batch size of {batch_size} and a "
                 f"bucket_window of {window}; with a batch size of {self._batch_size} and a bucket_window of "
-                f"{self._window}, some samples around there would come twice and others never. Keep both as they were, "
+                f"{self._window}, some samples near there would be repeated and others left out. Keep both unchanged, "
                 f"or change them where an epoch of {self._order.order.samples} samples and a batch of both sizes end"
             )
         self._consumed = consumed
@@ -136,35 +136,35 @@ class DocumentStream(CorpusStream):
 
 @dataclass(frozen=True, slots=True)
 class DocumentSamples:
-    """Source of any documents as microbatches of [B, S], each of its own S."""
+    """Source of arbitrary documents as microbatches [B, S]; S differs between microbatches."""
 
     corpus: Corpus
     sequence_length: int
     pad_multiple: int
 
     def lengths(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Positions of the documents of samples [b]: [b, documents of each]."""
+        """Number of positions of each document of samples [b]: [b, documents of a sample]."""
         positions = self.corpus.positions_of(self.corpus.documents_of(samples))
         return np.clip(positions, 1, self.sequence_length).reshape(len(samples), -1)
 
     def sizes(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Positions of the longest document of each sample: [b]."""
+        """Number of positions of each sample's longest document: [b]."""
         longest: npt.NDArray[np.int64] = self.lengths(samples).max(axis=1)
         return longest
 
     def lost(self, samples: npt.NDArray[np.int64]) -> Lost:
-        """Tokens lost by the documents of samples [b], each a row."""
+        """Number of tokens that the documents of samples [b] lost, one row per document."""
         return [[lost] for lost in self.corpus.lost_of(self.corpus.documents_of(samples)).tolist()]
 
     def microbatch(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
         """Microbatch of samples [b], with ``rows``.
 
-        Where a sample has several documents, these are consecutive rows, and ``samples`` [b] says which samples.
+        A sample of several documents has consecutive rows, and ``samples`` [b] holds the indices of the samples.
         """
         return {**self.padded(samples), "rows": self.corpus.documents_of(samples)}
 
     def padded(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
-        """Microbatch of samples [b] as training has it."""
+        """Microbatch of samples [b], as in training."""
         corpus = self.corpus
         sizes = (corpus.documents_of(samples), self.sequence_length, self.pad_multiple)
         if corpus.predicts:
@@ -177,18 +177,18 @@ class DocumentSamples:
 
 @dataclass(frozen=True, slots=True)
 class DocumentPacks:
-    """Source of one rank's part of any pack of documents; see :class:`DocumentStream`."""
+    """Source of one rank's share of any pack of documents; see :class:`DocumentStream`."""
 
     samples: DocumentSamples
     order: WindowOrder
     layout: Layout
 
     def unused(self, samples: int) -> float:
-        """Fraction of padding in the first samples, a multiple of the batch size, over all ranks."""
+        """Fraction of padding in the first ``samples``, a multiple of the batch size, over all ranks."""
         layout, multiple = self.layout, self.samples.pad_multiple
         used = padded = 0
         for consumed in range(0, samples, layout.batch_size):
-            dealt = self.order(consumed).reshape(-1, layout.ranks).T.reshape(-1)  # as pack_at() does, rank by rank
+            dealt = self.order(consumed).reshape(-1, layout.ranks).T.reshape(-1)  # grouped by rank, as in pack_at()
             lengths = self.samples.lengths(dealt)
             rows = lengths.reshape(-1, layout.microbatch_size * lengths.shape[1])
             longest = -(-rows.max(axis=1) // multiple) * multiple
@@ -196,15 +196,15 @@ class DocumentPacks:
         return 1 - used / padded
 
     def pack_at(self, consumed: int) -> Arrays:
-        """Microbatches of [B, S], each of its own S; the shortest first."""
+        """Microbatches [B, S] of a pack, the shortest first; S differs between microbatches."""
         return [self.samples.padded(chosen) for chosen in self._chosen(consumed)]
 
     def lost_at(self, consumed: int) -> Sequence[Lost]:
-        """Tokens lost by the documents of the pack's rows, microbatch by microbatch."""
+        """Number of tokens that each document in the pack's rows lost, by microbatch."""
         return [self.samples.lost(chosen) for chosen in self._chosen(consumed)]
 
     def _chosen(self, consumed: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Samples [b] of each microbatch."""
+        """Yield the samples [b] of each microbatch."""
         layout = self.layout
         mine = self.order(consumed)[layout.rank :: layout.ranks]
         for begin in range(0, layout.share, layout.microbatch_size):
@@ -212,7 +212,7 @@ class DocumentPacks:
 
 
 def _window(wanted: int | None, samples: int, batch_size: int) -> int:
-    """Samples of a window: a multiple of the batch size, and no more than an epoch has."""
+    """Number of samples of a window: a multiple of the batch size, and at most an epoch."""
     most = samples // batch_size * batch_size
     if wanted is None:
         return min(most, _WINDOW_BATCHES * batch_size)
@@ -224,7 +224,7 @@ def _window(wanted: int | None, samples: int, batch_size: int) -> int:
         )
     if wanted > most:
         raise DataError(
-            f"data.bucket_window: {wanted} samples are more than the {samples} of an epoch, so a pack would hold the "
+            f"data.bucket_window: {wanted} samples are more than the {samples} of an epoch, so a pack would have the "
             f"same document several times; use at most {most}"
         )
     return wanted

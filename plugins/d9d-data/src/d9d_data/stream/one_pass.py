@@ -1,8 +1,8 @@
 """One pass over a dataset: every sample once, in the order of the sources, then fillers.
 
-The contract is that of :mod:`d9d_core.data`. Samples are sorted by length inside of blocks of microbatches.
-A block has one eighth of the microbatches of a pack, and at most eight: so it depends on the sizes of the job file
-alone, and one, two, four or eight ranks have whole blocks.
+:mod:`d9d_core.data` specifies such streams. Samples are sorted by length inside blocks of microbatches. A block has one
+eighth of the microbatches of a pack, at most eight: its size depends on the job file alone, and on one, two, four or
+eight ranks each rank has whole blocks.
 
 Shapes: b samples, B rows of tensors (b times the texts of a sample).
 """
@@ -28,19 +28,19 @@ from d9d_data.stream.base import PackStream, facts_of
 from d9d_data.stream.packing import NO_TARGET
 from d9d_data.stream.reader import Arrays
 
-#: Number of the first row in each place of a microbatch.
+#: Name of the tensor with the index of the first row of each sample.
 ROWS = "rows"
-# Most microbatches of a block, and the fraction of a pack's that it is.
+# Most microbatches of a block, and the divisor of a pack's microbatches.
 _BLOCK = 8
 
 Int64 = npt.NDArray[np.int64]
 
 
 class SampleSource(Protocol):
-    """Source of any samples of a dataset, in the order of its sources; can be sent to another process."""
+    """Source of arbitrary samples of a dataset, in the order of its sources; can be pickled."""
 
     def sizes(self, samples: Int64) -> npt.NDArray[Any]:
-        """Lengths [b] by which samples are sorted; all alike for no sorting."""
+        """Lengths [b] for sorting samples; equal lengths keep the order."""
         ...
 
     def microbatch(self, samples: Int64) -> Mapping[str, npt.NDArray[Any]]:
@@ -50,13 +50,13 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OnePassPacks:
-    """Source of one rank's part of any pack of one pass.
+    """Source of one rank's share of any pack of one pass over the data.
 
     Attributes:
-        source: makes microbatches.
+        source: source of microbatches.
         samples: number of samples.
-        layout: of the packs.
-        block: samples that are sorted together, a divisor of a rank's share.
+        layout: layout of the packs.
+        block: number of samples sorted together, a divisor of a rank's share.
     """
 
     source: SampleSource
@@ -65,7 +65,7 @@ class OnePassPacks:
     block: int
 
     def pack_at(self, consumed: int) -> Arrays:
-        """Microbatches of this rank, block by block; in each the shortest samples first."""
+        """Microbatches of this rank, block by block; in each block the shortest samples first."""
         begin = consumed + self.layout.rank * self.layout.share
         blocks = range(begin, begin + self.layout.share, self.block)
         return [microbatch for first in blocks for microbatch in self._block(first)]
@@ -73,7 +73,7 @@ class OnePassPacks:
     def _block(self, first: int) -> Arrays:
         real = np.arange(min(first, self.samples), min(first + self.block, self.samples), dtype=np.int64)
         if len(real) and self.block > self.layout.microbatch_size:
-            # Stable: samples of one length stay in their order.
+            # Stable: samples of equal length keep their order.
             real = real[np.argsort(self.source.sizes(real), kind="stable")]
         size = self.layout.microbatch_size
         return [self._microbatch(real[begin : begin + size]) for begin in range(0, self.block, size)]
@@ -82,7 +82,7 @@ class OnePassPacks:
         fillers = self.layout.microbatch_size - len(real)
         if not fillers:
             return self.source.microbatch(real)
-        # A filler repeats the shortest sample beside it, so that it lengthens nothing.
+        # A filler repeats the shortest sample of the microbatch, so that it adds no padding.
         repeated = np.full(fillers, real[0] if len(real) else 0, dtype=np.int64)
         return _without_targets(self.source.microbatch(np.concatenate([real, repeated])), len(real), fillers)
 
@@ -91,19 +91,19 @@ class OnePassStream(PackStream):
     """Stream of one pass over a dataset; see :class:`d9d_core.data.DataStream`.
 
     Args:
-        source: makes microbatches.
+        source: source of microbatches.
         samples: number of samples.
         rows: number of rows.
-        context: of the job.
-        workers: processes that build packs ahead.
-        identity: everything that decides which sample has which number; as words.
-        needs: that in words, for messages.
-        facts: of the data.
-        save_assets: writes what an exported model needs.
-        window: most samples that are sorted together, if the job file says so.
+        context: context of the job.
+        workers: number of processes that build packs ahead.
+        identity: text that contains everything that determines the numbers of the samples.
+        needs: description of that, for error messages.
+        facts: facts of the data.
+        save_assets: writes the files that an exported model needs.
+        window: most samples to sort together, if the job file sets it.
 
     Raises:
-        DataError: ranks would not have whole blocks.
+        DataError: the ranks cannot have whole blocks.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class OnePassStream(PackStream):
 
     @property
     def facts(self) -> State:
-        """Facts of the data, with ``samples`` and ``rows``."""
+        """Facts of the data, with the numbers of ``samples`` and ``rows``."""
         return self._facts
 
     def save_assets(self, directory: Path) -> None:
-        """Write what an exported model needs from the data, such as tokenizer files."""
+        """Write files of the data that an exported model needs, such as the tokenizer's."""
         self._save_assets(directory)
 
 
@@ -145,23 +145,25 @@ def one_pass_of(
     facts: State,
     window: int | None,
 ) -> OnePassStream:
-    """Stream of one pass over a corpus.
+    """Make a stream of one pass over a corpus.
 
     Args:
-        corpus: what is read.
-        source: makes microbatches.
+        corpus: corpus to read.
+        source: source of microbatches.
         sizes: numbers of samples and of rows.
-        config: of the dataset.
-        context: of the job.
-        identity: everything that decides which sample has which number.
-        facts: besides those of any corpus.
-        window: most samples that are sorted together, if the job file says so.
+        config: config of the dataset.
+        context: context of the job.
+        identity: text that contains everything that determines the numbers of the samples.
+        facts: facts to add to the facts of the corpus.
+        window: most samples to sort together, if the job file sets it.
 
     Raises:
-        DataError: there are no samples, or ranks would not have whole blocks.
+        DataError: there are no samples, or the ranks cannot have whole blocks.
     """
     if not sizes[0]:
-        raise DataError(f"data.split: the {config.split} split is empty, so there is nothing to make a pass over")
+        raise DataError(
+            f"data.split: the {config.split} split is empty, so a pass over it has no sample; use other data"
+        )
     return OnePassStream(
         source,
         *sizes,
@@ -176,10 +178,10 @@ def one_pass_of(
 
 
 def _block_size(layout: Layout, window: int | None) -> int:
-    """Samples that are sorted together, whatever the number of ranks.
+    """Number of samples sorted together, which is independent of the number of ranks.
 
     Raises:
-        DataError: a rank's share is no multiple of that.
+        DataError: a rank's share is not a multiple of it.
     """
     size, ranks = layout.microbatch_size, layout.ranks
 
@@ -197,9 +199,9 @@ def _block_size(layout: Layout, window: int | None) -> int:
         above = next(filter(fits, range(layout.batch_size + unit, 2 * _BLOCK**2 * unit + layout.batch_size, unit)))
         options = " or ".join(str(option) for option in (below, above) if option)
         raise DataError(
-            f"batch.size: one pass over the data sorts blocks of {block} samples, but of a batch of "
+            f"batch.size: one pass over the data sorts blocks of {block} samples, but with a batch of "
             f"{layout.batch_size} each of {ranks} ranks has {layout.share}; use a batch of {options}, or "
-            f"'bucket_window: {size}' in this data, which sorts nothing"
+            f"'bucket_window: {size}' in this data, which disables sorting"
         )
     return block
 
@@ -207,12 +209,12 @@ def _block_size(layout: Layout, window: int | None) -> int:
 def _without_targets(
     microbatch: Mapping[str, npt.NDArray[Any]], real: int, fillers: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Microbatch whose last samples are fillers: no rows, and nothing to learn."""
+    """Microbatch whose last samples are fillers: their ``rows`` are -1, and they have nothing to learn."""
     changed = dict(microbatch)
     first = len(microbatch[ROWS]) // (real + fillers) * real
     values = {ROWS: -1, "targets": NO_TARGET, "labels": NO_TARGET, "weights": 0}
     if "samples" in changed and "targets" not in changed:
-        values["lengths"] = 0  # texts that are compared with each other: these are none
+        values["lengths"] = 0  # a contrastive loss ignores texts of length 0
     for name, value in values.items():
         if name in changed and changed[name].dtype.kind in "if":
             changed[name] = changed[name].copy()

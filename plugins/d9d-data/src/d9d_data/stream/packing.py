@@ -1,4 +1,4 @@
-"""Packing: samples cut from one long row of tokens.
+"""Packing: samples cut from the concatenated tokens of all documents.
 
 Shapes: B samples, S positions, N tokens, D documents.
 """
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: What the loss ignores.
+#: Target that the loss ignores.
 NO_TARGET = -100
 
 Int64 = npt.NDArray[np.int64]
 
 
 def sample_count(tokens: int, sequence_length: int) -> int:
-    """Number of samples of ``sequence_length`` positions in a row of tokens; the last needs a token after it."""
+    """Number of samples of ``sequence_length`` positions in a sequence of tokens; the last needs a token after it."""
     return max(0, tokens - 1) // sequence_length
 
 
@@ -30,22 +30,21 @@ def pack(
     weights: npt.NDArray[np.bool_] | None = None,
     scales: npt.NDArray[np.float32] | None = None,
 ) -> Mapping[str, npt.NDArray[Any]]:
-    """Packing of a microbatch: sample i is ``tokens[i * S : (i + 1) * S + 1]``, whatever documents that touches.
+    """Make a microbatch of packed samples: sample i is ``tokens[i * S : (i + 1) * S + 1]``, across documents.
 
     Args:
-        tokens: [N] all documents, each with its end-of-text token.
-        starts: [D + 1] where each document starts, and N.
-        samples: [B] which samples.
+        tokens: token ids [N] of all documents, each with its end-of-text token.
+        starts: [D + 1], index of each document's first token, then N.
+        samples: indices [B] of the samples.
         sequence_length: S.
-        weights: [N] which tokens are learned; ``None`` for all.
-        scales: [N] weights of those that are learned; ``None`` if they have the same.
+        weights: [N], whether each token is learned; ``None`` if all are.
+        scales: [N], loss weight of each learned token; ``None`` if all are equal.
 
     Returns:
-        ``tokens`` [B, S]; ``targets`` [B, S], the next token, or -100 where that starts another document or is not
-        learned; ``positions``
-        [B, S], counted from the start of the document or, if that lies before the sample, from the start of the sample;
-        ``documents`` [B, S], numbered from 0 in each sample. With scales ``weights`` float32 [B, S], of the targets, 0
-        where there is none.
+        ``tokens`` [B, S]; ``targets`` [B, S], the next token, or -100 if the next token starts another document or is
+        not learned; ``positions`` [B, S], counted from the start of the document, or from the start of the sample if
+        the document starts before it; ``documents`` [B, S], numbered from 0 in each sample. With scales also
+        ``weights`` float32 [B, S], the loss weight of each target, 0 where there is none.
     """
     first = samples[:, None] * sequence_length  # [B, 1]
     places = first + np.arange(sequence_length + 1)  # [B, S + 1]

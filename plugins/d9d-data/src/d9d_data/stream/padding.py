@@ -26,27 +26,27 @@ def pad(
     weights: npt.NDArray[np.bool_] | None = None,
     scales: npt.NDArray[np.float32] | None = None,
 ) -> Mapping[str, npt.NDArray[Any]]:
-    """Padding of a microbatch: sample i is document i, cut to ``sequence_length`` positions.
+    """Make a microbatch of padded documents: sample i is document i, truncated to ``sequence_length`` positions.
 
-    The last token of a document is predicted but predicts nothing, so a document of n tokens has n - 1 positions; one
-    that is nothing but its end-of-text token has one, without a target. S is the most positions of any sample here,
-    rounded up to a multiple of ``multiple``. Padding follows the sample as another document: no token of the sample
-    sees it, and attention over it is over something.
+    The last token of a document is a target only, so a document of n tokens has n - 1 positions; a document of only the
+    end-of-text token has one position without a target. S is the largest number of positions of these samples, rounded
+    up to a multiple of ``multiple``. The padding is a separate document at the end of a sample: no token of the sample
+    attends to it, and its own attention is well defined.
 
     Args:
-        tokens: [N] all documents, each with its end-of-text token.
-        starts: [D + 1] where each document starts, and N.
-        samples: [B] which documents.
+        tokens: token ids [N] of all documents, each with its end-of-text token.
+        starts: [D + 1], index of each document's first token, then N.
+        samples: indices [B] of the documents.
         sequence_length: most positions of a sample; a multiple of ``multiple``.
         multiple: divisor of S.
-        weights: [N] which tokens are learned; ``None`` for all.
-        scales: [N] weights of those that are learned; ``None`` if they have the same.
+        weights: [N], whether each token is learned; ``None`` if all are.
+        scales: [N], loss weight of each learned token; ``None`` if all are equal.
 
     Returns:
-        ``tokens`` [B, S], padded with the end-of-text token; ``targets`` [B, S], the next token, -100 in padding and
-        where it is not learned; ``positions`` [B, S], counted from the start of the sample, and again from the start of
-        padding; ``documents`` [B, S], 0, and 1 in padding; ``lengths`` [B], positions of each sample without padding.
-        With scales ``weights`` float32 [B, S], of the targets, 0 where there is none.
+        ``tokens`` [B, S], padded with the end-of-text token; ``targets`` [B, S], the next token, or -100 in padding and
+        where the next token is not learned; ``positions`` [B, S], counted from the start of the sample, and again from
+        the start of the padding; ``documents`` [B, S], 0, and 1 in padding; ``lengths`` [B], number of positions before
+        the padding. With scales also ``weights`` float32 [B, S], the loss weight of each target, 0 where there is none.
     """
     first, available = starts[samples], starts[samples + 1] - starts[samples]  # [B], [B]
     lengths, columns, inside = _rectangle(available - 1, sequence_length, multiple)
@@ -76,21 +76,21 @@ def pad_texts(
     *,
     label_each: bool = False,
 ) -> Mapping[str, Int64]:
-    """Padding of a microbatch of documents whose tokens are not predicted: one of n tokens has n positions.
+    """Make a microbatch of padded documents whose tokens are not predicted: a document of n tokens has n positions.
 
     Args:
-        tokens: [N] all documents.
-        starts: [D + 1] where each document starts, and N.
-        samples: [B] which documents.
+        tokens: token ids [N] of all documents.
+        starts: [D + 1], index of each document's first token, then N.
+        samples: indices [B] of the documents.
         sequence_length: most positions of a sample; a multiple of ``multiple``.
         multiple: divisor of S.
-        labels: [N] classes, -100 for none; ``None`` if there are none.
-        ends: what becomes of the ends of documents.
-        label_each: whether each token has a label; otherwise that of the first is the sample's.
+        labels: [N], class of each token or -100; ``None`` without labels.
+        ends: treatment of document ends.
+        label_each: whether each token has a label; otherwise the label of the first token is the sample's.
 
     Returns:
-        ``tokens``, ``positions`` and ``documents`` [B, S] and ``lengths`` [B] as :func:`pad` gives them, and with
-        labels ``labels``, [B, S] with -100 in padding, or [B].
+        ``tokens``, ``positions`` and ``documents`` [B, S] and ``lengths`` [B] as :func:`pad` returns them. With
+        ``labels`` also ``labels``: [B, S] with -100 in padding, or [B].
     """
     first, available = starts[samples], starts[samples + 1] - starts[samples] - ends.no_inputs  # [B], [B]
     lengths, columns, inside = _rectangle(available, sequence_length, multiple)
@@ -113,7 +113,7 @@ def pad_texts(
 
 
 def _rectangle(positions: Int64, sequence_length: int, multiple: int) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
-    """Lengths [B, 1] of samples, the columns [S] that hold the longest, and which places [B, S] a sample fills."""
+    """Lengths [B, 1] of samples, column indices [S] up to the padded length, and a mask [B, S] of the samples."""
     lengths = np.clip(positions, 1, sequence_length)[:, None]
     columns = np.arange(-(-int(lengths.max()) // multiple) * multiple)
     return lengths, columns, columns < lengths

@@ -1,4 +1,4 @@
-"""Reader of packs, built in this process or in worker processes."""
+"""Reader of packs, which are built in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from d9d_core.interpreter import children_import_as_here
 from d9d_core.types import Pack
 from torch.utils.data import DataLoader, Dataset
 
-# Packs that a worker holds ready.
+# Packs that each worker builds ahead.
 _AHEAD = 2
 
 
-#: A pack before it is one of tensors. Arrays travel between processes as bytes; tensors would travel as shared memory,
-#: with an open file each, and containers have little of that.
+#: Pack as arrays, before they become tensors. Arrays are sent between processes as bytes; tensors would be sent as
+#: shared memory, each with an open file, and containers limit both.
 Arrays = Sequence[Mapping[str, npt.NDArray[Any]]]
 
 
-#: Tokens that each document of each row of a microbatch lost to a cut.
+#: Number of tokens lost to truncation by each document of each row of a microbatch.
 Lost = Sequence[Sequence[int]]
 
 
 class PackSource(Protocol):
-    """Source of any pack of one rank; can be sent to another process."""
+    """Source of any pack of one rank; can be pickled."""
 
     def pack_at(self, consumed: int) -> Arrays:
-        """Build the pack that comes after ``consumed`` samples, over all ranks."""
+        """Build the pack that follows ``consumed`` samples of all ranks."""
         ...
 
 
 @runtime_checkable
 class TellsLosses(Protocol):
-    """Source that knows what the documents in its packs lost to cuts, for ``d9d data show``."""
+    """Source that knows the number of tokens that documents lost to truncation, for ``d9d data show``."""
 
     def lost_at(self, consumed: int) -> Sequence[Lost]:
-        """Tokens lost by the documents of the rows of :meth:`PackSource.pack_at`, microbatch by microbatch."""
+        """Number of tokens lost by each document in the rows of :meth:`PackSource.pack_at`, by microbatch."""
         ...
 
 
 class PackReader:
-    """Reader of the packs of a stream's source, one after another; processes that build them do not change them.
+    """Reader of consecutive packs of a source. The packs do not depend on the number of worker processes.
 
-    Worker processes start when the first pack is asked for, and stay when the place changes.
+    Worker processes start at the first read, and stay when reading continues at another position.
 
     Args:
-        source: builds packs.
-        step: samples of a pack, over all ranks.
-        workers: processes that build packs ahead; 0 builds each when it is asked for.
+        source: source of the packs.
+        step: number of samples of a pack, over all ranks.
+        workers: number of processes that build packs ahead; 0 builds each pack in this process when it is read.
     """
 
     def __init__(self, source: PackSource, step: int, workers: int) -> None:
@@ -69,11 +69,11 @@ class PackReader:
         self._expected: int | None = None
 
     def read(self, consumed: int) -> Pack:
-        """Read the pack that comes after ``consumed`` samples.
+        """Read the pack that follows ``consumed`` samples.
 
         Raises:
             DataError: a worker process failed.
-            TrainingError: one died, for which jobs are restarted.
+            TrainingError: a worker process died; jobs are restarted after this error.
         """
         if not self._workers:
             return _tensors(self._source.pack_at(consumed))
@@ -83,12 +83,13 @@ class PackReader:
             arrays = next(self._packs)
         except RuntimeError as error:
             self.close()
-            # The loader says so of what a worker raised; anything else is that a worker is gone.
+            # The loader's message begins so for an exception in a worker; any other RuntimeError means that a worker is
+            # gone.
             raised = str(error).startswith("Caught ")
             kind, what = (DataError, "failed") if raised else (TrainingError, "died")
             raise kind(
                 f"data.workers: a process that builds packs {what} ({error}); if memory ran out, use fewer "
-                "workers; 'data.workers: 0' builds packs in the training process and shows what is wrong"
+                "workers; 'data.workers: 0' builds packs in the training process and shows the original error"
             ) from error
         self._expected = consumed + self._places.step
         return _tensors(arrays)
@@ -108,19 +109,20 @@ class PackReader:
                 collate_fn=_as_it_is,
                 prefetch_factor=_AHEAD,
                 persistent_workers=True,
-                # Forked workers would inherit locks of threads that they do not have, and the accelerator's context.
+                # Forked workers would inherit locks held by threads that they lack, and the accelerator's context.
                 multiprocessing_context="spawn",
                 worker_init_fn=partial(_follow_training_process, os.getpid()),
-                # The loader draws a seed for its workers. From the default generator, it would change the training.
+                # The loader draws a seed for its workers. Drawing it from the default generator would change the
+                # training.
                 generator=torch.Generator(),
             )
-        # In the main thread the loader would install a handler for ended children that raises between any two lines.
+        # In the main thread, the loader would install a SIGCHLD handler that can raise between any two statements.
         with children_import_as_here(), ThreadPoolExecutor(1) as thread:
             self._packs = thread.submit(_start_workers, self._loader).result()
 
 
 class _Places:
-    """Endless sequence of numbers of consumed samples, one for each pack."""
+    """Endless sequence of the numbers of consumed samples, one per pack."""
 
     def __init__(self, step: int) -> None:
         self.first = 0
@@ -131,7 +133,7 @@ class _Places:
 
 
 class _Packs(Dataset[Arrays]):
-    """Source as a dataset of torch's data loader."""
+    """Source as a dataset for torch's data loader."""
 
     def __init__(self, source: PackSource) -> None:
         self._source = source
@@ -149,12 +151,12 @@ def _as_it_is(pack: Any) -> Any:
 
 
 def _start_workers(loader: DataLoader[Arrays]) -> Iterator[Arrays]:
-    """Start the workers, in a thread of its own, with requests to stop blocked from their first moment.
+    """Start the workers with SIGINT and SIGTERM blocked; runs in a thread of its own.
 
     Ctrl-C reaches all processes of a terminal, and Slurm and systemd send SIGTERM to all. The training process decides
     how to stop, and needs its workers until then.
     """
-    resource_tracker.ensure_running()  # starting it unblocks them again
+    resource_tracker.ensure_running()  # starting it later would unblock the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
     return iter(loader)
 
@@ -163,14 +165,15 @@ def _follow_training_process(parent: int, _worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigtimedwait"):
         threading.Thread(target=_end_with_training_process, args=(parent,), daemon=True).start()
-    else:  # on macOS, the loader's own request is the signal
+    else:  # on macOS, the loader ends a worker with SIGTERM
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def _end_with_training_process(parent: int) -> None:
-    """End this process when the training process says so or is gone.
+    """End this process when the training process sends SIGTERM or is gone.
 
-    The loader's own watch takes for the parent whoever that is when the worker has started, which takes seconds.
+    The loader's own check reads the parent's id only after the worker has started, seconds later, when the parent may
+    be gone already.
     """
     while os.getppid() == parent:
         asked = signal.sigtimedwait([signal.SIGTERM], 1.0)

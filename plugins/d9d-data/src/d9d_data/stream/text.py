@@ -28,7 +28,7 @@ def build_text(config: TextConfig, context: DataContext) -> TextStream | BinStre
     """Prepare the corpus (once, then from the cache) and open its stream.
 
     Raises:
-        DataError: the data or the sizes cannot be used; the text says what to change.
+        DataError: the data or the sizes are unusable; the message says what to change.
     """
     config, corpus = prepare_for(config, context)
     return open_text(config, context, corpus)
@@ -37,10 +37,10 @@ def build_text(config: TextConfig, context: DataContext) -> TextStream | BinStre
 def open_text(
     config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus
 ) -> TextStream | BinStream | OnePassStream:
-    """Open the stream of a prepared corpus that is packed, without end or for one pass.
+    """Open the stream of a prepared and packed corpus, endless or for one pass.
 
     Raises:
-        DataError: the sizes cannot be used; the text says what to change.
+        DataError: the sizes are unusable; the message says what to change.
     """
     if config.packing != "concat":
         return (one_pass_of_bins if context.one_pass else BinStream)(config, context, corpus)
@@ -50,15 +50,15 @@ def open_text(
     source = TextSamples(corpus, config.sequence_length)
     identity = f"concat {corpus.digest} {config.sequence_length}"
     unused = {"unused_tokens": _unused(corpus, samples, config.sequence_length)}
-    # All samples are of one length, so there is nothing to sort.
+    # All samples have equal length, so sorting would change nothing.
     return one_pass_of(corpus, source, (samples, samples), config, context, identity, unused, context.microbatch_size)
 
 
 def _count(config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> int:
-    """Number of samples; a warning says that much of the corpus is in none.
+    """Number of samples of a corpus; warns if many tokens are in no sample.
 
     Raises:
-        DataError: there is none.
+        DataError: the corpus is too small for one sample.
     """
     tokens = len(corpus.tokens)
     samples = sample_count(tokens, config.sequence_length)
@@ -70,22 +70,23 @@ def _count(config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus
     left = _unused(corpus, samples, config.sequence_length)
     if left > TOLERATED * tokens:
         context.note(
-            f"warning: the last {left:,} of {tokens:,} tokens fill no sample, and are not used; use a smaller "
+            f"warning: the last {left:,} of {tokens:,} tokens do not fill a sample, and are not used; use a smaller "
             "sequence_length, or packing: best_fit"
         )
     return samples
 
 
 def _unused(corpus: Corpus, samples: int, sequence_length: int) -> int:
-    """Tokens at the end of a corpus that are in no sample."""
+    """Number of tokens at the end of a corpus that are in no sample."""
     return len(corpus.tokens) - 1 - samples * sequence_length
 
 
 class TextStream(CorpusStream):
-    """Stream of text: samples of equal length, cut from all documents in a row.
+    """Stream of text: samples of equal length, cut from all documents concatenated.
 
-    A pack is the next ``batch_size`` samples of one global order. Rank r of R takes the r-th of R equal runs of it, cut
-    into microbatches. So neither ranks nor microbatch size have a say in what is trained on when.
+    A pack is the next ``batch_size`` samples of one global order. Rank r of R takes the r-th of R equal runs of the
+    pack, cut into microbatches. The order of the samples depends neither on the number of ranks nor on the microbatch
+    size.
     """
 
     def __init__(self, config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> None:
@@ -100,7 +101,7 @@ class TextStream(CorpusStream):
     def facts(self) -> State:
         """Facts of the split (:func:`~d9d_data.stream.base.facts_of`), and its samples, which have no padding.
 
-        ``unused_tokens`` at the end of the corpus fill no sample.
+        ``unused_tokens`` is the number of tokens at the end of the corpus that do not fill a sample.
         """
         source = self._source
         return {
@@ -114,17 +115,17 @@ class TextStream(CorpusStream):
 
 @dataclass(frozen=True, slots=True)
 class TextSamples:
-    """Source of any samples of text as microbatches of [B, S]."""
+    """Source of arbitrary samples of text as microbatches [B, S]."""
 
     corpus: Corpus
     sequence_length: int
 
     def sizes(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Lengths [B], all alike."""
+        """Lengths [B] of samples, all equal."""
         return np.full(len(samples), self.sequence_length)
 
     def lost(self, samples: npt.NDArray[np.int64]) -> Lost:
-        """Tokens lost by each document of samples [B]."""
+        """Number of tokens that each document of samples [B] lost to truncation."""
         starts, rows = self.corpus.starts, []
         for first in (samples * self.sequence_length).tolist():
             begin, last = np.searchsorted(starts, (first, first + self.sequence_length - 1), side="right") - 1
@@ -136,29 +137,29 @@ class TextSamples:
         return {**self.packed(samples), "rows": samples}
 
     def packed(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
-        """Microbatch of samples [B] as training has it."""
+        """Microbatch of samples [B], as in training."""
         corpus = self.corpus
         return pack(corpus.tokens, corpus.starts, samples, self.sequence_length, corpus.weights, corpus.scales)
 
 
 @dataclass(frozen=True, slots=True)
 class TextPacks:
-    """Source of one rank's part of any pack of text; see :class:`TextStream`."""
+    """Source of one rank's share of any pack of text; see :class:`TextStream`."""
 
     samples: TextSamples
     order: SampleOrder
     layout: Layout
 
     def pack_at(self, consumed: int) -> Arrays:
-        """Microbatches of [B, S] each."""
+        """Microbatches [B, S] of a pack."""
         return [self.samples.packed(chosen) for chosen in self._chosen(consumed)]
 
     def lost_at(self, consumed: int) -> Sequence[Lost]:
-        """Tokens lost by the documents of the pack's rows, microbatch by microbatch."""
+        """Number of tokens that each document in the pack's rows lost, by microbatch."""
         return [self.samples.lost(chosen) for chosen in self._chosen(consumed)]
 
     def _chosen(self, consumed: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Samples [B] of each microbatch."""
+        """Yield the samples [B] of each microbatch."""
         layout = self.layout
         chosen = self.order.take(consumed + layout.rank * layout.share, layout.share)
         for begin in range(0, layout.share, layout.microbatch_size):

@@ -1,4 +1,4 @@
-"""Protocol of tokenizers: token ids of texts, and the files that go along with an exported model."""
+"""Base class of tokenizers: token ids of texts, and the files to copy into an exported model."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import numpy.typing as npt
 import tokenizers
 from d9d_core.errors import D9dError, DataError
 
-#: Characters of a text that is encoded in pieces or refused, of a piece, and of the stretch that has a place to cut.
+#: In characters: length above which a text is encoded in pieces or refused, length of a piece, window for its end.
 _LONG, _PIECE, _WINDOW = 1 << 22, 1 << 18, 1 << 12
-#: Pieces that are encoded side by side.
+#: Number of pieces encoded in one call.
 _PIECES = 8
 Ids = npt.NDArray[np.integer[Any]]
-#: Files of a Hugging Face tokenizer besides ``tokenizer.json``.
+#: Names of the main files of a Hugging Face tokenizer.
 CONFIG_FILE, TOKENIZER_FILE = "tokenizer_config.json", "tokenizer.json"
-#: Others, which are taken along as they are.
+#: Further files, which are copied unchanged.
 BESIDE = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 
 
 class TextTokenizer:
-    """Base tokenizer of texts, for tokenizers of any kind.
+    """Base class for tokenizers of texts.
 
     Args:
-        backend: the tokenizer.
-        end_of_text: the token that ends documents; part of the vocabulary.
-        description: name of the tokenizer, for people.
+        backend: tokenizer of the library ``tokenizers``.
+        end_of_text: token that ends documents; part of the vocabulary.
+        description: description of the tokenizer, for people.
         config: contents of ``tokenizer_config.json``.
-        beside: further files that go along with an exported model, by name.
+        beside: name -> contents of further files to copy into an exported model.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TextTokenizer:
         # A document that quotes the end-of-text token must not end there.
         backend.encode_special_tokens = True
         self._backend = backend
-        #: Whether texts that spell special tokens have these tokens; otherwise they are ordinary text.
+        #: Whether special tokens spelled in texts are encoded as special tokens; otherwise as ordinary text.
         self.recognises_special_tokens = False
         added = backend.get_added_tokens_decoder().values()
         #: Texts of the special tokens, longest first.
@@ -66,20 +66,20 @@ class TextTokenizer:
         if end_of_text_id is None:
             raise ValueError(f"the tokenizer has no token {end_of_text!r}")
         self.end_of_text_id, self.end_of_text = end_of_text_id, end_of_text
-        #: One more than the largest id; ids may have gaps.
+        #: Largest id plus 1; ids may have gaps.
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def recognise_special_tokens(self) -> None:
-        """Let texts that spell special tokens have these tokens from now on."""
+        """Encode special tokens spelled in texts as special tokens from now on."""
         self.recognises_special_tokens, self._backend.encode_special_tokens = True, False
 
     @property
     def quoted(self) -> Literal["text", "token"]:
-        """Reading of a text that spells a special token: as its characters, or as the token."""
+        """Encoding of special tokens spelled in texts: ``text`` as ordinary text, ``token`` as the special token."""
         return "token" if self.recognises_special_tokens else "text"
 
     def spelled(self, texts: Iterable[str]) -> str:
-        """First special token that one of some texts spells; empty if none does."""
+        """First special token that is spelled in some texts; empty if there is none."""
         return next((found.group() for text in texts if (found := self._spelled.search(text))), "")
 
     def id_of(self, token: str) -> int | None:
@@ -88,9 +88,9 @@ class TextTokenizer:
         return number
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Token ids of each text with the special tokens that the tokenizer adds, as transformers' ``tokenizer(text)``.
+        """Token ids of each text with the tokenizer's special tokens, as ``tokenizer(text)`` in transformers.
 
-        Where special tokens are recognised, one that the text begins or ends with is not added once more.
+        If special tokens are recognised, a token that the text already begins or ends with is not added again.
         """
         recognises = self.recognises_special_tokens
         if any(len(text) > _LONG for text in texts):
@@ -104,7 +104,7 @@ class TextTokenizer:
         return [_once(first, _once(last, ids, at_end=True)) for ids in found]
 
     def _encode_long(self, text: str) -> Ids:
-        """Token ids of a text that is encoded in pieces: the library takes 170 bytes for each token at a time."""
+        """Token ids of a text encoded in pieces, because the library takes 170 bytes of memory per token."""
         parts = _pieces(text)
         with panics_refused():
             pieces = [
@@ -118,7 +118,7 @@ class TextTokenizer:
         return np.concatenate([first.astype(np.int32), *pieces, last.astype(np.int32)])
 
     def ended(self, ids: Ids) -> Ids:
-        """Token ids of a text with its end of text, which is not added to those that have it already."""
+        """Token ids of a text with the end-of-text token, added unless the ids end with it already."""
         return ids if len(ids) and ids[-1] == self.end_of_text_id else np.append(ids, self.end_of_text_id)
 
     @property
@@ -150,7 +150,7 @@ class TextTokenizer:
     def save(self, directory: Path) -> None:
         """Write the files that ``transformers.AutoTokenizer.from_pretrained(directory)`` reads."""
         directory.mkdir(parents=True, exist_ok=True)
-        # The library's own way to write a file raises plain exceptions where the disk is full.
+        # The library's own function raises plain exceptions if the disk is full.
         (directory / TOKENIZER_FILE).write_text(self.serialised(), encoding="utf-8")
         text = json.dumps(self._config, indent=2, ensure_ascii=False) + "\n"
         (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
@@ -159,7 +159,7 @@ class TextTokenizer:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Pieces of a text, cut before a space between two words, where tokenizers start a token, if there is one."""
+    """Yield pieces of a text, cut before a space between two words where possible: tokenizers start a token there."""
     begin = 0
     while len(text) - begin > _PIECE + 1:
         end = begin + _PIECE
@@ -172,30 +172,30 @@ def _pieces(text: str) -> Iterator[str]:
 
 @contextmanager
 def panics_refused(*texts: str | None) -> Iterator[None]:
-    """Make a ``DataError`` of what a tokenizer's library raises at a text that it cannot encode, panics among it.
+    """Turn any error of the tokenizer's library, including panics, into a ``DataError``.
 
     Args:
-        texts: those that the library encodes as a whole.
+        texts: texts that the library encodes as a whole.
 
     Raises:
-        DataError: it cannot, or a text is so long that it would fill the memory.
+        DataError: the library raised, or a text is so long that encoding it would fill the memory.
     """
     longest = max((len(text) for text in texts if text), default=0)
     if longest > _LONG:
         raise DataError(
-            f"a record has a text of {longest:,} characters, more than {_LONG:,}, and is tokenised as a whole; "
+            f"a record has a text of {longest:,} characters, more than {_LONG:,}, and must be tokenised as a whole; "
             "split it, or leave it out"
         )
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, D9dError):
         raise
-    except BaseException as error:  # PanicException is no Exception
+    except BaseException as error:  # PanicException is not an Exception
         raise DataError(f"data.tokenizer: the tokenizer cannot encode a text: {error}; use another") from error
 
 
 def _once(added: Ids, ids: Ids, at_end: bool = False) -> Ids:
-    """Token ids with some added before or after them, unless they are there."""
+    """Token ids with ``added`` before or after them, unless they begin or end with it already."""
     there = ids[len(ids) - len(added) :] if at_end else ids[: len(added)]
     if np.array_equal(there, added):
         return ids

@@ -20,10 +20,10 @@ from d9d_data.tokenizer.base import TOKENIZER_FILE, Ids, TextTokenizer
 
 
 class BytesTokenizer(TextTokenizer):
-    """Byte-level tokenizer: ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of text.
+    """Byte-level tokenizer: ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end-of-text token.
 
     Raises:
-        DataError: the end of text is written like a byte.
+        DataError: the end-of-text token is spelled like a byte's token.
     """
 
     def __init__(self, end_of_text: str) -> None:
@@ -47,11 +47,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, end_of_text: str) -> TextTo
 
     Args:
         texts: texts to learn merges from.
-        vocab_size: 256 bytes, the end of text, and merges; fewer if the texts have no more pairs to merge.
-        end_of_text: becomes id 0.
+        vocab_size: number of tokens: 256 bytes, the end-of-text token, and merges; fewer if no pairs are left to merge.
+        end_of_text: end-of-text token, which gets id 0.
 
     Raises:
-        DataError: the end of text is written like a byte, or like a token that was learned.
+        DataError: the end-of-text token is spelled like a byte's token or a learned token.
     """
     backend = tokenizers.Tokenizer(models.BPE())
     _make_byte_level(backend, split_words=True)
@@ -68,11 +68,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, end_of_text: str) -> TextTo
 
 
 def load_trained_bpe(directory: Path, end_of_text: str) -> TextTokenizer:
-    """Read a tokenizer of :func:`train_bpe` that was saved.
+    """Read a saved tokenizer of :func:`train_bpe`.
 
     Args:
-        directory: holds its files.
-        end_of_text: the token that it was trained with.
+        directory: directory of the tokenizer's files.
+        end_of_text: end-of-text token that it was trained with.
     """
     return _trained(tokenizers.Tokenizer.from_buffer(read_regular(directory / TOKENIZER_FILE)), end_of_text)
 
@@ -82,10 +82,10 @@ def _trained(backend: tokenizers.Tokenizer, end_of_text: str) -> TextTokenizer:
 
 
 def _check_distinct(end_of_text: str, tokens: Collection[str]) -> None:
-    """Refuse one id for both, which would end documents in the middle of a text."""
+    """Raise if the end-of-text token is also a token of ordinary text, which would end documents inside a text."""
     if end_of_text in tokens:
         raise DataError(
-            f"data.end_of_text: {end_of_text!r} is also a token of ordinary text; use one that no text holds, "
+            f"data.end_of_text: {end_of_text!r} is also a token of ordinary text; use a string that no text contains, "
             "such as '<|endoftext|>'"
         )
 
@@ -96,7 +96,7 @@ def _make_byte_level(backend: tokenizers.Tokenizer, *, split_words: bool) -> Non
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Byte of each printable character. Printable Latin-1 is itself; other bytes take 256, 257, ... in order."""
+    """Printable character -> byte. Printable Latin-1 stands for itself; the other bytes take 256, 257, ... in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}

@@ -13,15 +13,15 @@ from d9d_weights.hugging_face.tokenizer_bounds import check_tokenizer
 from d9d_data.config import MAX_VOCABULARY
 from d9d_data.tokenizer.base import BESIDE, CONFIG_FILE, TOKENIZER_FILE, TextTokenizer
 
-#: How published tokenizers call the end of a document, most specific first.
+#: Usual end-of-text tokens of published tokenizers, most specific first.
 _KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 
 
 def find_tokenizer_file(path: str) -> Path:
-    """Path of the ``tokenizer.json`` that a path names, itself or as its directory.
+    """Path of the ``tokenizer.json`` at a path, which names the file or its directory.
 
     Raises:
-        DataError: there is none, or it cannot be looked for.
+        DataError: there is no such file, or the path cannot be read.
     """
     choices = "give the path of a tokenizer.json, 'bytes', or {bpe: 2048} to train one"
     try:
@@ -36,13 +36,13 @@ def find_tokenizer_file(path: str) -> Path:
 
 
 def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
-    """Read a tokenizer from its file and, if it lies beside it, the ``tokenizer_config.json``.
+    """Read a tokenizer from its file, and from a ``tokenizer_config.json`` in the same directory if there is one.
 
     Raises:
         DataError: the file holds no tokenizer, or its end-of-text token is unknown.
     """
     backend = read_tokenizer(file)
-    # Files may ask for truncation or padding; both would change the documents.
+    # Files may configure truncation or padding; both would change the documents.
     backend.no_truncation()
     backend.no_padding()
     largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
@@ -59,23 +59,23 @@ def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
 
 
 def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
-    """Read a tokenizer file, a ``tokenizer.json`` whose steps are bounded.
+    """Read a ``tokenizer.json`` after checking that its steps are bounded.
 
     Raises:
-        DataError: it cannot be read, or holds no such tokenizer.
+        DataError: the file cannot be read, or holds no such tokenizer.
     """
     try:
         content = read_regular(file, links="near")
-        check_tokenizer(parse_json(content))  # the library's parser has no bound on the depth of some values
+        check_tokenizer(parse_json(content))  # the library's parser does not limit nesting
         return tokenizers.Tokenizer.from_buffer(content)
     except OSError as error:
         raise _unreadable(file, error) from error
-    except BaseException as error:  # the library raises plain Exception, and PanicException, which is none
+    except BaseException as error:  # it raises Exception or PanicException
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
         raise DataError(
-            f"data.tokenizer: {file} is no tokenizer ({error}); give a tokenizer.json as Hugging Face tokenizers "
-            "writes it, 'bytes', or {bpe: 2048} to train one"
+            f"data.tokenizer: {file} is not a tokenizer ({error}); give a tokenizer.json in the format of Hugging Face "
+            "tokenizers, 'bytes', or {bpe: 2048} to train one"
         ) from error
 
 
@@ -117,4 +117,4 @@ def _end_of_text(backend: tokenizers.Tokenizer, config: dict[str, Any], wanted: 
     offer = f"its special tokens: {', '.join(special[:8])}" if special else "it has no special tokens"
     if wanted:
         raise DataError(f"data.end_of_text: {file} has no token {wanted!r}; {offer}")
-    raise DataError(f"data.end_of_text: {file} does not say which token ends a text; name it here ({offer})")
+    raise DataError(f"data.end_of_text: {file} does not name the token that ends a text; set it here ({offer})")

@@ -1,4 +1,4 @@
-"""Tokenizer of the model that training starts from: the default, and what another one has to agree with."""
+"""Tokenizer of the pretrained model: the default, and the check that a configured tokenizer agrees with it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NEEDED = "name the tokenizer that belongs to these weights in data.tokenizer"
 
 
 def with_tokenizer(config: C, pretrained: str | None) -> C:
-    """Dataset config with a tokenizer: its own, or else that of the pretrained model.
+    """Dataset config with a tokenizer: its own, or else the pretrained model's.
 
     Args:
-        config: of a dataset.
-        pretrained: directory, file or address of the weights that the model starts from, if it does.
+        config: config of a dataset.
+        pretrained: directory, file or address of the pretrained weights, if any.
 
     Raises:
-        DataError: the model has no tokenizer and the config names none, or theirs belong to different weights.
+        DataError: the model has no tokenizer and the config names none, or the two tokenizers differ.
     """
     own = _own(pretrained)
     if config.tokenizer is not None:
@@ -35,11 +35,11 @@ def with_tokenizer(config: C, pretrained: str | None) -> C:
     if own is not None:
         return _taking(config, str(own))
     if pretrained is not None:
-        raise DataError(f"data.tokenizer: there is no {TOKENIZER_FILE} beside the weights of {pretrained}; {_NEEDED}")
+        raise DataError(f"data.tokenizer: there is no {TOKENIZER_FILE} next to the weights of {pretrained}; {_NEEDED}")
     if isinstance(config, ModelTextConfig):
         raise DataError(
             f"data.tokenizer: the dataset {config.selector} needs a tokenizer and its chat template, and "
-            "model.pretrained names no model that has them; name their directory here"
+            "model.pretrained names no model with both; name their directory here"
         )
     return _taking(config, "bytes")
 
@@ -49,20 +49,20 @@ def _taking(config: P, tokenizer: str) -> P:
 
 
 def _own(pretrained: str | None) -> Path | None:
-    """Tokenizer beside a model's weights, or beside the model that the run of a checkpoint has exported."""
+    """Tokenizer file next to a model's weights, or next to the model exported by the run of a checkpoint."""
     directories = () if pretrained is None else Place.of(pretrained).of_the_model()
     found = (directory / TOKENIZER_FILE for directory in directories)
     return next((file for file in found if file.is_file()), None)
 
 
 def _compare(config: ModelTextConfig | TokenizedConfig, own: Path) -> None:
-    """Refuse a tokenizer that gives tokens of the model other ids."""
+    """Raise if the configured tokenizer gives the model's tokens other ids."""
     choice = config.tokenizer
     assert choice is not None
     if isinstance(choice, BpeTokenizer):
         raise DataError(
-            f"data.tokenizer: one that is trained here cannot belong to weights that exist; the model's is {own}: "
-            "leave data.tokenizer out to take it"
+            f"data.tokenizer: a tokenizer trained here cannot belong to existing weights; the model has {own}: "
+            "remove data.tokenizer to use it"
         )
     if tokenizer_identity(choice) == tokenizer_identity(str(own)):
         return
@@ -74,6 +74,6 @@ def _compare(config: ModelTextConfig | TokenizedConfig, own: Path) -> None:
         given = f"has the id {here[other]}" if other in here else "is unknown"
         raise DataError(
             f"data.tokenizer: {choice} ({len(here):,} tokens) does not belong to the weights, whose tokenizer is {own} "
-            f"({len(there):,} tokens): {other!r} is {there[other]} there and {given} here; leave data.tokenizer out to "
-            "take the model's own"
+            f"({len(there):,} tokens): {other!r} is {there[other]} there and {given} here; remove data.tokenizer to "
+            "use the model's own"
         )

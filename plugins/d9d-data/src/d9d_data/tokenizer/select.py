@@ -1,4 +1,4 @@
-"""Selection of the tokenizer that a config asks for."""
+"""Selection of the tokenizer for a config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from d9d_data.tokenizer.base import CONFIG_FILE, TextTokenizer
 from d9d_data.tokenizer.byte_level import BytesTokenizer, load_trained_bpe, train_bpe
 from d9d_data.tokenizer.file import find_tokenizer_file, load_tokenizer
 
-#: The end of text unless a config or a tokenizer file says otherwise.
+#: Default end-of-text token.
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -22,12 +22,12 @@ def make_tokenizer(choice: str | BpeTokenizer, end_of_text: str | None, texts: I
     """Make, train or read the tokenizer.
 
     Args:
-        choice: ``bytes``, a path, or what to train.
-        end_of_text: the token that ends documents, if the config names one.
-        texts: texts to train on; read only for that.
+        choice: ``bytes``, a path, or the settings of a tokenizer to train.
+        end_of_text: end-of-text token, if the config names one.
+        texts: texts to train on; unused otherwise.
 
     Raises:
-        DataError: the file is absent or holds no tokenizer.
+        DataError: the file is missing or holds no tokenizer.
     """
     if isinstance(choice, BpeTokenizer):
         return train_bpe(texts, choice.bpe, end_of_text or END_OF_TEXT)
@@ -37,15 +37,15 @@ def make_tokenizer(choice: str | BpeTokenizer, end_of_text: str | None, texts: I
 
 
 def saved_tokenizer(choice: str | BpeTokenizer, end_of_text: str | None, directory: Path) -> TextTokenizer:
-    """Make a tokenizer once more, as :func:`make_tokenizer` did.
+    """Make the tokenizer of :func:`make_tokenizer` again, from its saved files if it was trained.
 
     Args:
-        choice: ``bytes``, a path, or what was trained.
-        end_of_text: the token that ends documents, if the config names one.
-        directory: where the tokenizer was saved, if it was trained.
+        choice: ``bytes``, a path, or the settings of the trained tokenizer.
+        end_of_text: end-of-text token, if the config names one.
+        directory: directory of the saved tokenizer, if it was trained.
 
     Raises:
-        DataError: the file is absent or holds no tokenizer.
+        DataError: the file is missing or holds no tokenizer.
     """
     if isinstance(choice, BpeTokenizer):
         return load_trained_bpe(directory, end_of_text or END_OF_TEXT)
@@ -53,10 +53,10 @@ def saved_tokenizer(choice: str | BpeTokenizer, end_of_text: str | None, directo
 
 
 def tokenizer_identity(choice: str | BpeTokenizer) -> str:
-    """Identity of the tokenizer that a choice stands for; for a file, its contents rather than its path.
+    """Identity of a tokenizer; for a file, a digest of its contents, not its path.
 
     Raises:
-        DataError: the file is absent or cannot be read.
+        DataError: the file is missing or cannot be read.
     """
     if isinstance(choice, BpeTokenizer):
         return f"bpe {choice.bpe}"

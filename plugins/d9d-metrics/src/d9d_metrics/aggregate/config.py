@@ -12,16 +12,16 @@ class AggregateConfig(PluginConfig):
     """Metric over all values of an observation."""
 
     values: str
-    """Observation that is read."""
+    """Name of the observation to aggregate."""
     mask: str | None = None
-    """Observation that says which values count: bools, or integers of which -100 does not count, such as ``targets``;
-    of the shape of the values, or of their leading dims."""
+    """Observation that selects values: bools, or integers that are -100 for ignored values, such as ``targets``; in the
+    values' shape or its leading dims."""
     series: str | None = None
     """Name of the series; ``<metric>_<values>`` by default."""
 
     @property
     def reads(self) -> Set[str]:
-        """Observations that are read."""
+        """Names of the observations to read."""
         return {self.values} | ({self.mask} if self.mask else set())
 
     @property
@@ -50,11 +50,11 @@ class WeightedMeanConfig(AggregateConfig):
     name: Literal["weighted_mean"] = "weighted_mean"
     """Selects the plugin."""
     weights: str
-    """Observation of the weights: of the shape of the values, or of their leading dims."""
+    """Observation with the weights, in the values' shape or its leading dims."""
 
     @property
     def reads(self) -> Set[str]:
-        """Observations that are read."""
+        """Names of the observations to read."""
         return {*super().reads, self.weights}
 
 

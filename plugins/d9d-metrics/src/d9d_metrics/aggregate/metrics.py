@@ -21,11 +21,11 @@ from d9d_metrics.observations import counted, read, spread
 
 
 class Aggregate(AccumulatedMetric):
-    """Base of aggregate metrics over all values of one observation that count.
+    """Base of metrics that aggregate all selected values of one observation.
 
     Args:
         config: names of the observations and the series.
-        accumulators: by name.
+        accumulators: accumulators by name.
     """
 
     def __init__(self, config: AggregateConfig, **accumulators: Accumulator) -> None:
@@ -33,7 +33,7 @@ class Aggregate(AccumulatedMetric):
         self.config: AggregateConfig = config
 
     def values(self, observations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Values in a wide dtype, and which of them count; ``None`` if all do.
+        """Values in a wide dtype, and a mask of the selected ones; ``None`` if all are.
 
         Raises:
             JobError: an observation is missing, or the mask does not fit.
@@ -63,7 +63,7 @@ class Sum(Aggregate):
         self.accumulate(total=(values if mask is None else values.where(mask, 0)).sum())
 
     def compute(self) -> Mapping[str, Tensor]:
-        """The one series; 0 before the first value."""
+        """Compute the series; 0 before the first value."""
         return {self.config.logged: self["total"]}
 
 
@@ -86,14 +86,14 @@ class Mean(Aggregate):
             self.accumulate(total=values.where(mask, 0).sum(), count=mask.sum())
 
     def compute(self) -> Mapping[str, Tensor]:
-        """The one series."""
+        """Compute the series."""
         return {self.config.logged: self["total"] / self["count"]}
 
 
 class WeightedMean(Aggregate):
-    """Aggregate metric: weighted mean ``sum(weight * value) / sum(weight)``, float64; NaN where weights sum to zero.
+    """Aggregate metric: weighted mean ``sum(weight * value) / sum(weight)``, float64; NaN if the weights sum to zero.
 
-    A value whose weight is zero may be anything, NaN included. ``state()`` has the accumulated ``weight``.
+    Values with weight zero are ignored, even NaN. ``state()`` has the accumulated ``weight``.
 
     Args:
         config: names of the observations and the series.
@@ -118,7 +118,7 @@ class WeightedMean(Aggregate):
         self.accumulate(total=(values * weights).where(weights != 0, 0).sum(), weight=weights.sum())
 
     def compute(self) -> Mapping[str, Tensor]:
-        """The one series."""
+        """Compute the series."""
         return {self.config.logged: self["total"] / self["weight"]}
 
 
@@ -133,13 +133,13 @@ class Max(Aggregate):
         super().__init__(config, largest=Accumulator("max"))
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
-        """Take in the values of one microbatch."""
+        """Include the values of one microbatch."""
         values, mask = self.values(observations)
         if values.numel():
             self.accumulate(largest=(values if mask is None else values.where(mask, -torch.inf)).max())
 
     def compute(self) -> Mapping[str, Tensor]:
-        """The one series."""
+        """Compute the series."""
         return {self.config.logged: self["largest"]}
 
 
@@ -154,11 +154,11 @@ class Min(Aggregate):
         super().__init__(config, smallest=Accumulator("min"))
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
-        """Take in the values of one microbatch."""
+        """Include the values of one microbatch."""
         values, mask = self.values(observations)
         if values.numel():
             self.accumulate(smallest=(values if mask is None else values.where(mask, torch.inf)).min())
 
     def compute(self) -> Mapping[str, Tensor]:
-        """The one series."""
+        """Compute the series."""
         return {self.config.logged: self["smallest"]}

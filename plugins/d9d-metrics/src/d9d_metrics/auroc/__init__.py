@@ -1,1 +1,1 @@
-"""Area under the ROC curve, by bins."""
+"""Area under the ROC curve, computed with bins."""

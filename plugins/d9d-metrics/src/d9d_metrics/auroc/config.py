@@ -17,15 +17,15 @@ class AurocConfig(PluginConfig):
     num_bins: Annotated[int, Field(ge=2, le=1 << 24)] = 10000
     """Number of equal bins of the probabilities from 0 to 1."""
     predictions: str = "class_logits"
-    """Observation of the scores [...], [..., 1], or [..., 2] of no and yes."""
+    """Observation of the scores: [...], [..., 1], or [..., 2] of the negative and the positive class."""
     targets: str = "labels"
-    """Observation of the classes 0 and 1, -100 where none counts: [...] or [..., 1]."""
+    """Observation of the classes 0 and 1, or -100 to ignore a sample: [...] or [..., 1]."""
     scores: Literal["logits", "probabilities"] = "logits"
-    """Kind of the scores; probabilities outside of 0 to 1 count in the first and last bin."""
+    """Kind of the scores; probabilities outside 0 to 1 are counted in the first or last bin."""
     series: str = "auroc"
     """Name of the series."""
 
     @property
     def reads(self) -> Set[str]:
-        """Observations that are read."""
+        """Names of the observations to read."""
         return {self.predictions, self.targets}

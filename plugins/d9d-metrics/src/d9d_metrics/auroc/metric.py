@@ -17,14 +17,14 @@ from d9d_metrics.observations import IGNORE, read
 class Auroc(AccumulatedMetric):
     """Metric AUROC, area under the ROC curve: probability that a positive sample scores higher than a negative one.
 
-    Samples are counted in bins of their probability. A pair of samples in different bins counts exactly; one in the
-    same bin counts half, as a tie does. So the value differs from the exact area by at most
-    ``sum(p * n) / (2 * P * N)`` over the bins, of p of the P positive and n of the N negative samples: the series
-    ``<series>/error_bound``. Counts are int64. With one class only, or a target that is no class, or a NaN among the
-    scores, the value is NaN.
+    Samples are counted in bins of their probability. A pair of a positive and a negative sample in different bins
+    counts exactly; a pair in the same bin counts half, like a tie. The value therefore differs from the exact area by
+    at most ``sum(p * n) / (2 * P * N)`` over bins with p of the P positive and n of the N negative samples: the series
+    ``<series>/error_bound``. Counts are int64. The value is NaN if only one class occurs, a target is not 0, 1 or -100,
+    or a score is NaN.
 
     Args:
-        config: number of bins, and what is read.
+        config: config of the metric.
     """
 
     def __init__(self, config: AurocConfig) -> None:
@@ -55,7 +55,7 @@ class Auroc(AccumulatedMetric):
         return none.scatter_add_(0, places_N, counted_N.long())
 
     def compute(self) -> Mapping[str, Tensor]:
-        """Series ``auroc``, and its error bound."""
+        """Compute the series ``auroc`` and its error bound."""
         wide = wide_dtype(self["positive"].device)
         positive_K, negative_K = self["positive"].to(wide), self["negative"].to(wide)
         pairs = positive_K.sum() * negative_K.sum()

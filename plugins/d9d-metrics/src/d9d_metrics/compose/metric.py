@@ -13,14 +13,14 @@ from d9d_metrics.compose.config import ComposeConfig
 
 
 class Compose:
-    """Metric composed of several metrics: each call goes to all of them.
+    """Metric composed of several metrics; each call is passed to all of them.
 
     Args:
-        config: the children's configs, by name.
-        build: makes a child of its config.
+        config: config with the children's configs, by name.
+        build: function that builds a child from its config.
 
     Raises:
-        JobError: a child reads what modules tally, which is told to a job's own metrics only.
+        JobError: a child reads tallies of modules, which only a job's own metrics get.
     """
 
     def __init__(self, config: ComposeConfig, build: Callable[[Any], Metric]) -> None:
@@ -28,8 +28,8 @@ class Compose:
         for name, child in self.children.items():
             if isinstance(child, StageMetric):
                 raise JobError(
-                    f"metrics: compose.metrics.{name}: {config.metrics[name].selector} reads what the model's modules "
-                    "tally; put it into the job's 'metrics' itself"
+                    f"metrics: compose.metrics.{name}: {config.metrics[name].selector} reads tallies of modules, "
+                    "which only the job's own metrics get; move it to the job's 'metrics'"
                 )
 
     @property
@@ -49,7 +49,7 @@ class Compose:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue every child."""
+        """Load the state of every child."""
         for name, child in self.children.items():
             child.load_state({key: state[f"{name}.{key}"] for key in child.state()})
 

@@ -14,7 +14,7 @@ Names = tuple[str, str]
 
 
 def misfit(predictions: Tensor, targets: Tensor, names: Names, wanted: str) -> JobError:
-    """Error about shapes that do not fit."""
+    """Error about shapes that do not fit together."""
     return JobError(
         f"metrics: '{names[0]}' of shape {list(predictions.shape)} and '{names[1]}' of shape {list(targets.shape)} do "
         f"not fit; {wanted}"
@@ -22,16 +22,16 @@ def misfit(predictions: Tensor, targets: Tensor, names: Names, wanted: str) -> J
 
 
 def align_classes(predictions: Tensor, targets: Tensor, classes: int, names: Names) -> tuple[Tensor, Tensor]:
-    """Align predictions and targets for a confusion matrix: one of several classes.
+    """Align predictions and targets of a multiclass problem.
 
     Args:
         predictions: scores [..., C], or integers of the targets' shape.
-        targets: integers [...] or [..., 1]; or one-hot [..., C], all zero where none counts.
+        targets: integers [...] or [..., 1]; or one-hot [..., C], with zeros only to ignore a sample.
         classes: C.
-        names: of both observations, for the message.
+        names: names of both observations, for the error message.
 
     Returns:
-        Scores [N, C] or integers [N], and targets int64 [N], -100 where none counts.
+        Scores [N, C] or integers [N], and targets int64 [N], -100 for ignored samples.
 
     Raises:
         JobError: the shapes do not fit.
@@ -45,7 +45,7 @@ def align_classes(predictions: Tensor, targets: Tensor, classes: int, names: Nam
 
 
 def _indices(predictions: Tensor, targets: Tensor, names: Names, wanted: str) -> Tensor:
-    """Classes int64 [N] of targets that are indices or one-hot."""
+    """Classes int64 [N] from targets given as indices or one-hot."""
     if targets.shape == predictions.shape[:-1]:
         return targets.flatten().long()
     if targets.shape == (*predictions.shape[:-1], 1):
@@ -59,16 +59,16 @@ def _indices(predictions: Tensor, targets: Tensor, names: Names, wanted: str) ->
 def align_binary(
     predictions: Tensor, targets: Tensor, scores: Literal["logits", "probabilities"], names: Names
 ) -> tuple[Tensor, Tensor]:
-    """Align predictions and targets for a confusion matrix: yes or no.
+    """Align predictions and targets of a binary problem.
 
     Args:
-        predictions: scores [...], [..., 1], or [..., 2] of no and yes.
-        targets: 0 or 1, -100 where none counts, [...] or [..., 1].
+        predictions: scores [...], [..., 1], or [..., 2] of the negative and the positive class.
+        targets: 0 or 1, or -100 to ignore a sample, [...] or [..., 1].
         scores: kind of the scores.
-        names: of both observations, for the message.
+        names: names of both observations, for the error message.
 
     Returns:
-        Probabilities of yes [N], float32 or wider, and targets int64 [N], -100 where none counts.
+        Probabilities of the positive class [N], float32 or wider, and targets int64 [N], -100 for ignored samples.
 
     Raises:
         JobError: the shapes do not fit.
@@ -76,7 +76,7 @@ def align_binary(
     wanted = "give scores [...], [..., 1] or [..., 2], and targets of 0 and 1, [...] or [..., 1]"
     wide = predictions.to(torch.promote_types(predictions.dtype, torch.float32))
     shape, one = predictions.shape, targets
-    # Compared whole: a microbatch of one sample has a last dim of 1 too.
+    # Whole shapes are compared, because a microbatch of one sample also has a last dim of 1.
     if shape == (*targets.shape[:-1], 2) and targets.shape[-1:] == (1,):
         one = targets.squeeze(-1)
     if shape == targets.shape:
@@ -89,21 +89,21 @@ def align_binary(
         own = wide
     else:
         raise misfit(predictions, targets, names, wanted)
-    logits = scores == "logits" and predictions.is_floating_point()  # whole numbers are decisions
+    logits = scores == "logits" and predictions.is_floating_point()  # integers are decisions
     return (own.sigmoid() if logits else own).flatten(), targets.flatten().long()
 
 
 def align_labels(
     predictions: Tensor, targets: Tensor, classes: int, scores: Literal["logits", "probabilities"], names: Names
 ) -> tuple[Tensor, Tensor]:
-    """Align predictions and targets for confusion matrices of several labels: probabilities, targets int64 [N, C].
+    """Align predictions and targets of a multilabel problem: probabilities and targets int64, both [N, C].
 
     Args:
         predictions: scores [..., C].
-        targets: 0 or 1, or -100 where none counts, [..., C].
+        targets: 0 or 1, or -100 to ignore a label, [..., C].
         classes: C.
         scores: kind of the scores.
-        names: of both observations, for the message.
+        names: names of both observations, for the error message.
 
     Raises:
         JobError: the shapes do not fit.

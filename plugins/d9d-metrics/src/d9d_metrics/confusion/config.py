@@ -1,4 +1,4 @@
-"""Config of the metric ``confusion``: what is counted, and what is made of the counts."""
+"""Config of the metric ``confusion``: the problem type, the observations to count, and the statistics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 class BinaryProblem(Section):
-    """Yes or no for each sample."""
+    """Problem with a yes or no for each sample."""
 
     kind: Literal["binary"] = "binary"
     """Selects the problem."""
@@ -25,26 +25,26 @@ class BinaryProblem(Section):
 
 
 class MulticlassProblem(Section):
-    """One of several classes for each sample."""
+    """Problem with one of several classes for each sample."""
 
     kind: Literal["multiclass"] = "multiclass"
     """Selects the problem."""
     num_classes: Annotated[int, Field(ge=2)]
     """Number of classes, C."""
     top_k: PositiveInt | None = None
-    """A target among so many of the highest scores counts as predicted; null takes the highest one."""
+    """A target counts as predicted if it is among this many highest scores; null considers only the highest."""
 
     @field_validator("top_k")
     @classmethod
     def _some_are_left(cls, top_k: int | None, info: object) -> int | None:
         classes = getattr(info, "data", {}).get("num_classes")
         if top_k is not None and classes is not None and top_k >= classes:
-            raise ValueError(f"all of {classes} classes are among the {top_k} highest; choose a smaller number")
+            raise ValueError(f"with {classes} classes, the {top_k} highest are all of them; choose a smaller number")
         return top_k
 
 
 class MultilabelProblem(Section):
-    """Yes or no for each of several labels of a sample."""
+    """Problem with a yes or no for each of several labels of a sample."""
 
     kind: Literal["multilabel"] = "multilabel"
     """Selects the problem."""
@@ -66,10 +66,10 @@ class ConfusionConfig(PluginConfig):
     """``binary``, or ``{kind: binary, threshold: 0.5}``, ``{kind: multiclass, num_classes: C, top_k: null}`` or
     ``{kind: multilabel, num_classes: C, threshold: 0.5}``."""
     statistics: tuple[Statistic, ...] = ("accuracy",)
-    """Any of ``accuracy``, ``precision``, ``recall``, ``f1``, ``fbeta`` and ``function``."""
+    """Statistics to compute: any of ``accuracy``, ``precision``, ``recall``, ``f1``, ``fbeta`` and ``function``."""
     averages: tuple[Average, ...] | None = None
-    """Any of ``micro``, ``macro``, ``weighted`` and ``per_class``; ``[macro]`` by default. A binary problem has one
-    class and no average."""
+    """Averages over classes: any of ``micro``, ``macro``, ``weighted`` and ``per_class``; ``[macro]`` by default. Not
+    for binary problems, which have one class."""
     beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Weight of the recall in ``fbeta``, relative to the precision."""
     function: Annotated[str, LoadsCode()] | None = None
@@ -78,19 +78,19 @@ class ConfusionConfig(PluginConfig):
     zero_division: Literal["zero", "one", "nan"] = "zero"
     """Value of a statistic whose denominator is zero; ``nan`` leaves it out of averages."""
     predictions: str = "class_logits"
-    """Observation of the scores [..., C], or [...] for a binary problem; or of the predicted classes, as integers."""
+    """Observation of the scores [..., C], or [...] for a binary problem; or of predicted classes, as integers."""
     targets: str = "labels"
-    """Observation of the classes: integers [...] or [..., 1], -100 where none counts; or one-hot [..., C]."""
+    """Observation of the classes: integers [...] or [..., 1], -100 to ignore a sample; or one-hot [..., C]."""
     scores: Literal["logits", "probabilities"] = "logits"
     """Kind of the scores, for thresholds."""
     class_names: tuple[str, ...] = ()
     """Names of the classes in series, ``<statistic>/<class>``; their numbers by default."""
     prefix: str = ""
-    """Put before the names of the series, such as ``toxicity/``."""
+    """Prefix of the names of the series, such as ``toxicity/``."""
 
     @property
     def reads(self) -> Set[str]:
-        """Observations that are read."""
+        """Names of the observations to read."""
         return {self.predictions, self.targets}
 
     @field_validator("problem", mode="before")
@@ -101,16 +101,16 @@ class ConfusionConfig(PluginConfig):
     @field_validator("statistics", "averages")
     @classmethod
     def _something_is_computed(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        # A length in the field's type would also count what has a mistake of its own as absent.
+        # A length constraint in the field's type would count values with errors of their own as missing.
         if names is not None and not names:
-            raise ValueError("the list is empty; name one or more, or leave it out")
+            raise ValueError("the list is empty; give at least one, or remove the field")
         return names
 
     @field_validator("function")
     @classmethod
     def _names_a_function(cls, function: str | None) -> str | None:
         if function is not None and not _FUNCTION.fullmatch(function):
-            raise ValueError(f"'{function[:80]}' names no function; write package.module:function")
+            raise ValueError(f"'{function[:80]}' does not name a function; write package.module:function")
         return function
 
     @model_validator(mode="after")
@@ -120,7 +120,7 @@ class ConfusionConfig(PluginConfig):
             if wanted and not given:
                 raise ValueError(f"the statistic '{statistic}' needs the field '{field}'")
             if given and not wanted:
-                raise ValueError(f"nothing reads '{field}'; add '{statistic}' to statistics, or remove it")
+                raise ValueError(f"'{field}' has no effect; add '{statistic}' to statistics, or remove it")
         if isinstance(self.problem, BinaryProblem):
             if self.averages is not None:
                 raise ValueError("a binary problem has one class, so there is nothing to average; remove averages")
@@ -129,5 +129,5 @@ class ConfusionConfig(PluginConfig):
         elif self.class_names:
             names, classes = len(set(self.class_names)), self.problem.num_classes
             if names != classes or len(self.class_names) != classes:
-                raise ValueError(f"class_names has {names} different names for {classes} classes; give each class one")
+                raise ValueError(f"class_names has {names} different names for {classes} classes; give one per class")
         return self

@@ -1,4 +1,4 @@
-"""Counts of a microbatch, on the device. Shapes: N samples, C classes."""
+"""Counts of a microbatch, computed on the device. Shapes: N samples, C classes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Counts = Mapping[str, Tensor]
 
 
 def count_classes(predictions: Tensor, targets: Tensor, classes: int, top_k: int | None) -> Counts:
-    """Count a confusion matrix: predictions of one of several classes.
+    """Count a multiclass problem.
 
-    Of equal scores the first class is the higher one, as for ``argmax``.
+    Of equal scores, the score of the lower class ranks higher, as in ``argmax``.
 
     Args:
         predictions: scores [N, C], or classes int64 [N].
-        targets: int64 [N]; -100 where none counts.
+        targets: int64 [N]; -100 to ignore a sample.
         classes: C.
-        top_k: a target among so many highest scores counts as predicted.
+        top_k: count a target as predicted if it is among this many highest scores.
     """
     counts = targets != IGNORE
     valid = (targets >= 0) & (targets < classes)
@@ -37,7 +37,7 @@ def count_classes(predictions: Tensor, targets: Tensor, classes: int, top_k: int
             before = torch.arange(classes, device=targets.device) < place
             rank = (~(predictions <= own) | ((predictions == own) & before)).sum(1)
             predicted = torch.where(rank < top_k, targets, predicted)
-    # A class beyond the last takes what does not count, so that sizes do not depend on values.
+    # Ignored samples get an extra class, so that sizes do not depend on values.
     predicted, actual = predicted.where(valid, classes), targets.where(valid, classes)
     return {
         "hits": _per_class(actual.where(predicted == actual, classes), classes),
@@ -49,12 +49,12 @@ def count_classes(predictions: Tensor, targets: Tensor, classes: int, top_k: int
 
 
 def count_labels(probabilities: Tensor, targets: Tensor, threshold: float) -> Counts:
-    """Count predictions of yes or no.
+    """Count a binary or multilabel problem.
 
     Args:
         probabilities: [N, C].
-        targets: int64 [N, C]: 0 or 1, -100 where none counts.
-        threshold: what is predicted has a greater probability.
+        targets: int64 [N, C]: 0 or 1, or -100 to ignore a label.
+        threshold: probability above which a label is predicted.
     """
     valid = (targets == 0) | (targets == 1)
     predicted, actual = (probabilities > threshold) & valid, targets == 1
@@ -68,6 +68,6 @@ def count_labels(probabilities: Tensor, targets: Tensor, threshold: float) -> Co
 
 
 def _per_class(classes_N: Tensor, classes: int) -> Tensor:
-    """Number of samples of each class [C]; those of class C are left out."""
+    """Number of samples of each class [C]; samples of the extra class C are left out."""
     none = torch.zeros(classes + 1, dtype=torch.int64, device=classes_N.device)
     return none.scatter_add_(0, classes_N, torch.ones_like(classes_N))[:classes]

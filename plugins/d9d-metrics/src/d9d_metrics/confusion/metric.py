@@ -31,15 +31,15 @@ _ZERO_DIVISION = {"zero": 0.0, "one": 1.0, "nan": torch.nan}
 
 
 class ConfusionMetric(AccumulatedMetric):
-    """Metric of the confusion matrix of all samples since the last reset; statistics as scikit-learn computes them.
+    """Metric of the confusion matrix of all samples since the last reset, with statistics as in scikit-learn.
 
-    Counts are int64. A class that neither occurs nor is predicted takes no part in averages of a multiclass problem;
-    labels of a multilabel problem always do. A statistic whose denominator is zero is ``zero_division``. All values are
-    NaN before the first sample, and if a target was none of the classes: on a GPU that cannot be an error without
-    waiting for it.
+    Counts are int64. Averages of a multiclass problem skip classes that neither occur nor are predicted; averages of a
+    multilabel problem include all labels. A statistic with denominator zero has the value ``zero_division``. All values
+    are NaN before the first sample, and if a target was not a class: raising an error would need a synchronisation with
+    the GPU.
 
     Args:
-        config: the problem, and what is computed.
+        config: config of the metric.
     """
 
     def __init__(self, config: ConfusionConfig) -> None:
@@ -81,7 +81,7 @@ class ConfusionMetric(AccumulatedMetric):
             self[name].to(wide_dtype(self[name].device)) for name in ("hits", "predicted", "actual")
         )
         counts = Confusion(hits, predicted - hits, self["total"] - predicted - actual + hits, actual - hits)
-        # Added to every value.
+        # Zero or NaN, added to every value.
         known = torch.where((self["outside"] > 0) | (self["total"].sum() == 0), torch.nan, 0.0)
         values: dict[str, Tensor | Vector] = {}
         for statistic in self.config.statistics:
@@ -119,7 +119,7 @@ class ConfusionMetric(AccumulatedMetric):
         if statistic == "precision":
             return partial(precision, otherwise=otherwise)
         if statistic == "accuracy":
-            # One class of several is right or not: that another one was not predicted either is no merit.
+            # In a multiclass problem, true negatives do not count: accuracy of a class is its recall.
             share = recall if isinstance(config.problem, MulticlassProblem) else rate
             return partial(share, otherwise=otherwise)
         if statistic == "recall":

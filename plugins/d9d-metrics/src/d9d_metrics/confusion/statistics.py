@@ -1,4 +1,4 @@
-"""Statistics of counts, and their averages over classes. Shapes: C classes."""
+"""Statistics of counts, and averages over classes. Shapes: C classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Confusion(NamedTuple):
-    """Counts in a wide floating-point format: [C], or 0-d of all classes together."""
+    """Counts in a wide floating-point format: [C], or 0-d summed over all classes."""
 
     tp: Tensor
     fp: Tensor
@@ -23,7 +23,7 @@ class Confusion(NamedTuple):
     fn: Tensor
 
     def pooled(self) -> Confusion:
-        """Counts of all classes together."""
+        """Counts summed over all classes."""
         return Confusion(*(count.sum() for count in self))
 
 
@@ -33,17 +33,17 @@ def divide(numerator: Tensor, denominator: Tensor, otherwise: float) -> Tensor:
 
 
 def rate(counts: Confusion, otherwise: float) -> Tensor:
-    """Share of right decisions, ``(tp + tn) / all``."""
+    """Fraction of right decisions, ``(tp + tn) / (tp + tn + fp + fn)``."""
     return divide(counts.tp + counts.tn, counts.tp + counts.tn + counts.fp + counts.fn, otherwise)
 
 
 def precision(counts: Confusion, otherwise: float) -> Tensor:
-    """Share of the predicted that are right, ``tp / (tp + fp)``."""
+    """Fraction of predicted positives that are right, ``tp / (tp + fp)``."""
     return divide(counts.tp, counts.tp + counts.fp, otherwise)
 
 
 def recall(counts: Confusion, otherwise: float) -> Tensor:
-    """Share of the actual that are predicted, ``tp / (tp + fn)``."""
+    """Fraction of actual positives that are predicted, ``tp / (tp + fn)``."""
     return divide(counts.tp, counts.tp + counts.fn, otherwise)
 
 
@@ -55,14 +55,14 @@ def fbeta(counts: Confusion, otherwise: float, beta: float) -> Tensor:
 
 
 def own_function(path: str) -> Callable[[Confusion], Tensor]:
-    """Statistic of a confusion matrix by a function of the user.
+    """Load a user's function as a statistic of a confusion matrix.
 
     Args:
         path: ``package.module:function``.
 
     Raises:
-        JobError: it cannot be imported, or is no function; when called: it raises, or returns something else than a
-            tensor of the shape of the counts.
+        JobError: it cannot be imported, or is not a function; when called: it raises, or does not return a tensor of
+            the counts' shape.
     """
     try:
         function: Any = Ref(path).load()
@@ -85,7 +85,7 @@ def own_function(path: str) -> Callable[[Confusion], Tensor]:
         if not isinstance(found, Tensor) or found.shape != counts.tp.shape:
             kind = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise JobError(
-                f"metrics: confusion.function: {path} returned {kind}; return a tensor of the shape of the counts, "
+                f"metrics: confusion.function: {path} returned {kind}; return a tensor of the counts' shape, "
                 f"{list(counts.tp.shape)}"
             )
         return found
@@ -94,13 +94,13 @@ def own_function(path: str) -> Callable[[Confusion], Tensor]:
 
 
 def macro(values: Tensor, kept: Tensor) -> Tensor:
-    """Mean over the classes that are kept and have a value; NaN if there are none."""
+    """Mean over classes with ``kept`` that have a value; NaN if there are none."""
     kept = kept & ~values.isnan()
     return values.where(kept, 0).sum() / kept.sum()
 
 
 def weighted(values: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
-    """Mean over the classes that are kept and have a value, each with a weight; without any weight, the plain mean."""
+    """Weighted mean over classes with ``kept`` that have a value; the plain mean if all weights are zero."""
     weights = weights.where(kept & ~values.isnan(), 0)
     total = weights.sum()
     return torch.where(total > 0, (values * weights).where(weights > 0, 0).sum() / total, macro(values, kept))

@@ -10,25 +10,25 @@ from pydantic import PositiveInt, field_validator
 
 
 class TokenAccuracyConfig(PluginConfig):
-    """Metric: share of the targets that are among the most probable words."""
+    """Metric: fraction of the targets that are among the most probable tokens."""
 
     name: Literal["token_accuracy"] = "token_accuracy"
     """Selects the plugin."""
     top: tuple[PositiveInt, ...] = (1, 5)
-    """Numbers of most probable words; a series each."""
+    """Numbers k of most probable tokens; each has its own series."""
     ranks: str = "token_ranks"
-    """Observation of the targets' ranks: int64, 0 for the most probable word, negative where nothing is predicted."""
+    """Observation of the targets' ranks: int64, 0 for the most probable token, negative where nothing is predicted."""
 
     @field_validator("top")
     @classmethod
     def _something_is_computed(cls, top: tuple[int, ...]) -> tuple[int, ...]:
         if not top:
-            raise ValueError("the list is empty; name one or more numbers, such as [1, 5]")
+            raise ValueError("the list is empty; give at least one number, such as [1, 5]")
         if len(set(top)) != len(top):
-            raise ValueError("a number is there twice; each is a series")
+            raise ValueError("a number is duplicate; give each once")
         return top
 
     @property
     def reads(self) -> Set[str]:
-        """Observation that is read."""
+        """Name of the observation to read."""
         return {self.ranks}

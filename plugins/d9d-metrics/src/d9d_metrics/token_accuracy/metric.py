@@ -14,12 +14,12 @@ from d9d_metrics.token_accuracy.config import TokenAccuracyConfig
 
 
 class TokenAccuracy(AccumulatedMetric):
-    """Token accuracy, top-k: share of the targets whose rank is less than k, exact, by ranks of the loss op.
+    """Token accuracy, top-k: fraction of the targets whose rank is less than k, exact, by the ranks of the loss op.
 
-    Words as probable as the target do not count against it.
+    Tokens with the same probability as the target do not count against it.
 
     Args:
-        config: numbers of words.
+        config: config with the numbers k.
     """
 
     def __init__(self, config: TokenAccuracyConfig) -> None:
@@ -31,7 +31,7 @@ class TokenAccuracy(AccumulatedMetric):
         """Count the hits of one microbatch.
 
         Raises:
-            JobError: nothing computes the ranks.
+            JobError: the ranks are not observed.
         """
         if self.config.ranks == "token_ranks" and "token_ranks" not in observations:
             raise JobError(

@@ -26,29 +26,29 @@ _UNEQUAL = (
 
 
 class DispatchInFlight:
-    """Dispatch in flight: its all-to-all exchanges. Collective over ``group``, as are :meth:`wait` and their backwards.
+    """Dispatch in flight: its all-to-all exchanges. Constructor, :meth:`wait`, backwards: collective over ``group``.
 
     Args:
-        tokens: [T, H].
+        tokens: tokens of this rank [T, H].
         routing: routing of the tokens.
-        group: W ranks.
-        local: experts of each rank.
+        group: process group of the W ranks.
+        local: number of experts on each rank.
         side: side stream of the exchanges.
-        unpermute: sums the gradients that come back.
+        unpermute: op that sums the returned gradients.
 
     Attributes:
         plan: ranks that each token is sent to.
-        local: experts of each rank.
-        sizes: rows by rank; known after the arrival.
-        rows: R, or an upper bound of it with padding; known after the arrival.
-        counts: int64 [experts of this rank], rows of each; to be used after the arrival.
+        local: number of experts on each rank.
+        sizes: numbers of rows by rank; set by :meth:`wait`.
+        rows: R, or with padding an upper bound of R; set by :meth:`wait`.
+        counts: int64 [experts of this rank], rows of each expert; valid after :meth:`wait`.
     """
 
     sizes: Sizes
     rows: int
     counts: Tensor
 
-    @untraced  # streams, a wait of the host, and collectives that are awaited elsewhere
+    @untraced  # streams, a host wait, and collectives awaited elsewhere
     def __init__(
         self,
         tokens: Tensor,
@@ -61,7 +61,7 @@ class DispatchInFlight:
         self.plan = make_plan(routing.indices, group.size(), local, routing.limit)
         self.local = local
         self._group, self._ranks, self._side = group, group.size(), side
-        # Both are kept until the arrival, because the side stream reads them.
+        # The side stream reads both, so they are kept until the rows have arrived.
         self._tokens, self._routing = tokens.detach(), routing
         self._exchange = AsyncExchange(
             (tokens, routing.weights),
@@ -71,7 +71,7 @@ class DispatchInFlight:
         self._pending: PendingTensors | None = None
         with side.active(tokens, follow=True):
             self._pending_sizes = self._exchange_counts()
-            # Of as many rows as there may be: the device has something to do until the host knows how many there are.
+            # For the largest possible number of rows: the device has work until the host knows the actual number.
             self._labels = write_labels(self.plan, routing.indices, routing.weights.detach(), len(routing.counts))
             self._rows = self._tokens.index_select(0, tokens_of(self.plan))
         if self.plan.padded is not None:
@@ -79,24 +79,24 @@ class DispatchInFlight:
 
     @untraced
     def wait(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for tokens [N, H], weights [N, k], experts [N, k] with ``local`` for those of other ranks."""
+        """Wait for tokens [N, H], weights [N, k] and experts [N, k]; ``local`` marks experts of other ranks."""
         if self._pending is None:
             self._launch()
         assert self._pending is not None
         back = partial(return_gradients, sizes=self.sizes.back(), group=self._group)
         unpacked = _Unpacked(self._pending, self._group.rank(), self.local)
         tokens, weights, experts = self._exchange.wait(unpacked, (), back)
-        if self.counts.is_cuda:  # they were allocated for the side stream
+        if self.counts.is_cuda:  # allocated on the side stream
             self.counts.record_stream(torch.cuda.current_stream(self.counts.device))
         return tokens, weights, experts
 
     @property
     def sent_slots(self) -> Tensor:
-        """Choice of a rank, of T * W, for each row that left, int64 [S]; any for padding."""
+        """Choice of a rank, out of T * W, for each row that was sent, int64 [S]; arbitrary for padding."""
         return self.plan.slots[: sum(self.sizes.sent)].clamp(min=0)
 
     def _exchange_counts(self) -> HostNumbers | None:
-        """Exchange the numbers of rows of ranks and of experts. Those that the host needs are on their way to it."""
+        """Exchange the row counts of ranks and experts; start to copy the host's counts to it."""
         plan, routing, ranks = self.plan, self._routing, self._ranks
         shapes = (*routing.indices.shape, routing.limit or 0)
         heads = [plan.tokens] if plan.padded is None else [torch.full_like(plan.tokens, number) for number in shapes]
@@ -106,12 +106,12 @@ class DispatchInFlight:
         if plan.padded is None:
             return HostNumbers(torch.cat([plan.tokens, theirs[:, 0], self.counts.sum(0, keepdim=True)]))
         agree = theirs[:, : len(heads)] == mine[:, : len(heads)]
-        # Not public, but nothing public compares on the device: NCCL would hang where ranks disagree about sizes.
+        # Not public, but no public function compares on the device. NCCL would hang if ranks disagree about sizes.
         torch._assert_async(agree.all(), _UNEQUAL)  # noqa: SLF001
         return None
 
     def _launch(self) -> None:
-        """Launch both exchanges; without padding the host waits for the sizes first."""
+        """Launch both exchanges; without padding the host first waits for the sizes."""
         ranks = self._ranks
         if self._pending_sizes is not None:
             numbers = self._pending_sizes.wait()
@@ -124,11 +124,11 @@ class DispatchInFlight:
         leaving = sum(self.sizes.sent)
         with self._side.active(self._tokens):
             self._pending = PendingTensors((self._rows[:leaving], self._labels[:leaving]), self.sizes, self._group)
-        del self._rows, self._labels  # what is pending keeps them until they have left
+        del self._rows, self._labels  # the pending exchange keeps them until they are sent
 
 
 class _Unpacked:
-    """Rows [N, H] and labels [N, 2 * k] in flight, received as tokens, weights and experts of a rank."""
+    """Rows [N, H] and labels [N, 2 * k] in flight, received as tokens, weights and experts of this rank."""
 
     __slots__ = ("_local", "_pending", "_rank")
 
@@ -142,18 +142,18 @@ class _Unpacked:
 
 
 def return_gradients(grads: Tensors, _saved: Tensors, *, sizes: Sizes, group: dist.ProcessGroup) -> PendingTensors:
-    """Start to return the gradients of rows [N, ...]. Collective over ``group``."""
+    """Start to send back the gradients of rows [N, ...]. Collective over ``group``."""
     return PendingTensors(grads, sizes, group)
 
 
 def _to_gradients(arrived: Tensors, saved: Tensors, *, local: int, unpermute: OpSlot) -> Tensors:
-    """Gradients of tokens [T, H] and weights [T, k] from those of rows [S, H] and [S, k]."""
+    """Gradients of tokens [T, H] and weights [T, k], from the gradients of rows [S, H] and of row weights [S, k]."""
     (rows, labels), (slots, places, indices) = arrived, saved
     return unpermute(rows, slots[: len(rows)], places, absent=True), _of_choices(labels, places, indices // local)
 
 
 def _of_choices(rows: Tensor, places: Tensor, ranks: Tensor) -> Tensor:
-    """Values [T, k] of rows [S, k], from the rank of each choice; zero for choices without an expert."""
+    """Values [T, k] of rows [S, k], read at the rank of each choice; zero for choices without an expert."""
     if not len(rows):
         return rows.new_zeros(ranks.shape)
     nobody = ranks >= places.shape[1]

@@ -24,29 +24,29 @@ from d9d_moe.dispatch.permutation import PermutingDispatcher
 
 
 class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
-    """All-to-all dispatcher over gloo or NCCL; rank r of W has the experts from ``r * E / W`` on.
+    """All-to-all dispatcher over gloo or NCCL; rank r of W has experts ``r * E / W`` to ``(r + 1) * E / W - 1``.
 
-    A token travels once to each rank that has some of its experts, with their numbers and weights. There it is copied
-    to them, and their weighted outputs are summed; the parts return, and the token's own rank adds them up. Gradients
-    take the same way. Sums have a fixed order, so the same input gives the same bits.
+    A token is sent once to each rank that has some of its experts, with their indices and weights. That rank copies it
+    to its experts and sums their weighted outputs; the partial sums are sent back, and the token's own rank adds them.
+    Gradients take the same way. Sums have a fixed order, so the same input gives the same bits.
 
     Dispatch takes three collectives (counts, tokens, labels), combine one, and the backward of both three. On a GPU the
-    host waits once for the sizes, in :meth:`~d9d_core.traits.Transfer.wait` of the dispatch, so after what was
-    launched in between; with ``Routing.limit`` sizes follow from shapes, rows are padded, and nothing waits.
+    host waits once, for the sizes, in :meth:`~d9d_core.traits.Transfer.wait` of the dispatch, after the work launched
+    before it. With ``Routing.limit`` sizes follow from shapes, rows are padded, and the host never waits.
 
     Args:
-        group: the ranks.
+        group: process group of the ranks that share the experts.
         experts: E.
 
     Raises:
-        BuildError: the experts cannot be shared out equally.
+        BuildError: the number of ranks does not divide the number of experts.
     """
 
     def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
         ranks = group.size()
         if experts % ranks:
             raise BuildError(
-                f"AllToAllDispatcher: {experts} experts cannot be shared out equally to {ranks} ranks; "
+                f"AllToAllDispatcher: {experts} experts cannot be divided equally over {ranks} ranks; "
                 "choose a number of ranks that divides the number of experts"
             )
         super().__init__()
@@ -58,11 +58,11 @@ class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
     def dispatch(self, tokens: Tensor, routing: Routing) -> PendingDispatch:
         """Start the dispatch of tokens [T, H] to their experts. Collective over the group.
 
-        With ``routing.limit``, all ranks must have the same T, k and limit: they are compared on the device.
+        With ``routing.limit``, all ranks must have the same T, k and limit; a comparison on the device checks that.
         """
         if len(routing.counts) != self.experts:
             raise ValueError(
-                f"AllToAllDispatcher: built for {self.experts} experts, the routing has {len(routing.counts)}; "
+                f"AllToAllDispatcher: built for {self.experts} experts, but the routing has {len(routing.counts)}; "
                 "build router and dispatcher with the same number"
             )
         in_flight = DispatchInFlight(tokens, routing, self.group, self.local, self._side, self.unpermute)
@@ -76,15 +76,15 @@ class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
 
 
 class AllToAllHandle(NamedTuple):
-    """Row numbers and sizes of a dispatch, which its combine needs.
+    """Row indices and sizes of a dispatch, for its combine.
 
     Attributes:
         sizes: sizes of the exchange of tokens.
-        slots: int64 [R], which of the N * k choices of arrived rows each row of the experts is.
+        slots: int64 [R], choice (out of N * k choices of received rows) of each row of the experts.
         places: int64 [N, k], row of each choice; R or more for experts of other ranks.
         weights: [N, k].
-        sent_slots: int64 [S], which of the T * W choices of ranks each row that left is.
-        sent_places: int64 [T, W], row for each rank; S or more if the token did not travel there.
+        sent_slots: int64 [S], choice (out of T * W choices of ranks) of each sent row.
+        sent_places: int64 [T, W], sent row for each rank; S or more if the token was not sent to the rank.
     """
 
     sizes: Sizes
@@ -96,7 +96,7 @@ class AllToAllHandle(NamedTuple):
 
 
 class PendingDispatch:
-    """Dispatch that was started."""
+    """Dispatch in progress."""
 
     __slots__ = ("_in_flight", "_permute")
 
@@ -115,7 +115,7 @@ class PendingDispatch:
 
 
 class PendingCombine:
-    """Combine that an all-to-all dispatcher has started."""
+    """Combine in progress."""
 
     __slots__ = ("_exchange", "_group", "_handle", "_pending", "_sum")
 
@@ -134,7 +134,7 @@ class PendingCombine:
         self._sum = unpermute
 
     def wait(self) -> Tensor:
-        """Wait for the outputs, and sum the parts of the ranks to [T, H]."""
+        """Wait for the outputs, and sum the partial sums of the ranks to [T, H]."""
         handle = self._handle
         back = partial(return_gradients, sizes=handle.sizes, group=self._group)
         (parts,) = self._exchange.wait(self._pending, (), back)

@@ -1,6 +1,6 @@
-"""All-to-all exchange of rows between the ranks of a group; started, and awaited later.
+"""All-to-all exchange of rows between the ranks of a group, started first and awaited later.
 
-Shapes: S rows that leave this rank, N rows that arrive; both sorted by the other rank.
+Shapes: S rows sent, N rows received; both sorted by the other rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from d9d_moe.dispatch.async_exchange import untraced
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of rows that an exchange sends to and receives from each rank.
+    """Numbers of rows that an exchange sends to each rank and receives from each rank.
 
     Attributes:
         sent: rows for each rank.
@@ -29,16 +29,16 @@ class Sizes:
     received: tuple[int, ...]
 
     def back(self) -> Sizes:
-        """Sizes of the exchange in the other direction."""
+        """Sizes of the exchange in the opposite direction."""
         return Sizes(self.received, self.sent)
 
 
 class PendingRows:
-    """Pending rows of an all-to-all: neither what is sent nor what is received may be touched before :meth:`wait`.
+    """All-to-all in progress; neither sent nor received rows may be used before :meth:`wait`.
 
     Args:
-        leaving: kept alive until then.
-        arriving: [N, ...].
+        leaving: rows to send, kept alive until then.
+        arriving: memory for the received rows [N, ...].
         work: handle of the collective.
     """
 
@@ -50,16 +50,16 @@ class PendingRows:
         self._work = work
 
     def wait(self) -> Tensor:
-        """Wait for the rows [N, ...]. On a GPU its current stream waits, the host does not."""
+        """Wait for the rows [N, ...]. On a GPU the current stream waits, not the host."""
         self._work.wait()
         self._leaving = None
-        if self._arriving.is_cuda:  # it may have been allocated for another stream
+        if self._arriving.is_cuda:  # it may have been allocated on another stream
             self._arriving.record_stream(torch.cuda.current_stream(self._arriving.device))
         return self._arriving
 
 
 def send_rows(rows: Tensor, sizes: Sizes, group: dist.ProcessGroup) -> PendingRows:
-    """Start the exchange of rows [S, ...], without their gradients. Collective over ``group``."""
+    """Start an exchange of rows [S, ...], without gradients. Collective over ``group``."""
     leaving = rows.detach().contiguous()
     arriving = rows.new_empty(sum(sizes.received), *rows.shape[1:])
     splits = list(sizes.received), list(sizes.sent)
@@ -68,17 +68,17 @@ def send_rows(rows: Tensor, sizes: Sizes, group: dist.ProcessGroup) -> PendingRo
 
 
 class PendingTensors:
-    """Several tensors of rows in flight between the same ranks.
+    """All-to-all of several tensors of rows between the same ranks.
 
     Args:
-        tensors: [S, ...] each.
+        tensors: rows to send, [S, ...] each.
         sizes: sizes of the exchange.
-        group: collective over it, once for each tensor.
+        group: process group; one collective for each tensor.
     """
 
     __slots__ = ("_pending",)
 
-    @untraced  # knows collectives only if they are awaited at once
+    @untraced  # torch.compile supports only collectives awaited at once
     def __init__(self, tensors: Sequence[Tensor], sizes: Sizes, group: dist.ProcessGroup) -> None:
         self._pending = [send_rows(rows, sizes, group) for rows in tensors]
 

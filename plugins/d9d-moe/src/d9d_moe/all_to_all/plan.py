@@ -1,8 +1,8 @@
-"""Plan of a dispatch: the ranks that each token is sent to, and the labels that go with it.
+"""Plan of a dispatch: the ranks that each token is sent to, and the labels sent with it.
 
-A token travels once to each rank that has some of its experts, however many.
+A token is sent once to each rank that has any of its experts.
 
-Shapes: T tokens, k experts of a token, W ranks, S rows that leave this rank, sorted by rank, then by token.
+Shapes: T tokens, k experts of a token, W ranks, S rows to send, sorted by rank, then by token.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 class Plan(NamedTuple):
-    """Rows that leave this rank, as in :mod:`d9d_moe.dispatch.permutation`: the choices of a token are the ranks.
+    """Rows to send, as in :mod:`d9d_moe.dispatch.permutation`, with ranks as the choices of a token.
 
     Attributes:
         slots: int64 [T * min(W, k)] or [S] with padding, ``token * W + rank`` of each row; -1 for padding and beyond S.
-        places: int64 [T, W], row for each rank; at least S if the token does not travel there.
-        tokens: int64 [W], tokens for each rank.
-        padded: rows reserved for each rank if that is known from shapes alone.
+        places: int64 [T, W], row for each rank; at least S if the token is not sent to the rank.
+        tokens: int64 [W], number of tokens for each rank.
+        padded: number of rows reserved for each rank; ``None`` if it is not known from shapes alone.
     """
 
     slots: Tensor
@@ -30,18 +30,18 @@ class Plan(NamedTuple):
 
 
 def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Plan:
-    """Make the plan of an all-to-all dispatch from shapes and device values alone; the host reads nothing.
+    """Make the plan of an all-to-all dispatch without reading device values on the host.
 
     Args:
-        indices: int64 [T, k], experts, or their number for nobody.
+        indices: int64 [T, k], expert of each choice; the number of experts for a dropped choice.
         ranks: W.
-        local: experts of each rank.
-        limit: most tokens for any expert; makes the number of rows static.
+        local: number of experts on each rank.
+        limit: most tokens of an expert; makes the number of rows static.
     """
     count = len(indices)
     goes = torch.zeros(count, ranks + 1, dtype=torch.bool, device=indices.device)
-    goes = goes.scatter_(1, indices // local, value=True)[:, :ranks]  # nobody is beyond the last rank
-    nth = goes.T.contiguous().cumsum(1).T  # [T, W], counted from 1; along rows, or each rank's would take one thread
+    goes = goes.scatter_(1, indices // local, value=True)[:, :ranks]  # dropped choices: beyond the last rank
+    nth = goes.T.contiguous().cumsum(1).T  # [T, W], from 1; a scan along rows is parallel
     tokens = goes.sum(0)
     padded = None if limit is None else min(count, local * limit)
     rows = count * min(ranks, indices.shape[1]) if padded is None else padded * ranks
@@ -53,17 +53,17 @@ def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Pla
 
 
 def write_labels(plan: Plan, indices: Tensor, weights: Tensor, nobody: int) -> Tensor:
-    """Write the labels of rows in the plan of an all-to-all: all experts of their tokens, and the weights.
+    """Write the labels of the rows to send: indices and weights of all experts of their tokens.
 
     Args:
-        plan: rows that leave.
+        plan: rows to send.
         indices: int64 [T, k].
         weights: [T, k].
-        nobody: number of experts, which stands for nobody.
+        nobody: index that stands for no expert: the number of experts.
 
     Returns:
-        Integers [S, 2 * k] as wide as the weights, [T * min(W, k), 2 * k] where S is not known: numbers of experts,
-        ``nobody`` in padding, and the bits of the weights.
+        Integers [S, 2 * k] as wide as the weights, or [T * min(W, k), 2 * k] if S is unknown: indices of experts
+        (``nobody`` in padding), then the bits of the weights.
     """
     wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
     integer = torch.int64 if wide.dtype == torch.float64 else torch.int32
@@ -74,7 +74,7 @@ def write_labels(plan: Plan, indices: Tensor, weights: Tensor, nobody: int) -> T
 
 
 def tokens_of(plan: Plan) -> Tensor:
-    """Token of each row that leaves, int64 like ``plan.slots``; any token for padding and beyond S."""
+    """Token of each row to send, int64 like ``plan.slots``; arbitrary for padding and beyond S."""
     return plan.slots.clamp(min=0) // plan.places.shape[1]
 
 
@@ -82,12 +82,12 @@ def read_labels(labels: Tensor, rank: int, local: int) -> tuple[Tensor, Tensor]:
     """Read experts [N, k] and weights float32 or float64 [N, k] from labels [N, 2 * k].
 
     Args:
-        labels: of rows that arrived.
-        rank: this one.
-        local: experts of each rank.
+        labels: labels of the received rows.
+        rank: index of this rank.
+        local: number of experts on each rank.
 
     Returns:
-        Integers, numbers among the experts of this rank, ``local`` for those of others, whose weights are zeros.
+        Indices among the experts of this rank, or ``local`` for experts of other ranks; their weights are zero.
     """
     experts, bits = labels.chunk(2, dim=1)
     here = experts // local == rank

@@ -1,4 +1,4 @@
-"""Dispatcher that sends each choice of a token by itself, so that sums have the order of one process.
+"""Dispatcher that sends each choice of a token separately, so that outputs are summed in the same order as locally.
 
 Shapes: T tokens of this rank, H features, k experts of a token.
 """
@@ -18,14 +18,14 @@ from d9d_moe.router.routing import TopKRouting
 
 
 class SeparateDispatcher:
-    """Separate all-to-all dispatcher: the token's rank adds up the experts' outputs, as one process does.
+    """Separate all-to-all dispatcher: the token's rank sums the experts' outputs, in the order of a single process.
 
-    :class:`AllToAllDispatcher` adds up what a rank's experts say before it returns, so the order of the sum depends on
-    where experts are. Here each of the T * k choices is a token with one expert. The price are k rows on the network
-    for a token, where otherwise it is at most one for each rank.
+    :class:`AllToAllDispatcher` sums the outputs of a rank's experts before it sends them back, so the order of the sum
+    depends on the placement of experts. Here each of the T * k choices is sent as a token with one expert. The price is
+    k sent rows per token, instead of at most one per rank.
 
     Args:
-        inner: sends and returns rows.
+        inner: dispatcher that sends and returns rows.
     """
 
     def __init__(self, inner: AllToAllDispatcher) -> None:
@@ -34,7 +34,7 @@ class SeparateDispatcher:
         self.outside_graph = inner.outside_graph
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of the dispatcher inside, which serve the choices of tokens, too."""
+        """Slots of the inner dispatcher, which this one uses too."""
         return self.inner.op_slots()
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Transfer[Dispatched]:
@@ -61,9 +61,9 @@ class SeparateHandle(NamedTuple):
     """Handle of a dispatch of separate choices.
 
     Attributes:
-        inner: handle of the dispatch of the T * k choices.
-        slots: int64 [T * k], the choices.
-        places: int64 [T, k], the row of each choice.
+        inner: handle of the inner dispatch of the T * k choices.
+        slots: int64 [T * k], index of each choice.
+        places: int64 [T, k], row of each choice.
         weights: [T, k].
     """
 

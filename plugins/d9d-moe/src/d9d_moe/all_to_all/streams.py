@@ -1,4 +1,4 @@
-"""CUDA side stream of exchanges, and asynchronous copies of integers to the host."""
+"""CUDA side stream for exchanges, and asynchronous copies of integers to the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class SideStream:
-    """CUDA stream of all-to-all exchanges, so that they do not wait for launches since their rows were ready."""
+    """CUDA stream of all-to-all exchanges, which therefore wait only for their rows, not for later launches."""
 
     __slots__ = ("_stream",)
 
@@ -22,8 +22,8 @@ class SideStream:
         """Context that launches on the side stream. Does nothing unless ``tensor`` is on CUDA.
 
         Args:
-            tensor: one of those concerned.
-            follow: come after all that the current stream was given up to now.
+            tensor: a tensor of the exchange.
+            follow: first wait for the work queued so far on the current stream.
         """
         if not tensor.is_cuda:
             yield
@@ -37,7 +37,7 @@ class SideStream:
 
 
 class HostNumbers:
-    """All-to-all on streams of its own: integers that one copy brings to the host, awaited when they are needed.
+    """Integers copied asynchronously to the host, and awaited when they are needed.
 
     Args:
         numbers: int64 [n] on any device.

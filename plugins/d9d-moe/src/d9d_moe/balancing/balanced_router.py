@@ -1,4 +1,4 @@
-"""Base of routers: auxiliary losses, tallies and the selection bias, as the loop of d9d-core asks for them.
+"""Base of routers: auxiliary losses, tallies and the selection bias, as traits of d9d-core.
 
 Shapes: T tokens, E experts, k experts of a token.
 """
@@ -18,25 +18,26 @@ from d9d_moe.router.routing import count_rows
 
 
 class BalancedRouter(nn.Module):
-    """Balanced router: base of routers that count what they choose, and that balancers act on.
+    """Balanced router: base of routers that count their choices, and that balancers act on.
 
-    Implements the traits ``AddsLosses``, ``HasTallies``, ``Adapts`` and ``LayoutDependent``. All buffers but the bias
-    belong to one forward or step and are not saved; they are overwritten on the device.
+    Implements the traits ``AddsLosses``, ``HasTallies``, ``Adapts`` and ``LayoutDependent``. All buffers except the
+    bias hold values of one forward or step and are not saved; they are overwritten on the device.
 
-    Tallies of a microbatch: ``expert_tokens`` int64 [E], rows for which each expert was chosen, whether or not it took
-    them; ``tokens`` int64, positions; ``entropy`` float32, of the normalised scores in nats, summed over positions;
-    ``dropped`` int64, rows that found their expert full, if there is a capacity. Padding counts in none of them.
+    Tallies of a microbatch: ``expert_tokens`` int64 [E], rows for which each expert was chosen, dropped rows included;
+    ``tokens`` int64, number of positions; ``entropy`` float32, entropy of the normalised scores in nats, summed over
+    positions; ``dropped`` int64, rows dropped because their expert was full, if there is a capacity. Padding is not
+    counted.
 
-    Loss terms act with the factors that the loop fills in; in a router alone they are zero.
+    Loss terms are scaled by factors that the training loop sets; in a router alone the factors are zero.
 
     Args:
         experts: E.
         balancing: balancers of the router.
-        selection_bias: keep a buffer of this name, float32 [E], even if no balancer moves it.
+        selection_bias: keep a buffer of this name, float32 [E], even if no balancer updates it.
         drops: whether rows may be dropped.
 
     Raises:
-        BuildError: two balancers share a term or move the bias, or one is neither a loss nor a bias update.
+        BuildError: two balancers add the same term or update the bias, or one is neither a loss nor a bias update.
     """
 
     def __init__(self, experts: int, balancing: Sequence[Balancer], *, selection_bias: bool, drops: bool) -> None:
@@ -52,7 +53,7 @@ class BalancedRouter(nn.Module):
             self.register_buffer(f"{term}_sum", torch.empty((), dtype=torch.float32), persistent=False)
         self._tallies = ("expert_tokens", "tokens", "entropy", *(("dropped",) if drops else ()))
         for name in self._tallies:
-            dtype = torch.float32 if name == "entropy" else torch.int64  # beyond 2 ** 24 float32 cannot count
+            dtype = torch.float32 if name == "entropy" else torch.int64  # float32 cannot count beyond 2 ** 24
             empty = torch.empty(experts if name == "expert_tokens" else (), dtype=dtype)
             self.register_buffer(f"tally_{name}", empty, persistent=False)
         biased = selection_bias or self._update is not None
@@ -65,15 +66,15 @@ class BalancedRouter(nn.Module):
             self._losses[balancer.term] = balancer
         elif isinstance(balancer, BiasUpdate):
             if self._update is not None:
-                raise BuildError("router: two balancers move the bias of the selection; keep one of them")
+                raise BuildError("router: two balancers update the selection bias; keep one of them")
             self._update = balancer
         else:
             raise BuildError(f"router: {balancer!r} is neither a BalancingLoss nor a BiasUpdate")
 
     def layout_dependence(self) -> Sequence[str]:
-        """Balancers that depend on how a batch is cut into microbatches and spread over ranks."""
+        """Balancers whose result depends on the division of a batch into microbatches and over ranks."""
         kinds = [type(balancer).__name__ for balancer in self.balancing if not balancer.layout_invariant]
-        return [f"{kind} balances the experts of each microbatch on each rank by itself" for kind in kinds]
+        return [f"{kind} balances the experts of each microbatch on each rank separately" for kind in kinds]
 
     def reset_buffers(self) -> None:
         """Fill all buffers with zeros."""
@@ -97,18 +98,18 @@ class BalancedRouter(nn.Module):
         return {name: self.get_buffer(f"tally_{name}") for name in self._tallies}
 
     def adapts_to(self) -> Sequence[str]:
-        """Tally of the rows of each expert, if a balancer moves the bias."""
+        """Tally of the rows of each expert, if a balancer updates the bias."""
         return ("expert_tokens",) if self._update is not None else ()
 
     @torch.no_grad()
     def adapt(self, tallies: Mapping[str, Tensor], finite: Tensor) -> None:
-        """Move the bias by the rows of the whole step, if a balancer does that; nothing waits for the device."""
+        """Update the bias from the rows of the whole step, if a balancer does so; does not synchronise."""
         if self._update is not None:
             bias = self.get_buffer("selection_bias")
             bias.copy_(torch.where(finite, self._update.moved(bias, tallies["expert_tokens"]), bias))
 
     def add_auxiliary_losses(self, weights: Tensor, choice: Choice) -> Tensor:
-        """Attach the loss terms to the weights [T, k]: gradients of the terms begin where theirs arrive."""
+        """Attach the loss terms to the weights [T, k], whose backward then also starts the terms' backward."""
         for term, loss in self._losses.items():
             total = loss.total(choice)
             with torch.no_grad():
@@ -118,10 +119,11 @@ class BalancedRouter(nn.Module):
 
     @torch.no_grad()
     def tally(self, choice: Choice, counts: Tensor) -> None:
-        """Count what was chosen, and the rows int64 [E] that each expert took of it."""
+        """Record the tallies of a choice; ``counts`` int64 [E] are the rows that each expert accepted."""
         found = {"expert_tokens": counts, "entropy": torch.special.entr(choice.shares().detach()).sum()}
         if "dropped" in self._tallies:
-            # Balance is about what was asked for: what full experts took looks even however uneven that is.
+            # Balance is measured before dropping: full experts all accept the same number, however uneven the choice
+            # is.
             found["expert_tokens"] = count_rows(choice.indices, self.experts)
             found["dropped"] = found["expert_tokens"].sum() - counts.sum()
         for name, value in found.items():

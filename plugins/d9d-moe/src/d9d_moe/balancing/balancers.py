@@ -1,7 +1,7 @@
-"""Balancers of a router: loss terms for an even load or small logits, and a bias without a loss.
+"""Balancers of a router: loss terms for an even load or for small logits, and a bias update without a loss.
 
-Shapes: B samples, S positions, T = B * S tokens, E experts, k experts of a token. Padding counts nowhere: S and T are
-without it.
+Shapes: B samples, S positions, T = B * S tokens, E experts, k experts of a token. Padding is not counted: S and T are
+without padding.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from d9d_moe.balancing.config import AuxiliaryLossConfig, BiasUpdateConfig, ZLos
 
 @dataclass(frozen=True)
 class SequenceBalance:
-    """Sequence balancer: balancing loss ``sum_i f_i P_i`` of each sample: 1 if all experts get the same, at most E / k.
+    """Sequence balancer: balancing loss ``sum_i f_i P_i`` per sample; 1 if all experts are used equally, at most E / k.
 
-    f_i = E / (k S) * (how often the sample chose expert i); P_i is the mean of expert i's normalised scores:
-    DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20. What was chosen counts, which a bias or groups may move away
-    from the k best scores of equation 18.
+    f_i = E / (k S) * (number of tokens of the sample that chose expert i); P_i is the mean of expert i's normalised
+    scores: DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20. The actual choice counts, which may differ from the k
+        best
+    scores of equation 18 because of a bias or of groups.
 
-    Layout invariant as long as a sample is whole on a rank: of samples whose positions ranks share, each part is
-    balanced for itself.
+    Layout invariant as long as each sample is whole on a rank: if ranks share the positions of a sample, each part is
+    balanced separately.
     """
 
     coefficient: float
@@ -34,11 +35,11 @@ class SequenceBalance:
     layout_invariant: ClassVar[bool] = True
 
     def loss_term(self) -> LossTerm:
-        """Loss term as a mean over samples."""
+        """Loss term, averaged over samples."""
         return LossTerm(self.coefficient, per="sample")
 
     def total(self, choice: Choice) -> Tensor:
-        """Sum over samples."""
+        """Loss summed over samples."""
         samples, (tokens, experts), top_k = choice.samples, choice.scores.shape, choice.indices.shape[1]
         shares = choice.shares().reshape(samples, tokens // max(samples, 1), experts).sum(dim=1)
         balance = (choice.rows(samples) * shares).sum(dim=1)
@@ -47,15 +48,15 @@ class SequenceBalance:
 
 @dataclass(frozen=True)
 class BatchBalance:
-    """Batch balancer: balancing loss ``E * sum_i f_i P_i`` of a microbatch's tokens: 1 if all experts get the same.
+    """Batch balancer: balancing loss ``E * sum_i f_i P_i`` per microbatch; 1 if all experts are used equally.
 
-    f_i is the fraction of choices that expert i got, P_i the mean of its normalised scores. Fedus et al. 2021, "Switch
-    Transformers", equations 4 to 6, for k = 1; over k choices as a fraction of all of them, so that the value does not
-    grow with k. Transformers' ``router_aux_loss_coef`` is for k times this value, over all
-    layers at once instead of their sum.
+    f_i is the fraction of all choices that went to expert i, P_i the mean of its normalised scores. Fedus et al. 2021,
+    "Switch Transformers", equations 4 to 6, for k = 1; with k choices, f_i is a fraction of all k T choices, so the
+    value does not grow with k. Transformers' ``router_aux_loss_coef`` multiplies k times this value, computed over all
+    layers at once instead of summed over layers.
 
-    Samples may differ from each other as long as the microbatch is balanced. So the loss depends on which samples share
-    a microbatch and a rank: not layout invariant.
+    Single samples may be unbalanced as long as the microbatch is balanced. The loss therefore depends on which samples
+    share a microbatch and a rank: it is not layout invariant.
     """
 
     coefficient: float
@@ -63,11 +64,11 @@ class BatchBalance:
     layout_invariant: ClassVar[bool] = False
 
     def loss_term(self) -> LossTerm:
-        """Loss term as a mean over microbatches, by their positions."""
+        """Loss term, averaged over microbatches with their positions as weights."""
         return LossTerm(self.coefficient, per="position")
 
     def total(self, choice: Choice) -> Tensor:
-        """Value of the microbatch times T, the number of its positions that are no padding."""
+        """Loss of the microbatch times T, the number of its positions without padding."""
         experts, top_k = choice.scores.shape[1], choice.indices.shape[1]
         balance = (choice.rows(1)[0] * choice.shares().sum(dim=0)).sum()
         return balance / _at_least_one(choice.positions()) * (experts / top_k)
@@ -75,7 +76,7 @@ class BatchBalance:
 
 @dataclass(frozen=True)
 class ZLoss:
-    """Loss ``logsumexp(logits) ** 2``, which keeps logits small, where rounding matters less.
+    """Loss ``logsumexp(logits) ** 2``, which keeps logits small, so that their rounding errors are small.
 
     Zoph et al. 2022, "ST-MoE", equation 5.
     """
@@ -85,18 +86,18 @@ class ZLoss:
     layout_invariant: ClassVar[bool] = True
 
     def loss_term(self) -> LossTerm:
-        """Loss term as a mean over positions."""
+        """Loss term, averaged over positions."""
         return LossTerm(self.coefficient, per="position")
 
     def total(self, choice: Choice) -> Tensor:
-        """Sum over positions."""
+        """Loss summed over positions."""
         squares = choice.logits.logsumexp(dim=-1).square()
         return (squares if choice.padding is None else squares.masked_fill(choice.padding, 0)).sum()
 
 
 @dataclass(frozen=True)
 class SignUpdate:
-    """Bias update ``b_i += rate * sign(mean load - load_i)``: experts below the mean become likelier by a fixed step.
+    """Bias update ``b_i += rate * sign(mean load - load_i)``: experts below the mean gain a fixed step.
 
     Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1.
     """
@@ -110,7 +111,7 @@ class SignUpdate:
 
 
 def _at_least_one(number: Tensor | int) -> Tensor | int:
-    """Divisor of what is zero where there is nothing."""
+    """Clamp a divisor to at least 1; the dividend is zero where it was 0."""
     return number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
 
 

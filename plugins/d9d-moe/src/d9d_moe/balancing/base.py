@@ -1,4 +1,4 @@
-"""Protocols of balancers, and the router's values that they see.
+"""Protocols of balancers, and the values of the router that they read.
 
 Shapes: B samples, T tokens, E experts, k experts of a token.
 """
@@ -11,19 +11,19 @@ import torch
 from d9d_core.traits import LossTerm
 from torch import Tensor
 
-#: Keeps a sum of scores that all underflowed from dividing zero by zero; too small to change any other sum.
+#: Avoids 0 / 0 if all scores of a token underflowed; too small to change any other sum.
 TINY = 1e-20
 
 
 class Choice(NamedTuple):
-    """Choice of a router that a balancer is shown: logits, scores and chosen experts of a microbatch.
+    """Choice of a router, as balancers read it: logits, scores and chosen experts of a microbatch.
 
     Attributes:
         logits: [T, E], float32 or wider.
-        scores: [T, E], before any bias of the selection.
-        indices: int64 [T, k], the chosen experts, before any is dropped for want of capacity; E for padding.
-        samples: B, number of samples of equal length that the tokens are, one after the other.
-        padding: bool [T], positions that count nowhere; ``None`` if there are none.
+        scores: [T, E], without the selection bias.
+        indices: int64 [T, k], chosen experts, including dropped choices; E for padding.
+        samples: B; the tokens are B samples of equal length, one after another.
+        padding: bool [T], padded positions, which are not counted; ``None`` if there are none.
     """
 
     logits: Tensor
@@ -33,62 +33,62 @@ class Choice(NamedTuple):
     padding: Tensor | None = None
 
     def shares(self) -> Tensor:
-        """Scores [T, E] normalised to a sum of one per token, as softmax scores are; zeros for padding."""
+        """Scores [T, E] normalised to a sum of one per token, like softmax scores; zeros for padding."""
         shares = self.scores / (self.scores.sum(dim=-1, keepdim=True) + TINY)
         return shares if self.padding is None else shares.masked_fill(self.padding.unsqueeze(1), 0)
 
     def rows(self, parts: int) -> Tensor:
-        """Times that each of ``parts`` equal parts of the tokens chose each expert, [parts, E] as the scores."""
+        """Number of choices of each expert, [parts, E], in each of ``parts`` equal parts of the tokens."""
         experts = self.scores.shape[1]
         chosen = self.indices.reshape(parts, self.indices.numel() // max(parts, 1))
-        # The last place is nobody's: for padding.
+        # The last column is for padding.
         counts = torch.zeros(parts, experts + 1, dtype=self.scores.dtype, device=chosen.device)
         return counts.scatter_add(1, chosen, torch.ones_like(chosen, dtype=counts.dtype))[:, :experts]
 
     def lengths(self) -> Tensor | int:
-        """Positions of each sample that are no padding, int64 [B]; without padding the number that all have."""
+        """Number of positions of each sample without padding, int64 [B]; without any padding one int for all."""
         length = len(self.scores) // max(self.samples, 1)
         return length if self.padding is None else self.padding.logical_not().view(self.samples, length).sum(dim=1)
 
     def positions(self) -> Tensor | int:
-        """Number of positions that are no padding, int64 0-d; known to the host without padding."""
+        """Number of positions without padding, int64 0-d; an int if there is no padding."""
         return len(self.scores) if self.padding is None else self.padding.logical_not().sum()
 
 
 @runtime_checkable
 class BalancingLoss(Protocol):
-    """Base of balancing losses of a router: their contract."""
+    """Protocol of balancing losses of a router."""
 
     @property
     def term(self) -> str:
-        """Name of the term among the losses of the job, a valid attribute name."""
+        """Name of the term among the losses of the job; a valid attribute name."""
         ...
 
     @property
     def layout_invariant(self) -> bool:
-        """Whether the loss of a batch is the same, however the batch is cut and spread over ranks."""
+        """Whether the loss of a batch does not depend on its division into microbatches and over ranks."""
         ...
 
     def loss_term(self) -> LossTerm:
-        """Coefficient of the term, and what it is a mean over."""
+        """Coefficient of the term, and the unit that it is averaged over."""
         ...
 
     def total(self, choice: Choice) -> Tensor:
-        """Sum over the microbatch, 0-d, with a graph to the scores or logits."""
+        """Loss summed over the microbatch, 0-d, with gradients to the scores or logits."""
         ...
 
 
 @runtime_checkable
 class BiasUpdate(Protocol):
-    """Update of the bias of a router's selection, once per optimizer step."""
+    """Update of a router's selection bias, once per optimizer step."""
 
     @property
     def layout_invariant(self) -> bool:
-        """Whether the new bias is the same, however the batch was cut and spread."""
+        """Whether the new bias does not depend on the division of the batch into microbatches and over ranks."""
         ...
 
     def moved(self, bias: Tensor, counts: Tensor) -> Tensor:
-        """New bias, float32 [E], from the present one and the rows of each expert in the step, int64 [E]."""
+        """New bias, float32 [E], from the current bias and the rows of each expert in the step, int64 [E]."""
         ...
 
 

@@ -15,7 +15,7 @@ class BalancingConfig(PluginConfig):
     """Base of the configs of balancers."""
 
     @classmethod
-    def _owner(cls, info: ValidationInfo) -> str:  # noqa: ARG003 - the context knows the model, which has other fields
+    def _owner(cls, info: ValidationInfo) -> str:  # noqa: ARG003 - errors name the balancing, not the model
         return f"'{cls.model_fields['name'].default}'"
 
 
@@ -25,9 +25,9 @@ class AuxiliaryLossConfig(BalancingConfig):
     name: Literal["auxiliary_loss"] = "auxiliary_loss"
     """Selects this balancing."""
     scope: Literal["sequence", "batch"] = "sequence"
-    """What is balanced: each sample, or a rank's microbatch as a whole, which depends on how the batch is cut."""
+    """Unit to balance: each sample, or each rank's microbatch, which depends on the division of the batch."""
     coefficient: _Positive
-    """Factor of the term in the loss; each layer adds 1 to the term when all its experts get the same."""
+    """Factor of the term in the loss; each layer adds 1 to the term if its experts are used equally."""
 
 
 class ZLossConfig(BalancingConfig):
@@ -40,26 +40,26 @@ class ZLossConfig(BalancingConfig):
 
 
 class BiasUpdateConfig(BalancingConfig):
-    """Bias of the selection that follows the load, without a loss."""
+    """Update of the selection bias by the load of the experts, without a loss."""
 
     name: Literal["bias_update"] = "bias_update"
     """Selects this balancing."""
     rate: _Positive = 1e-3
-    """How far the bias of an expert moves per optimizer step."""
+    """Step by which the bias of an expert changes per optimizer step."""
 
 
 _NAMES = tuple(kind.model_fields["name"].default for kind in (AuxiliaryLossConfig, ZLossConfig, BiasUpdateConfig))
 
 
 def _named(value: Any) -> Any:
-    """Turn a bare name into a mapping; anything without a known name is refused in our own words."""
+    """Turn a bare name into a mapping; raise an error that lists the known names for other values."""
     if isinstance(value, PluginConfig):
         return value
     fields = {"name": value} if isinstance(value, str) else value
     name = fields.get("name") if isinstance(fields, Mapping) else None
     if not isinstance(name, str):
         text = f"expected the name of a balancing, or a mapping with 'name', not {value!r}"
-        raise ValueError(text)  # noqa: TRY004 - pydantic collects these only
+        raise ValueError(text)  # noqa: TRY004 - pydantic collects only ValueErrors
     if name not in _NAMES:
         near = closest(name, _NAMES)
         hint = f"did you mean '{near}'? " if near else ""

@@ -1,1 +1,1 @@
-"""Dispatch of tokens to experts of the same process, and the parts that all dispatchers share."""
+"""Dispatch of tokens to experts of the same process, and parts shared by all dispatchers."""

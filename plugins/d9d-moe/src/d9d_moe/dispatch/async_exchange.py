@@ -1,9 +1,9 @@
 """Asynchronous exchange of tensors whose forward and backward both overlap with other computation.
 
-Autograd runs functions backward in the order in which they were called forward, reversed. So there are two: the
-function that starts the exchange comes before what is computed meanwhile, the one that finishes it after that. In the
-backward, gradients leave in the second function and are awaited in the first. What passes between the two are values
-that are not there yet: placeholders stand in for them.
+Autograd runs the backwards of functions in the reverse order of their forward calls. Therefore there are two functions:
+one starts the exchange, before the overlapped computation, and one finishes it, after that. In the backward, gradients
+are sent in the second function and awaited in the first. The tensors passed between the two functions have not arrived
+yet, so placeholders stand in for them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 def untraced(function: F) -> F:
-    """Exclude a function from ``torch.compile``: the graph breaks around it, and it runs as it is.
+    """Exclude a function from ``torch.compile``: the graph breaks there, and the function runs eagerly.
 
-    For communication that is awaited elsewhere, which Dynamo would follow only to give up half-way. Using it costs the
-    import of Dynamo.
+    For communication that is awaited elsewhere: Dynamo would begin to trace it and then fail. Importing Dynamo takes
+    time.
     """
     opaque: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return opaque
@@ -41,7 +41,7 @@ class OutsideGraph:
 
 
 def as_arrived(arrived: Tensors, _saved: Tensors) -> Tensors:
-    """Use what arrived as gradients, unchanged."""
+    """Return the received tensors unchanged as gradients."""
     return arrived
 
 
@@ -50,14 +50,14 @@ class AsyncExchange:
 
     Args:
         tensors: tensors that may have gradients.
-        saved: tensors that ``to_gradients`` needs; nothing else that it refers to may be large, or change in a
+        saved: tensors that ``to_gradients`` needs; all else that it refers to must be small, and the same in a
             recomputation.
-        to_gradients: (what came back, ``saved``) -> a gradient for each of the tensors.
+        to_gradients: function (received tensors, ``saved``) -> gradient of each of the tensors.
     """
 
     __slots__ = ("_link", "_tensors")
 
-    @untraced  # what the backward does to _Link is nothing that can be traced
+    @untraced  # the backward changes _Link, which cannot be traced
     def __init__(
         self,
         tensors: Sequence[Tensor],
@@ -74,16 +74,17 @@ class AsyncExchange:
         """Wait for the tensors of the exchange.
 
         Args:
-            pending: on its way; integers among what arrives have no gradient.
-            saved: tensors that ``send`` needs, as above.
-            send: (gradients of what arrived, ``saved``) -> what comes back, on its way. Called in the backward.
+            pending: exchange in progress; received integers have no gradient.
+            saved: tensors that ``send`` needs.
+            send: function (gradients of the received tensors, ``saved``) -> exchange in progress. Called in the
+                backward.
         """
         arrived: Tensors = _FinishExchange.apply(self._link, send, pending, len(self._tensors), *self._tensors, *saved)
         return arrived
 
 
 class _Link:
-    """State shared by both functions; no more, because it lives as long as the graph."""
+    """State shared by both functions; kept small, because it lives as long as the graph."""
 
     __slots__ = ("back",)
 

@@ -34,11 +34,11 @@ class CompletedTransfer(Generic[T]):
 
 
 class LocalHandle(NamedTuple):
-    """Row numbers and weights of a dispatch, which its combine needs.
+    """Row indices and weights of a dispatch, for its combine.
 
     Attributes:
-        slots: int64 [R], which of the T * k choices each row is.
-        places: int64 [T, k], row of each choice; R or more for one that has none.
+        slots: int64 [R], choice of each row, out of T * k.
+        places: int64 [T, k], row of each choice; R or more for a choice without a row.
         weights: [T, k].
         absent: whether some choices may have no row.
     """
@@ -52,14 +52,14 @@ class LocalHandle(NamedTuple):
 class LocalDispatcher(PermutingDispatcher):
     """Local dispatcher: sorts the rows of one process by expert, within an expert by token.
 
-    The host reads nothing, so a GPU is never waited for. Gradients are sums in a fixed order, without atomics: the
-    same input gives the same bits.
+    Does not synchronise with the device. Gradients are sums in a fixed order, without atomics, so the same input gives
+    the same bits.
     """
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> CompletedTransfer[Dispatched]:
-        """Copy tokens [T, H] to rows [T * k, H], with a limit to at most E * limit.
+        """Copy tokens [T, H] to rows [T * k, H], or with a limit to at most E * limit rows.
 
-        Rows of choices that stand for nobody come last, and are spare.
+        Rows of dropped choices come last, and are spare.
         """
         rows = routing.indices.numel()
         if routing.limit is not None:
@@ -76,18 +76,18 @@ class LocalDispatcher(PermutingDispatcher):
 
 
 def sort_by_expert(experts: Tensor, rows: int, nobody: int) -> tuple[Tensor, Tensor]:
-    """Give each choice a row: sorted by expert, within an expert by token.
+    """Assign a row to each choice, sorted by expert, then by token.
 
     Args:
-        experts: integers [T, k], the expert of each choice.
-        rows: R, as many as somebody has chosen, or more: those go to nobody's choices.
-        nobody: number of experts, which stands for nobody and sorts to the end.
+        experts: integers [T, k], expert of each choice.
+        rows: R, at least the number of choices that are not dropped; further rows go to dropped choices.
+        nobody: index of a dropped choice: the number of experts, which sorts to the end.
 
     Returns:
-        Slots int64 [R], which of the T * k choices a row is, and places int64 [T, k], the row of a choice; nobody's
-        may have none, and then R or more.
+        Slots int64 [R], the choice of each row, out of T * k; and places int64 [T, k], the row of each choice, R or
+        more for a dropped choice without a row.
     """
-    # A GPU sorts digit by digit: of 64 bits it would read and write all choices eight times.
+    # A GPU sorts by digits; with 64-bit keys it would read and write all choices eight times.
     narrow = torch.uint8 if nobody < 2**8 else torch.int16 if nobody < 2**15 else torch.int64
     order = torch.sort(experts.flatten().to(narrow), stable=True).indices
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

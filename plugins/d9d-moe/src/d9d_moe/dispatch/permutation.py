@@ -1,16 +1,16 @@
-"""Ops ``permute`` and ``unpermute``: copies of tokens to rows and sums of rows to tokens, each the other's backward.
+"""Ops ``permute`` (copy tokens to rows) and ``unpermute`` (sum rows to tokens); each is the other's backward.
 
-Written out, because autograd's gradient of an index adds rows up atomically: in any order, and in the narrow dtype.
-Sums run over the experts of a token one after the other, so that no tensor of T x k x H in float32 ever exists. All is
-plain indexing, which a compiler fuses.
+The gradients are written out, because autograd's gradient of an index adds rows atomically: in any order, and in the
+narrow dtype. Sums add the experts of a token one after another, so that no tensor of T x k x H in float32 is made. All
+operations are plain indexing, which a compiler fuses.
 
-Shapes: T tokens, H features, k choices of each token, R rows: one for each choice, or for fewer, or for none.
+Shapes: T tokens, H features, k choices of each token, R rows, at most one for each choice.
 
-Two tensors say which row is whose:
+Two tensors relate rows and choices:
 
-- slots: int64 [R], the choice of each row: ``token * k + place among the token's k``.
+- slots: int64 [R], the choice of each row: ``token * k + index among the token's k choices``.
 - places: int64 [T, k], the row of each choice, the inverse of ``slots``. R or more: the choice has no row (is absent).
-  Whether that may be is known to the host (``absent``), so that where it may not be, nothing is masked.
+  The host knows whether there can be absent choices (``absent``); if not, masking is skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 
 class PermutingDispatcher:
-    """Base of dispatchers that copy tokens to rows and sum rows to tokens, by the backends of both ops.
+    """Base of dispatchers that copy tokens to rows and sum rows to tokens with the backends of both ops.
 
     Attributes:
         permute: slot of :func:`permute`.
@@ -37,7 +37,7 @@ class PermutingDispatcher:
         self.unpermute = OpSlot("unpermute", unpermute)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of both ops; the layer that has the dispatcher passes them on."""
+        """Slots of both ops, for the layer that has the dispatcher."""
         return {"permute": self.permute, "unpermute": self.unpermute}
 
 
@@ -47,8 +47,8 @@ def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = Fal
     Args:
         tokens: [T, H].
         slots: int64 [R].
-        places: int64 [T, k]. A row that is nobody's place gets a copy too, and its gradient goes nowhere.
-        absent: whether places may be absent.
+        places: int64 [T, k]. A row that is no choice's place gets a copy too, and its gradient is dropped.
+        absent: whether choices may be absent.
 
     Returns:
         [R, H].
@@ -60,14 +60,15 @@ def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = Fal
 def unpermute(
     rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor | None = None, *, absent: bool = False
 ) -> Tensor:
-    """Undo the permutation of a dispatch: sum each token's rows, times weights if any, in float32 or wider.
+    """Undo the permutation of a dispatch: sum each token's rows, optionally weighted, in float32 or wider.
 
     Args:
         rows: [R, H].
         slots: int64 [R].
         places: int64 [T, k].
-        weights: [T, k]. Those of absent choices get gradients of zero.
-        absent: whether places may be absent. Without weights, the gradients of rows that are nobody's place are any.
+        weights: [T, k]. Weights of absent choices get zero gradients.
+        absent: whether choices may be absent. Without weights, the gradients of rows that are no choice's place are
+            arbitrary.
 
     Returns:
         [T, H] in the dtype of ``rows``.
@@ -126,7 +127,7 @@ class _Unpermute(torch.autograd.Function):
             if ctx.absent:
                 grad_weights = grad_weights.masked_fill(places >= len(rows), 0)
         factors = weights.flatten().index_select(0, slots).unsqueeze(1)
-        # In place: multiplied in the wider of both dtypes and rounded once, without a wide copy of all rows.
+        # In place: multiplies in the wider of both dtypes and rounds once, without a wide copy of all rows.
         grad_rows.mul_(factors)
         return grad_rows, None, None, grad_weights.to(weights.dtype), None
 
@@ -142,20 +143,20 @@ def summed(rows: Tensor, places: Tensor, absent: bool, weights: Tensor | None = 
     total = rows.new_zeros(len(places), rows.shape[1], dtype=dtype)
     for choice, place in enumerate(places.unbind(1) if len(rows) else ()):
         part = rows.index_select(0, _safe(place, rows, absent))
-        if absent:  # the narrow rows, not their weights: what nobody's rows hold may be no number
+        if absent:  # masks rows, not weights: spare rows may hold NaN
             part.masked_fill_((place >= len(rows)).unsqueeze(1), 0)
-        # Both widen as they add, without a wide copy of the part.
+        # Both ops widen while adding, without a wide copy of the rows.
         if weights is None:
             total.add_(part)
         else:
             total.addcmul_(part, weights[:, choice].unsqueeze(1))
-    # A view: of a function compiled by torch 2.11 that returns what it has summed up, the gradients are zeros.
+    # A view, because torch 2.11 gives zero gradients for a compiled function that returns a tensor summed in place.
     return total.view_as(total) if total.dtype == rows.dtype else total.to(rows.dtype)
 
 
 def _row_products(first: Tensor, second: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
-    """Inner products [R] of rows [R, H], computed in a wide dtype, for some rows at a time."""
-    if torch.compiler.is_compiling():  # needs no wide copy, and would compile for each number of chunks
+    """Inner products [R] of rows [R, H], computed in a wide dtype, a chunk of rows at a time."""
+    if torch.compiler.is_compiling():  # fused without a wide copy; chunks would recompile
         chunk = len(first)
     pairs = zip(torch.split(first, chunk), torch.split(second, chunk), strict=True)
     return torch.cat([(a.to(dtype) * b).sum(1) for a, b in pairs])

@@ -1,7 +1,7 @@
-"""Collectives of expert parallelism in a step, from shapes and an even choice of experts.
+"""Collectives of expert parallelism in a step, from shapes and an even use of experts.
 
-Which ranks a token travels to is up to the router, so sizes are what ranks would send if all experts were equally
-likely; how often they send is known.
+The router decides which ranks a token is sent to, so the sizes are expected values for equally likely experts; the
+numbers of collectives are exact.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import nn
 
 from d9d_moe.all_to_all.separate import SeparateDispatcher
 
-#: Bytes of a number in the exchange of counts.
+#: Bytes of a number in the exchange of row counts.
 _COUNT = 8
 
 
 @dataclass(frozen=True)
 class ExpertCommunication:
-    """Communication (:class:`d9d_core.strategy.Communication`) of expert parallelism: tokens travel by all-to-all.
+    """Communication (:class:`d9d_core.strategy.Communication`) of expert parallelism: tokens are sent by all-to-all.
 
     Attributes:
-        layers: layers with experts by qualified name, each with the dispatcher that it was given; one that has another
-            by now is left out, for it is no matter of this strategy any more.
+        layers: qualified name of a layer with experts -> the layer, and the dispatcher that this strategy gave it.
+            Layers whose dispatcher was replaced since are skipped.
         experts: number of experts of each layer on all ranks.
-        ranks: numbers of the ranks of ``ep``.
-        split: ranks of ``tp``, which split the positions.
+        ranks: ranks along ``ep``.
+        split: number of ranks of ``tp``, which split the positions.
     """
 
     layers: Mapping[str, tuple[HasExperts, Dispatcher]]
@@ -68,19 +68,19 @@ class ExpertCommunication:
 
 
 def rows_of_token(ranks: int, experts: int, chosen: int) -> float:
-    """Mean number of ranks that have some of the experts of a token, if all choices are equally likely.
+    """Expected number of ranks that a token is sent to, if all experts are equally likely.
 
     Args:
-        ranks: they share the experts evenly.
-        experts: number of all experts.
-        chosen: experts of a token.
+        ranks: number of ranks, each with the same number of experts.
+        experts: number of experts on all ranks.
+        chosen: number of experts of a token.
     """
     elsewhere = math.comb(experts - experts // ranks, chosen) / math.comb(experts, chosen)
     return ranks * (1 - elsewhere)
 
 
 def features_of(layer: HasExperts) -> int | None:
-    """Features of a token as the experts of a layer see it; ``None`` if their banks do not say."""
+    """Number of features of the rows of a layer's experts; ``None`` if their banks do not declare it."""
     for bank in layer.expert_banks().values():
         for module in bank.modules():
             if isinstance(module, HasBanks) and isinstance(module, nn.Module):

@@ -1,4 +1,4 @@
-"""Config of the strategy ``expert_parallel``; apart from it, because reading a job file imports no torch."""
+"""Config of the strategy ``expert_parallel``; in its own file, because reading a job file imports no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from d9d_core.config import PluginConfig
 
 
 class ExpertParallelConfig(PluginConfig):
-    """Expert parallelism: each rank of ``ep`` keeps a share of every layer's experts, and tokens travel to them."""
+    """Expert parallelism: each rank of ``ep`` keeps a share of every layer's experts, and tokens are sent to them."""
 
     name: Literal["expert_parallel"] = "expert_parallel"
     """Selects the plugin."""
     combine: Literal["summed", "separate"] = "summed"
-    """Outputs of a token's experts on one rank return as their sum, or each by itself, to be added up as one process
-    does: then outputs do not depend on the layout to the last bit, for more traffic."""
+    """``summed``: a rank sums the outputs of a token's experts before returning them. ``separate``: every output
+    returns separately and is summed in the order of one process, so that bits do not depend on the layout, for more
+    traffic."""

@@ -11,16 +11,16 @@ from torch import nn
 
 
 def replace_dispatchers(stage: nn.Module, make: Callable[[int], Dispatcher]) -> tuple[str, ...]:
-    """Replace the dispatcher of every layer with experts, in place; layers of equally many experts share one.
+    """Replace the dispatcher of every layer with experts, in place; layers with the same number of experts share one.
 
-    For strategies at the anchor ``expert``, position ``after``: what they replace is that of ``expert_parallel``.
+    For strategies at the anchor ``expert``, position ``after``, which replace the dispatchers of ``expert_parallel``.
 
     Args:
         stage: stage whose modules are searched.
-        make: number of experts on all ranks -> the dispatcher.
+        make: function from the number of experts on all ranks to the dispatcher.
 
     Returns:
-        Names of the layers; none if the stage has no experts.
+        Names of the layers; empty if the stage has no experts.
     """
     layers = modules_with(stage, HasExperts)
     shared = cache(make)
@@ -33,11 +33,11 @@ def experts_of(layer: HasExperts) -> int:
     """Number of experts of a layer on all ranks.
 
     Raises:
-        BuildError: parameters disagree about it.
+        BuildError: the parameters have different numbers of experts.
     """
     sizes = {len(parameter) for bank in layer.expert_banks().values() for parameter in bank.parameters()}
     if len(sizes) != 1:
         raise BuildError(
-            f"{type(layer).__name__} has parameters of {sorted(sizes)} experts; dimension 0 of each must be the expert"
+            f"{type(layer).__name__} has parameters of {sorted(sizes)} experts; dimension 0 of all must be the expert"
         )
     return sizes.pop()

@@ -10,25 +10,25 @@ from torch.distributed.tensor import DTensor
 
 
 def compute_with_local_banks(bank: nn.Module) -> None:
-    """Let a module's forward see local shards ``[experts here, ...]`` of its DTensors. In place.
+    """Make a module's forward use local shards ``[experts here, ...]`` of its DTensors. In place.
 
-    So neither the module nor a kernel meets a DTensor. The gradient of a local part is that of the DTensor's: tokens of
-    all ranks have come to the experts, and nothing is left to add up over ``ep``.
+    The module and its kernels therefore handle no DTensor. The gradient of a local shard is the DTensor's gradient: the
+    tokens of all ranks were sent to the experts, so there is nothing to reduce over ``ep``.
 
     Args:
-        bank: a module that owns parameters, each split over ranks in dimension 0; children are not changed.
+        bank: module that owns parameters, each sharded over ranks in dimension 0; its children are not changed.
     """
-    # Bound: Dynamo guards on which callable object an attribute is, and would compile every block anew.
+    # A bound method: Dynamo guards on the identity of other callables, and would recompile for every block.
     replaced: Callable[..., Any] = LocalBanks(bank, bank.forward).__call__
     bank.forward = replaced
 
 
 class LocalBanks:
-    """Forward of a bank over a rank's local experts. No closure: deep copies must compute with their own parameters.
+    """Forward of a bank with a rank's local experts. Not a closure, because deep copies must use their own parameters.
 
     Args:
-        bank: the module.
-        forward: its forward until now.
+        bank: module to compute with.
+        forward: original forward of the module.
     """
 
     def __init__(self, bank: nn.Module, forward: Callable[..., Any]) -> None:
@@ -37,7 +37,7 @@ class LocalBanks:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the forward with local shards as parameters."""
-        # What FSDP2 and torch.func.functional_call do: modules look their parameters up here at each access.
+        # As in FSDP2 and torch.func.functional_call: modules look up their parameters here at each access.
         own: dict[str, Any] = self.bank._parameters  # noqa: SLF001
         spread = {name: parameter for name, parameter in own.items() if isinstance(parameter, DTensor)}
         own.update({name: parameter.to_local() for name, parameter in spread.items()})

@@ -1,9 +1,9 @@
 """Strategy ``expert_parallel`` (Lepikhin et al. 2020, "GShard", section 3.2).
 
-``ep`` is laid over data-parallel ranks, which see different tokens: each rank of a group of ``ep`` keeps
-``experts / ep`` neighbouring experts of every layer, and tokens travel between the ranks of the group. All other
-parameters, the router's among them, follow the job's data-parallel strategy. Ranks that hold the same experts
-(``expert_replicate`` x ``expert_fsdp``) share them as that strategy says.
+``ep`` spans data-parallel ranks, which read different tokens: each rank of a group of ``ep`` keeps ``experts / ep``
+consecutive experts of every layer, and tokens are sent between the ranks of the group. All other parameters, the
+router's included, follow the job's data-parallel strategy. Ranks with the same experts (``expert_replicate`` x
+``expert_fsdp``) replicate or shard them according to that strategy.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from d9d_moe.expert_parallel.config import ExpertParallelConfig
 from d9d_moe.expert_parallel.dispatchers import experts_of, replace_dispatchers
 from d9d_moe.expert_parallel.local_banks import compute_with_local_banks
 
-#: The view of the mesh that experts are spread over.
+#: View of the mesh with the axis that experts are sharded over.
 VIEW = "expert"
 
 
 class ExpertParallel:
-    """Strategy of expert parallelism: shards the experts of every layer over ``ep``; tokens travel by all-to-all.
+    """Strategy of expert parallelism: shards the experts of every layer over ``ep``; tokens are sent by all-to-all.
 
     Args:
-        config: how outputs return.
+        config: config of the strategy.
     """
 
     def __init__(self, config: ExpertParallelConfig) -> None:
@@ -62,7 +62,7 @@ class ExpertParallel:
         parameters = [own for name, bank in banks.items() for own, _ in bank.named_parameters(name)]
         return Applied(
             modules=(*layers, *banks),
-            # Nobody reduces over ep: tokens of all its ranks have come to the experts.
+            # No reduction over ep: the tokens of all its ranks were sent to the experts.
             gradients=tuple(GradientOwner(parameter, "ep", "none") for parameter in parameters),
             views=dict.fromkeys(parameters, VIEW),
             outside_graph=layers,
@@ -79,9 +79,9 @@ def spread_bank(bank: nn.Module, mesh: DeviceMesh, name: str) -> None:
     """Shard every parameter of a bank by expert for expert parallelism, on the meta device and in place.
 
     Args:
-        bank: all of its parameters have one slice per expert in dimension 0.
-        mesh: ``ep``.
-        name: name of the bank, for errors.
+        bank: module whose parameters all have the expert as dimension 0.
+        mesh: mesh of ``ep``.
+        name: name of the bank, for error messages.
 
     Raises:
         BuildError: the mesh does not divide the number of experts.

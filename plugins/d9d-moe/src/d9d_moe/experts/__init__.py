@@ -1,1 +1,1 @@
-"""Experts of a layer, and the layer made of router, dispatcher and experts."""
+"""Experts of a layer, and the layer that consists of router, dispatcher and experts."""

@@ -1,4 +1,4 @@
-"""Experts of a layer as grouped SwiGLU: one weight bank per matrix holds all experts.
+"""Experts of a layer as grouped SwiGLU: one weight bank per projection holds all experts.
 
 Shapes: R rows, H features, I features inside, E experts.
 """
@@ -57,11 +57,11 @@ class GroupedSwiGLU(nn.Module):
         return {"gate_proj": self.gate_proj, "up_proj": self.up_proj, "down_proj": self.down_proj}
 
     def bank_terms(self) -> nn.ModuleDict:
-        """Terms that a fine-tuning method added to products."""
+        """Updates (such as of LoRA) that a fine-tuning method adds to the products, by bank."""
         return self.terms
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        """Defer the weight gradients of all three banks, if the backend of the products can."""
+        """Defer the weight gradients of all three banks, if the backend of the products supports it."""
         self._deferral = deferral
         return ("gate_proj", "up_proj", "down_proj")
 
@@ -71,7 +71,7 @@ class GroupedSwiGLU(nn.Module):
         Args:
             tokens: [R, H], sorted by expert.
             counts: int64 [E], rows of each expert.
-            spare_rows: whether there may be rows beyond those; they come out as zeros.
+            spare_rows: whether there may be rows beyond the counted ones; their outputs are zeros.
 
         Returns:
             [R, H].

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layer, in place of a feed-forward layer.
+"""Mixture-of-experts layer, which replaces a feed-forward layer.
 
 Shapes: B samples, S positions, H features, T = B * S tokens.
 """
@@ -18,20 +18,20 @@ from d9d_moe.router.top_k import TopKRouter
 
 
 class MoELayer(nn.Module):
-    """MoE layer of experts: weighted sum of each token's experts, plus a shared expert for all tokens if there is one.
+    """MoE layer: weighted sum of the outputs of each token's experts, plus an optional shared expert for all tokens.
 
-    Qwen3-MoE has no shared expert, DeepSeek-V3 has one ("DeepSeek-V3", equation 12), Qwen2-MoE has one times a
+    Qwen3-MoE has no shared expert, DeepSeek-V3 has one ("DeepSeek-V3", equation 12), Qwen2-MoE multiplies it by a
     sigmoid gate.
 
     Args:
-        router: picks experts for each token.
-        experts: the experts.
-        dispatcher: brings tokens to experts and back.
-        shared_expert: maps [B, S, H] to [B, S, H], for example :class:`d9d_nn.swiglu.SwiGLU`.
-        shared_gate: H features -> 1; its sigmoid is a token's factor for the shared expert.
+        router: router that chooses experts for each token.
+        experts: experts of the layer.
+        dispatcher: dispatcher that sends tokens to experts and combines their outputs.
+        shared_expert: module [B, S, H] -> [B, S, H], for example :class:`d9d_nn.swiglu.SwiGLU`.
+        shared_gate: linear layer with H inputs and 1 output; its sigmoid scales the shared expert's output per token.
 
     Raises:
-        BuildError: router and experts disagree about their number, or there is a gate and nothing to gate.
+        BuildError: router and experts have different numbers of experts, or there is a gate but no shared expert.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class MoELayer(nn.Module):
                 "build both with the same number"
             )
         if shared_gate is not None and shared_expert is None:
-            raise BuildError("MoELayer: shared_gate without shared_expert has nothing to gate; pass both or neither")
+            raise BuildError("MoELayer: shared_gate without shared_expert has no effect; pass both or neither")
         self.router = router
         self.experts = experts
         self.dispatcher = dispatcher
@@ -58,16 +58,16 @@ class MoELayer(nn.Module):
         self.shared_gate = shared_gate
 
     def expert_banks(self) -> Mapping[str, nn.Module]:
-        """Experts of the layer; a strategy that shards them over ranks replaces ``dispatcher`` too."""
+        """Bank of the layer's experts; a strategy that shards it over ranks replaces ``dispatcher`` too."""
         return {"experts": self.experts}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of router and experts, which stay whole and see a rank's own tokens; a shared expert has a plan."""
+        """Styles of router and experts: replicated, on a rank's own positions. A shared expert has its own plan."""
         gate = {} if self.shared_gate is None else {"shared_gate": TensorStyle.SEQUENCE}
         return {"router": TensorStyle.SEQUENCE, "experts": TensorStyle.SEQUENCE, **gate}
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of the dispatcher, if it has any; those of the experts belong to the experts."""
+        """Slots of the dispatcher, if it has any; the experts declare their own."""
         slots = self.dispatcher.op_slots() if isinstance(self.dispatcher, HasOps) else {}
         return {f"dispatcher.{name}": slot for name, slot in slots.items()}
 
@@ -76,8 +76,8 @@ class MoELayer(nn.Module):
 
         Args:
             hidden: [B, S, H].
-            padding: bool [B, S], positions that no expert computes and that count nowhere; ``None`` if there are none.
-                All positions, also where ranks of ``tp`` split ``hidden``.
+            padding: bool [B, S], padded positions, which no expert computes and no tally counts; ``None`` if there are
+                none. Covers all positions, even if ranks of ``tp`` split ``hidden``.
         """
         tokens = hidden.flatten(0, 1)
         routing = self.router(tokens, samples=len(hidden), padding=None if padding is None else padding.flatten())
@@ -89,7 +89,7 @@ class MoELayer(nn.Module):
 
     def _mixed(self, hidden: Tensor, tokens: Tensor, routing: Routing) -> Tensor:
         sending = self.dispatcher.dispatch(tokens, routing)
-        shared = self._shared(hidden)  # while tokens travel; autograd's order gives the same in the backward
+        shared = self._shared(hidden)  # overlaps the exchange, also in the backward
         sent = sending.wait()
         outputs = self.experts(sent.tokens, sent.counts, spare_rows=sent.spare_rows)
         mixed = self.dispatcher.combine(outputs, sent.handle).wait().view_as(hidden)

@@ -1,7 +1,7 @@
 """Logits of a router in float32, from tokens and weights in bfloat16.
 
-A product of two bfloat16 numbers is exact in float32, and tensor cores add up in float32: so these logits are those of
-float32 copies of both, but for the order of sums, at the speed of bfloat16 products.
+A product of two bfloat16 numbers is exact in float32, and tensor cores accumulate in float32. These logits therefore
+equal the logits of float32 copies up to the order of sums, at the speed of bfloat16 products.
 
 Shapes: T tokens, H features, E experts.
 """
@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 def bfloat16_logits(tokens: Tensor, weight: Tensor) -> Tensor:
     """Logits ``tokens @ weight.T`` in float32.
 
-    The gradient of the logits, float32 too, enters the products of the backward as the sum of two bfloat16 tensors,
-    which leaves it 16 bits: more than twice those of the gradients that come out.
+    In the backward, the float32 gradient of the logits enters the products as the sum of two bfloat16 tensors, which
+    keeps 16 significant bits: more than twice as many as the resulting gradients have.
 
     Args:
         tokens: bfloat16 [T, H].
@@ -56,4 +56,4 @@ class _Logits(torch.autograd.Function):
 def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()  # elsewhere, torch has no such product
+    return a.float() @ b.float()  # torch has out_dtype only on CUDA

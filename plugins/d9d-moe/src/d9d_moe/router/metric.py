@@ -1,6 +1,6 @@
-"""Metric ``router``: load, balance and entropy of a model's routers, over all layers.
+"""Metric ``router``: load, balance and entropy of a model's routers.
 
-Shapes: L routers in the order of the model, E experts of the router that has most.
+Shapes: L routers in the order of the model, E experts of the router with the most experts.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch.nn import functional
 
 from d9d_moe.router.metric_config import RouterMetricConfig
 
-#: What a module that tallies must count to be a router.
+#: Tallies by which a module is recognised as a router.
 _ROUTER = frozenset({"expert_tokens", "tokens", "entropy"})
 
 
 class RouterMetric:
-    """Metric of routers: load, violation of balance, entropy and dropped rows since the last reset.
+    """Metric of routers: load, balance violation, entropy and dropped rows since the last reset.
 
-    Series: ``router/entropy``, nats per position, the mean over layers; ``router/max_violation`` and
-    ``router/mean_violation``, the maximum and the mean over layers of how far the fullest expert is above the mean
+    Series: ``router/entropy``, nats per position, averaged over layers; ``router/max_violation`` and
+    ``router/mean_violation``, the maximum and the mean over layers of the excess of the fullest expert
     (``max_i load_i / mean load - 1``: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing", equation 4);
-    ``router/dropped``, the fraction of rows that found their expert full, where a router has a capacity. The table
-    ``router/load`` [L, E] is each expert's rows relative to an even spread; NaN past a layer's last expert. A layer
-    without tokens, as in a period whose steps were all skipped, has no values: they are NaN, and left out over layers.
+    ``router/dropped``, the fraction of rows dropped because their expert was full, if a router has a capacity. The
+    table ``router/load`` [L, E] has each expert's rows relative to a uniform load; NaN past a layer's last expert. A
+    layer without tokens, such as in a period of skipped steps, has the values NaN and is left out of averages.
 
     Args:
-        config: whether to log layer by layer.
+        config: config of the metric.
     """
 
     def __init__(self, config: RouterMetricConfig) -> None:
@@ -48,7 +48,7 @@ class RouterMetric:
         """Find the routers of a stage.
 
         Raises:
-            BuildError: there are none.
+            BuildError: the stage has none.
         """
         tallies = {name: module.tallies() for name, module in modules_with(stage, HasTallies).items()}
         routers = {name: found for name, found in tallies.items() if found.keys() >= _ROUTER}
@@ -68,14 +68,14 @@ class RouterMetric:
 
     @property
     def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
-        """Reduction of each state over shards: sums."""
+        """Reduction of each state over ranks: sum."""
         return dict.fromkeys(self._state, "sum")
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
-        """Add the tallies of one microbatch; a pipeline stage has those of its own routers.
+        """Add the tallies of one microbatch; a pipeline stage provides the tallies of its own routers.
 
         Raises:
-            JobError: there are none.
+            JobError: there are no tallies of a router.
         """
         device = self._meet(observations)
         width = self._state["expert_tokens"].shape[1]
@@ -95,18 +95,18 @@ class RouterMetric:
         """Continue from saved or merged sums."""
         self._state = {key: state[key] for key in self._state}
         device = self._state["tokens"].device
-        if self._experts.device != device:  # an instance that only loads meets no tallies
+        if self._experts.device != device:  # an instance that only loads gets no tallies
             self._experts = self._experts.to(device, non_blocking=True)
         self._empty = False
 
     def compute(self) -> Mapping[str, Tensor | Table]:
-        """Series and table of the class docstring; empty before the first update."""
+        """Compute the series and the table described at the class; empty before the first update."""
         if self._empty:
             return {}
         counts = self._state["expert_tokens"]
         wide = counts.to(wide_dtype(counts.device))
         tokens = self._state["tokens"]
-        seen = tokens > 0  # 0 / 0 is NaN wherever it is false
+        seen = tokens > 0  # where false, 0 / 0 gives NaN
         load = wide * self._experts / wide.sum(1, keepdim=True)
         violation = load.amax(1) - 1
         entropy = self._state["entropy"] / tokens
@@ -134,7 +134,7 @@ class RouterMetric:
         return values | {"router/load": Table(load, **labels, neutral=1.0, rows=_short(self._routers))}
 
     def reset(self) -> None:
-        """Zero the sums; they stay on their device, because moving them there again would wait for it."""
+        """Set the sums to zero, on their current device, because moving them there again would synchronise."""
         self._state = {key: torch.zeros_like(total) for key, total in self._state.items()}
         self._empty = True
 
@@ -144,7 +144,7 @@ class RouterMetric:
         if not found:
             raise JobError(
                 f"metric 'router': no tallies of {', '.join(self._routers[:3]) or 'any router'}; attach the metric to "
-                "the model, and pass what its routers tally"
+                "the model, and pass the tallies of its routers"
             )
         device = found[0].device
         if self._experts.device != device:
@@ -158,7 +158,7 @@ class RouterMetric:
 
 
 def _short(names: Sequence[str]) -> tuple[str, ...]:
-    """Shorten ``layers.1.ffn.router`` to ``1``, if the names have one number each and differ in nothing else."""
+    """Shorten ``layers.1.ffn.router`` to ``1``, if each name has one number and the names differ in nothing else."""
     split = [name.split(".") for name in names]
     numbers = tuple(part for parts in split for part in parts if part.isdecimal())
     around = {tuple("" if part.isdecimal() else part for part in parts) for parts in split}

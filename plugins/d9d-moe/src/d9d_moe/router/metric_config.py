@@ -1,4 +1,4 @@
-"""Config of the metric ``router``; apart from it, because reading a job file imports no torch."""
+"""Config of the metric ``router``; in its own file, because reading a job file imports no torch."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ class RouterMetricConfig(PluginConfig):
     """Selects the plugin."""
 
     per_layer: bool = False
-    """Log each value of each layer besides those of all layers."""
+    """Also log each value for each layer."""

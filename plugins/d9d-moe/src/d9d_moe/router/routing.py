@@ -1,4 +1,4 @@
-"""Routing of tokens to experts, the result of a top-k router.
+"""Routing of tokens to experts: the result of a top-k router.
 
 Shapes: T tokens, E experts, k experts of a token.
 """
@@ -12,17 +12,17 @@ from torch import Tensor
 class TopKRouting:
     """Routing by a top-k router: experts and weights of each token; a :class:`~d9d_core.traits.Routing`.
 
-    Neither a tuple nor a dataclass: FSDP's mixed precision casts the tensors that it finds in either, and weights
-    stay wide up to the sum over experts.
+    Neither a tuple nor a dataclass, because FSDP's mixed precision would cast their tensors, and weights must stay wide
+    until outputs are summed.
 
     Args:
-        indices: int64 [T, k], experts of each token; one may occur several times. E, one past the last expert, stands
-            for nobody: a full expert's dropped token, or padding, whose weights are zero.
-        weights: [T, k], their factors in the token's output; float32, or float64 if the hidden states are.
-        scores: [T, E] in the dtype of the weights, of all experts, before any bias of the selection.
-        counts: int64 [E], rows of each expert, on the device of the indices; those of nobody count nowhere.
-        limit: no expert has more rows than this, known from shapes alone; ``None`` if nothing limits them.
-        incomplete: whether some indices may be E, which a limit implies.
+        indices: int64 [T, k], experts of each token; an expert may occur several times. The index E, one past the last
+            expert, marks a dropped choice of a full expert, or padding; its weight is zero.
+        weights: [T, k], factors of the experts' outputs; float32, or float64 for float64 hidden states.
+        scores: [T, E] in the dtype of the weights, scores of all experts without the selection bias.
+        counts: int64 [E], rows of each expert, on the device of the indices; choices with index E are not counted.
+        limit: most rows of an expert, known from shapes alone; ``None`` for no limit.
+        incomplete: whether some indices may be E; always with a limit.
     """
 
     __slots__ = ("counts", "incomplete", "indices", "limit", "scores", "weights")
@@ -48,15 +48,15 @@ class TopKRouting:
     def of(
         cls, indices: Tensor, weights: Tensor, experts: int, limit: int | None = None, *, incomplete: bool = False
     ) -> TopKRouting:
-        """Routing from given indices int64 [T, k]: counts follow from them, scores are zeros."""
+        """Make a routing from given indices int64 [T, k]: counts follow from them, scores are zeros."""
         counts, scores = count_rows(indices, experts), weights.new_zeros(len(indices), experts)
         return cls(indices, weights, scores, counts, limit, incomplete=incomplete)
 
 
 def count_rows(indices: Tensor, experts: int) -> Tensor:
-    """Rows of each expert, int64 [E], from indices int64 [T, k]; those of E, no expert, are left out.
+    """Rows of each expert, int64 [E], from indices int64 [T, k]; choices with index E are not counted.
 
-    Not ``torch.bincount``, which waits for the device to learn its length.
+    Not ``torch.bincount``, which synchronises with the device to learn the length of its result.
     """
     rows = indices.flatten()
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=rows.device)

@@ -1,6 +1,6 @@
-"""Top-k router: picks the k experts with the best scores.
+"""Top-k router: chooses the k experts with the best scores.
 
-Shapes: T tokens, H features, E experts, k experts of a token, G groups of E/G neighbouring experts.
+Shapes: T tokens, H features, E experts, k experts of a token, G groups of E/G consecutive experts.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from d9d_moe.router.selection import best, keep_best_groups, over_capacity
 
 
 class TopKRouter(BalancedRouter):
-    """Top-k router by scores ``s = softmax(W h)`` or ``sigmoid(W h)``, which weight the k best experts.
+    """Top-k router with scores ``s = softmax(W h)`` or ``sigmoid(W h)``, which are the weights of the k best experts.
 
     Softmax over all experts, then the k best: Fedus et al. 2021, "Switch Transformers", equations 1 and 2 for k = 1;
     renormalised to a sum of one: Qwen3-MoE, Mixtral. Sigmoid, groups, renormalisation and scale: DeepSeek-AI 2024,
-    "DeepSeek-V3", equations 12 to 16; a bias that only the selection sees: Wang et al. 2024, "Auxiliary-Loss-Free
-    Load Balancing", equation 3.
+    "DeepSeek-V3", equations 12 to 16; a bias for the selection only: Wang et al. 2024, "Auxiliary-Loss-Free Load
+    Balancing", equation 3.
 
-    Logits and scores are computed in float32 or wider, under autocast too: experts that differ by less than a
-    bfloat16 can tell would be picked by chance. Of equal scores, the lower expert wins, on every device.
+    Logits and scores are computed in float32 or wider, also under autocast, because bfloat16 cannot distinguish experts
+    with close scores. Of equal scores, the lower expert is chosen, on every device.
 
     Args:
         hidden_size: H.
@@ -43,17 +43,17 @@ class TopKRouter(BalancedRouter):
         scoring: function from logits to scores.
         renormalise: divide a token's weights by their sum.
         scale: factor of the weights, at the end.
-        groups: G; experts are picked from the best groups only, which bounds the nodes that a token travels to.
-        top_groups: number of groups a token may use; needed if there is more than one.
-        selection_bias: keep a buffer float32 [E] of this name, at first zeros, that is added to the scores for the
-            selection and not for the weights. It is there, too, if something in ``balancing`` moves it.
+        groups: G; experts are chosen from the best groups only, which limits the nodes that a token is sent to.
+        top_groups: number of groups that a token may use; required if there is more than one group.
+        selection_bias: keep a buffer float32 [E] of this name, initially zeros, which is added to the scores for the
+            selection but not for the weights. The buffer also exists if a balancer updates it.
         balancing: balancers of the router; see :mod:`d9d_moe.balancing`.
-        capacity: an expert takes at most ``ceil(capacity * T * k / E)`` rows of this rank's microbatch, T without its
-            padding; the others are dropped (:func:`~d9d_moe.router.selection.over_capacity`). Weights are renormalised
-            before. Who is dropped depends on which samples share a microbatch and a rank: not layout invariant.
+        capacity: an expert takes at most ``ceil(capacity * T * k / E)`` rows of this rank's microbatch, T without
+            padding; further rows are dropped (:func:`~d9d_moe.router.selection.over_capacity`), after weights were
+            renormalised. The dropped rows depend on which samples share a microbatch and a rank: not layout invariant.
 
     Raises:
-        BuildError: the numbers do not fit each other, or the balancers do not.
+        BuildError: the numbers or the balancers do not fit together.
     """
 
     def __init__(
@@ -88,29 +88,29 @@ class TopKRouter(BalancedRouter):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W from N(0, std); zero the buffers."""
+        """Draw W from N(0, std); set the buffers to zero."""
         nn.init.normal_(self.weight, std=self.std)
         self.reset_buffers()
 
     def layout_dependence(self) -> Sequence[str]:
-        """Features that depend on how a batch is cut into microbatches and spread over ranks."""
-        dropping = [] if self.capacity is None else ["capacity drops tokens of each microbatch on each rank by itself"]
+        """Features whose result depends on the division of a batch into microbatches and over ranks."""
+        dropping = [] if self.capacity is None else ["capacity drops tokens of each microbatch on each rank separately"]
         return [*super().layout_dependence(), *dropping]
 
     def see_sequence(self, share: SequenceShare) -> None:
-        """Route a share of the positions; losses, tallies and capacity are those of all, on every rank."""
+        """Route a share of the positions; losses, tallies and capacity are computed for all positions on every rank."""
         self._share = share
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:
-        """Collective of a router that sees a share of the positions: the all-gather of logits [B, S, E]."""
+        """Collective of a router that routes a share of the positions: the all-gather of logits [B, S, E]."""
         return [("all_gather", step.bytes_of(self.experts, max(step.itemsize, 4)))]
 
     def see_context(self, share: ContextShare) -> None:
-        """Route a share of the positions; losses are those of all, on every rank, and the rest of its own."""
+        """Route a share of the positions; losses cover all positions, tallies and capacity this rank's share."""
         self._context = share
 
     def context_collectives(self, step: StepShape) -> Sequence[ContextCall]:
-        """Collectives of the losses over samples whose positions ranks of ``cp`` share; none without losses."""
+        """Collectives of losses over samples whose positions are split over ``cp``; none without losses."""
         if self._context is None or not self.loss_terms():
             return ()
         ranks = self._context.ranks
@@ -126,10 +126,10 @@ class TopKRouter(BalancedRouter):
         """Choose the experts of each token.
 
         Args:
-            tokens: [T, H], the positions of all samples, one sample after the other.
-            samples: number of samples of equal length that these are.
-            padding: bool [T], positions that go to no expert and count nowhere; ``None`` if there are none. Of all
-                positions, also where ``tokens`` are a share of those on ranks of ``tp``.
+            tokens: [T, H], positions of all samples, one sample after another.
+            samples: number of samples of equal length in ``tokens``.
+            padding: bool [T], positions to send to no expert and not to count; ``None`` if there are none. Covers all
+                positions, even if ``tokens`` are a rank's share of them under ``tp``.
 
         Returns:
             Indices and weights [T, k], best first.
@@ -148,7 +148,7 @@ class TopKRouter(BalancedRouter):
         choice = Choice(logits, scores, indices, samples, padding)
         weights, limit = self.add_auxiliary_losses(weights * self.scale, self._everywhere(choice)), None
         if self.capacity is not None:
-            limit = math.ceil(self.capacity * indices.numel() / self.experts)  # padding included, known to the host
+            limit = math.ceil(self.capacity * indices.numel() / self.experts)  # with padding, so that the host knows it
             late = over_capacity(indices, self._taken(choice.positions()))
             indices, weights = indices.masked_fill(late, self.experts), weights.masked_fill(late, 0)
         counts = count_rows(indices, self.experts)
@@ -160,7 +160,7 @@ class TopKRouter(BalancedRouter):
         return TopKRouting(indices, weights, scores, counts, limit, incomplete=padding is not None)
 
     def _everywhere(self, choice: Choice) -> Choice:
-        """Choice of all positions of the samples. Collective over ``cp``, both ways, if there are losses."""
+        """Choice for all positions of the samples. With losses, collective over ``cp``, also in the backward."""
         context = self._context
         if context is None or not self.loss_terms():
             return choice
@@ -169,11 +169,11 @@ class TopKRouter(BalancedRouter):
             return context.gather(tensor.view(choice.samples, -1, *tensor.shape[1:])).flatten(0, 1)
 
         padding = None if choice.padding is None else whole(choice.padding.byte()).bool()
-        logits = whole(choice.logits)  # scores computed again cost less than another gather and its reduce-scatter
+        logits = whole(choice.logits)  # recomputing scores costs less than gathering them
         return Choice(logits, self._scores(logits), whole(choice.indices), choice.samples, padding)
 
     def _taken(self, positions: Tensor | int) -> Tensor | int:
-        """Rows that an expert takes of a microbatch with so many positions."""
+        """Most rows of an expert in a microbatch with this number of positions."""
         assert self.capacity is not None
         if isinstance(positions, int):
             return math.ceil(self.capacity * (positions * self.top_k) / self.experts)
@@ -182,7 +182,7 @@ class TopKRouter(BalancedRouter):
 
     def _logits(self, tokens: Tensor) -> Tensor:
         dtype = torch.promote_types(tokens.dtype, torch.float32)
-        if tokens.is_meta:  # has no autocast to switch off
+        if tokens.is_meta:  # meta has no autocast
             return functional.linear(tokens.to(dtype), self.weight.to(dtype))
         with torch.autocast(tokens.device.type, enabled=False):
             if tokens.is_cuda and tokens.dtype == self.weight.dtype == torch.bfloat16:
@@ -208,7 +208,7 @@ def _check(experts: int, top_k: int, scoring: str, groups: int, top_groups: int 
     if groups < 1 or experts % groups:
         raise BuildError(f"router: {experts} experts do not form {groups} groups of equal size; choose a divisor")
     if groups > 1 and top_groups is None:
-        raise BuildError(f"router: there are {groups} groups, but top_groups does not say how many a token may use")
+        raise BuildError(f"router: there are {groups} groups; set top_groups, the number that a token may use")
     if top_groups is not None and not 1 <= top_groups <= groups:
         raise BuildError(f"router: top_groups is {top_groups}; with {groups} groups choose 1 to {groups}")
     reachable = experts // groups * (top_groups or groups)
@@ -218,4 +218,4 @@ def _check(experts: int, top_k: int, scoring: str, groups: int, top_groups: int 
             "raise top_groups or lower top_k"
         )
     if capacity is not None and not 0 < capacity < math.inf:
-        raise BuildError(f"router: capacity is {capacity}; choose a number above zero, or none to drop nothing")
+        raise BuildError(f"router: capacity is {capacity}; choose a number above zero, or None to drop nothing")

@@ -36,10 +36,10 @@ def lr() -> None:
 def show(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML, TOML or JSON.")],
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Length of the run; needed where the job gives epochs.")
+        int | None, typer.Option(min=1, help="Length of the run; required if the job gives epochs.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="SVG file to write; named after the job file by default.")
+        Path | None, typer.Option(help="SVG file to write; by default named after the job file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     overrides: Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="A field of the job file.")] = [],  # noqa: B006 - typer reads the default
@@ -47,11 +47,11 @@ def show(
         list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")
     ] = [],  # noqa: B006
 ) -> None:
-    """Draw the learning rate of each step."""
+    """Plot the learning rate of each step."""
     loaded = JobFile.load(job, overrides=overrides, policy=PluginPolicy(files=tuple(plugin)))
     total = steps or loaded.steps
     if total is None:
-        raise JobError("the length of the run follows from the data, which is not read here; give it with --steps")
+        raise JobError("the length of the run depends on the data, which is not read here; give it with --steps")
     rates = _rates(loaded, total)
     path = picture or Path(f"{job.stem}-lr.svg")
     name = loaded.lr_schedule.selector if loaded.lr_schedule else "constant"
@@ -71,7 +71,7 @@ def show(
 
 
 def _rates(job: JobFile, total: int) -> list[float]:
-    """Learning rate of each step; the schedule's factor, if the optimizer has no ``lr``."""
+    """Learning rate of each step; the schedule's factor if the optimizer has no ``lr``."""
     base = getattr(job.optimizer, "lr", 1.0)
     schedule = _schedule(job, total)
     return [base * schedule(step) for step in range(total)]

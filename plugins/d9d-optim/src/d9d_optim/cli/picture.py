@@ -1,4 +1,4 @@
-"""Plots of a learning rate over the steps of a run: as text and as SVG, without a drawing library."""
+"""Plots of the learning rate over the steps of a run, as text and as SVG, without a plotting library."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from html import escape
 from itertools import pairwise
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-#: Most points of a line in a picture.
+#: Largest number of points of a line in a picture.
 _POINTS = 2000
 
 
 def text_plot(rates: Sequence[float], width: int = 72, height: int = 12) -> str:
-    """Picture of a learning-rate schedule in text: columns of block characters, each the highest rate of its steps.
+    """Plot a learning-rate schedule as text: columns of block characters, each the highest rate of its steps.
 
     Args:
-        rates: of each step.
-        width: most columns.
-        height: lines.
+        rates: learning rate of each step.
+        width: largest number of columns.
+        height: number of lines.
     """
     columns = min(width, len(rates))
     bounds = [len(rates) * column // columns for column in range(columns + 1)]
@@ -36,13 +36,13 @@ def text_plot(rates: Sequence[float], width: int = 72, height: int = 12) -> str:
 
 
 def svg_plot(rates: Sequence[float], title: str, width: int = 800, height: int = 400) -> str:
-    """Picture of a learning-rate schedule as SVG: a line with axes; the same rates give the same text.
+    """Plot a learning-rate schedule as SVG: a line with axes; the same rates give the same text.
 
     Args:
-        rates: of each step.
-        title: above the plot.
-        width: of the picture.
-        height: of the picture.
+        rates: learning rate of each step.
+        title: title above the plot.
+        width: width of the picture.
+        height: height of the picture.
     """
     left, right, top, bottom = 80, 20, 40, 50
     inner_width, inner_height = width - left - right, height - top - bottom

@@ -1,1 +1,1 @@
-"""Optimizers whose optimizer state is keyed by parameter name and whose steps can be gated on the device."""
+"""Optimizers with state by parameter name, whose steps can be gated on the device."""

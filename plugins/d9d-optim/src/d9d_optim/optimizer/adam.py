@@ -14,15 +14,15 @@ from d9d_optim.optimizer.config import AdamConfig, AdamFields
 
 
 class FusedAdam(NamedOptimizer):
-    """Base of Adam and AdamW on torch's fused kernels.
+    """Base of Adam and AdamW with torch's fused kernels.
 
-    State per parameter: ``exp_avg`` and ``exp_avg_sq`` of its shape, with ``amsgrad`` ``max_exp_avg_sq``, and ``step``
-    (0-d float32, taken steps).
+    State per parameter: ``exp_avg`` and ``exp_avg_sq`` in the parameter's shape, with ``amsgrad`` also
+    ``max_exp_avg_sq``, and ``step`` (0-d float32, number of steps taken).
 
     Args:
         config: learning rate, betas, decay and groups.
         parameters: all parameters of the model by name.
-        decoupled: whether weights decay apart from the gradient.
+        decoupled: whether weight decay is applied to the weights instead of the gradient.
     """
 
     takes_divisor = True
@@ -34,14 +34,14 @@ class FusedAdam(NamedOptimizer):
 
     @cached_property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """The moments and the count of taken steps."""
+        """Slots: the moments and the number of steps taken."""
         largest: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = (
             {"max_exp_avg_sq": zeros} if self._config.amsgrad else {}
         )
         return {"exp_avg": zeros, "exp_avg_sq": zeros, **largest, "step": counter}
 
     def update(self, batch: Batch) -> None:
-        """One fused call for the whole batch."""
+        """Update the batch with one fused call."""
         config = self._config
         update_adam(
             batch,
@@ -54,7 +54,7 @@ class FusedAdam(NamedOptimizer):
 
 
 class Adam(FusedAdam):
-    """Adam with the same bits as ``torch.optim.Adam(fused=True)``, gated steps and state by name."""
+    """Adam, bit-identical to ``torch.optim.Adam(fused=True)``, with gated steps and state by name."""
 
     def __init__(self, config: AdamConfig, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__(config, parameters, config.decoupled_weight_decay)
@@ -69,7 +69,7 @@ def update_adam(
     amsgrad: bool = False,
     maximize: bool = False,
 ) -> None:
-    """Make one fused step of Adam with a batch's tensors."""
+    """Make one fused step of Adam with the tensors of a batch."""
     adam(
         batch.params,
         batch.grads,

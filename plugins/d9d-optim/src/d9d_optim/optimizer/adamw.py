@@ -15,30 +15,30 @@ from d9d_optim.optimizer.base import Batch
 from d9d_optim.optimizer.config import AdamWConfig
 from d9d_optim.optimizer.groups import ParameterGroup
 
-#: Slot of the bits of master weights that bfloat16 parameters lack.
+#: Slot with the bits of a master weight that a bfloat16 parameter lacks.
 _LOWER_BITS = "lower_bits"
 _HALF = 0x8000
-#: Without the sign, the bits of infinity; greater ones are no numbers.
+#: Bits of infinity without the sign; larger values are NaN.
 _INFINITY = 0x7F800000
 
 
 class AdamW(FusedAdam):
-    """AdamW with the same bits as ``torch.optim.AdamW(fused=True)``, gated steps and state by name.
+    """AdamW, bit-identical to ``torch.optim.AdamW(fused=True)``, with gated steps and state by name.
 
-    State per parameter: ``exp_avg`` and ``exp_avg_sq`` of its shape, with ``amsgrad`` ``max_exp_avg_sq``, and ``step``
-    (0-d float32, taken steps).
+    State per parameter: ``exp_avg`` and ``exp_avg_sq`` in the parameter's shape, with ``amsgrad`` also
+    ``max_exp_avg_sq``, and ``step`` (0-d float32, number of steps taken).
 
-    With ``master_weights``, a bfloat16 parameter has the upper 16 bits of a float32 master weight, and the state
-    ``lower_bits`` (int16, of its shape) the lower ones: the signed distance from the parameter, which is the nearest
-    bfloat16, in units of float32's last place. So a parameter that is loaded with zeros for lower bits is its own
-    master weight, and no copy has to follow what else changes a parameter.
+    With ``master_weights``, a bfloat16 parameter is its float32 master weight rounded to nearest, and the state
+    ``lower_bits`` (int16, in the parameter's shape) is their signed difference in units of float32's last place. A
+    parameter that is loaded with zero lower bits is therefore its own master weight, and no copy has to be kept in sync
+    with other changes of a parameter.
 
-    Its step is the op ``adamw``: a backend is called with a :class:`~d9d_optim.optimizer.base.Batch` and the keywords
-    ``betas`` and ``eps``. Facts of the slot: ``amsgrad``, ``maximize`` and ``master_weights``; with these, a batch of
-    bfloat16 parameters has the slot ``lower_bits``, and the master weights are what the step updates.
+    The step is the op ``adamw``: a backend is called with a :class:`~d9d_optim.optimizer.base.Batch` and the keywords
+    ``betas`` and ``eps``. Facts of the slot: ``amsgrad``, ``maximize`` and ``master_weights``; with ``master_weights``,
+    a batch of bfloat16 parameters has the slot ``lower_bits``, and the step must update the master weights.
 
     Raises:
-        BuildError: master weights are asked for, of parameters of another narrow format, or of none.
+        BuildError: master weights are set, but a parameter has another narrow format, or none is bfloat16.
     """
 
     def __init__(self, config: AdamWConfig, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -56,19 +56,19 @@ class AdamW(FusedAdam):
             self._groups = tuple(part for group in self._groups for part in self._by_dtype(group))
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """The step."""
+        """Slot of the step."""
         return {"step": self._step}
 
     def slots_of(self, name: str) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots of a parameter: with lower bits, if its master weights have some."""
+        """Slots of a parameter, with lower bits for a bfloat16 parameter with a master weight."""
         lacks_bits = self._masters and self._parameters[name].dtype == torch.bfloat16
         return {**self.slots, _LOWER_BITS: _no_bits} if lacks_bits else self.slots
 
     def apply(self, batch: Batch) -> None:
-        """One call for the whole batch, of any dtypes."""
+        """Update the whole batch with one call, in any dtypes."""
         self._step(batch, betas=self._config.betas, eps=self._config.eps)
 
-    def _by_torch(self, batch: Batch, *, betas: tuple[float, float], eps: float) -> None:  # noqa: ARG002 - the config's
+    def _by_torch(self, batch: Batch, *, betas: tuple[float, float], eps: float) -> None:  # noqa: ARG002 - update() reads the config
         super().apply(batch)
 
     def _update_wide(self, narrow: Batch) -> None:
@@ -81,7 +81,7 @@ class AdamW(FusedAdam):
         split_weight(weight, parameter, lower)
 
     def _by_dtype(self, group: ParameterGroup) -> Iterator[ParameterGroup]:
-        """Parts of a group whose parameters have the same slots."""
+        """Divide a group into parts whose parameters have the same slots."""
         for dtype in sorted({self._parameters[name].dtype for name in group.names}, key=str):
             names = tuple(name for name in group.names if self._parameters[name].dtype == dtype)
             whole = len(names) == len(group.names)
@@ -92,32 +92,32 @@ class AdamW(FusedAdam):
         for name, dtype in dtypes.items():
             if dtype not in (torch.bfloat16, torch.float32):
                 raise BuildError(
-                    f"optimizer.master_weights: {name} is {_name(dtype)}; master weights are those of bfloat16 "
-                    "parameters, and float32 ones are their own"
+                    f"optimizer.master_weights: {name} is {_name(dtype)}; only bfloat16 parameters can have master "
+                    "weights (float32 parameters need none)"
                 )
         if torch.bfloat16 not in dtypes.values():
             raise BuildError(
-                "optimizer.master_weights: every trainable parameter is float32 and its own master weight; set "
+                "optimizer.master_weights: every trainable parameter is float32 and needs no master weight; set "
                 "precision.parameters to bfloat16, or leave master_weights out"
             )
 
 
 def master_weight(parameter: Tensor, lower: Tensor) -> Tensor:
-    """Master weights float32 of parameters bfloat16 and lower bits int16, all of one shape."""
+    """Master weights float32 from parameters bfloat16 and lower bits int16, all of one shape."""
     upper = parameter.view(torch.int16).to(torch.int32) << 16
     return (upper + lower).view(torch.float32)
 
 
 def split_weight(weight: Tensor, parameter: Tensor, lower: Tensor) -> None:
-    """Write master weights float32 into parameters bfloat16 and lower bits int16, for :func:`master_weight`.
+    """Write master weights float32 into parameters bfloat16 and lower bits int16; inverse of :func:`master_weight`.
 
-    Every bit is kept, but of what is not a number, which stays so.
+    Every bit is preserved, except that NaN may change to another NaN.
     """
     bits = weight.view(torch.int32)
-    upper = (bits + _HALF) >> 16  # a half goes away from zero: its distance of -32768 fits into 16 bits, 32768 does not
+    upper = (bits + _HALF) >> 16  # halves round up: -32768 fits into int16, 32768 does not
     distance = bits - (upper << 16)
     nan = (bits & 0x7FFFFFFF) > _INFINITY
-    upper = torch.where(nan, (bits >> 16) | 0x40, upper)  # not infinity, whatever bits are cut off
+    upper = torch.where(nan, (bits >> 16) | 0x40, upper)  # stays NaN, whatever bits are cut off
     parameter.copy_(upper.to(torch.int16).view(torch.bfloat16))
     lower.copy_(distance.masked_fill_(nan, 0))
 
@@ -127,5 +127,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _no_bits(parameter: Tensor, _dtype: torch.dtype) -> Tensor:
-    """Initial lower bits: parameters are their own master weights."""
+    """Initial lower bits: zeros, so parameters are their own master weights."""
     return torch.zeros_like(parameter, dtype=torch.int16, memory_format=torch.preserve_format, requires_grad=False)

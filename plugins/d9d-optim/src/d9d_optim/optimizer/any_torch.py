@@ -1,4 +1,4 @@
-"""Adapter that makes any class derived from ``torch.optim.Optimizer`` an optimizer of jobs."""
+"""Adapter that makes any subclass of ``torch.optim.Optimizer`` an optimizer of jobs."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from d9d_optim.imports import import_path
 from d9d_optim.optimizer.base import Batch, NamedOptimizer, divide, keep_if, zeros
 from d9d_optim.optimizer.config import TorchConfig
 
-#: Arguments that the adapter gives.
+#: Arguments that the adapter passes itself.
 _OWN = ("params", "lr", "weight_decay")
 
 
 class TorchOptimizer(NamedOptimizer):
-    """Any torch optimizer, of a class that the job names: gated, with state by name, over DTensors.
+    """Optimizer of any torch class that the job names: gated, with state by name, and for DTensors.
 
-    Classes make their state in their first step. So each parameter's is found out beforehand, by a step with a zero
-    gradient on a tensor of zeros like it; what a slot is first set to is its initial value. Parameters go to the class
-    as they are: sharded ones as DTensors, so that a class that needs more than single elements gets it, and its
-    operations may communicate.
+    Classes create their state in the first step. Each parameter's initial state is therefore found beforehand, by a
+    step with a zero gradient on a tensor of zeros like the parameter: the first value of a slot is its initial value.
+    Parameters are passed to the class as they are, sharded ones as DTensors, so that a class whose update is not
+    elementwise works; its operations may communicate.
 
-    The class knows no gate, so old and new values are chosen between on the device. That costs a copy of a group's
-    parameters and state for the time of the step.
+    The class knows no gate, so old or new values are selected on the device. During a step, that takes a copy of a
+    group's parameters and state.
 
-    State per parameter: whatever tensors the class keeps.
+    State per parameter: the tensors that the class keeps.
 
     Args:
-        config: the class, its arguments, learning rate, decay and groups.
+        config: class, its arguments, learning rate, decay and groups.
         parameters: all parameters of the model by name.
 
     Raises:
         JobError: the path names no such class, or an argument does not fit.
-        BuildError: the class keeps something that no checkpoint can hold or no gate can keep.
+        BuildError: the class has state that a checkpoint cannot hold or a gate cannot select.
     """
 
     def __init__(self, config: TorchConfig, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -64,7 +64,7 @@ class TorchOptimizer(NamedOptimizer):
         ]
 
     def init_state(self) -> None:
-        """Give each parameter the state that the class starts with."""
+        """Give each parameter the initial state of the class."""
         self._state = self._initial
         self._initial = {}
         for optimizer in self._inner:
@@ -72,7 +72,7 @@ class TorchOptimizer(NamedOptimizer):
                 optimizer.state[parameter] = dict(self._state[self._names[id(parameter)]])  # type: ignore[union-attr]
 
     def slots_of(self, name: str) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots of a parameter, as the class names them."""
+        """Slots of a parameter, named by the class."""
         return dict.fromkeys(self._materialised()[name], zeros)
 
     @property
@@ -81,17 +81,17 @@ class TorchOptimizer(NamedOptimizer):
         return self.slots_of(next(iter(self._parameters)))
 
     def collectives(self) -> None:
-        """Collectives of a step are not known: operations of the class on DTensors may communicate."""
+        """Collectives of a step; unknown, because operations of the class on DTensors may communicate."""
         return
 
     def apply(self, batch: Batch) -> None:
-        """One step of the class for a group."""
+        """Make one step of the class for a group."""
         if batch.divisor is not None:
             divide(batch.grads, batch.divisor)
         self.update(batch)
 
     def update(self, batch: Batch) -> None:
-        """One step of the class; then what was there before is put back where the gate is false."""
+        """Make one step of the class, then restore old values if the gate is false."""
         states = [self._materialised()[name] for name in batch.names]
         kept = [(p, p.clone()) for p in batch.params]
         kept += [(local(tensor), local(tensor).clone()) for state in states for tensor in state.values()]
@@ -118,14 +118,14 @@ class TorchOptimizer(NamedOptimizer):
 
     @property
     def _plain(self) -> dict[str, Any]:
-        """Arguments without those that ask for some device."""
+        """Arguments without those that require some device."""
         asks = {"fused", "capturable", "foreach"}.intersection(_accepted(self._class))
         return {**self._arguments, **dict.fromkeys(asks, False)}
 
     def _refuse_late_state(self) -> None:
-        """Refuse a class that does something else in its first step if its state is there already.
+        """Raise if the first step of the class differs when its state already exists.
 
-        SGD with dampening does: its momentum begins as the first gradient.
+        SGD with dampening is an example: its momentum is initialised with the first gradient.
         """
         record = _Record()
         results: list[list[Tensor]] = []
@@ -144,21 +144,21 @@ class TorchOptimizer(NamedOptimizer):
                     torch.manual_seed(0)  # some classes round stochastically
                     optimizer.step()
                 except FOREIGN_FAILURES:
-                    return  # no class for small matrices or for the CPU
+                    return  # the class does not support small matrices or the CPU
                 state = sorted(optimizer.state[parameter].items())
                 results.append([parameter.detach(), *(value for _, value in state if isinstance(value, Tensor))])
         if not all(map(torch.equal, *results)):
             way_out = "'optimizer: sgd'" if self._class is torch.optim.SGD else "other arguments or another class"
             raise BuildError(
-                f"{self._where}: its first step makes state ({', '.join(sorted(record.first))}) out of the gradient, "
-                f"so that it differs where the state is there before, as it is here; use {way_out}"
+                f"{self._where}: its first step makes state ({', '.join(sorted(record.first))}) from the gradient, "
+                f"but here the state exists before the first step, so results would differ; use {way_out}"
             )
 
     def _probe(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Initial state of a parameter. Collective over its mesh, if the class communicates."""
+        """Initial state of a parameter. Collective over its mesh if the class communicates."""
         stand_in = nn.Parameter(torch.zeros_like(parameter))
         stand_in.grad = torch.zeros_like(stand_in)
-        # A meta tensor shows which state there is, if nothing asks for a device that computes.
+        # A meta tensor shows the slots, if no argument requires a device that computes.
         optimizer = self._made([stand_in], 0.0, self._plain if parameter.is_meta else self._arguments)
         record = _Record()
         optimizer.state[stand_in] = record
@@ -171,13 +171,13 @@ class TorchOptimizer(NamedOptimizer):
         group_after = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         if changed := [key for key in group_after if group_after[key] is not group_before.get(key)]:
             raise BuildError(
-                f"{self._where}: it keeps {', '.join(changed)} in its parameter group, which no checkpoint holds; use "
-                "a class whose state is tensors of each parameter"
+                f"{self._where}: it keeps {', '.join(changed)} in its parameter group, which checkpoints lack; use "
+                "a class whose state consists of tensors per parameter"
             )
         if record.unfit:
             raise BuildError(
-                f"{self._where}: its state {', '.join(sorted(record.unfit))} of {name} is no tensor, so it cannot "
-                "wait for the gate on the device; use a class that counts in tensors"
+                f"{self._where}: its state {', '.join(sorted(record.unfit))} of {name} is not a tensor, so the gate "
+                "cannot select it; use a class that keeps counts in tensors"
             )
         if parameter.is_meta:
             return {slot: value.to("meta") for slot, value in record.first.items()}
@@ -185,17 +185,17 @@ class TorchOptimizer(NamedOptimizer):
         if elsewhere:
             raise BuildError(
                 f"{self._where}: its state {', '.join(elsewhere)} of {name} is not on {parameter.device}, so each step "
-                "would wait for the device; set the argument 'fused' or 'capturable' to true, if it has them"
+                "would synchronise with the device; set the argument 'fused' or 'capturable' to true, if it has them"
             )
         return record.first
 
 
 class _Record(dict[str, Any]):
-    """State of a parameter that remembers the first value of each slot.
+    """State of a parameter that records the first value of each slot.
 
     Attributes:
         first: slot -> copy of its first tensor.
-        unfit: slots with other values.
+        unfit: slots with values other than tensors.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class _Record(dict[str, Any]):
 
 @contextmanager
 def _narrow_gradients(parameters: list[Tensor]) -> Iterator[None]:
-    """Give parameters gradients of their own dtype, as classes expect them; wider ones come back afterwards."""
+    """Give parameters gradients in their own dtype, as classes expect; restores wider gradients afterwards."""
     wide = [(p, p.grad, p.grad_dtype) for p in parameters if p.grad is not None and p.grad.dtype != p.dtype]
     try:
         for parameter, gradient, _ in wide:
@@ -234,7 +234,7 @@ def _narrow_gradients(parameters: list[Tensor]) -> Iterator[None]:
 
 
 def _set_gradient(parameter: Tensor, gradient: Tensor, dtype: torch.dtype | None) -> None:
-    parameter.grad = None  # a dtype that the present one has not is refused
+    parameter.grad = None  # torch refuses a new dtype while there is a gradient
     parameter.grad_dtype = dtype
     parameter.grad = gradient
 
@@ -248,15 +248,15 @@ def _optimizer_class(config: TorchConfig) -> Callable[..., torch.optim.Optimizer
     found = import_path("optimizer.target", config.target)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
         raise JobError(
-            f"optimizer.target: {config.target} is no class derived from torch.optim.Optimizer, but {_kind(found)}"
+            f"optimizer.target: {config.target} is not a subclass of torch.optim.Optimizer, but {_kind(found)}"
         )
     if "lr" not in _accepted(found):
         raise JobError(f"optimizer.target: {config.target} takes no 'lr', so no schedule can set its learning rate")
     step = list(inspect.signature(found.step).parameters.values())[1:]
     if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in step):
         raise JobError(
-            f"optimizer.target: the step of {config.target} needs a closure that computes the loss again, which a "
-            "training step has not; use a class whose step() needs no arguments"
+            f"optimizer.target: the step of {config.target} needs a closure that recomputes the loss, which a "
+            "training step does not have; use a class whose step() needs no arguments"
         )
     return found
 
@@ -275,17 +275,17 @@ def _arguments(
             raise JobError(f"optimizer.arguments.{key}: {config.target} takes no such argument; {hint}")
     decays = config.weight_decay or any(rule.weight_decay for rule in config.groups)
     if decays and "weight_decay" not in accepted:
-        raise JobError(f"optimizer.weight_decay: {config.target} takes none; leave it out")
+        raise JobError(f"optimizer.weight_decay: {config.target} has no weight decay; remove it")
     if config.state_dtype == "float32":
-        raise JobError("optimizer.state_dtype: the class decides about the number format of its state; leave it out")
+        raise JobError("optimizer.state_dtype: the class chooses the number format of its state; remove it")
     on_device = any(parameter.device.type not in ("cpu", "meta") for parameter in parameters.values())
     if on_device and "capturable" in accepted and not arguments.get("fused"):
-        arguments.setdefault("capturable", True)  # counts steps on the device, where the gate is
+        arguments.setdefault("capturable", True)  # counts steps on the device, like the gate
     return arguments
 
 
 def _accepted(found: Any) -> list[str]:
-    """Names of the arguments of a class; ``**`` if it takes any."""
+    """Names of the arguments of a class; ``**`` for arbitrary keyword arguments."""
     parameters = inspect.signature(found).parameters.values()
     return ["**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
 

@@ -1,4 +1,4 @@
-"""Base of the optimizers: groups, named optimizer state, the gate, and the learning rate."""
+"""Base of the optimizers: groups, state by name, the gate, and the learning rate."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from d9d_optim.optimizer.groups import ParameterGroup, group_parameters
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Batch of an optimizer: equally long lists of one group's tensors with a gradient; one fused call updates all.
+    """Batch of an optimizer: lists, of equal length, of the tensors of one group's parameters that have a gradient.
 
-    Of DTensors, the parts that this rank holds.
+    One fused call can update them all. For DTensors, the tensors are this rank's shards.
 
     Attributes:
         names: parameter names.
-        layouts: the parameters themselves, DTensors where they are sharded.
+        layouts: the parameters themselves, as DTensors if sharded.
         params: parameters, updated in place.
         grads: their gradients.
         slots: slot name -> state tensors, updated in place.
         lr: the learning rate of the step.
         weight_decay: decay per unit of learning rate.
-        gate: 0-d bool on the parameters' device; where it is false, nothing may change.
-        found_inf: the same as torch's fused kernels want it, their flag for gradient scalers: float32, 1 where the gate
+        gate: 0-d bool on the parameters' device; if false, nothing may change.
+        found_inf: the gate for torch's fused kernels, in the form of a gradient scaler's flag: float32, 1 if the gate
             is false.
-        divisor: 0-d float32 by which gradients are yet to be divided; ``None`` if they are final.
+        divisor: 0-d float32 by which gradients must still be divided; ``None`` if they are final.
     """
 
     names: list[str]
@@ -49,7 +49,7 @@ class Batch:
     divisor: Tensor | None = None
 
     def part(self, indices: Sequence[int]) -> Batch:
-        """Batch of some of the tensors."""
+        """Batch with a selection of the tensors."""
 
         def chosen(tensors: list[Any]) -> list[Any]:
             return [tensors[index] for index in indices]
@@ -68,20 +68,20 @@ class NamedOptimizer(ABC):
     """Base of the optimizers with state by name, see :class:`d9d_core.optimizer.Optimizer`.
 
     State is kept by parameter name rather than by position in a list, so it means the same in every layout. A subclass
-    says which state a parameter has (:attr:`slots`) and how a group of tensors is updated (:meth:`update`); groups,
-    learning rates, wider state, the division that clips gradients and everything about sharded parameters is done here.
-    Updates are elementwise, on the parts that this rank holds; one that is not overrides :meth:`apply`.
+    defines a parameter's state (:attr:`slots`) and the update of a batch (:meth:`update`); this class handles groups,
+    learning rates, wider state, division of gradients for clipping, and sharded parameters. Updates are elementwise, on
+    this rank's shards; a subclass with another kind of update overrides :meth:`apply`.
 
     Attributes:
-        takes_divisor: whether :meth:`update` divides float32 gradients by ``batch.divisor`` itself, as torch's fused
-            kernels do; else they are divided before, in a pass of its own.
+        takes_divisor: whether :meth:`update` divides float32 gradients by ``batch.divisor`` itself, like torch's fused
+            kernels; otherwise they are divided before, in a separate pass.
 
     Args:
         config: learning rate, decay and groups.
-        parameters: all parameters of the model by name; frozen ones are left out.
+        parameters: all parameters of the model by name; frozen ones are ignored.
 
     Raises:
-        BuildError: nothing is trainable, or a group's pattern decides about no parameter.
+        BuildError: nothing is trainable, or a group's pattern applies to no parameter.
     """
 
     takes_divisor: ClassVar[bool] = False
@@ -96,7 +96,7 @@ class NamedOptimizer(ABC):
         self._state: dict[str, dict[str, Tensor]] | None = None
 
     def init_state(self) -> None:
-        """Set all state to zero. Call it once, when the parameters have their memory."""
+        """Initialise all state. Call it once, after the parameters have their memory."""
         self._state = {
             name: {slot: make(parameter, self._dtype(parameter)) for slot, make in self.slots_of(name).items()}
             for name, parameter in self._parameters.items()
@@ -107,8 +107,8 @@ class NamedOptimizer(ABC):
         """Update every trainable parameter that has a gradient.
 
         Args:
-            gate: 0-d bool. Where it is false, weights, moments and step counts keep their bits. The kernels read it on
-                the device, and nothing waits for it; but for parameters in the host's memory it is copied there first.
+            gate: 0-d bool. If false, weights, moments and step counts keep their bits. Kernels read it on the device,
+                without a synchronisation; only for parameters in host memory it is copied to the host.
 
         Raises:
             BuildError: :meth:`init_state` was not called.
@@ -122,7 +122,7 @@ class NamedOptimizer(ABC):
                 self.apply(self._batch(group, names, state, *flags))
 
     def divide_gradients(self, divisor: Tensor) -> None:
-        """Divide the gradients of the coming step by a number, at the step.
+        """Divide the gradients by a number, at the next step.
 
         Args:
             divisor: 0-d float32.
@@ -130,12 +130,12 @@ class NamedOptimizer(ABC):
         self._divisor = divisor
 
     def set_lr_factor(self, factor: float) -> None:
-        """Multiply the base learning rate of every group for the coming steps."""
+        """Set the factor on the base learning rate of every group, for the next steps."""
         self._factor = factor
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first group now."""
+        """Current learning rate of the first group."""
         return self._lr_of(self._groups[0])
 
     def describe(self) -> Mapping[str, Any]:
@@ -150,62 +150,63 @@ class NamedOptimizer(ABC):
         }
 
     def state(self) -> Mapping[str, Tensor]:
-        """State dict: ``"<parameter name>/<slot>"`` -> the optimizer's own tensor; loading copies into it.
+        """State dict: ``"<parameter name>/<slot>"`` -> the optimizer's own tensor; load by copying into it.
 
         Raises:
-            BuildError: :meth:`init_state` was not called, so there is nothing to load into.
+            BuildError: :meth:`init_state` was not called, so there is no state to load into.
         """
         return {
             f"{name}/{slot}": value for name, slots in self._materialised().items() for slot, value in slots.items()
         }
 
     def collectives(self) -> Iterable[Collective] | None:
-        """Collectives of a step: none, as updates are elementwise. An :meth:`apply` that communicates overrides it."""
+        """Collectives of a step; none, as updates are elementwise. Override it if :meth:`apply` communicates."""
         return ()
 
     def slots_of(self, name: str) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:  # noqa: ARG002
-        """Slots of the state of one parameter; by default the same for all."""
+        """Slots of one parameter's state; by default the same for all parameters."""
         return self.slots
 
     def apply(self, batch: Batch) -> None:
-        """Update the tensors of a group, of any dtypes; by default with :meth:`update`, in the dtype of the moments."""
+        """Update a batch of any dtypes; by default with :meth:`update`, in the dtype of the moments."""
         wide = [self._dtype(param) != param.dtype for param in batch.params]
         if same := [index for index, is_wide in enumerate(wide) if not is_wide]:
             part = self._divided(batch.part(same))
-            # Gradients may have added up in a wider format; the fused kernels take one.
+            # Gradients may be accumulated in a wider format, but the fused kernels accept only one.
             grads = [grad.to(param.dtype) for param, grad in zip(part.params, part.grads, strict=True)]
             self.update(replace(part, grads=grads))
-        for index, is_wide in enumerate(wide):  # one by one, so that there is a wide copy of one parameter only
+        for index, is_wide in enumerate(wide):  # one by one, to hold one wide copy at a time
             if is_wide:
                 self._update_wide(self._divided(batch.part([index])))
 
     @property
     @abstractmethod
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots of a parameter's state: name -> function that makes its initial value, given the dtype of moments.
+        """Slots of a parameter's state: name -> function (parameter, dtype of moments) that makes the initial value.
 
         :func:`zeros` and :func:`counter` are such functions.
         """
 
     @abstractmethod
     def update(self, batch: Batch) -> None:
-        """Update parameters and state of the batch in place; where ``batch.gate`` is false, all keep their bits.
+        """Update parameters and state of the batch in place; if ``batch.gate`` is false, all keep their bits.
 
-        Gradients may be NaN or infinite there, so that it takes ``torch.where``, not a product with the gate. No value
-        of a tensor may be read by the host.
+        Gradients may be NaN or infinite then, so use ``torch.where``, not a product with the gate. The host may not
+        read the value of a tensor.
         """
 
     def _lr_of(self, group: ParameterGroup) -> float:
         return self._base_lr * group.lr_scale * self._factor
 
     def _dtype(self, parameter: Tensor) -> torch.dtype:
-        """Dtype of the moments of a parameter, and of the computation of its update."""
+        """Dtype of a parameter's moments and of the computation of its update."""
         return parameter.dtype if self._least_dtype is None else torch.promote_types(parameter.dtype, self._least_dtype)
 
     def _divided(self, batch: Batch) -> Batch:
-        """The batch with final gradients, or as it is where :meth:`update` divides with the same result.
+        """Batch with final gradients, or the same batch if :meth:`update` divides with the same result.
 
-        A kernel divides before it rounds: narrow gradients, and wide ones of narrow parameters, are divided here.
+        A kernel divides before it rounds, so narrow gradients, and wide gradients of narrow parameters, are divided
+        here.
         """
         if batch.divisor is None:
             return batch
@@ -225,7 +226,7 @@ class NamedOptimizer(ABC):
         narrow.params[0].copy_(params[0])
 
     def _by_device(self, group: ParameterGroup) -> dict[torch.device, list[str]]:
-        """Names of a group's parameters that have a gradient, by device: some may be in the host's memory."""
+        """Names of a group's parameters that have a gradient, by device: offloaded ones are in host memory."""
         found: dict[torch.device, list[str]] = {}
         for name in group.names:
             if self._parameters[name].grad is not None:
@@ -264,19 +265,19 @@ class NamedOptimizer(ABC):
 
 
 def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Gradient with the strides of its parameter, which fused kernels take for granted."""
+    """Gradient with the strides of its parameter, which fused kernels assume."""
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 def zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Initial state of zeros with the parameter's shape and layout."""
+    """Initial state: zeros in the parameter's shape and layout."""
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
 
 
 def counter(parameter: Tensor, _dtype: torch.dtype) -> Tensor:
-    """Initial step count: 0-d, float32 on the parameter's device, because the fused kernels count there."""
+    """Initial step count: 0-d, float32 on the parameter's device, where the fused kernels count."""
     return torch.zeros((), dtype=torch.float32, device=parameter.device)
 
 
@@ -287,5 +288,5 @@ def divide(gradients: list[Tensor], divisor: Tensor) -> None:
 
 
 def keep_if(gate: Tensor, tensor: Tensor, new: Tensor) -> None:
-    """Set ``tensor`` to ``new`` where the 0-d ``gate`` is true; else each bit stays, whatever ``new`` is."""
+    """Set ``tensor`` to ``new`` if the 0-d ``gate`` is true; otherwise each bit stays, whatever ``new`` is."""
     tensor.copy_(torch.where(gate, new.to(tensor.dtype), tensor))

@@ -31,12 +31,12 @@ class ParameterGroup:
 
 
 def group_parameters(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> tuple[ParameterGroup, ...]:
-    """Groups of an optimizer: distribute the trainable parameters over them; frozen ones belong to none.
+    """Assign the trainable parameters to groups; frozen parameters belong to none.
 
-    Groups without a rule come first, then the rules in their order. Empty groups do not exist.
+    Groups without a rule come first, then the rules in their order. Empty groups are left out.
 
     Raises:
-        BuildError: nothing is trainable, or a rule decides about no parameter.
+        BuildError: nothing is trainable, or a rule applies to no parameter.
     """
     trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     if not trainable:
@@ -69,7 +69,7 @@ def _first_match(name: str, rules: Sequence[GroupRule]) -> int | None:
 
 
 def _check_rule(index: int, config: OptimizerConfig, owner: Mapping[str, int | None], frozen: set[str]) -> None:
-    """Refuse a rule that decides about no parameter: an error, not a silent no-op."""
+    """Raise if a rule applies to no parameter."""
     if index in owner.values():
         return
     pattern = config.groups[index].match
@@ -78,11 +78,11 @@ def _check_rule(index: int, config: OptimizerConfig, owner: Mapping[str, int | N
     if taken:
         first = owner[taken[0]]
         raise BuildError(
-            f"{where} decides about no parameter: earlier groups take all it matches, for example {taken[0]} "
+            f"{where} applies to no parameter: earlier groups take all its matches, for example {taken[0]} "
             f"(groups[{first}]); move it before them"
         )
     still = sorted(name for name in frozen if fnmatch.fnmatchcase(name, pattern))
     if still:
         raise BuildError(f"{where} matches only frozen parameters, for example {still[0]}; remove the group")
     near = difflib.get_close_matches(pattern, list(owner), n=3, cutoff=0.4) or list(owner)[:3]
-    raise BuildError(f"{where} matches no parameter; near names: {', '.join(near)} (* stands for any text)")
+    raise BuildError(f"{where} matches no parameter; similar names: {', '.join(near)} (* matches any text)")

@@ -12,9 +12,9 @@ from d9d_optim.optimizer.config import LionConfig
 
 
 class Lion(NamedOptimizer):
-    """Lion: each weight moves by the learning rate, against the sign of an average of gradients.
+    """Lion: each weight changes by the learning rate, in the direction of the negative sign of an average of gradients.
 
-    State per parameter: ``exp_avg`` of its shape.
+    State per parameter: ``exp_avg`` in the parameter's shape.
     """
 
     def __init__(self, config: LionConfig, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -23,11 +23,11 @@ class Lion(NamedOptimizer):
 
     @property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """The average of gradients."""
+        """Slot of the average of gradients."""
         return {"exp_avg": zeros}
 
     def update(self, batch: Batch) -> None:
-        """A few operations for each tensor."""
+        """Update each tensor with a few operations."""
         now, later = self._betas
         for weight, gradient, average in zip(batch.params, batch.grads, batch.slots["exp_avg"], strict=True):
             moved = weight.mul(1 - batch.lr * batch.weight_decay)

@@ -1,4 +1,4 @@
-"""Muon for the matrices of hidden layers (Jordan et al. 2024; Liu et al. 2025), AdamW for everything else."""
+"""Muon for the matrices of hidden layers (Jordan et al. 2024; Liu et al. 2025), AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from d9d_optim.optimizer.whole_matrices import map_matrices, matrix_collectives
 
 
 class Muon(NamedOptimizer):
-    """Muon with the same bits as ``torch.optim.Muon``, for sharded matrices too, and AdamW for the rest.
+    """Muon, bit-identical to ``torch.optim.Muon``, also for sharded matrices, and AdamW for the other parameters.
 
-    A matrix is a parameter of two dimensions, or one of three, a bank of them (experts), unless it matches
-    ``adamw.match``. Its average of gradients is orthogonalized, so that all directions are learned alike.
+    A matrix is a parameter of two dimensions, or a bank of matrices (experts) of three, unless it matches
+    ``adamw.match``. Its average of gradients is orthogonalised, so that all directions are learned equally.
 
-    State per matrix: ``momentum_buffer`` of its shape. Of the others, as of ``adamw``: ``exp_avg``, ``exp_avg_sq`` and
-    ``step``.
+    State per matrix: ``momentum_buffer`` in the parameter's shape. State of the others as in ``adamw``: ``exp_avg``,
+    ``exp_avg_sq`` and ``step``.
 
-    Collectives: a step gathers each matrix that is sharded through its rows or columns once, in bfloat16, on the one
-    rank that computes it, and scatters the result; see :func:`d9d_optim.optimizer.whole_matrices.map_matrices`.
+    Collectives: a step gathers each matrix that is sharded within its rows or columns once, in bfloat16, on the one
+        rank
+    that computes it, and scatters the result; see :func:`d9d_optim.optimizer.whole_matrices.map_matrices`.
 
     Raises:
-        BuildError: no parameter is left for Muon, or a pattern for AdamW matches nothing.
+        BuildError: no parameter is left for Muon, or a pattern of ``adamw.match`` matches nothing.
     """
 
-    takes_divisor = True  # the part of AdamW
+    takes_divisor = True  # for the parameters of AdamW
 
     def __init__(self, config: MuonConfig, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__(config, parameters)
@@ -54,16 +55,16 @@ class Muon(NamedOptimizer):
         self._groups = tuple(sorted(groups, key=lambda group: group.names[0] not in self._matrices))
 
     def slots_of(self, name: str) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """The average of a matrix's gradients; or the moments and the count of taken steps."""
+        """Slots: the average of gradients for a matrix; moments and number of steps for other parameters."""
         return self.slots if name in self._matrices else {"exp_avg": zeros, "exp_avg_sq": zeros, "step": counter}
 
     @property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """The average of a matrix's gradients."""
+        """Slot of the average of a matrix's gradients."""
         return {"momentum_buffer": zeros}
 
     def apply(self, batch: Batch) -> None:
-        """Update a group: of matrices all together, because ranks share the work. Collective over their meshes."""
+        """Update a group; all matrices together, because ranks share the work. Collective over their meshes."""
         if batch.names[0] not in self._matrices:
             super().apply(batch)
             return
@@ -74,7 +75,7 @@ class Muon(NamedOptimizer):
         for gradient, average in zip(batch.grads, batch.slots["momentum_buffer"], strict=True):
             final = gradient.to(average.dtype)
             moved = average.lerp(final, 1 - config.momentum)
-            # The iterations are in bfloat16, so that is what travels.
+            # The iterations are in bfloat16, so matrices are sent in bfloat16.
             updates.append((final.lerp(moved, config.momentum) if config.nesterov else moved).bfloat16())
             keep_if(batch.gate, average, moved)
         function = partial(orthogonalize, coefficients=config.ns_coefficients, steps=config.ns_steps, eps=config.eps)
@@ -85,14 +86,14 @@ class Muon(NamedOptimizer):
             keep_if(batch.gate, weight, moved.add_(update, alpha=-rate))
 
     def collectives(self) -> Iterable[Collective]:
-        """Collectives of a step: the matrices of each group go to the ranks that compute them, and back."""
+        """Collectives of a step: the matrices of each group are sent to the ranks that compute them, and back."""
         for group in self._groups:
             if group.names[0] in self._matrices:
                 layouts = [self._parameters[name] for name in group.names]
                 yield from matrix_collectives(layouts, torch.bfloat16.itemsize)
 
     def update(self, batch: Batch) -> None:
-        """One fused call of AdamW for the parameters that are no matrices."""
+        """Update the parameters other than matrices with one fused call of AdamW."""
         update_adam(batch, self._config.adamw.betas, self._config.adamw.eps, decoupled=True)
 
     def _is_matrix(self, name: str, parameter: Tensor) -> bool:
@@ -102,14 +103,14 @@ class Muon(NamedOptimizer):
     def _check(self) -> None:
         if not self._matrices:
             raise BuildError(
-                "optimizer 'muon': no trainable parameter is a matrix that optimizer.adamw.match leaves to it; narrow "
+                "optimizer 'muon': no trainable parameter is a matrix, or optimizer.adamw.match matches all; narrow "
                 "the patterns, or use adamw"
             )
-        # Patterns of the default may match nothing: not every model has embeddings and heads that train.
+        # Default patterns may match nothing, because not every model has trainable embeddings and heads.
         for index, pattern in enumerate(self._config.adamw.match or ()):
             if not any(fnmatch.fnmatchcase(name, pattern) for name in self._parameters):
                 near = closest(pattern, list(self._parameters))
                 raise BuildError(
                     f"optimizer.adamw.match[{index}]: the pattern {pattern!r} matches no trainable parameter"
-                    + (f"; a near name is {near}" if near else "")
+                    + (f"; a similar name is {near}" if near else "")
                 )

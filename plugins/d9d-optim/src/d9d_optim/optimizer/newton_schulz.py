@@ -1,4 +1,4 @@
-"""Orthogonalization of matrices by Newton-Schulz iterations (Jordan et al. 2024, Muon)."""
+"""Orthogonalisation of matrices by Newton-Schulz iterations (Jordan et al. 2024, Muon)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Orthogonalise by Newton-Schulz iterations: move singular values of each matrix towards 1, in bfloat16.
+    """Orthogonalise matrices by Newton-Schulz iterations, which move their singular values towards 1, in bfloat16.
 
     Args:
         matrices: [rows, columns] or [batch, rows, columns].
         coefficients: a, b, c of ``a X + b (X X^T) X + c (X X^T)^2 X``.
-        steps: iterations.
-        eps: least norm by which a matrix is divided, so that a zero matrix stays zero.
+        steps: number of iterations.
+        eps: lower bound of the norm by which a matrix is divided, so that a zero matrix stays zero.
 
     Returns:
         bfloat16, of the same shape.
@@ -25,7 +25,7 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
     a, b, c = coefficients
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.to(torch.bfloat16, copy=True)
-    x = x.mT if tall else x  # the product of X and its transpose is the smaller one then
+    x = x.mT if tall else x  # so that X X^T is the smaller square
     # The Frobenius norm bounds the spectral norm, which must be at most 1.
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps))
     multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
@@ -36,7 +36,7 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
 
 
 def rate_factor(kind: Literal["original", "match_rms_adamw", "spectral_unclamped"], shape: Sequence[int]) -> float:
-    """Factor on the learning rate of a matrix of this shape (its last two dimensions)."""
+    """Factor on the learning rate of a matrix, whose rows and columns are the last two dimensions of ``shape``."""
     rows, columns = shape[-2:]
     if kind == "original":
         return math.sqrt(max(1, rows / columns))

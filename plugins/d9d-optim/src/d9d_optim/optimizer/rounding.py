@@ -1,4 +1,4 @@
-"""Stochastic rounding from float32 to bfloat16: up or down at random, so that the mean is the number itself."""
+"""Stochastic rounding from float32 to bfloat16: up or down at random, so that the expected value is exact."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _KEPT_BITS = -0x10000  # sign, exponent and the seven bits of bfloat16's fractio
 
 @torch.no_grad()
 def copy_fp32_to_bf16_stochastic_(target: Tensor, source: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Stochastic rounding: copy float32 numbers into bfloat16, each to a neighbour, the nearer one more often.
+    """Round float32 numbers stochastically to bfloat16: each to one of its neighbours, to the nearer one more often.
 
-    The expected value is the number. NaN stays NaN; infinities stay; numbers that bfloat16 has, its largest among them,
-    stay; larger finite ones become the largest. The host does not wait.
+    The expected value is the number itself. NaN, infinities and numbers that bfloat16 can represent are kept; finite
+    numbers above the largest bfloat16 number become that number. Does not synchronise with the device.
 
     Args:
-        target: bfloat16, changed in place; of a DTensor, give the local part.
-        source: float32, of the same shape and device.
-        generator: of that device; the default one if absent. Ranks with a copy of the same numbers need generators in
-            the same state.
+        target: bfloat16, changed in place; for a DTensor, pass its local shard.
+        source: float32, with the same shape and device.
+        generator: generator on that device; by default torch's. Ranks with copies of the same numbers need generators
+            in the same state.
 
     Returns:
         The target.
 
     Raises:
-        TypeError: dtypes are others.
-        ValueError: shapes are different.
+        TypeError: the dtypes differ from these.
+        ValueError: the shapes differ.
     """
     if target.dtype != torch.bfloat16 or source.dtype != torch.float32:
         raise TypeError(f"rounds float32 to bfloat16, but got {source.dtype} to {target.dtype}")
@@ -42,7 +42,7 @@ def copy_fp32_to_bf16_stochastic_(target: Tensor, source: Tensor, generator: tor
 
 
 def rounded(source: Tensor, noise: Tensor) -> Tensor:
-    """Round to bfloat16 by adding noise to the bits that are cut off.
+    """Round to bfloat16 by adding noise to the bits that will be cut off.
 
     Args:
         source: float32.
@@ -50,20 +50,20 @@ def rounded(source: Tensor, noise: Tensor) -> Tensor:
     """
     bits = source.contiguous().view(torch.int32)
     up = (bits + noise).bitwise_and_(_KEPT_BITS)
-    # A carry into an exponent of ones would make infinity of a finite number.
+    # A carry into an exponent of all ones would make a finite number infinite.
     overflows = up.bitwise_and(_EXPONENT) == _EXPONENT
     chosen = torch.where(overflows, bits.bitwise_and(_KEPT_BITS), up).view(torch.float32)
-    # The fraction of a NaN may be in the bits that are cut off; the conversion of torch keeps it NaN.
+    # All fraction bits of a NaN may be cut off; torch's conversion keeps it NaN.
     return torch.where(source.isfinite(), chosen, source).to(torch.bfloat16)
 
 
 def first_key(seed: int, name: str) -> int:
-    """Initial state of a parameter's generator, a signed 64-bit number."""
+    """Initial state of a parameter's random generator, a signed 64-bit number."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
 
 
 def next_key(key: Tensor) -> Tensor:
-    """State of a generator after a step: a linear congruential generator of period 2**64 (Knuth's MMIX).
+    """State of the generator after a step: a linear congruential generator of period 2**64 (Knuth's MMIX).
 
     Args:
         key: 0-d int64.
@@ -72,13 +72,13 @@ def next_key(key: Tensor) -> Tensor:
 
 
 def positions(parameter: Tensor) -> list[Tensor]:
-    """Position of each local element in the whole tensor, as one int32 tensor for each dimension that sum to it.
+    """Index of each local element in the full tensor, as one int32 tensor per dimension; their sum is the index.
 
-    So an element meets the same noise in every layout, and copies of it on several ranks meet the same. Positions
-    wrap around beyond 2**32. No collectives.
+    An element gets the same noise in every layout, and its copies on several ranks get the same noise. Indices wrap
+    around beyond 2**32. No collectives.
 
     Returns:
-        For dimension d a tensor of as many dimensions as the parameter, of size 1 in all but d.
+        For dimension d, a tensor with as many dimensions as the parameter, of size 1 except in d.
     """
     device = parameter.device
     shape: Sequence[int] = parameter.shape or (1,)
@@ -92,12 +92,12 @@ def positions(parameter: Tensor) -> list[Tensor]:
 
 
 def are_consecutive(parameter: Tensor) -> bool:
-    """Whether the elements that this rank holds follow each other in the whole tensor."""
+    """Whether this rank's elements are consecutive in the full tensor."""
     if not is_dtensor(parameter):
         return True
     from torch.distributed.tensor import Replicate, Shard
 
-    # Exactly these classes: subclasses of Shard deal rows out in another order.
+    # Exactly these classes, because subclasses of Shard order rows differently.
     return all(
         type(placement) is Replicate or (type(placement) is Shard and placement.dim == 0)
         for placement in parameter.placements
@@ -105,7 +105,7 @@ def are_consecutive(parameter: Tensor) -> bool:
 
 
 def _own_part(whole: Tensor, parameter: Tensor, dim: int) -> Tensor:
-    """Part of a tensor that extends in one dimension, cut as the parameter is."""
+    """Shard of a tensor that extends in one dimension, sharded like the parameter."""
     if not is_dtensor(parameter):
         return whole
     from torch.distributed.tensor import Replicate, distribute_tensor
@@ -117,10 +117,11 @@ def _own_part(whole: Tensor, parameter: Tensor, dim: int) -> Tensor:
 
 
 def hashed(position: Tensor, key: Tensor) -> Tensor:
-    """Random 32 bits of each position: a bijective mixer of its exclusive or with the mixed key.
+    """Hash an index and a key to 32 random bits: a bijective mixer of the index XOR the mixed key.
 
-    Mixer: Ellis' ``lowbias32`` (https://nullprogram.com/blog/2018/07/31). Integers only, so that every device
-    computes the same bits.
+    Mixer: Ellis' ``lowbias32`` (https://nullprogram.com/blog/2018/07/31). Integer arithmetic gives the same bits on
+        every
+    device.
 
     Args:
         position: int32.
@@ -134,7 +135,7 @@ def hashed(position: Tensor, key: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    # Shifts of int32 copy the sign, which the masks take away; products wrap around.
+    # Right shifts of int32 copy the sign, which the masks remove; products wrap around.
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - (1 << 32))
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))

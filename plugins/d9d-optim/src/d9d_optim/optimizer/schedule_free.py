@@ -14,13 +14,13 @@ from d9d_optim.optimizer.config import ScheduleFreeConfig
 
 
 class ScheduleFree(NamedOptimizer):
-    """Schedule-free AdamW: weights for evaluation are an average of its iterates, so the rate needs no decay.
+    """Schedule-free AdamW: weights for evaluation are an average of its iterates, so the learning rate needs no decay.
 
-    With z the iterates, x their average and ``y = (1 - beta1) z + beta1 x``, the parameters hold y, where gradients are
-    taken. :meth:`evaluation_weights` lets them hold x, which is computed from y and z.
+    With iterates z, their average x and ``y = (1 - beta1) z + beta1 x``, the parameters hold y, where gradients are
+    computed. :meth:`evaluation_weights` makes them hold x, which is computed from y and z.
 
-    State per parameter: ``z`` and ``exp_avg_sq`` of its shape; 0-d float32 ``step`` (taken steps), ``weight_sum`` (of
-    all weights in the average) and ``largest_lr``.
+    State per parameter: ``z`` and ``exp_avg_sq`` in the parameter's shape; 0-d float32 ``step`` (number of steps
+    taken), ``weight_sum`` (of all weights in the average) and ``largest_lr``.
     """
 
     def __init__(self, config: ScheduleFreeConfig, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -29,11 +29,11 @@ class ScheduleFree(NamedOptimizer):
 
     @property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """The iterate, the second moment and three numbers."""
+        """Slots: the iterate, the second moment and three numbers."""
         return {"z": _copy, "exp_avg_sq": zeros, "step": counter, "weight_sum": counter, "largest_lr": counter}
 
     def update(self, batch: Batch) -> None:
-        """A few operations for each tensor."""
+        """Update each tensor with a few operations."""
         config = self._config
         beta1, beta2 = config.betas
         for index, (y, gradient) in enumerate(zip(batch.params, batch.grads, strict=True)):
@@ -44,7 +44,7 @@ class ScheduleFree(NamedOptimizer):
             direction = (gradient / root).add_(y, alpha=batch.weight_decay)
             weight = rate**config.weight_power
             total = weight_sum + weight
-            share = torch.where(total > 0, weight / total, 0.0)  # of the new iterate in the average
+            share = torch.where(total > 0, weight / total, 0.0)  # weight of the new iterate in the average
             # With z' = z - lr d and x' = x + share (z' - x), this is (1 - beta1) z' + beta1 x'.
             new_y = torch.lerp(y, z, share.to(y.dtype)) + direction * (batch.lr * (beta1 * (1 - share) - 1)).to(y.dtype)
             keep_if(batch.gate, y, new_y)
@@ -59,7 +59,7 @@ class ScheduleFree(NamedOptimizer):
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """Let the parameters hold the averages inside the block; afterwards each has its bits again.
+        """Let the parameters hold the averages inside the block; afterwards their bits are restored.
 
         Takes memory for a copy of this rank's parameters.
         """

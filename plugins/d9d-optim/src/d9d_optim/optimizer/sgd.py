@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum, as torch defines it (the learning rate multiplies the velocity)."""
+"""Stochastic gradient descent with momentum, as in torch (the learning rate multiplies the velocity)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from d9d_optim.optimizer.config import SGDConfig
 
 
 class SGD(NamedOptimizer):
-    """SGD with the same bits as ``torch.optim.SGD(fused=True)`` of the newest torch, gated steps and state by name.
+    """SGD, bit-identical to ``torch.optim.SGD(fused=True)`` of the newest torch, with gated steps and state by name.
 
-    State per parameter: ``momentum_buffer`` of its shape, or none at all without momentum. It starts as zeros
-    instead of as a copy of the first gradient: the first update is the same (0 * momentum + gradient), the state can be
-    loaded into before any step, and a first step that the gate refuses needs no special case. With ``dampening`` the
-    first gradient counts in full, so taken steps are counted too (``step``), and the bits are those of
+    State per parameter: ``momentum_buffer`` in the parameter's shape, or none without momentum. It starts with zeros
+    instead of a copy of the first gradient: the first update is the same (0 * momentum + gradient), a checkpoint can be
+    loaded before any step, and a first step with a false gate needs no special case. With ``dampening`` the first
+    gradient counts in full, so the number of steps taken is kept too (``step``), and results are bit-identical to
     ``torch.optim.SGD(foreach=True)``.
     """
 
@@ -30,13 +30,13 @@ class SGD(NamedOptimizer):
 
     @property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """The velocity, if there is momentum, and the count of taken steps, if it is dampened."""
+        """Slots: the velocity if there is momentum, and the number of steps taken if there is dampening."""
         if not self._config.momentum:
             return {}
         return {"momentum_buffer": zeros, **({"step": counter} if self._config.dampening else {})}
 
     def update(self, batch: Batch) -> None:
-        """One fused call for the whole batch; with dampening a few operations for each tensor."""
+        """Update the batch with one fused call; with dampening, each tensor with a few operations."""
         if self._config.dampening:
             self._update_dampened(batch)
             return
@@ -79,9 +79,9 @@ class SGD(NamedOptimizer):
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """The tensor, or its copy in float32 if it is narrow and on a CPU.
+    """The tensor, or a float32 copy if it is narrow and on a CPU.
 
-    The fused kernel of torch 2.11 to 2.13 leaves most elements of narrow tensors on a CPU as they are, without an error
+    On a CPU, the fused kernel of torch 2.11 to 2.13 leaves most elements of narrow tensors unchanged, without an error
     (https://github.com/pytorch/pytorch/issues/191763).
     """
     return tensor.float() if tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16) else tensor

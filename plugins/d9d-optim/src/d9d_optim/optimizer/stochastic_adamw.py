@@ -1,4 +1,4 @@
-"""AdamW of bfloat16 parameters with stochastic rounding (Zamirai et al. 2021, Revisiting BFloat16 Training)."""
+"""AdamW for bfloat16 parameters with stochastic rounding (Zamirai et al. 2021, Revisiting BFloat16 Training)."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ from d9d_optim.optimizer.rounding import (
     rounded,
 )
 
-#: Most elements that are computed at once: on a CPU what caches hold, else what bounds the memory for float32 copies.
+#: Largest number of elements computed at once: as many as CPU caches hold; otherwise a limit for float32 copies.
 _PIECE_OF_CPU, _PIECE = 1 << 16, 1 << 24
 
 
 class StochasticAdamW(NamedOptimizer):
     """Stochastic AdamW: computes in float32 and rounds bfloat16 weights, and bfloat16 moments, stochastically.
 
-    An update below the precision of a weight is then taken with the probability of its share of a bit, so that weights
-    move as float32 ones do in the mean, without a float32 copy of them. Float32 parameters among the others are not
-    rounded at all.
+    An update below the precision of a weight is then applied with a probability proportional to its size, so the
+    expected weights follow float32 training without a float32 copy. Float32 parameters are not rounded.
 
-    State per parameter: ``exp_avg`` and ``exp_avg_sq`` of its shape, ``step`` (0-d float32, taken steps), ``generator``
-    (0-d int64). The noise of an element is a function of that number and of the element's place in the whole tensor: a
-    resumed run draws the same, so do ranks with a copy of the same weights, and every layout.
+    State per parameter: ``exp_avg`` and ``exp_avg_sq`` in the parameter's shape, ``step`` (0-d float32, number of steps
+    taken), ``generator`` (0-d int64). The noise of an element is a function of the generator and of the element's index
+    in the full tensor: it is the same after a resume, on ranks with copies of the weights, and in every layout.
 
-    Its step is the op ``stochastic_adamw``: a backend is called with a :class:`~d9d_optim.optimizer.base.Batch`, the
-    keywords ``betas`` and ``eps``, and ``starts``, the position of each tensor's first element as int32 [1]. Tensors
-    whose elements do not follow each other in the whole tensor are always the reference's.
+    The step is the op ``stochastic_adamw``: a backend is called with a :class:`~d9d_optim.optimizer.base.Batch`, the
+    keywords ``betas`` and ``eps``, and ``starts``, the index of each tensor's first element as int32 [1]. Tensors whose
+    elements are not consecutive in the full tensor are always updated by the reference.
 
     Raises:
-        BuildError: no trainable parameter is bfloat16, or one is narrower than float32 in another way.
+        BuildError: no trainable parameter is bfloat16, or a parameter has another format narrower than float32.
     """
 
     def __init__(self, config: StochasticAdamWConfig, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -53,9 +52,7 @@ class StochasticAdamW(NamedOptimizer):
         known = (torch.bfloat16, torch.float32)
         for name, parameter in self._parameters.items():
             if parameter.dtype not in known:
-                raise BuildError(
-                    f"optimizer 'stochastic_adamw': {name} is {parameter.dtype}; it rounds bfloat16 and lets float32 be"
-                )
+                raise BuildError(f"optimizer 'stochastic_adamw': {name} is {parameter.dtype}; use bfloat16 or float32")
         if all(parameter.dtype == torch.float32 for parameter in self._parameters.values()):
             raise BuildError(
                 "optimizer 'stochastic_adamw': every trainable parameter is float32, so there is nothing to round; set "
@@ -63,22 +60,22 @@ class StochasticAdamW(NamedOptimizer):
             )
 
     def init_state(self) -> None:
-        """Set moments to zero, and each parameter's generator to a start that depends on the seed and its name."""
+        """Initialise moments with zeros, and each parameter's generator from the seed and the parameter's name."""
         super().init_state()
         for name, slots in self._materialised().items():
             slots["generator"].fill_(first_key(self._config.seed, name))
 
     @property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """The moments, the count of taken steps and the generator's state."""
+        """Slots: the moments, the number of steps taken and the generator's state."""
         return {"exp_avg": zeros, "exp_avg_sq": zeros, "step": counter, "generator": _generator}
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """The step."""
+        """Slot of the step."""
         return {"step": self._step}
 
     def apply(self, batch: Batch) -> None:
-        """One call for the tensors of which this rank holds one piece, another for the rest."""
+        """Update the tensors with consecutive local elements in one call, and the others in a second call."""
         follow = [are_consecutive(layout) for layout in batch.layouts]
         config = self._config
         for step, wanted in ((self._step, True), (self._by_torch, False)):
@@ -90,7 +87,7 @@ class StochasticAdamW(NamedOptimizer):
                 )
 
     def update(self, batch: Batch) -> None:
-        """A few operations for each piece of each tensor, whose gradients are final."""
+        """Update each tensor piece by piece, with a few operations; gradients must be final."""
         for index in range(len(batch.params)):
             self._update_tensor(batch, index)
 
@@ -100,7 +97,7 @@ class StochasticAdamW(NamedOptimizer):
         self.update(batch)
 
     def _start(self, batch: Batch, index: int) -> Tensor:
-        """Position of the first local element, int32 [1] or, without any, [0]."""
+        """Index of the first local element, int32 [1], or [0] if there is none."""
         return self._places(batch, index)[0].flatten()[:1]
 
     def _places(self, batch: Batch, index: int) -> list[Tensor]:
@@ -139,7 +136,7 @@ class StochasticAdamW(NamedOptimizer):
         keep_if(batch.gate, weight, _in_format(new_weight, weight, low_bits(random)))
         if average.dtype == torch.bfloat16:
             new_average = rounded(new_average, high_bits(random))
-            # The squares need bits of their own: another position, which no element of the tensor has.
+            # The squares need random bits of their own: hashed from the first ones.
             new_square = rounded(new_square, low_bits(hashed(random, ~key)))
         keep_if(batch.gate, average, new_average)
         keep_if(batch.gate, square, new_square)

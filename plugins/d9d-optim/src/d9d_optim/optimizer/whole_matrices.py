@@ -1,4 +1,4 @@
-"""Functions of whole matrices that are sharded over ranks: each is gathered once, by the one rank that computes it."""
+"""Functions of whole matrices that are sharded over ranks: each matrix is gathered on the one rank that computes it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 def map_matrices(
     parts: Sequence[Tensor], layouts: Sequence[Tensor], function: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """Apply a function to whole matrices of an optimizer, or banks of them, of which ranks hold parts.
+    """Apply a function to whole matrices of an optimizer, or banks of matrices, that are sharded over ranks.
 
-    Collective over the ranks that shard a tensor: two all-to-alls for as many matrices as there are ranks, each of
-    which gathers one, computes it, and scatters the result. All ranks must give the same tensors in the same order.
-    Matrices that are whole here need no communication: replicated ones, which each rank computes, and banks that are
-    cut between their matrices. Those that are cut in several mesh dimensions are gathered and computed by every rank.
+    Collective over the ranks that shard a tensor: for as many matrices as there are ranks, two all-to-alls. Each rank
+    gathers one matrix, computes it, and scatters the result. All ranks must pass the same tensors in the same order.
+    Matrices that are whole on this rank need no communication: replicated ones, which each rank computes, and banks
+    sharded between their matrices. Matrices sharded over several mesh dimensions are gathered and computed by every
+    rank.
 
     Args:
-        parts: local parts of equal dtype, [rows, columns] or [matrices, rows, columns].
-        layouts: plain tensors, or DTensors whose shapes and placements the parts have.
-        function: of a whole tensor, to one of its shape; of a bank, each matrix for itself.
+        parts: local shards of equal dtype, [rows, columns] or [matrices, rows, columns].
+        layouts: plain tensors, or DTensors with the shapes and placements of the shards.
+        function: maps a whole tensor to one of the same shape; in a bank, each matrix separately.
 
     Returns:
-        The local parts of the results.
+        The local shards of the results.
     """
     results: list[Tensor | None] = [None] * len(parts)
     shared, everywhere = _sorted_out(layouts)
@@ -52,7 +53,7 @@ def map_matrices(
 
 
 def matrix_collectives(layouts: Sequence[Tensor], itemsize: int) -> Iterable[Collective]:
-    """Collectives of :func:`map_matrices` on this rank, with parts of so many bytes a number; runs nothing."""
+    """Collectives of :func:`map_matrices` on this rank, for elements of ``itemsize`` bytes; runs nothing."""
     shared, everywhere = _sorted_out(layouts)
     for (group, _, _), rounds in shared.items():
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -73,9 +74,10 @@ _Rounds = dict[tuple[dist.ProcessGroup, int, int], list[list[int]]]
 
 
 def _sorted_out(layouts: Sequence[Tensor]) -> tuple[_Rounds, set[int]]:
-    """Numbers of the tensors that ranks compute for each other, in rounds by group, dim and dimensions.
+    """Indices of tensors that ranks compute for each other, in rounds by group, dim and number of dimensions.
 
-    Beside them, those that all ranks compute because they are cut in several ways. The others are whole.
+    Also returns the indices of tensors that all ranks compute because they are sharded over several mesh dimensions.
+    All other tensors are whole.
     """
     shared: dict[tuple[dist.ProcessGroup, int, int], list[int]] = {}
     everywhere = set()
@@ -87,7 +89,7 @@ def _sorted_out(layouts: Sequence[Tensor]) -> tuple[_Rounds, set[int]]:
             everywhere.add(index)
     rounds = {}
     for key, indices in shared.items():
-        # Large ones first, so that the ranks of one round have about the same to do.
+        # Large tensors first, so that the ranks of a round have similar amounts of work.
         indices.sort(key=lambda index: (-layouts[index].numel(), index))
         ranks = key[0].size()
         rounds[key] = [indices[first : first + ranks] for first in range(0, len(indices), ranks)]
@@ -96,12 +98,12 @@ def _sorted_out(layouts: Sequence[Tensor]) -> tuple[_Rounds, set[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Cut of a tensor along one mesh dimension.
+    """Sharding of a tensor along one mesh dimension.
 
     Attributes:
-        group: the ranks of the mesh dimension.
+        group: process group of the mesh dimension.
         dim: dimension of the tensor.
-        plain: whether parts follow each other in the order of the ranks.
+        plain: whether shards are in the order of the ranks.
     """
 
     group: dist.ProcessGroup
@@ -110,7 +112,7 @@ class _Cut:
 
 
 def _cuts(layout: Tensor) -> Iterable[_Cut]:
-    """Cuts through matrices: over more than one rank, in one of the last two dimensions."""
+    """Shardings within matrices: over more than one rank, in one of the last two dimensions."""
     if not is_dtensor(layout):
         return
     from torch.distributed.tensor import Shard
@@ -141,14 +143,14 @@ def _map_round(
     group: dist.ProcessGroup,
     function: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
-    """Map at most as many tensors as there are ranks: rank r of the group computes tensor r. Collective: group.
+    """Map at most as many tensors as there are ranks: rank r of the group computes tensor r. Collective over ``group``.
 
     Args:
-        parts: local parts, cut along ``dim`` as ``torch.chunk`` does.
-        shapes: of the whole tensors.
-        dim: which dimension is cut.
-        group: the ranks, in the order of the parts.
-        function: of a whole tensor.
+        parts: local shards, divided along ``dim`` as by ``torch.chunk``.
+        shapes: shapes of the whole tensors.
+        dim: sharded dimension.
+        group: process group, with ranks in the order of the shards.
+        function: function of a whole tensor.
     """
     ranks, here = group.size(), group.rank()
     own = shapes[here] if here < len(shapes) else None
@@ -168,7 +170,7 @@ def _map_round(
 def _exchange(
     rows: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup, like: Tensor
 ) -> Tensor:
-    """All-to-all of flat tensors of given lengths. As bytes, because not every backend knows every number format."""
+    """All-to-all of flat tensors of given lengths. As bytes, because some backends lack some number formats."""
     outgoing = torch.cat(list(rows)) if rows else like.new_empty(0)
     incoming = like.new_empty(sum(received))
     size = like.element_size()
@@ -183,7 +185,7 @@ def _exchange(
 
 
 def _sizes(length: int, ranks: int) -> list[int]:
-    """Lengths of the parts of a dimension, as DTensor cuts: equal ones, then a shorter one, then empty ones."""
+    """Lengths of a dimension's shards, as in DTensor: equal ones, then a shorter one, then empty ones."""
     step = -(-length // ranks)
     return [max(0, min(step, length - rank * step)) for rank in range(ranks)]
 

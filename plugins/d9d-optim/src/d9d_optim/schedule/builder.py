@@ -1,4 +1,4 @@
-"""Builder of piecewise learning-rate schedules in Python, phase after phase."""
+"""Builder of piecewise learning-rate schedules in Python, phase by phase."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from d9d_optim.schedule.schedules import piecewise
 
 @dataclass(frozen=True)
 class PiecewiseBuilder:
-    """Builder of a piecewise schedule: each method returns a longer chain. Made by :func:`piecewise_schedule`.
+    """Builder of a piecewise schedule; each method returns a longer chain. Made by :func:`piecewise_schedule`.
 
     Attributes:
-        initial: factor from which the first phase departs.
-        total_steps: length of the run, if it is known.
-        phases: the phases so far.
+        initial: factor at which the first phase starts.
+        total_steps: length of the run, if known.
+        phases: phases so far.
     """
 
     initial: float = 0.0
@@ -27,29 +27,29 @@ class PiecewiseBuilder:
     phases: tuple[Phase, ...] = ()
 
     def for_steps(self, steps: int, to: float, curve: str = "linear", **options: float) -> PiecewiseBuilder:
-        """Add a phase of this many steps that reaches ``to`` in the last of them.
+        """Add a phase of ``steps`` steps that reaches ``to`` in its last step.
 
         Args:
-            steps: length.
+            steps: length of the phase.
             to: factor on the base learning rate.
-            curve: name or import path.
+            curve: name or import path of the curve.
             options: ``power`` or ``floor`` of the curve.
 
         Raises:
-            JobError: a value is impossible, or the phase ends after the run.
+            JobError: a value is invalid, or the phase ends after the run.
         """
         return self._with(steps=steps, to=to, curve=curve, **options)
 
     def until_fraction(self, fraction: float, to: float, curve: str = "linear", **options: float) -> PiecewiseBuilder:
-        """Add a phase up to this fraction of all steps. Arguments and errors are those of :meth:`for_steps`."""
+        """Add a phase that ends at this fraction of all steps; for arguments and errors see :meth:`for_steps`."""
         return self._with(until=fraction, to=to, curve=curve, **options)
 
     def fill_rest(self, to: float, curve: str = "linear", **options: float) -> PiecewiseBuilder:
-        """Add a phase over all steps that are left. Arguments and errors are those of :meth:`for_steps`."""
+        """Add a phase for all remaining steps; for arguments and errors see :meth:`for_steps`."""
         return self._with(to=to, curve=curve, **options)
 
     def config(self) -> PiecewiseConfig:
-        """Section ``lr_schedule`` of a job.
+        """Section ``lr_schedule`` for a job.
 
         Raises:
             JobError: the phases do not fit together.
@@ -60,13 +60,13 @@ class PiecewiseBuilder:
             raise _job_error("piecewise_schedule", error) from error
 
     def build(self, total_steps: int | None = None) -> LrSchedule:
-        """Build the schedule, for a loop of one's own.
+        """Build the schedule, for your own training loop.
 
         Args:
-            total_steps: length of the run; by default, the one given at the start.
+            total_steps: length of the run; by default the one given to :func:`piecewise_schedule`.
 
         Raises:
-            JobError: the phases do not fill the run exactly, or its length is unknown.
+            JobError: the phases do not cover the run exactly, or its length is unknown.
         """
         total = total_steps or self.total_steps
         if total is None:
@@ -80,7 +80,7 @@ class PiecewiseBuilder:
         except ValidationError as error:
             raise _job_error(where, error) from error
         if self.phases and self.phases[-1].steps is None and self.phases[-1].until is None:
-            raise JobError(f"{where}: the one before it fills the rest of the run, so nothing may follow")
+            raise JobError(f"{where}: the phase before it covers the rest of the run, so no phase may follow")
         return longer
 
 
@@ -92,8 +92,8 @@ def piecewise_schedule(initial: float = 0.0, total_steps: int | None = None) -> 
         piecewise_schedule().for_steps(100, 1.0).until_fraction(0.8, 1.0).fill_rest(0.1, "cosine").config()
 
     Args:
-        initial: factor from which the first phase departs.
-        total_steps: length of the run, which :meth:`PiecewiseBuilder.build` needs; a job knows its own.
+        initial: factor at which the first phase starts.
+        total_steps: length of the run for :meth:`PiecewiseBuilder.build`; a job sets its own.
     """
     return PiecewiseBuilder(initial, total_steps)
 

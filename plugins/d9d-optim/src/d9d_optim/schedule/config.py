@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from d9d_core.config import LoadsCode, PluginConfig, Section, closest
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-#: Curves with a name.
+#: Names of the built-in curves.
 CURVES = ("linear", "cosine", "poly", "poly_late", "exponential", "inverse_sqrt")
 
 
@@ -21,7 +21,7 @@ def _is_known(curve: str) -> str:
     )
 
 
-#: Name of a curve, or import path of one.
+#: Name of a built-in curve, or import path of a function.
 CurveName = Annotated[str, Field(min_length=1), AfterValidator(_is_known), LoadsCode(lambda curve: curve not in CURVES)]
 
 
@@ -44,7 +44,7 @@ class CosineConfig(PluginConfig):
 
 
 class LinearConfig(PluginConfig):
-    """Schedule of a linear warm-up, then a straight way down."""
+    """Schedule of a linear warm-up, then linear decay."""
 
     name: Literal["linear"] = "linear"
     """Selects the plugin."""
@@ -55,25 +55,25 @@ class LinearConfig(PluginConfig):
 
 
 class WarmupStableDecayConfig(PluginConfig):
-    """Schedule of a linear warm-up, a long stay at 1, and a decay at the end."""
+    """Schedule of a linear warm-up, a long constant phase, and a decay at the end."""
 
     name: Literal["warmup_stable_decay"] = "warmup_stable_decay"
     """Selects the plugin."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the factor rises linearly to 1; the first uses 1/warmup_steps, the last 1."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """Steps of the decay; ``decay_fraction`` of the run if absent."""
+    """Steps of the decay; by default ``decay_fraction`` of the run."""
     decay_fraction: float | None = Field(default=None, gt=0, le=1)
-    """Share of all steps that decay, in place of ``decay_steps``; 0.1 if both are absent."""
+    """Fraction of all steps that decay, instead of ``decay_steps``; 0.1 if both are absent."""
     curve: Literal["linear", "cosine", "poly", "poly_late"] = "linear"
-    """Shape of the decay, as of a phase of ``piecewise``."""
+    """Curve of the decay, as in a phase of ``piecewise``."""
     min_factor: float = Field(default=0.0, ge=0, le=1)
     """Factor of the last step."""
 
     @model_validator(mode="after")
     def _one_length(self) -> WarmupStableDecayConfig:
         if self.decay_steps is not None and self.decay_fraction is not None:
-            raise ValueError("has decay_steps and decay_fraction; give one of them")
+            raise ValueError("decay_steps and decay_fraction are both set; set only one")
         return self
 
 
@@ -83,42 +83,43 @@ class InverseSqrtConfig(PluginConfig):
     name: Literal["inverse_sqrt"] = "inverse_sqrt"
     """Selects the plugin."""
     warmup_steps: int = Field(default=1000, ge=1)
-    """Steps in which the factor rises linearly to 1; four times as many steps into the run it is 1/2."""
+    """Steps in which the factor rises linearly to 1; after four times as many steps it is 1/2."""
 
 
 class TorchScheduleConfig(PluginConfig):
-    """Schedule of any class derived from ``torch.optim.lr_scheduler.LRScheduler`` that depends on the step alone."""
+    """Schedule of any subclass of ``torch.optim.lr_scheduler.LRScheduler`` that depends only on the step."""
 
     name: Literal["torch"] = "torch"
     """Selects the plugin."""
     target: Annotated[str, LoadsCode(lambda path: not path.startswith("torch.optim."))] = Field(min_length=1)
     """Import path of the class, such as ``torch.optim.lr_scheduler.OneCycleLR``."""
     arguments: dict[str, Annotated[Any, LoadsCode(lambda text: ":" in text)]] = Field(default_factory=dict)
-    """Arguments of the class by name, besides the optimizer. Rates are factors on the base learning rate; text with a
-    colon, ``package.module:name``, is imported; ``total_steps`` and ``T_max`` are the run's steps if absent."""
+    """Arguments of the class by name, except the optimizer. Rates are factors on the base learning rate; text with a
+    colon, ``package.module:name``, is imported; ``total_steps`` and ``T_max`` default to the run's steps."""
 
 
 class Phase(Section):
-    """Config of one phase of a piecewise schedule. Without ``steps`` and ``until`` it takes the rest."""
+    """Config of one phase of a piecewise schedule. Without ``steps`` and ``until`` it covers the remaining steps."""
 
     steps: int | None = Field(default=None, ge=1)
     """Length in steps."""
     until: float | None = Field(default=None, gt=0, le=1)
-    """Or: the fraction of all steps at which it ends, so that 0.8 ends it after 80 % of the run."""
+    """Alternative to ``steps``: the fraction of all steps at which the phase ends, such as 0.8."""
     to: float = Field(ge=0, le=1e6, allow_inf_nan=False)
-    """Factor that it reaches in its last step."""
+    """Factor in the last step of the phase."""
     curve: CurveName = "linear"
-    """Shape of the way there: ``linear``, ``cosine``, ``poly``, ``poly_late``, ``exponential``, ``inverse_sqrt``, or
-    the import path of a function of (begin, end, progress)."""
+    """Curve to that factor: ``linear``, ``cosine``, ``poly``, ``poly_late``, ``exponential``, ``inverse_sqrt``, or the
+    import path of a function of (begin, end, progress)."""
     power: float | None = Field(default=None, gt=0, le=100)
-    """Exponent of ``poly`` and ``poly_late`` (2 if absent): above 1, the first moves fast first, the other late."""
+    """Exponent of ``poly`` and ``poly_late``, 2 by default: above 1, ``poly`` changes fastest at the start,
+    ``poly_late`` at the end."""
     floor: float | None = Field(default=None, gt=0, le=1e6)
-    """Least value of ``exponential`` on its way from or to a smaller one, such as 0, that it could not reach."""
+    """Lower bound of ``exponential`` between its ends, needed to start from or reach 0."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Phase:
         if self.steps is not None and self.until is not None:
-            raise ValueError("has steps and until; give one of them, or neither to take the rest")
+            raise ValueError("steps and until are both set; set one of them, or neither to cover the remaining steps")
         if self.power is not None and self.curve not in ("poly", "poly_late"):
             raise ValueError(
                 f"power belongs to curve 'poly' or 'poly_late', not to '{self.curve}'; remove it or change the curve"
@@ -131,14 +132,14 @@ class Phase(Section):
 
 
 class PiecewiseConfig(PluginConfig):
-    """Schedule of a chain of phases; each begins at the factor the one before it reached."""
+    """Schedule of a chain of phases; each starts at the factor that the previous one reached."""
 
     name: Literal["piecewise"] = "piecewise"
     """Selects the plugin."""
     start: float = Field(default=0.0, ge=0, le=1e6, allow_inf_nan=False)
-    """Factor from which the first phase departs."""
+    """Factor at which the first phase starts."""
     phases: tuple[Phase, ...]
-    """The phases in order; together they must fill the run exactly."""
+    """Phases in order; together they must cover the run exactly."""
 
     @field_validator("phases")
     @classmethod
@@ -147,7 +148,7 @@ class PiecewiseConfig(PluginConfig):
             raise ValueError("needs at least one phase, for example {to: 1.0}")
         for index, phase in enumerate(phases[:-1]):
             if phase.steps is None and phase.until is None:
-                raise ValueError(f"phase {index} has no length, but only the last may take the rest; set steps")
+                raise ValueError(f"phase {index} has no length, but only the last may cover the rest; set steps")
         return phases
 
     @model_validator(mode="after")
@@ -156,12 +157,12 @@ class PiecewiseConfig(PluginConfig):
         for index, phase in enumerate(self.phases):
             if phase.curve == "exponential" and phase.floor is None and 0 in (begin, phase.to):
                 raise ValueError(
-                    f"phase {index} goes exponentially from {begin:g} to {phase.to:g}, but no exponential curve "
+                    f"phase {index} is exponential from {begin:g} to {phase.to:g}, but an exponential curve never "
                     "reaches zero; give it a floor, or use a small positive factor or another curve"
                 )
             if phase.curve == "inverse_sqrt" and 0 in (begin, phase.to):
                 raise ValueError(
-                    f"phase {index} goes as an inverse square root from {begin:g} to {phase.to:g}, but none reaches "
+                    f"phase {index} is an inverse square root from {begin:g} to {phase.to:g}, which never reaches "
                     "zero; use a small positive factor or another curve"
                 )
             begin = phase.to

@@ -1,6 +1,6 @@
 """Curves between two factors, by name or by import path.
 
-A curve is a function of (begin, end, progress) with progress in (0, 1], which comes to ``end`` at 1.
+A curve is a function of (begin, end, progress) with progress in (0, 1]; at progress 1 its value is ``end``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from d9d_optim.schedule.config import Phase
 #: Function of (begin, end, progress).
 Curve = Callable[[float, float, float], float]
 
-#: Most places at which a curve of one's own is tried beforehand.
+#: Largest number of points at which a user's curve is checked before the run.
 _TRIALS = 10_000
 
 
@@ -26,13 +26,13 @@ def curve_of(phase: Phase, begin: float, steps: int, where: str) -> Curve:
     """Find the curve of a phase of a learning-rate schedule.
 
     Args:
-        phase: names the curve.
-        begin: factor from which the phase departs.
-        steps: its length.
-        where: field of the job file, for errors.
+        phase: phase with the name of the curve.
+        begin: factor at which the phase starts.
+        steps: length of the phase.
+        where: field of the job file, for error messages.
 
     Raises:
-        JobError: a curve of one's own cannot be imported, or gives what is no learning rate.
+        JobError: a user's curve cannot be imported, or returns an invalid factor.
     """
     power = 2.0 if phase.power is None else phase.power
     named: dict[str, Curve] = {
@@ -54,7 +54,7 @@ def curve_of(phase: Phase, begin: float, steps: int, where: str) -> Curve:
 
 
 def _try(curve: Curve, phase: Phase, begin: float, steps: int, field: str) -> None:
-    """Refuse a curve of one's own that gives no factors, before the run instead of in the middle of it."""
+    """Raise if a user's curve returns an invalid factor, before the run instead of during it."""
     trials = min(steps, _TRIALS)
     for progress in ((index + 1) / trials for index in range(trials)):
         call = f"{phase.curve}({begin:g}, {phase.to:g}, {progress:g})"
@@ -63,38 +63,40 @@ def _try(curve: Curve, phase: Phase, begin: float, steps: int, field: str) -> No
         except FOREIGN_FAILURES as error:
             raise JobError(f"{field}: {call} raises {error!r}; it is called with (begin, end, progress)") from error
         if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise JobError(f"{field}: {call} gives {value!r}; a factor on the learning rate is finite and not negative")
+            raise JobError(
+                f"{field}: {call} returns {value!r}; a factor on the learning rate must be finite and not negative"
+            )
 
 
 def linear(begin: float, end: float, progress: float) -> float:
-    """Curve that is straight."""
+    """Linear curve."""
     return _mixed(begin, end, 1 - progress)
 
 
 def cosine(begin: float, end: float, progress: float) -> float:
-    """Curve of half a cosine: slow at both ends."""
+    """Half a cosine: slow at both ends."""
     return _mixed(begin, end, (1 + math.cos(math.pi * progress)) / 2)
 
 
 def poly(begin: float, end: float, progress: float, power: float = 2.0) -> float:
-    """Curve with the distance to ``end`` as a power: ``(1 - progress) ** power`` remains; fast first."""
+    """Polynomial decay of the distance to ``end``: ``(1 - progress) ** power`` remains; fast at the start."""
     return _mixed(begin, end, math.pow(1 - progress, power))
 
 
 def poly_late(begin: float, end: float, progress: float, power: float = 2.0) -> float:
-    """Curve with the distance from ``begin`` as a power: ``progress ** power`` is done; fast at the end."""
+    """Polynomial growth of the distance from ``begin``: ``progress ** power`` is done; fast at the end."""
     return _mixed(begin, end, 1 - math.pow(progress, power))
 
 
 def exponential(begin: float, end: float, progress: float, floor: float = 0.0) -> float:
-    """Curve that is straight in the logarithm. Ends below the floor are approached as if they were the floor."""
+    """Curve that is linear in the logarithm. Ends below the floor are approached as if they were the floor."""
     if progress in (0.0, 1.0):
         return end if progress else begin
     return math.pow(max(begin, floor), 1 - progress) * math.pow(max(end, floor), progress)
 
 
 def inverse_sqrt(begin: float, end: float, progress: float) -> float:
-    """Curve that is straight in the inverse of the square: ``c / sqrt(step + d)`` through both ends."""
+    """Curve that is linear in the inverse square: ``c / sqrt(step + d)`` through both ends."""
     if progress in (0.0, 1.0):
         return end if progress else begin
     return 1 / math.sqrt((1 - progress) / begin**2 + progress / end**2)

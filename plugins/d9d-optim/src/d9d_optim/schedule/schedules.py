@@ -1,7 +1,7 @@
 """Learning-rate schedules: piecewise, and presets made of its phases.
 
-Every phase reaches its value in its own last step: of a phase of n steps that goes from a to b, step k (0-based) uses
-the curve at (k + 1) / n. So a warm-up from 0 wastes no step at 0, and borders have no jump.
+Every phase reaches its factor in its own last step: in a phase of n steps from a to b, step k (0-based) uses the curve
+at (k + 1) / n. Therefore a warm-up from 0 has no step with factor 0, and there is no jump between phases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from d9d_optim.schedule.config import (
 )
 from d9d_optim.schedule.curves import Curve, curve_of
 
-#: Share of all steps in which the rate decays, where the job gives neither that nor a number of steps.
+#: Default fraction of all steps in which the rate decays.
 _DECAY_FRACTION = 0.1
 
 
@@ -34,7 +34,7 @@ def constant(config: ConstantConfig, total_steps: int) -> LrSchedule:  # noqa: A
 
 
 def cosine(config: CosineConfig, total_steps: int) -> LrSchedule:
-    """Linear warm-up for ``warmup_steps``, then cosine decay to ``min_factor``, which the last step uses.
+    """Linear warm-up for ``warmup_steps``, then cosine decay to ``min_factor`` in the last step.
 
     Loshchilov and Hutter, SGDR, equation 5, without restarts.
 
@@ -45,7 +45,7 @@ def cosine(config: CosineConfig, total_steps: int) -> LrSchedule:
 
 
 def linear(config: LinearConfig, total_steps: int) -> LrSchedule:
-    """Linear warm-up for ``warmup_steps``, then linear decay to ``min_factor``, which the last step uses.
+    """Linear warm-up for ``warmup_steps``, then linear decay to ``min_factor`` in the last step.
 
     Raises:
         JobError: the warm-up leaves no step for the decay.
@@ -54,7 +54,7 @@ def linear(config: LinearConfig, total_steps: int) -> LrSchedule:
 
 
 def warmup_stable_decay(config: WarmupStableDecayConfig, total_steps: int) -> LrSchedule:
-    """Schedule warm-up-stable-decay: linear warm-up, a stay at 1, a decay to ``min_factor``, which the last step uses.
+    """Warm-up-stable-decay: linear warm-up, a constant phase at 1, a decay to ``min_factor`` in the last step.
 
     Hu et al. 2024, MiniCPM, section 4.2.
 
@@ -92,7 +92,7 @@ def inverse_sqrt(config: InverseSqrtConfig, total_steps: int) -> LrSchedule:
 
 
 def _warmed_up(warmup_steps: int, total_steps: int, decay: Phase) -> Chain:
-    """Linear rise from 0 to 1, then the decay over the rest."""
+    """Linear rise from 0 to 1, then the decay over the remaining steps."""
     if warmup_steps >= total_steps:
         raise JobError(
             f"lr_schedule.warmup_steps is {warmup_steps}, but the run has {total_steps} steps; "
@@ -106,7 +106,7 @@ def _warmed_up(warmup_steps: int, total_steps: int, decay: Phase) -> Chain:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPhase:
-    """Phase with its place in the run: steps ``first`` to ``end`` (exclusive), from ``begin`` along a curve."""
+    """Phase placed in the run: steps ``first`` to ``end`` (exclusive), from the factor ``begin`` along a curve."""
 
     first: int
     end: int
@@ -115,7 +115,7 @@ class PlacedPhase:
     curve: Curve
 
     def at(self, step: int) -> float:
-        """Factor of a step inside the phase; of the last one exactly ``to``."""
+        """Factor of a step of the phase; in the last step exactly ``to``."""
         if step == self.end - 1:
             return self.to
         return self.curve(self.begin, self.to, (step - self.first + 1) / (self.end - self.first))
@@ -125,35 +125,35 @@ def place(first: int, end: int, begin: float, phase: Phase, where: str = "lr_sch
     """Place a phase in a run.
 
     Args:
-        first: its first step.
-        end: its last step plus 1.
-        begin: factor from which it departs.
-        phase: its curve and the factor to reach.
-        where: field of the job file, for errors.
+        first: first step of the phase.
+        end: last step plus 1.
+        begin: factor at which the phase starts.
+        phase: phase with the curve and the factor to reach.
+        where: field of the job file, for error messages.
 
     Raises:
-        JobError: a curve of one's own cannot be imported, or gives what is no learning rate.
+        JobError: a user's curve cannot be imported, or returns an invalid factor.
     """
     return PlacedPhase(first, end, begin, phase.to, curve_of(phase, begin, end - first, where))
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Chain of phases without gaps. Past the end, the last factor holds."""
+    """Chain of phases without gaps. Past the end, the last factor applies."""
 
     pieces: tuple[PlacedPhase, ...]
 
     def __call__(self, step: int) -> float:
-        """Factor used in step ``step`` (0-based)."""
+        """Factor in step ``step`` (0-based)."""
         step = min(step, self.pieces[-1].end - 1)
         return self.pieces[bisect.bisect_right(self.pieces, step, key=lambda piece: piece.end)].at(step)
 
 
 def piecewise(config: PiecewiseConfig, total_steps: int) -> LrSchedule:
-    """Piecewise schedule: lay the phases out over the run.
+    """Piecewise schedule: places the phases in the run.
 
     Raises:
-        JobError: the phases are longer or shorter than the run, or one of them gets no step.
+        JobError: the phases are longer or shorter than the run, or a phase gets no step.
     """
     pieces: list[PlacedPhase] = []
     first, begin = 0, config.start
@@ -174,7 +174,7 @@ def piecewise(config: PiecewiseConfig, total_steps: int) -> LrSchedule:
     if first < total_steps:
         raise JobError(
             f"lr_schedule.phases end at step {first}, but the run has {total_steps} steps; "
-            "let the last phase take the rest by giving it neither steps nor until"
+            "let the last phase cover the rest by giving it neither steps nor until"
         )
     return Chain(tuple(pieces))
 

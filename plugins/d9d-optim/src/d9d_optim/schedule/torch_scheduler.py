@@ -1,4 +1,4 @@
-"""Adapter of torch's learning-rate schedulers that depend on the step alone."""
+"""Adapter for torch's learning-rate schedulers that depend only on the step."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from torch.optim.lr_scheduler import LRScheduler
 from d9d_optim.imports import import_path
 from d9d_optim.schedule.config import TorchScheduleConfig
 
-#: Arguments for the length of the run.
+#: Arguments that are the length of the run.
 _LENGTHS = ("total_steps", "T_max")
 
 
 def torch_scheduler(config: TorchScheduleConfig, total_steps: int) -> LrSchedule:
-    """Schedule of a torch scheduler: it is stepped once through the run, over a base learning rate of 1.
+    """Schedule of a torch scheduler, which is stepped once through the run with a base learning rate of 1.
 
     Raises:
-        JobError: the path names no such class, it depends on more than the step, an argument does not fit, or a factor
-            is negative or infinite.
+        JobError: the path names no such class, the class depends on more than the step, an argument does not fit, or a
+            factor is negative or infinite.
     """
     found = _scheduler_class(config)
     factors = _factors(found, _arguments(found, config, total_steps), config.target)
     known: list[float] = []
 
     def factor(step: int) -> float:
-        step = min(step, total_steps - 1)  # some schedulers refuse to go on
+        step = min(step, total_steps - 1)  # some schedulers raise after their last step
         while len(known) <= step:
             known.append(next(factors))
         return known[step]
 
-    factor(0)  # arguments that do not fit are reported before the run
+    factor(0)  # reports invalid arguments before the run
     return factor
 
 
 def _factors(found: type[LRScheduler], arguments: dict[str, Any], target: str) -> Iterator[float]:
-    """Factors of all steps in turn."""
+    """Yield the factors of all steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     try:
         scheduler = found(optimizer, **arguments)
@@ -54,8 +54,7 @@ def _factors(found: type[LRScheduler], arguments: dict[str, Any], target: str) -
         value = float(optimizer.param_groups[0]["lr"])
         if not math.isfinite(value) or value < 0:
             raise JobError(
-                f"lr_schedule: {target} gives {value} in step {step}; a factor on the learning rate is finite and not "
-                "negative"
+                f"lr_schedule: {target} returns {value} in step {step}; a factor must be finite and not negative"
             )
         yield value
         optimizer.step()
@@ -66,13 +65,11 @@ def _factors(found: type[LRScheduler], arguments: dict[str, Any], target: str) -
 def _scheduler_class(config: TorchScheduleConfig) -> type[LRScheduler]:
     found: Any = import_path("lr_schedule.target", config.target)
     if not (isinstance(found, type) and issubclass(found, LRScheduler)) or found is LRScheduler:
-        raise JobError(
-            f"lr_schedule.target: {config.target} is no class derived from torch.optim.lr_scheduler.LRScheduler"
-        )
+        raise JobError(f"lr_schedule.target: {config.target} is not a subclass of torch.optim.lr_scheduler.LRScheduler")
     step = list(inspect.signature(found.step).parameters.values())[1:]
     if needed := [parameter.name for parameter in step if parameter.default is parameter.empty]:
         raise JobError(
-            f"lr_schedule.target: {config.target} depends on {', '.join(needed)}, not on the step alone, so a resumed "
+            f"lr_schedule.target: {config.target} depends on {', '.join(needed)}, not only on the step, so a resumed "
             "run could not repeat it; use a scheduler whose step() needs no arguments"
         )
     return found
@@ -81,7 +78,7 @@ def _scheduler_class(config: TorchScheduleConfig) -> type[LRScheduler]:
 def _arguments(found: type[LRScheduler], config: TorchScheduleConfig, total_steps: int) -> dict[str, Any]:
     accepted = [name for name in inspect.signature(found).parameters if name != "optimizer"]
     arguments: dict[str, Any] = {name: total_steps for name in _LENGTHS if name in accepted}
-    if "epochs" in config.arguments:  # the other way to tell OneCycleLR a length
+    if "epochs" in config.arguments:  # alternative to total_steps in OneCycleLR
         arguments.pop("total_steps", None)
     if "cycle_momentum" in accepted:
         arguments["cycle_momentum"] = False
@@ -92,7 +89,7 @@ def _arguments(found: type[LRScheduler], config: TorchScheduleConfig, total_step
             hint = f"did you mean '{near}'?" if near else f"it takes: {', '.join(accepted)}"
             raise JobError(f"{where}: {config.target} takes no such argument; {hint}")
         if name == "cycle_momentum" and value:
-            raise JobError(f"{where}: a schedule sets the learning rate alone; leave it out")
+            raise JobError(f"{where}: a schedule may set only the learning rate; remove it")
         imported = isinstance(value, str) and ":" in value
         arguments[name] = import_path(where, value) if imported else value
     return arguments

@@ -1,1 +1,1 @@
-"""Activation checkpointing: a second forward of blocks in place of stored activations."""
+"""Activation checkpointing: a second forward of blocks in the backward instead of stored activations."""

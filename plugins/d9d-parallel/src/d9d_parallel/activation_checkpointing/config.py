@@ -9,19 +9,19 @@ from pydantic import Field, field_validator
 
 
 class ActivationCheckpointingConfig(PluginConfig):
-    """Activation checkpointing of blocks, which the backward computes again. By default all of them."""
+    """Activation checkpointing: the backward recomputes the activations of blocks, by default of all blocks."""
 
     name: Literal["activation_checkpointing"] = "activation_checkpointing"
     """Selects the plugin."""
     match: tuple[str, ...] = ("*",)
-    """Patterns over qualified block names, such as ``layers.1?``; ``*`` is any text, ``?`` one character."""
+    """Patterns of qualified block names, such as ``layers.1?``; ``*`` matches any text, ``?`` one character."""
     every: int = Field(default=1, ge=1)
-    """Of the matched blocks, take the first and each ``every``-th after it; 2 takes half of them."""
+    """Step among the matched blocks: takes the first block and each ``every``-th after it; 2 takes half of them."""
     save: tuple[str, ...] = ()
-    """Ops whose outputs are kept all the same, such as ``attention``, whatever kernel computes it; or patterns over
-    torch's operators, such as ``aten.mm``. More memory, less to compute again."""
+    """Ops with stored outputs, such as ``attention``, with any kernel; or patterns of torch operators, such as
+    ``aten.mm``. Takes more memory and recomputes less."""
     preserve_rng_state: bool = True
-    """Repeat the random numbers of the forward. Only blocks without any randomness (dropout) may turn it off."""
+    """Repeat the random numbers of the forward. Only for blocks without randomness (dropout) may it be false."""
 
     @field_validator("match")
     @classmethod

@@ -1,4 +1,4 @@
-"""Selective checkpointing by operator: outputs that a checkpointed block keeps."""
+"""Selective checkpointing by operator: outputs that a checkpointed block stores."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 
 _log = logging.getLogger("d9d.activation_checkpointing")
 
-#: Makes the contexts in which a block's forward and its repetition run.
+#: Function that makes the contexts for a block's forward and for its recomputation.
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 class KeepOutputs:
-    """Policy of torch's selective activation checkpointing: keep the outputs of some operators.
+    """Policy for torch's selective activation checkpointing: store the outputs of some operators.
 
-    Operators are looked up in the first call: kernels are bound after strategies, and imported then.
+    Operators are looked up in the first call, because kernels are bound and imported after the strategies.
 
     Args:
-        save: ops of the slots by name, and patterns over names of operators.
-        slots: those of the blocks.
+        save: names of ops of the slots, and patterns of operator names.
+        slots: op slots of the blocks.
     """
 
     def __init__(self, save: Iterable[str], slots: Sequence[OpSlot] = ()) -> None:
@@ -44,7 +44,7 @@ class KeepOutputs:
     def __call__(
         self, _context: SelectiveCheckpointContext, operator: OpOverload, *_args: object, **_kwargs: object
     ) -> CheckpointPolicy:
-        """Decide about the outputs of one call.
+        """Policy for the outputs of one call of an operator.
 
         Raises:
             BuildError: a pattern matches no operator.
@@ -58,22 +58,22 @@ class KeepOutputs:
         return CheckpointPolicy.MUST_SAVE
 
     def check(self) -> None:
-        """Check the kernels of the ops that are to be kept, once they are bound.
+        """Check the bound kernels of the ops in ``save``.
 
         Raises:
-            BuildError: one names no operators.
+            BuildError: the kernel of an op declares no operators.
         """
         for slot in self._slots:
             if slot.op in self._save and not slot.operators:
                 raise BuildError(
                     f"strategy 'activation_checkpointing': {slot.op!r} in 'save': its kernel '{slot.backend}' has no "
-                    "operators whose outputs a block could keep; choose another with 'kernels', or leave it out"
+                    "operators whose outputs could be stored; choose another with 'kernels', or remove the op"
                 )
 
     def unmet(self) -> list[str]:
-        """Entries for which no call of an operator was seen so far; none without any call of the policy.
+        """Entries of ``save`` of which no operator was called so far; empty before the first call of the policy.
 
-        A compiler that finds a block in its cache does not ask.
+        The policy is not called for a block that the compiler finds in its cache.
         """
         return [] if self._operators is None else [entry for entry in self._save if entry not in self._met]
 
@@ -88,10 +88,10 @@ class KeepOutputs:
 
 
 class WarnOfUnmet:
-    """Hook before a stage's forward that warns, in the second one, of operators to keep that no block called.
+    """Forward pre-hook of a stage; in the second forward, warns of entries of ``save`` that no block has called.
 
     Args:
-        policy: of the stage's blocks.
+        policy: policy of the stage's blocks.
     """
 
     def __init__(self, policy: KeepOutputs) -> None:
@@ -103,29 +103,29 @@ class WarnOfUnmet:
         self._forwards += 1
         if self._forwards == 2 and (unmet := self._policy.unmet()):
             _log.warning(
-                "activation_checkpointing keeps nothing for %s in 'save': no checkpointed block here runs such an "
-                "operator; 'd9d explain' lists the kernels that run",
+                "activation_checkpointing stores nothing for %s in 'save': no checkpointed block here calls such an "
+                "operator; 'd9d explain' lists the kernels in use",
                 ", ".join(map(repr, unmet)),
             )
 
 
-#: Contexts of blocks that keep nothing.
+#: Contexts of blocks that store nothing.
 KEEPING_NOTHING: Contexts = partial(create_selective_checkpoint_contexts, KeepOutputs(()))
 
 
 def contexts_of(policy: KeepOutputs) -> Contexts:
-    """Contexts of blocks with this policy. They should share them: Dynamo compiles anew for others."""
-    # Dynamo takes a function or a partial, and looks at neither's inside.
+    """Contexts for blocks with this policy. Blocks should share them, because Dynamo recompiles for other ones."""
+    # Dynamo accepts a function or a partial, and does not trace into either.
     return partial(create_selective_checkpoint_contexts, policy)
 
 
 def unknown_operators(save: Sequence[str], ops: Collection[str]) -> dict[str, str]:
-    """Unknown operators to keep: entries without a dot that match no op of these blocks and no operator, with reasons.
+    """Find entries of ``save`` without a dot that match no op of these blocks and no operator, with reasons.
 
     Args:
-        save: ops, or patterns over operator names, such as ``aten.mm``. Operators of an installed package may be
+        save: ops, or patterns of operator names, such as ``aten.mm``. Operators of an installed package may be
             registered until the first block runs.
-        ops: those that the blocks call.
+        ops: ops that the blocks call.
 
     Raises:
         BuildError: an entry with a dot matches no operator.
@@ -139,30 +139,30 @@ def unknown_operators(save: Sequence[str], ops: Collection[str]) -> dict[str, st
         except BuildError as error:
             if "." in entry:
                 raise
-            unknown[entry] = str(error)  # the blocks of another stage may have such an op
+            unknown[entry] = str(error)  # an op of the blocks of another stage
     return unknown
 
 
 def _may_come(pattern: str) -> bool:
-    """Whether a package may register operators of this name when it is imported."""
+    """Whether a package may register operators of this name once it is imported."""
     package, dot, _ = pattern.partition(".")
     return bool(dot) and package.isidentifier() and (package in sys.modules or find_spec(package) is not None)
 
 
 def find_operators(pattern: str, ops: Collection[str] = ()) -> list[OpOverload]:
-    """Find operators by name: overloads of all registered operators whose ``namespace.name`` matches.
+    """Find operators by name: all overloads of registered operators whose ``namespace.name`` matches.
 
     Args:
-        pattern: over their names.
-        ops: further names, for the message.
+        pattern: pattern of the names.
+        ops: further names to suggest in the error message.
 
     Raises:
-        BuildError: there is none.
+        BuildError: no operator matches.
     """
-    # torch.ops lists only what was used before, so this asks the dispatcher; private, so a test pins it.
+    # torch.ops lists only operators used before, so this asks the dispatcher; a private function, pinned by a test.
     registered = {name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}  # noqa: SLF001
     matched = [name.partition(".") for name in sorted(fnmatch.filter(registered, pattern))]
-    # A library may register kernels of operators that it does not define, as torchao does without its extension.
+    # A library may register kernels for operators that it does not define, such as torchao without its extension.
     found = (getattr(getattr(torch.ops, space), name, None) for space, _, name in matched)
     packets = [packet for packet in found if packet is not None]
     if not packets:

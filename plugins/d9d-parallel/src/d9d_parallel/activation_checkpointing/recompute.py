@@ -14,17 +14,16 @@ from d9d_parallel.activation_checkpointing.operators import KEEPING_NOTHING, Con
 
 
 class Recomputed:
-    """Recomputed forward of a module: activations are not kept but computed again in the backward.
+    """Recomputed forward of a module: activations are not stored but recomputed in the backward.
 
-    It takes the place of ``module.forward``, so neither the module tree nor any parameter name changes. It is a class
-    with a Python ``__call__``, not a ``functools.partial``: Dynamo looks for a Python frame to compile and would skip
-    the partial and, with it, the whole block. It is not a closure either: deep copies of the module must call their own
-    forward.
+    Replaces ``module.forward``, so neither the module tree nor any parameter name changes. It is a class with a Python
+    ``__call__``, not a ``functools.partial``: Dynamo looks for a Python frame to compile, and would skip a partial and
+    with it the whole block. It is not a closure, because deep copies of the module must call their own forward.
 
     Args:
-        forward: the module's forward until now.
+        forward: original forward of the module.
         preserve_rng_state: whether random numbers must repeat.
-        contexts: decide which operators keep their outputs, if any does; see
+        contexts: contexts of selective checkpointing; ``None`` stores nothing; see
             :func:`d9d_parallel.activation_checkpointing.operators.contexts_of`.
     """
 
@@ -40,7 +39,7 @@ class Recomputed:
         contexts = self.contexts
         if contexts is None and torch.compiler.is_compiling() and not recomputes_inside_functions():
             contexts = KEEPING_NOTHING
-        # Dynamo refuses torch's own default for `context_fn`, so it is passed only where there is one.
+        # Dynamo refuses torch's default for `context_fn`, so it is passed only if given.
         if contexts is not None:
             kwargs["context_fn"] = contexts
         return checkpoint(
@@ -49,12 +48,12 @@ class Recomputed:
 
 
 def checkpoint_module(module: nn.Module, *, preserve_rng_state: bool = True, contexts: Contexts | None = None) -> None:
-    """Make one module compute its forward again in the backward, in place.
+    """Make one module recompute its forward in the backward, in place.
 
     Args:
         module: module with the forward.
         preserve_rng_state: whether random numbers must repeat.
-        contexts: decide which operators keep their outputs, if any does; see
+        contexts: contexts of selective checkpointing; ``None`` stores nothing; see
             :func:`d9d_parallel.activation_checkpointing.operators.contexts_of`.
     """
     module.forward = Recomputed(module.forward, preserve_rng_state=preserve_rng_state, contexts=contexts)

@@ -18,7 +18,7 @@ from d9d_parallel.blocks import find_blocks
 
 
 class ActivationCheckpointing:
-    """Strategy of activation checkpointing: keeps the inputs of the chosen blocks, and what chosen ops return."""
+    """Strategy of activation checkpointing: stores only the inputs of chosen blocks and the outputs of chosen ops."""
 
     def __init__(self, config: ActivationCheckpointingConfig) -> None:
         self._config = config
@@ -56,9 +56,9 @@ class ActivationCheckpointing:
 
 
 def choose(names: Sequence[str], patterns: Sequence[str], every: int) -> tuple[list[str], dict[str, str]]:
-    """Names that match a pattern, in order; of those the first and each ``every``-th after it.
+    """Names that match a pattern, in order: the first of them and each ``every``-th after it.
 
-    Beside them, the patterns that match no name, and the text of the error that this is unless another stage has one.
+    Also returns the patterns that match no name, each with an error message for when no other stage matches it.
     """
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     unmatched = {

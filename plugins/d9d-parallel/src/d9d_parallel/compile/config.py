@@ -12,21 +12,22 @@ _RECORDING = ("reduce-overhead", "max-autotune")
 
 
 class CompileConfig(PluginConfig):
-    """Compilation of each block; the fields are those of ``torch.compile``."""
+    """Compilation of each block; the fields are arguments of ``torch.compile``."""
 
     name: Literal["compile"] = "compile"
     """Selects the plugin."""
     backend: str = "inductor"
-    """Compiler behind Dynamo; ``aot_eager`` and ``eager`` help to find out which part of a problem is whose."""
+    """Compiler behind Dynamo; ``aot_eager`` and ``eager`` help to locate a problem in a part of the compiler."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
-    """What inductor optimises for."""
+    """Goal of inductor's optimisation."""
     fullgraph: bool = False
-    """Make it an error if a block cannot be compiled as one graph."""
+    """Raise an error if a block cannot be compiled as one graph."""
     dynamic: bool | None = None
-    """Compile for any shape (true), for each shape anew (false), or generalise at the second shape (absent)."""
+    """Compile for any shape (true), for each shape separately (false), or for any shape after the second one
+    (absent)."""
     cudagraphs: bool = False
-    """Record each block's forward and backward as CUDA graphs and replay them, so that the host launches one thing
-    instead of many kernels; ``reduce-overhead`` and ``max-autotune`` do so, too."""
+    """Record each block's forward and backward as CUDA graphs, so that the host launches one graph instead of many
+    kernels; ``reduce-overhead`` and ``max-autotune`` do so too."""
 
     @property
     def records_graphs(self) -> bool:

@@ -1,4 +1,4 @@
-"""Strategy ``compile``: alike blocks share one compiled graph, so its time does not grow with the depth."""
+"""Strategy ``compile``: equal blocks share one compiled graph, so compile time does not grow with depth."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Compile:
         self._config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Mark the blocks for compilation. Module tree and parameter names stay what they are.
+        """Mark the blocks for compilation. Module tree and parameter names stay unchanged.
 
         Raises:
-            BuildError: the stage has no blocks, they are compiled already, or torch knows no such backend.
+            BuildError: the stage has no blocks, they are compiled already, or the backend is unknown.
         """
         config = self._config
         blocks = find_blocks(stage, config.name)
@@ -49,8 +49,8 @@ class Compile:
 def _start_workers() -> None:
     """Start the processes in which inductor compiles Triton kernels.
 
-    They need seconds until they take work. Torch starts them when it meets the first graph, whose kernels are therefore
-    compiled one after the other in this process.
+    Starting takes seconds. Torch starts them at the first graph, and therefore compiles its kernels one after another
+    in this process.
     """
     from torch._inductor.async_compile import maybe_warm_pool  # private; long to import
 
@@ -58,21 +58,21 @@ def _start_workers() -> None:
 
 
 def _allow_replaced_parameters() -> None:
-    """Let Dynamo trace checkpointed forwards that change objects, as those of tensor parallelism do.
+    """Let Dynamo trace checkpointed forwards with side effects, such as the forwards of tensor parallelism.
 
-    They put local shards in the place of parameters and hand products to layers, and take both away again. Dynamo
-    refuses any such change in a checkpointed forward unless it may leave it out of the second one, and the block would
-    run as Python. In the graph, the second forward repeats operators only, which were traced with the shards.
+    They replace parameters by local shards and pass products to layers, and undo both afterwards. Dynamo refuses side
+    effects in a checkpointed forward unless it may skip them in the recomputation; the block would then run uncompiled.
+    In the graph, the recomputation only repeats operators, which were traced with the shards.
     """
-    # Private, and of the process: no setting of one call of torch.compile has it. An unknown name is an error.
+    # Private and global to the process; no argument of torch.compile sets it. An unknown name is an error.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # noqa: SLF001
 
 
 def _graph_options(mode: str | None) -> dict[str, Any]:
-    """Options of inductor that record CUDA graphs, on top of those of a mode: torch takes one or the other."""
+    """Options of inductor that record CUDA graphs, added to the options of a mode: torch takes only one of the two."""
     from torch._inductor import list_mode_options  # as torch.compile's documentation says; long to import
 
-    # A block that cannot be recorded is an error: torch would go on without graphs, and say so in a warning at most.
+    # Make a block that cannot be recorded an error: torch would continue without graphs, at most with a warning.
     return {**list_mode_options(mode or "default"), "triton.cudagraphs": True, "triton.cudagraph_or_error": True}
 
 

@@ -1,18 +1,18 @@
-"""Op ``attention_block``: attention of some queries to some keys, with the logarithms of the sums that merge blocks.
+"""Op ``attention_block``: attention of some queries to some keys, with the log-sum-exps that merge blocks.
 
-The slot's static facts are those of the op ``attention``. A backend is an object with these methods, all of which may
-leave work to the device and must not wait for it; :class:`ReferenceBlocks` is the reference:
+The slot's static facts are the same as of the op ``attention``. A backend is an object with these methods, which may
+leave work queued on the device and must not synchronise; :class:`ReferenceBlocks` is the reference:
 
-- ``prepare(queries, keys, documents, window, device) -> [(queries, keys, mask), ...]`` cuts the block into parts.
-  Positions of queries and keys are ranges in ascending order, ``documents`` int64 [B, S] of all positions or ``None``,
-  ``window`` the number of positions that a query sees or ``None``. A part is a slice of the queries, one of the keys,
-  and what the backend wants to know to compute it. Nothing may be seen outside of the parts.
-- ``(query, key, value, mask) -> (out, total)`` attends in a part, see :func:`attend`.
-- ``backward(grad, query, key, value, out, total, mask) -> gradients`` is its backward, with the output and the sums of
-  the whole attention, see :func:`attend_backward`.
+- ``prepare(queries, keys, documents, window, device) -> [(queries, keys, mask), ...]`` divides the block into parts.
+    Positions of queries and keys are ranges in ascending order; ``documents`` is int64 [B, S] of all positions or
+    ``None``; ``window`` is the number of positions that a query attends to, or ``None``. A part is a slice of the
+    queries, a slice of the keys, and the backend's data for it. No query may attend to a key outside of the parts.
+  - ``(query, key, value, mask) -> (out, total)`` computes a part, see :func:`attend`.
+  - ``backward(grad, query, key, value, out, total, mask) -> gradients`` is its backward, given the output and the
+    log-sum-exps of the whole attention, see :func:`attend_backward`.
 
-The reference computes in float32 or wider, tile by tile of queries; only a tile's scores exist at once, in the backward
-too, which computes them again. Dao et al. 2022, "FlashAttention", sections 3.1 and B.2.
+The reference computes in float32 or wider, in tiles of queries; only one tile's scores exist at a time, also in the
+backward, which recomputes them. Dao et al. 2022, "FlashAttention", sections 3.1 and B.2.
 
 Shapes: B samples, Q queries and T keys of the block, N query heads, K key/value heads (N = K * G), D features of a
 head.
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Scores that exist at once.
+#: Largest number of scores that exist at a time.
 TILE = 2**26
 
 
@@ -37,8 +37,8 @@ class Block:
 
     Attributes:
         query, key: positions of the first query and of the first key.
-        documents: int64 [B, Q] and [B, T] of queries and keys; ``None`` if a sample is one document.
-        window: number of positions that a query sees, its own included; ``None`` for all.
+        documents: document indices of queries and keys, int64 [B, Q] and [B, T]; ``None`` if a sample is one document.
+        window: number of positions that a query attends to, including its own; ``None`` for all.
     """
 
     query: int
@@ -47,12 +47,12 @@ class Block:
     window: int | None = None
 
     def is_seen(self, queries: int, keys: int) -> bool:
-        """Whether some query may see some key, as far as positions tell."""
+        """Whether some query may attend to some key, by their positions."""
         near = self.window is None or self.query - (self.key + keys - 1) < self.window
         return near and self.query + queries > self.key
 
     def mask(self, rows: slice, keys: int, device: torch.device) -> Tensor | None:
-        """Mask of some queries, bool [B or 1, rows, T]; ``None`` if they see all keys."""
+        """Mask of some queries, bool [B or 1, rows, T]; ``None`` if they attend to all keys."""
         first, last = self.query + rows.start, self.query + rows.stop - 1
         seen = None
         if first < self.key + keys - 1 or (self.window is not None and last - self.key >= self.window):
@@ -67,7 +67,7 @@ class Block:
 
 
 class ReferenceBlocks:
-    """Reference of context-parallel attention blocks: each run of queries with each run of keys, in plain PyTorch."""
+    """Reference backend in plain PyTorch: one block for each pair of a run of queries and a run of keys."""
 
     def prepare(
         self,
@@ -77,7 +77,7 @@ class ReferenceBlocks:
         window: int | None,
         device: torch.device,  # noqa: ARG002
     ) -> list[tuple[slice, slice, Block]]:
-        """Cut into blocks in which something may be seen, as far as positions tell."""
+        """Divide into blocks, and keep those in which some query may attend to some key, by their positions."""
         found = []
         for rows, run in _places(queries):
             for columns, other in _places(keys):
@@ -90,28 +90,28 @@ class ReferenceBlocks:
         return found
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Attend in a block, see :func:`attend`."""
+        """Compute attention in a block, see :func:`attend`."""
         return attend(query, key, value, block)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, block: Block
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients by a block, see :func:`attend_backward`."""
+        """Compute the gradients of a block, see :func:`attend_backward`."""
         return attend_backward(grad, query, key, value, out, total, block)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Context-parallel attention of one block by itself.
+    """Compute attention within one block.
 
     Args:
         query: [B, Q, N, D].
         key: [B, T, K, D].
         value: [B, T, K, D].
-        block: what is seen.
+        block: positions and documents, for the mask.
 
     Returns:
-        Output [B, Q, N, D], and logarithm of the sum of exponentials of the seen scores [B, Q, N], minus infinity
-        where there is none; float32 or wider.
+        Output [B, Q, N, D], and log-sum-exp of each query's unmasked scores [B, Q, N], minus infinity where there are
+        none; float32 or wider.
     """
     wide_key, wide_value = _wide(key), _wide(value)
     outs, sums = [], []
@@ -127,16 +127,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Ten
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Context-parallel attention, backward of one block: gradients of queries, keys and values in the larger attention.
+    """Backward of one block: contributions to the gradients of queries, keys and values of the whole attention.
 
     Args:
-        grad: gradient of the larger attention's output, [B, Q, N, D].
+        grad: gradient of the whole attention's output, [B, Q, N, D].
         query: [B, Q, N, D].
         key: [B, T, K, D].
         value: [B, T, K, D].
-        out: the larger attention's output, [B, Q, N, D].
-        total: logarithm of the sum of exponentials of all scores of each query, [B, Q, N].
-        block: what is seen.
+        out: output of the whole attention, [B, Q, N, D].
+        total: log-sum-exp of all scores of each query in the whole attention, [B, Q, N].
+        block: positions and documents, for the mask.
 
     Returns:
         Gradients of query, key and value, float32 or wider.
@@ -160,13 +160,13 @@ def attend_backward(
 
 
 def merge_into(out: Tensor, total: Tensor, other: Tensor, of_other: Tensor) -> None:
-    """Merge the attention of the same queries to other keys into that to some, in place.
+    """Merge attention of the same queries to two sets of keys, into the first one, in place.
 
     Args:
-        out: [B, Q, N, D], float32 or wider.
-        total: [B, Q, N], as wide; minus infinity of a query without keys.
-        other: as ``out``, of the other keys, in any dtype.
-        of_other: as ``total``.
+        out: output for the first keys, [B, Q, N, D], float32 or wider.
+        total: log-sum-exp for the first keys, [B, Q, N], same dtype; minus infinity for a query without keys.
+        other: output for the other keys, like ``out``, in any dtype.
+        of_other: log-sum-exp for the other keys, like ``total``.
     """
     both = torch.logaddexp(total, of_other)
     mine, theirs = ((of - _finite(both)).exp().unsqueeze(-1) for of in (total, of_other))
@@ -175,7 +175,7 @@ def merge_into(out: Tensor, total: Tensor, other: Tensor, of_other: Tensor) -> N
 
 
 def _places(runs: Sequence[range]) -> Iterator[tuple[slice, range]]:
-    """Places of runs that lie one behind the other."""
+    """Yield runs with their slices of the concatenation of all runs."""
     start = 0
     for run in runs:
         yield slice(start, start + len(run)), run
@@ -190,24 +190,24 @@ def _tiles(query: Tensor, key: Tensor) -> Iterator[slice]:
 
 
 def _scores(query: Tensor, wide_key: Tensor, mask: Tensor | None) -> Tensor:
-    """Scaled scores [B, K, G, Q, T], minus infinity where nothing is seen."""
+    """Scaled scores [B, K, G, Q, T], minus infinity where masked."""
     asked = _by_group(query, query.shape[2] // wide_key.shape[2])
     scores = torch.einsum("bqkgd,btkd->bkgqt", asked, wide_key) / math.sqrt(query.shape[3])
     return scores if mask is None else scores.masked_fill_(~mask[:, None, None], -math.inf)
 
 
 def _by_group(heads: Tensor, groups: int) -> Tensor:
-    """[B, Q, N, D] as [B, Q, K, G, D], wide."""
+    """Reshape [B, Q, N, D] to [B, Q, K, G, D], in a wide dtype."""
     return _wide(heads).reshape(*heads.shape[:2], -1, groups, heads.shape[3])
 
 
 def _by_head(rows: Tensor, groups: int) -> Tensor:
-    """[B, Q, N] as [B, K, G, Q]."""
+    """Reshape [B, Q, N] to [B, K, G, Q]."""
     return rows.reshape(*rows.shape[:2], -1, groups).permute(0, 2, 3, 1)
 
 
 def _finite(total: Tensor) -> Tensor:
-    """Zero in the place of minus infinity, so that a query without keys has probabilities of zero."""
+    """Replace minus infinity by zero, so that a query without keys has probabilities of zero."""
     return total.masked_fill(total == -math.inf, 0)
 
 

@@ -1,6 +1,6 @@
-"""Collectives of context parallelism in a step: those of each attention core, and of what else looks across positions.
+"""Collectives of context parallelism in a step: of each attention core, and of other modules that mix positions.
 
-Numbers are counted for each of a rank's own positions, S / R of the S of a sample on R ranks.
+Numbers are per position of a rank, which has S / R of the S positions of a sample on R ranks.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import nn
 from d9d_parallel.context_parallel.share import ContextPositions
 from d9d_parallel.ranks import Ranks
 
-#: A ring adds gradients up in this many bytes, or in more where the model computes in more.
+#: Bytes of the gradients that a ring sums, or more if the model computes in a wider format.
 _WIDE = 4
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Meeting of ranks in attention.
+    """Process groups of the exchanges in attention.
 
     Attributes:
-        tp: ranks that have other heads.
-        heads: ranks that swap positions for heads.
-        ring: ranks between which keys and values go round. With both, what ranks with the same heads then have is in
-            zigzag order again, of fewer and longer chunks.
-        keys: share whose keys and values are gathered.
+        tp: number of ranks of ``tp``, which have different heads.
+        heads: ranks that exchange positions for heads.
+        ring: ranks that pass keys and values around. With ``heads`` too, ranks with the same heads have positions in
+            zigzag order again, in fewer and longer chunks.
+        keys: share of positions whose keys and values are gathered.
     """
 
     tp: int
@@ -44,7 +44,7 @@ class Heads:
     Attributes:
         query: number of query heads.
         key_value: number of key/value heads.
-        features: features of a head.
+        features: number of features of a head.
     """
 
     query: int
@@ -53,16 +53,16 @@ class Heads:
 
 
 class _Call(NamedTuple):
-    """Call in each pass through a core.
+    """Collective in each pass through a core.
 
     Attributes:
         kind: operation.
-        ranks: numbers of its ranks, in order.
-        numbers: numbers in the tensor for each own position; ``None`` if the core does not say.
-        what: what travels.
-        backward: whether it is a backward's; otherwise it is a forward's.
-        times: calls in one pass.
-        least_itemsize: bytes of a number, if those of the forward are fewer.
+        ranks: ranks of the collective, in order.
+        numbers: elements of the tensor per own position; ``None`` if the core does not declare its heads.
+        what: name of the exchanged tensors.
+        backward: whether it is part of the backward; otherwise of the forward.
+        times: number of calls in one pass.
+        least_itemsize: smallest number of bytes per element.
     """
 
     kind: Kind
@@ -79,11 +79,11 @@ class ContextCommunication:
     """Communication (:class:`d9d_core.strategy.Communication`) of context parallelism: positions are split over ``cp``.
 
     Attributes:
-        stage: stage with the cores.
+        stage: stage with the attention cores.
         ranks: all ranks of ``cp``.
-        meeting: who exchanges what in attention.
-        cores: attention cores by qualified name, with their heads; ``None`` for one that does not say.
-        alone: modules that communicate by themselves, by qualified name.
+        meeting: process groups of the exchanges in attention.
+        cores: attention cores by qualified name, with their heads; ``None`` if a core does not declare them.
+        alone: modules that communicate themselves, by qualified name.
     """
 
     stage: nn.Module
@@ -93,7 +93,7 @@ class ContextCommunication:
     alone: dict[str, CommunicatesInContext] = field(default_factory=dict)
 
     def __call__(self, step: StepShape) -> Iterator[Collective]:
-        """List the collectives of all cores and modules; frozen layers may leave out some of the backward."""
+        """List the collectives of all cores and modules; frozen layers may skip some of the backward."""
         frozen = any(not parameter.requires_grad for parameter in self.stage.parameters())
         for name, heads in self.cores.items():
             for call in self._of_core(heads):
@@ -133,13 +133,13 @@ class ContextCommunication:
         if swapping is not None:
             yield from _swaps(heads, swapping)
         if ring is not None:
-            # What ranks that swapped have of fewer heads, they have of more positions.
+            # After the exchange, ranks have fewer heads of more positions.
             size = None if heads is None else 2 * _key_value_heads(heads, swapping) * heads.features
             yield from _turns(size, ring)
 
 
 def _swaps(heads: Heads | None, ranks: Ranks) -> Iterator[_Call]:
-    """Exchanges of positions for heads, and back."""
+    """All-to-alls from positions to heads, and back."""
     there = back = None
     if heads is not None:
         back = heads.query * heads.features
@@ -151,7 +151,7 @@ def _swaps(heads: Heads | None, ranks: Ranks) -> Iterator[_Call]:
 
 
 def _turns(numbers: int | None, ring: Ranks) -> Iterator[_Call]:
-    """Sends and receives of a ring; gradients of keys and values go one rank further, home."""
+    """Sends and receives of a ring; gradients of keys and values take one more step, back to their rank."""
     here, following, previous = (ring.numbers[(ring.rank + turn) % ring.size] for turn in (0, 1, -1))
     ways: Mapping[Kind, tuple[int, ...]] = {
         "send": tuple(sorted((here, following))),
@@ -165,5 +165,5 @@ def _turns(numbers: int | None, ring: Ranks) -> Iterator[_Call]:
 
 
 def _key_value_heads(heads: Heads, swapping: Ranks | None) -> int:
-    """Key/value heads that travel: with fewer than ranks, each to several of them."""
+    """Number of exchanged key/value heads; if there are fewer than ranks, each goes to several ranks."""
     return heads.key_value if swapping is None else max(heads.key_value, swapping.size)

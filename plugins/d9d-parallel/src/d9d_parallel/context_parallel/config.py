@@ -9,14 +9,15 @@ from pydantic import Field, model_validator
 
 
 class ContextParallelConfig(PluginConfig):
-    """Context parallelism: positions of samples are split over ranks, which meet in attention only."""
+    """Context parallelism: positions of samples are split over ranks, which communicate only in attention."""
 
     name: Literal["context_parallel"] = "context_parallel"
     """Selects the plugin."""
     method: Literal["ulysses", "all_gather", "ring", "hybrid"] = "all_gather"
-    """Exchange in attention: positions for heads, or keys and values, which are gathered or go round; or both."""
+    """Exchange in attention: ``ulysses`` swaps positions for heads, ``all_gather`` gathers keys and values, ``ring``
+    passes them around, ``hybrid`` combines ``ulysses`` and ``ring``."""
     head_ranks: Annotated[int, Field(ge=2)] | None = None
-    """Neighbouring ranks that swap positions for heads, of method ``hybrid``; between such groups is a ring."""
+    """For ``hybrid``: number of neighbouring ranks that swap positions for heads; a ring connects such groups."""
 
     @model_validator(mode="after")
     def _head_ranks_of_hybrid(self) -> Self:

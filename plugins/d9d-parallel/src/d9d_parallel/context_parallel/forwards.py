@@ -1,6 +1,6 @@
-"""Forwards of attention cores whose inputs are a rank's own positions.
+"""Forwards of attention cores for a rank's own positions.
 
-Each takes the place of ``core.forward``. They are classes and no closures: deep copies of a core keep their own masks.
+Each replaces ``core.forward``. They are classes, not closures, because deep copies of a core need their own masks.
 
 Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head, R ranks.
 """
@@ -23,12 +23,12 @@ from d9d_parallel.ranks import Ranks
 class GatheredKeys:
     """Context-parallel forward with a rank's own queries, and gathered keys and values (method ``all_gather``).
 
-    Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2: keys and values of grouped heads are few, and masks of
-    any kind are those of one process.
+    Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2: grouped-query attention has few keys and values, and
+    any kind of mask works as in one process.
 
     Args:
-        core: takes queries at some positions.
-        share: of this rank.
+        core: attention core that accepts queries at some positions only.
+        share: share of positions of this rank.
     """
 
     def __init__(self, core: nn.Module, share: ContextShare) -> None:
@@ -36,21 +36,21 @@ class GatheredKeys:
         self.share = share
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Any = None) -> Tensor:
-        """Compute attention [B, S / R, N, D] of queries of that shape; keys and values are [B, S / R, K, D]."""
+        """Compute attention [B, S / R, N, D] of queries [B, S / R, N, D]; keys and values are [B, S / R, K, D]."""
         both = self.share.gather(torch.cat([key, value], dim=2))
         key, value = both.chunk(2, dim=2)
         return self.forward(query, key, value, documents)
 
 
 class ExchangedHeads:
-    """Context-parallel forward with some heads of all positions, not all heads of some (method ``ulysses``).
+    """Context-parallel forward with all positions of some heads instead of some positions of all (method ``ulysses``).
 
-    Jacobs et al. 2023, "DeepSpeed Ulysses", section 3. Fewer key/value heads than ranks travel to several of them;
-    their gradients add up.
+    Jacobs et al. 2023, "DeepSpeed Ulysses", section 3. If there are fewer key/value heads than ranks, each is sent to
+    several ranks, and their gradients are summed.
 
     Args:
         core: any attention core.
-        ranks: of ``cp``.
+        ranks: ranks of ``cp``.
     """
 
     def __init__(self, core: nn.Module, ranks: Ranks) -> None:
@@ -58,10 +58,10 @@ class ExchangedHeads:
         self.ranks = ranks
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Any = None) -> Tensor:
-        """Compute attention [B, S / R, N, D] of queries of that shape; keys and values are [B, S / R, K, D].
+        """Compute attention [B, S / R, N, D] of queries [B, S / R, N, D]; keys and values are [B, S / R, K, D].
 
         Raises:
-            BuildError: the ranks can neither share the heads nor repeat them.
+            BuildError: the heads can be neither divided over the ranks nor repeated.
         """
         size = self.ranks.size
         check_heads(query.shape[2], key.shape[2], size)
@@ -76,10 +76,11 @@ class ExchangedHeads:
 
 
 def check_heads(query_heads: int, key_value_heads: int, ranks: int) -> None:
-    """Refuse heads that ranks cannot share.
+    """Raise if heads cannot be divided over ranks.
 
     Raises:
-        BuildError: the ranks do not divide the query heads, or can neither share nor repeat the key/value heads.
+        BuildError: the ranks do not divide the query heads, or neither divide nor are a multiple of the key/value
+            heads.
     """
     problem = ""
     if query_heads % ranks:
@@ -88,6 +89,6 @@ def check_heads(query_heads: int, key_value_heads: int, ranks: int) -> None:
         problem = f"neither divides the {key_value_heads} key/value heads nor is a multiple of them"
     if problem:
         raise BuildError(
-            f"strategy 'context_parallel': method ulysses shares heads over {ranks} ranks of cp, which {problem} of a "
+            f"strategy 'context_parallel': method ulysses divides heads over {ranks} ranks of cp, which {problem} of a "
             "rank; choose another cp, or method all_gather, which does not split heads"
         )

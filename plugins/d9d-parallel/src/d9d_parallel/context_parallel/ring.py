@@ -1,9 +1,9 @@
-"""Attention in a ring (method ``ring``): keys and values go round, and no rank ever has those of all positions.
+"""Ring attention (method ``ring``): keys and values are passed around, and no rank ever has all of them.
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", section 3. While a rank
-computes with one part, the next one is on its way. Parts of the output are merged by the logarithms of their sums, in
-float32; the backward computes scores again, and gradients of keys and values travel with them, in float32. What a rank
-computes with the keys of another is the op ``attention_block`` (:mod:`d9d_parallel.context_parallel.blocks`).
+computes with the keys of one rank, it receives the next ones. Parts of the output are merged by their log-sum-exps in
+float32; the backward recomputes scores, and gradients of keys and values are passed along with them, in float32. The
+op ``attention_block`` (:mod:`d9d_parallel.context_parallel.blocks`) computes each part.
 
 Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head, R ranks.
 """
@@ -27,34 +27,34 @@ from d9d_parallel.ranks import Ranks
 
 
 class RingAttention:
-    """Ring attention of a rank's own queries to keys and values that go round.
+    """Ring attention of a rank's own queries to keys and values that are passed around.
 
     Args:
-        ranks: the ring, in its order.
+        ranks: ranks of the ring, in order.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.slot = OpSlot("attention_block", ReferenceBlocks())
-        # Dynamo would look into sends and receives, which must start together.
+        # Dynamo would trace sends and receives, which must start together.
         self._attend: Callable[..., Tensor] = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
 
     @property
     def backend(self) -> str:
-        """Name of the backend; masks of one name and window serve all layers."""
+        """Name of the backend; layers with the same backend name and window share masks."""
         return f"attention_block.{self.slot.backend}"
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the attention to the keys of one rank."""
+        """Slot of the attention to one rank's keys."""
         return {"attention_block": self.slot}
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: torch.device) -> Turns:
-        """Make what all layers with this window need to know of each turn.
+        """Prepare the data of each turn, for all layers with this window.
 
         Args:
             documents: int64 [B, S]; ``None`` if a sample is one document.
             length: S.
-            window: number of positions that a query sees, its own included; ``None`` for all.
+            window: number of positions that a query attends to, including its own; ``None`` for all.
             device: device of queries and keys.
         """
         plan = Plan(self.ranks, length // (2 * self.ranks.size), documents, window, device, self.slot.function)
@@ -63,14 +63,14 @@ class RingAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Turns | Tensor | None, window: int | None
     ) -> Tensor:
-        """Compute attention of own queries. Collective over the ring, both ways.
+        """Compute attention of a rank's own queries. Collective over the ring, in forward and backward.
 
         Args:
-            query: [B, S / R, N, D], in zigzag order, as all that follows.
+            query: [B, S / R, N, D]; positions in zigzag order, as for keys and values.
             key: [B, S / R, K, D].
             value: [B, S / R, K, D].
-            documents: from :meth:`prepare`; or int64 [B, S], ``None`` if a sample is one document.
-            window: number of positions that a query sees, its own included; ``None`` for all.
+            documents: result of :meth:`prepare`; or int64 [B, S], or ``None`` if a sample is one document.
+            window: number of positions that a query attends to, including its own; ``None`` for all.
 
         Returns:
             [B, S / R, N, D] in the dtype of the queries.
@@ -82,9 +82,9 @@ class Part(NamedTuple):
     """Part of the scores of a turn.
 
     Attributes:
-        queries: their place among a rank's own.
-        keys: their place among those of the rank that the turn is about.
-        mask: what the backend knows of it.
+        queries: slice of the rank's own queries.
+        keys: slice of the keys of the turn's rank.
+        mask: data of the backend for this part.
     """
 
     queries: slice
@@ -93,7 +93,7 @@ class Part(NamedTuple):
 
 
 class Turns:
-    """Turns of a ring, each with its parts. A plain object, as FSDP's mixed precision would cast what tuples hold.
+    """Turns of a ring. A plain object, because FSDP's mixed precision would cast the tensors in a tuple.
 
     Args:
         parts: parts of each turn.
@@ -105,13 +105,13 @@ class Turns:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of one ring attention: the chunks of each rank.
+    """Plan of a ring attention: the chunks of positions of each rank.
 
     Attributes:
-        ranks: the ring.
-        chunk: positions of a chunk; each rank has two.
+        ranks: ranks of the ring.
+        chunk: number of positions of a chunk; each rank has two chunks.
         documents: int64 [B, S]; ``None`` if a sample is one document.
-        window: number of positions that a query sees; ``None`` for all.
+        window: number of positions that a query attends to; ``None`` for all.
         device: device of queries and keys.
         blocks: backend of the op ``attention_block``.
     """
@@ -124,13 +124,13 @@ class Plan:
     blocks: Any
 
     def parts(self, source: int) -> Sequence[Part]:
-        """Parts of own queries and the keys of a rank in which something is seen."""
+        """Parts of this rank's queries and another rank's keys in which some query attends to some key."""
         mine, theirs = (self._positions(rank) for rank in (self.ranks.rank, source))
         found = self.blocks.prepare(mine, theirs, self.documents, self.window, self.device)
         return [Part(*part) for part in found]
 
     def source(self, turn: int) -> int:
-        """Rank whose keys are here in a turn; in the first, it is this rank."""
+        """Index in the ring of the rank whose keys are here in a turn; in turn 0, this rank."""
         return (self.ranks.rank - turn) % self.ranks.size
 
     def _positions(self, rank: int) -> tuple[range, ...]:
@@ -177,8 +177,9 @@ class _Ring(torch.autograd.Function):
                 of_values.add(theirs, added[2])
             for sums in (of_keys, of_values):
                 sums.finish()
-            # The gradients of these keys by earlier ranks arrive while this rank computes its own; after the last turn
-            # those of the next rank's keys are complete here, and go home.
+            # Gradients of these keys from earlier ranks arrive while this rank computes its own. After the last turn,
+            # gradients
+            # of the next rank's keys are complete here, and are sent to it.
             travelling = Passing(of_here if travelling is None else travelling.wait().add_(of_here), ring.ranks)
             if coming is not None:
                 here = coming.wait()
@@ -188,10 +189,10 @@ class _Ring(torch.autograd.Function):
 
 
 class PlacedSum:
-    """Ring attention: sum of gradients of parts in their places, whose memory is not filled with zeros first.
+    """Sum of gradients at slices of a tensor whose memory need not be filled with zeros first.
 
     Args:
-        memory: [B, Q or T, heads, D], float32 or wider, of any values; the sum when it is finished.
+        memory: [B, Q or T, heads, D], float32 or wider, uninitialised; holds the sum after :meth:`finish`.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -199,7 +200,7 @@ class PlacedSum:
         self._is_begun = False
 
     def add(self, place: slice, part: Tensor) -> None:
-        """Add the gradient of a part [B, its Q or T, heads, D] in any dtype."""
+        """Add the gradient of a slice, [B, Q or T of the slice, heads, D], in any dtype."""
         if self._is_begun:
             self._memory[:, place] += part
             return
@@ -209,12 +210,12 @@ class PlacedSum:
         self._is_begun = True
 
     def finish(self) -> Tensor:
-        """Sum of all parts; zeros if there was none."""
+        """Return the sum of all parts; zeros if there was none."""
         return self._memory if self._is_begun else self._memory.zero_()
 
 
 class Merged:
-    """Ring attention merged over the keys that were added so far, in float32 or wider.
+    """Attention merged over all keys added so far, in float32 or wider.
 
     Args:
         query: [B, Q, N, D].
@@ -226,14 +227,14 @@ class Merged:
         self._found: tuple[Tensor, Tensor] | None = None
 
     def add(self, queries: slice, out: Tensor, total: Tensor) -> None:
-        """Add the attention of some of the queries to further keys.
+        """Add the attention of some queries to further keys.
 
         Args:
-            queries: their place.
-            out: [B, Q, N, D] of them.
-            total: logarithm of the sum of exponentials of the scores, [B, Q, N]; minus infinity without keys.
+            queries: slice of the queries.
+            out: output for these queries, [B, Q, N, D].
+            total: log-sum-exp of their scores, [B, Q, N]; minus infinity without keys.
         """
-        if self._found is None and out.shape == self._shape:  # needs no zeros to be added to
+        if self._found is None and out.shape == self._shape:  # the first part replaces the zeros
             plain = torch.contiguous_format
             whole, of_whole = (one.to(self._wide, copy=True, memory_format=plain) for one in (out, total))
             self._found = whole, of_whole
@@ -243,7 +244,7 @@ class Merged:
 
     @property
     def found(self) -> tuple[Tensor, Tensor]:
-        """Output [B, Q, N, D], and logarithm of the sum [B, Q, N]."""
+        """Output [B, Q, N, D], and log-sum-exp [B, Q, N]."""
         if self._found is None:
             out = torch.zeros(self._shape, dtype=self._wide, device=self._device)
             self._found = out, out.new_full(self._shape[:3], -math.inf)
@@ -254,23 +255,23 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, documents: Turns | Tensor | None, window: int | None, ring: RingAttention
 ) -> Tensor:
     device = query.device.type
-    if ring.slot.backend != "reference" and torch.is_autocast_enabled(device):  # it does not know kernels of others
+    if ring.slot.backend != "reference" and torch.is_autocast_enabled(device):  # autocast ignores custom kernels
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     turns = documents
     if not isinstance(turns, Turns):
         turns = ring.prepare(turns, query.shape[1] * ring.ranks.size, window, query.device)
-    with torch.autocast(device, enabled=False):  # it would round products of scores
+    with torch.autocast(device, enabled=False):  # autocast would round products of scores
         out: Tensor = _Ring.apply(query, key, value, turns, ring)
     return out
 
 
 class Passing:
-    """Ring exchange: a tensor goes to the next rank, while that of the previous one comes. Collective over the ring.
+    """Ring exchange: sends a tensor to the next rank and receives the previous rank's. Collective over the ring.
 
     Args:
-        tensor: contiguous, of one shape on all ranks; it must not change before :meth:`wait`.
-        ranks: the ring.
+        tensor: contiguous tensor of the same shape on all ranks; must not change before :meth:`wait`.
+        ranks: ranks of the ring.
     """
 
     def __init__(self, tensor: Tensor, ranks: Ranks) -> None:
@@ -284,7 +285,7 @@ class Passing:
         )
 
     def wait(self) -> Tensor:
-        """Tensor of the previous rank; later work on the device comes after its arrival."""
+        """Return the previous rank's tensor; later work on the current stream waits for it."""
         for work in self._work:
             work.wait()
         return self._received

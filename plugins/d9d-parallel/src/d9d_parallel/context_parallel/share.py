@@ -1,4 +1,4 @@
-"""Share of the positions on one rank of ``cp``, and how tensors of positions travel.
+"""Share of the positions on one rank of ``cp``, and exchanges of tensors with positions.
 
 Shapes: B samples, S positions, R ranks.
 """
@@ -17,10 +17,10 @@ from d9d_parallel.ranks import Ranks
 
 
 class ContextPositions:
-    """Context-parallel share: the positions of this rank, a :class:`~d9d_core.model.ContextShare`.
+    """Positions of this rank: a :class:`~d9d_core.model.ContextShare`.
 
     Args:
-        ranks: of ``cp``.
+        ranks: ranks of ``cp``.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -46,7 +46,7 @@ class ContextPositions:
         return self._positions.own(tensor)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Gather [B, S / R, ...] of all ranks to [B, S, ...]; gradients are summed. Collective, both ways."""
+        """Gather [B, S / R, ...] of all ranks to [B, S, ...]; gradients are summed. Collective, backward too."""
         out: Tensor = _Gather.apply(tensor, self._ranks)
         return out
 
@@ -69,7 +69,7 @@ class _Gather(torch.autograd.Function):
 
 
 def exchange(parts: Tensor, ranks: Ranks) -> Tensor:
-    """All-to-all: part r of [R, ...] goes to rank r, and part r of the result is from it. Collective, both ways."""
+    """All-to-all: sends part r of [R, ...] to rank r; part r of the result is from rank r. Also in the backward."""
     out: Tensor = _Exchange.apply(parts, ranks)
     return out
 
@@ -90,5 +90,5 @@ def _all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
     sent = parts.contiguous()
     out = torch.empty_like(sent)
     dist.all_to_all_single(out, sent, group=ranks.group)
-    # Dynamo of torch 2.11 loses the gradient of what a Function has filled itself; a view has one.
+    # Dynamo of torch 2.11 loses the gradient of a tensor that a Function allocated and filled; a view keeps it.
     return out.view_as(out)

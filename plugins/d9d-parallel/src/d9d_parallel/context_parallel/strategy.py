@@ -1,9 +1,10 @@
 """Strategy ``context_parallel``.
 
-Each rank of ``cp`` has two chunks of every sample's positions (:class:`~d9d_engine.distributed.positions`), and all but
-attention looks at one position at a time. Where a module looks at more, such as a router with a loss on the balance of
-samples, it has the trait :class:`~d9d_core.model.SeesContext`. Parameters are whole on all ranks, and the gradient on
-each is a partial sum: ``fsdp`` and its kind reduce it over ``cp``, too, and what they leave out the loop sums.
+Each rank of ``cp`` has two chunks of every sample's positions (:class:`~d9d_engine.distributed.positions`). All modules
+except attention compute each position separately; a module that mixes positions in another way, such as a router with
+a balancing loss per sample, has the trait :class:`~d9d_core.model.SeesContext`. Parameters are replicated, and each
+rank's gradient is a partial sum: data-parallel strategies such as ``fsdp`` reduce it over ``cp`` too, and the training
+loop sums the remaining gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ContextParallel:
         """Replace the forwards of attention cores, in place. Collective over all ranks.
 
         Raises:
-            BuildError: the stage or a core cannot be split, or ranks cannot share the heads.
+            BuildError: the stage or a core cannot be split, or the heads cannot be divided over the ranks.
         """
         group = topology.axes_group("cp")
         assert group is not None  # there is a mesh
@@ -55,7 +56,7 @@ class ContextParallel:
                 communication.cores[whole] = self._core(whole, core, meeting)
                 changed.append(whole)
                 if meeting.ring is not None and not (isinstance(core, HasOps) and core.op_slots()):
-                    notes.append(f"{whole}: lists no slot of attention_block, which is computed in plain PyTorch")
+                    notes.append(f"{whole}: declares no slot of attention_block, so it is computed in plain PyTorch")
         for name, module in modules_with(stage, SeesContext).items():
             assert isinstance(module, SeesContext)
             module.see_context(share)
@@ -64,7 +65,7 @@ class ContextParallel:
                 communication.alone[name] = module
             else:
                 kind = type(module).__name__
-                notes.append(f"{name} ({kind}) does not say what it communicates: context_collectives()")
+                notes.append(f"{name} ({kind}) does not declare its communication: context_collectives()")
         return Applied(
             modules=tuple(changed),
             notes=tuple(notes),
@@ -72,7 +73,7 @@ class ContextParallel:
         )
 
     def _meeting(self, topology: Topology, share: ContextPositions) -> Meeting:
-        """Exchange between ranks in attention, by method. Collective over all ranks."""
+        """Process groups of the exchanges in attention, by method. Collective over all ranks."""
         method, inner, tp = self._config.method, self._config.head_ranks, topology.sizes["tp"]
         if method == "ulysses":
             return Meeting(tp, heads=share.all_ranks)
@@ -91,7 +92,7 @@ class ContextParallel:
         return Meeting(tp, heads=heads, ring=ring)
 
     def _core(self, name: str, core: nn.Module, meeting: Meeting) -> Heads | None:
-        """Split the attention of a core; its heads on this rank, if it says how many."""
+        """Split the attention of a core; returns its heads on this rank, if it declares them."""
         heads = None
         if isinstance(core, SharesAttention):
             query_heads, key_value_heads = (max(1, count // meeting.tp) for count in core.attention_heads())
@@ -115,15 +116,15 @@ class ContextParallel:
 
 
 def _ranks(topology: Topology, parts: Sequence[Sequence[int]]) -> Ranks:
-    """Ranks of this rank's part of ``cp``. Collective over all ranks, which ask for the groups of all parts."""
+    """Ranks of this rank's part of ``cp``. Collective over all ranks: each must create the groups of all parts."""
     own, mine = topology.coordinate["cp"], None
     for part in parts:
         group = topology.positions_group("cp", part)
         mine = group if own in part else mine
-    assert mine is not None  # there is a mesh, and the parts are all of it
+    assert mine is not None  # the parts cover the whole axis
     return Ranks(mine)
 
 
 def _replace(core: nn.Module, forward: ExchangedHeads | GatheredKeys) -> None:
-    # Bound: Dynamo guards on which callable object an attribute is, and would compile every block anew.
+    # A bound method: Dynamo guards on the identity of other callables, and would recompile for every block.
     core.forward = forward.__call__

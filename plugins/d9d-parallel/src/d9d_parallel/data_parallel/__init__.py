@@ -1,1 +1,1 @@
-"""Data parallelism: replicas and shards of the model over ranks that see different samples."""
+"""Data parallelism: replicas and shards of the model over ranks that read different samples."""

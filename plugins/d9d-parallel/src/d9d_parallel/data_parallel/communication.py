@@ -14,17 +14,17 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit of FSDP2 whose communication is listed: parameters that are gathered and reduced together.
+    """Unit of FSDP2: parameters that are gathered and reduced together.
 
     Attributes:
         name: qualified name of its module.
-        parameters: those of the unit by name, with the shape that this rank had before the unit was made.
-        view: view of the mesh that it is sharded over.
+        parameters: parameters of the unit by name, with their shape on this rank before sharding.
+        view: view of the mesh that the unit is sharded over.
         dims: dimensions of the view: shards, or replicas and shards.
         reshards: whether its whole parameters are freed after the forward; a number gathers among that many ranks in
             the backward.
-        prefetches: whether the job says which units are gathered ahead in its backward.
-        even: whether ranks share parameters evenly, in whatever dimension; otherwise dimension 0 is padded.
+        prefetches: whether the job sets the units to prefetch in its backward.
+        even: whether parameters are sharded evenly, in any dimension; otherwise dimension 0 is padded.
     """
 
     name: str
@@ -38,15 +38,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class FsdpCommunication:
-    """Communication (:class:`d9d_core.strategy.Communication`) of data parallelism: a stage whose units FSDP2 wraps.
+    """Communication (:class:`d9d_core.strategy.Communication`) of data parallelism with units of FSDP2.
 
     Attributes:
-        stage: with all units.
+        stage: stage with all units.
         topology: topology of this rank.
-        units: units that have parameters, in the order in which their forwards end.
-        defer: reductions that wait for the last microbatch.
-        param_dtype: format of gathered parameters, if not their own.
-        reduce_dtype: format of reductions, if not that of the gradients.
+        units: units with parameters, in the order in which their forwards end.
+        defer: reductions deferred to the last microbatch.
+        param_dtype: format of gathered parameters, if not the parameters' own.
+        reduce_dtype: format of reductions, if not the gradients' own.
     """
 
     stage: nn.Module
@@ -78,7 +78,7 @@ class FsdpCommunication:
             first = shards.index(self.topology.rank) // unit.reshards * unit.reshards
             near = shards[first : first + unit.reshards]
             group = f"{unit.reshards} ranks of {unit.dims[-1]}"
-            # What each of them keeps is padded, so sizes may be a little larger.
+            # Each rank's shard is padded, so sizes may be slightly larger.
             yield Collective("all_gather", group, near, size, backward, f"{what}, backward", approximate=True)
 
     def _reductions(self, unit: Unit, step: StepShape) -> Iterator[Collective]:
@@ -115,9 +115,9 @@ class _State:
     """State of a unit in the simulation of a step.
 
     Attributes:
-        whole: its parameters are gathered.
-        forward, backward: all-gathers so far.
-        indices: places in the order of forwards that no backward has come to.
+        whole: whether its parameters are gathered.
+        forward, backward: numbers of all-gathers so far.
+        indices: indices in the order of forwards whose backward has not come yet.
     """
 
     def __init__(self) -> None:
@@ -127,16 +127,17 @@ class _State:
 
 
 def times_gathered(passes: Sequence[Pass], units: Sequence[Unit]) -> list[tuple[int, int]]:
-    """Communication of FSDP2: how often forwards and backwards of a step gather the parameters of each unit.
+    """Numbers of all-gathers of each unit's parameters in the forwards and in the backwards of a step.
 
-    They are freed after each backward, and after each forward if the unit ``reshards``; otherwise what comes next finds
-    them whole. Beside that, FSDP2 gathers in the backward of a unit the one whose forward came before, and it notes
-    forwards until the last backward. So with several microbatches the first unit asks for the last one of an earlier
-    forward: nothing if that is the stage's own, which is whole, but one call too many if all parameters are in blocks.
+    Parameters are freed after each backward, and after each forward if the unit ``reshards``; otherwise the next pass
+    finds them whole. In addition, FSDP2 prefetches in the backward of a unit the unit whose forward came before, and it
+    records forwards until the last backward. With several microbatches, the first unit therefore prefetches the last
+    unit of an earlier forward: no extra gather if that is the stage's own unit, which is whole, but one if all
+    parameters are in blocks.
 
     Args:
-        passes: of the stage, in order.
-        units: in the order in which their forwards end.
+        passes: passes of the stage, in order.
+        units: units in the order in which their forwards end.
     """
     states, order = [_State() for _ in units], list[_State]()
     for one in passes:
@@ -154,7 +155,7 @@ def times_gathered(passes: Sequence[Pass], units: Sequence[Unit]) -> list[tuple[
                 before = order[index - 1]
                 before.backward += not before.whole
                 before.whole = True
-            state.whole = not unit.name  # the stage's own are freed last
+            state.whole = not unit.name  # the stage's own parameters are freed last
         for unit, state in zip(units, states, strict=True):
             state.whole = state.whole and bool(unit.name)
     return [(state.forward, state.backward) for state in states]

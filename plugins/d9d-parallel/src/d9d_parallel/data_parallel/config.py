@@ -14,24 +14,24 @@ class DataParallelConfig(PluginConfig):
     """Shared fields of the data-parallel strategies ``replicate``, ``fsdp`` and ``hsdp``."""
 
     compute_dtype: Dtype | None = None
-    """Format of parameters and inputs in forward and backward; that of ``precision.parameters`` if absent."""
+    """Format of parameters and inputs in forward and backward; by default the format of ``precision.parameters``."""
     reduce_dtype: Dtype | None = None
-    """Format in which gradients are summed over ranks; if absent, the widest of ``compute_dtype``, the parameters'
+    """Format in which gradients are summed over ranks; by default the widest of ``compute_dtype``, the parameters'
     format and ``gradients.accumulate``."""
     output_dtype: Dtype | None = None
-    """Format that the model's floating-point outputs are cast to; as they come if absent."""
+    """Format that the model's floating-point outputs are cast to; by default they are not cast."""
     defer: Literal["nothing", "all_reduce", "everything"] = "nothing"
-    """What waits for the last microbatch: ``all_reduce`` keeps sums over one shard group, ``everything`` whole
-    gradients of all parameters; less communication for more memory. What waits adds up in ``reduce_dtype``."""
+    """Reductions deferred to the last microbatch, for less communication and more memory: ``all_reduce`` only over
+    replicas, ``everything`` all of them. Deferred gradients are accumulated in ``reduce_dtype``."""
     forward_prefetch: NonNegativeInt = 0
-    """Blocks whose parameters are requested ahead in the forward; 0 requests one where parameters are gathered
-    directly, else each when the host gets there."""
+    """Number of blocks prefetched in the forward; 0 prefetches one block if parameters are gathered directly, otherwise
+    gathers each block when the host reaches it."""
     backward_prefetch: NonNegativeInt = 0
-    """The same in the backward; 0 leaves it to FSDP2, which requests one block ahead."""
+    """Number of blocks prefetched in the backward; 0 leaves it to FSDP2, which prefetches one."""
     offload: bool = False
-    """Keep parameters, gradients and optimizer state in the host's memory, and compute on the device."""
+    """Keep parameters, gradients and optimizer state in host memory, and compute on the device."""
     ignore: tuple[str, ...] = ()
-    """Patterns over parameter names that stay whole on every rank, in their own format; their gradients are summed in
+    """Patterns of names of parameters to replicate on every rank, in their own format; their gradients are reduced in
     buckets."""
 
 
@@ -43,7 +43,7 @@ class ReplicateConfig(DataParallelConfig):
 
     @property
     def needs_no_units(self) -> bool:
-        """Whether nothing here asks for units of FSDP2: gradients may be reduced where they are, once a step."""
+        """Whether no setting needs units of FSDP2: gradients can be reduced in place, once per step."""
         return self == ReplicateConfig(defer=self.defer)
 
 
@@ -51,8 +51,8 @@ class ShardedConfig(DataParallelConfig):
     """Shared fields of the strategies that shard parameters."""
 
     reshard_after_forward: bool | PositiveInt = True
-    """Free a block's whole parameters after its forward and gather them again for the backward; a number gathers within
-    groups of that many ranks only; false keeps them."""
+    """Free a block's whole parameters after its forward and gather them again in the backward. A number gathers only
+    among that many ranks in the backward; false keeps the whole parameters."""
 
 
 class FsdpConfig(ShardedConfig):

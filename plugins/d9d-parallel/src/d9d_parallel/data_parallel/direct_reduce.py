@@ -1,8 +1,8 @@
-"""Reduce-scatters of FSDP2's units straight from the gradients.
+"""Reduce-scatters of FSDP2's units directly from the gradients.
 
-FSDP2 copies the gradients of a unit into one flat buffer, rank after rank, and sums that. Where parameters are split
-evenly along dimension 0, the parts of a gradient follow each other in its own memory, so it is summed from there, in
-one call for all of a unit.
+FSDP2 copies the gradients of a unit into one flat buffer, ordered by rank, and reduces the buffer. If parameters are
+sharded evenly along dimension 0, the ranks' parts of a gradient are already consecutive in its memory, so it is reduced
+from there, in one call for all gradients of a unit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from d9d_parallel.data_parallel.direct_gather import DirectGather
 
-# Private in torch, as what gathers directly is: where the names do not fit, FSDP2 goes its own way, and
+# Private in torch, as in direct_gather.py: if the names do not exist, FSDP2's own code runs, and
 # test_direct_gather.py fails.
 _OF_GROUP = (
     "_all_reduce_hook", "_is_hsdp", "_post_reduce_event", "_reduce_scatter_process_group",
@@ -25,9 +25,9 @@ _OF_GROUP = (
 
 
 def reduce_directly(gathers: Sequence[DirectGather]) -> None:
-    """Let units that gather directly reduce directly, too, unless replicas of their shards are to be summed as well.
+    """Make units that gather directly also reduce directly, unless their gradients are also summed over replicas.
 
-    Before :func:`d9d_engine.compat.prepare_fsdp_gradients`, whose zeros are reduced like other gradients.
+    Call it before :func:`d9d_engine.compat.prepare_fsdp_gradients`, whose zeros are reduced like other gradients.
     """
     for gather in gathers:
         if all(hasattr(gather.group, name) for name in _OF_GROUP) and not gather.group._is_hsdp:  # noqa: SLF001
@@ -35,10 +35,10 @@ def reduce_directly(gathers: Sequence[DirectGather]) -> None:
 
 
 class DirectReduce:
-    """Direct reduction of one FSDP2 unit's gradients, in the place of that of its ``FSDPParamGroup``.
+    """Direct reduction of one FSDP2 unit's gradients; replaces a method of its ``FSDPParamGroup``.
 
     Args:
-        group: of a unit whose parameters are split evenly along dimension 0.
+        group: parameter group of a unit whose parameters are sharded evenly along dimension 0.
     """
 
     def __init__(self, group: Any) -> None:
@@ -54,7 +54,7 @@ class DirectReduce:
             self._post_backward(*unused)
             return
         gradients = [_taken(parameter) for parameter in trained]
-        group.reduce_grads = False  # so what follows frees and reduces nothing
+        group.reduce_grads = False  # makes FSDP2 free parameters without a reduction
         try:
             self._post_backward(*unused)
         finally:
@@ -62,7 +62,7 @@ class DirectReduce:
         self._reduce(trained, gradients)
 
     def _is_direct(self, trained: Sequence[Any]) -> bool:
-        """Whether this backward is reduced, by sums in the format of the parameters; the same on all ranks."""
+        """Whether this backward reduces, with plain sums in the format of the parameters; the same on all ranks."""
         group = self._group
         plain = group.gradient_divide_factor == 1.0 and group.force_sum_reduction_for_comms
         if not (group.reduce_grads and plain and group._all_reduce_hook is None):  # noqa: SLF001
@@ -78,7 +78,7 @@ class DirectReduce:
             for dtype in dict.fromkeys(tensor.dtype for tensor in gradients):
                 pairs = [pair for pair in zip(parts, gradients, strict=True) if pair[0].dtype == dtype]
                 work = ranks.reduce_scatter_tensor_coalesced([part for part, _ in pairs], [grad for _, grad in pairs])
-                work.wait()  # the stream does; on a CPU, the host
+                work.wait()  # blocks the stream; on a CPU, the host
             for parameter, part in zip(parameters, parts, strict=True):
                 shard = parameter.sharded_param
                 if shard.grad is None:
@@ -90,14 +90,14 @@ class DirectReduce:
 
 
 def _is_plain(parameter: Any) -> bool:
-    """Whether gradients are computed, summed and kept in the parameter's own format, and no hook waits for them."""
+    """Whether gradients are computed, summed and stored in the parameter's own format, without hooks on them."""
     shard = parameter.sharded_param
     formats = {parameter.param_dtype, getattr(parameter, "reduce_dtype", None)} - {None} | {shard.grad_dtype}
     return formats <= {shard.dtype} and not getattr(shard, "_post_accumulate_grad_hooks", None)
 
 
 def _taken(parameter: Any) -> Tensor:
-    """Gradient of a whole parameter, zeros if there is none, taken from it."""
+    """Take the gradient of a whole parameter, or zeros if there is none, and clear it."""
     whole = parameter._unsharded_param  # noqa: SLF001
     if whole.grad is None:
         whole.grad = torch.zeros_like(whole)

@@ -1,4 +1,4 @@
-"""Data parallelism of experts that are sharded over ranks: it runs over other ranks than that of the rest."""
+"""Data parallelism of experts that are sharded by expert parallelism: over other ranks than other parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from d9d_core.traits import HasExperts, modules_with
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-#: The view of the mesh that spread experts belong to, and its dimensions that data parallelism is over.
+#: View of the mesh that sharded experts belong to, and its dimensions of data parallelism.
 VIEW, REPLICAS, SHARDS = "expert", "expert_replicate", "expert_fsdp"
 
 
@@ -21,19 +21,19 @@ def find_banks(stage: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_spread(bank: nn.Module) -> bool:
-    """Whether a bank's parameters are sharded by expert already."""
+    """Whether a bank's parameters are already sharded by expert."""
     return any(isinstance(parameter, DTensor) for parameter in bank.parameters())
 
 
 class ShardDimension:
-    """Shard dimension of a bank of experts ``[experts, ...]`` over data-parallel ranks that hold the same experts.
+    """Placement of a bank of experts ``[experts, ...]`` over data-parallel ranks that hold the same experts.
 
-    Dimension 0, as long as each rank keeps whole experts; else the first other one that the ranks divide. Splitting
-    another dimension costs a copy on every gathering, splitting dimension 0 none.
+    Dimension 0 if each rank keeps whole experts; otherwise the first dimension that the number of ranks divides.
+    Sharding another dimension costs a copy per gather, sharding dimension 0 costs none.
 
     Args:
-        topology: tells how many such ranks there are.
-        strategy: name of the strategy, for the error.
+        topology: topology with the number of these ranks.
+        strategy: name of the strategy, for error messages.
     """
 
     def __init__(self, topology: Topology, strategy: str) -> None:
@@ -41,10 +41,10 @@ class ShardDimension:
         self._strategy = strategy
 
     def __call__(self, parameter: nn.Parameter) -> Shard:
-        """Placement of a parameter, as FSDP2 asks for it.
+        """Placement of a parameter; called by FSDP2.
 
         Raises:
-            BuildError: no dimension divides.
+            BuildError: the number of ranks divides no dimension.
         """
         shape = local(parameter).shape
         for dimension, size in enumerate(shape):
@@ -52,5 +52,5 @@ class ShardDimension:
                 return Shard(dimension)
         raise BuildError(
             f"strategy '{self._strategy}': experts of shape {[*shape[1:]]}, {shape[0]} of them on each rank of ep, "
-            f"cannot be shared by {SHARDS} = {self._ranks} ranks, which divides none of these sizes; raise mesh.ep"
+            f"cannot be sharded over {SHARDS} = {self._ranks} ranks, which divides none of these sizes; raise mesh.ep"
         )

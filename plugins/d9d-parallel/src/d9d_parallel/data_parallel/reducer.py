@@ -1,4 +1,4 @@
-"""Reducer of FSDP2 stages: which backward is the last of a step, and when weight gradients come after it."""
+"""Reducer of FSDP2 stages: knows the last backward of a step, and backwards whose weight gradients come later."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 class FsdpReducer:
     """Reducer (:class:`d9d_core.strategy.Reducer`) of data parallelism: switches FSDP2's reductions by microbatch.
 
-    From the first incomplete backward of a step on, nothing is reduced until :meth:`reduce`, whatever ``defer`` says:
-    a unit's gradients travel together, and some of them are still to come.
+    From the first incomplete backward of a step on, nothing is reduced until :meth:`reduce`, whatever ``defer`` is,
+    because the gradients of a unit are reduced together and some are not computed yet.
 
     Args:
-        root: the stage.
-        defer: reductions that wait for the last microbatch.
+        root: stage wrapped by FSDP2.
+        defer: reductions deferred to the last microbatch.
     """
 
     def __init__(self, root: FSDPModule, defer: Literal["nothing", "all_reduce", "everything"]) -> None:
@@ -26,11 +26,11 @@ class FsdpReducer:
         self._syncs = True
 
     def before_backward(self, last: bool, complete: bool = True) -> None:
-        """Set what the coming backward reduces.
+        """Set the reductions of the next backward.
 
         Args:
-            last: it is the last of the step.
-            complete: it computes the gradients of weights too.
+            last: whether it is the last of the step.
+            complete: whether it also computes the weight gradients.
         """
         self._waiting |= not complete
         last = last and not self._waiting
@@ -40,11 +40,11 @@ class FsdpReducer:
             self._root.set_requires_all_reduce(last)
 
     def after_weights(self) -> None:
-        """Accumulate new gradients on those of earlier microbatches, in the format in which they add up."""
+        """Add new gradients to those of earlier microbatches, in the accumulation format."""
         keep_fsdp_gradients(self._root)
 
     def reduce(self) -> None:
-        """Reduce all gradients that wait. Collective over the ranks of all units of the stage."""
+        """Reduce all gradients that are deferred. Collective over the ranks of all units of the stage."""
         self._waiting = False
         self._root.set_is_last_backward(True)
         self._sync(True)

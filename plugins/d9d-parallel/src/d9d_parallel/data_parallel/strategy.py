@@ -1,9 +1,9 @@
 """Data parallelism by FSDP2 (Zhao et al., PyTorch FSDP; torch.distributed.fsdp.fully_shard).
 
-One unit per block and one for the rest of the stage; experts that are spread over ranks are units of their own, over
-the ranks that hold the same ones. Gradients are summed, never averaged: the loss is divided by its
-global weight before the backward. Where ``replicate`` needs FSDP2, it is ``hsdp`` with shards over ``cp`` alone, so
-FSDP2 owns the data axes of everything it wraps.
+One unit per block and one for the rest of the stage; experts sharded by expert parallelism are separate units, over the
+ranks that hold the same experts. Gradients are summed, never averaged, because the loss is divided by its global weight
+before the backward. If ``replicate`` needs FSDP2, it is ``hsdp`` with shards only over ``cp``, so FSDP2 owns the data
+axes of all parameters that it wraps.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from d9d_parallel.data_parallel.reducer import FsdpReducer
 
 @dataclass(frozen=True)
 class _Dims:
-    """Dimensions of FSDP2's mesh, and the axes that it therefore sums over.
+    """Dimensions of FSDP2's mesh, and the mesh axes that gradients are therefore summed over.
 
     Attributes:
         dense, experts: dimensions of the two views, outermost first.
-        axes: mesh axes that the dense ones cover.
+        axes: mesh axes covered by the dense dimensions.
     """
 
     dense: tuple[str, ...]
@@ -53,25 +53,25 @@ _REPLICATED = _Dims(("dp_replicate", "fsdp"), (REPLICAS, SHARDS), ("dp_replicate
 class Replicate:
     """Strategy of data parallelism with the whole model on every rank of ``dp_replicate``; gradients are all-reduced.
 
-    FSDP2 is for what asks for it: formats of computation, offload, shards over ``cp``, stages of a pipeline whose
-    gradients are due at different times. Elsewhere the stage stays as it is, and gradients are reduced where they are,
-    in buckets while the last backward of a step runs: no copy of a parameter, and few of gradients.
+    FSDP2 is used only for settings that need it: compute formats, offload, shards over ``cp``, and pipeline stages
+    whose gradients are due at different times. Otherwise the stage stays unchanged, and gradients are reduced in place,
+    in buckets during the last backward of a step, without copies of parameters and with few of gradients.
     """
 
     def __init__(self, config: ReplicateConfig) -> None:
         self._config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Leave the stage as it is, or wrap it. Collective over all ranks.
+        """Wrap the stage with FSDP2 if needed, or leave it unchanged. Collective over all ranks.
 
         Raises:
-            BuildError: the stage is to be wrapped and has no blocks.
+            BuildError: the stage must be wrapped and has no blocks.
         """
         alone = all(topology.sizes[axis] == 1 for axis in ("pp", "dp_shard", "cp"))
         if alone and self._config.needs_no_units and not _is_wrapped(stage):
             owners = (GradientOwner(name, "dp_replicate", "sync") for name, _ in stage.named_parameters())
             return Applied(modules=("",), gradients=tuple(owners), collectives=no_collectives)
-        # FSDP2 copies parameters for the forward, also where there is nothing to gather: once is enough.
+        # FSDP2 copies parameters for the forward even if there is nothing to gather; one copy per step is enough.
         return wrap(stage, topology, _REPLICATED, self._config, reshard_after_forward=False)
 
 
@@ -112,14 +112,14 @@ def wrap(
     config: ReplicateConfig | FsdpConfig | HsdpConfig,
     reshard_after_forward: bool | int,
 ) -> Applied:
-    """Make every block of the stage, and the stage around them, a unit of FSDP2. In place. Collective over all ranks.
+    """Make every block of the stage, and the rest of the stage, a unit of FSDP2. In place. Collective over all ranks.
 
     Args:
-        stage: on the meta device.
+        stage: stage on the meta device.
         topology: topology with the meshes.
         dims: one dimension to shard over, or two: replicas, then shards.
         config: config of the strategy.
-        reshard_after_forward: as FSDP2 takes it; the root keeps its parameters, which the backward needs at once.
+        reshard_after_forward: argument of FSDP2; the root keeps its parameters, which the backward needs first.
 
     Raises:
         BuildError: the stage has no blocks, the group size does not divide, units share a parameter, or another
@@ -127,8 +127,8 @@ def wrap(
     """
     if _is_wrapped(stage):
         raise BuildError(
-            f"parallel: '{config.name}' comes after another strategy for data parallelism; list one of replicate, fsdp "
-            "and hsdp, once"
+            f"parallel: '{config.name}' follows another strategy of data parallelism; list only one of replicate, fsdp "
+            "and hsdp"
         )
     mesh = topology.mesh("dense", *dims.dense)
     blocks, experts = find_blocks(stage, config.name), find_banks(stage)
@@ -172,14 +172,14 @@ def wrap(
     )
     units = [unit for unit in stage.modules() if isinstance(unit, FSDPModule)]
     for unit in units:
-        # A divisor of one and plain sums: FSDP2 would average, and gloo knows no scaled sum.
+        # FSDP2 would average, and gloo has no scaled sum: so a divisor of one and plain sums.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     direct = gather_directly(stage)
     reduce_directly(direct)
     prepare_fsdp_gradients(stage)
     stage.register_forward_hook(partial(_reshard_without_backward, direct))
-    # A gather into the parameters themselves begins when the host asks for it, so it has to ask ahead.
+    # A direct gather begins when the host asks for it, so at least one block is prefetched.
     ahead = config.forward_prefetch or int(any(stage not in gather.group.modules for gather in direct))
     _prefetch([_units_of(block) for block in blocks.values()], ahead, config.backward_prefetch)
     spread = {f"{bank}.{name}" for bank, module in banks.items() for name, _ in module.named_parameters()}
@@ -203,7 +203,7 @@ def wrap(
 
 
 def _is_wrapped(stage: nn.Module) -> bool:
-    """Whether a strategy has made units of FSDP2."""
+    """Whether a strategy has made units of FSDP2 in the stage."""
     return any(isinstance(module, FSDPModule) for module in stage.modules())
 
 
@@ -216,9 +216,9 @@ def _units(
     reshard_after_forward: bool | int,
     prefetch: int,
 ) -> list[Unit]:
-    """Units that have parameters, before they are made, in the order in which their forwards end.
+    """Units that will be made and have parameters, in the order in which their forwards end.
 
-    A parameter belongs to the innermost module that is one.
+    A parameter belongs to the innermost unit around it.
     """
     left = {name: local(parameter).shape for name, parameter in stage.named_parameters() if name not in ignored}
     inside = {block: [bank for bank in banks if bank.startswith(f"{block}.")] for block in blocks}
@@ -235,7 +235,7 @@ def _units(
 
 
 def _ignored(stage: nn.Module, config: DataParallelConfig) -> tuple[frozenset[str], dict[str, str]]:
-    """Parameters that stay outside of FSDP2, and the patterns that match none."""
+    """Names of parameters outside of FSDP2, and the patterns that match none, with error messages."""
     names = [name for name, _ in stage.named_parameters()]
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     unmatched = {
@@ -253,13 +253,13 @@ def _check_formats(
     compute: torch.dtype | None,
     strategy: str,
 ) -> None:
-    """Refuse different formats of experts and their inputs, which they multiply; a norm or a router casts."""
+    """Raise if experts and their inputs have different formats; norms and routers cast their inputs."""
     names = [f"{bank}.{name}" for bank, module in experts.items() for name, _ in module.named_parameters()]
     for name in names:
         dtype = stage.get_parameter(name).dtype
         if compute is not None and name in ignored and dtype != compute:
             raise BuildError(
-                f"strategy '{strategy}': 'ignore' leaves '{name}' in {dtype}, but its inputs are computed in "
+                f"strategy '{strategy}': 'ignore' keeps '{name}' in {dtype}, but its inputs are computed in "
                 f"{compute}; remove the pattern or compute_dtype"
             )
 
@@ -271,7 +271,7 @@ def _check_group(reshard_after_forward: bool | int, mesh: DeviceMesh, strategy: 
     if spread:
         raise BuildError(
             f"strategy '{strategy}': reshard_after_forward {reshard_after_forward} is not possible with experts that "
-            "are spread over ranks; use true or false"
+            "are sharded over ranks; use true or false"
         )
     if shards % reshard_after_forward == 0:
         return
@@ -298,7 +298,7 @@ def _check_ties(stage: nn.Module, blocks: Mapping[str, nn.Module], strategy: str
 def _reshard_without_backward(
     gathers: Iterable[DirectGather], stage: nn.Module, _inputs: object, _outputs: object
 ) -> None:
-    """Reshard parameters after an evaluation, which no backward would do."""
+    """Reshard parameters after an evaluation, which has no backward that would do so."""
     if not torch.is_grad_enabled():
         for gather in gathers:
             gather.drop()
@@ -322,20 +322,20 @@ def _prefetch(blocks: list[list[FSDPModule]], forward: int, backward: int) -> No
 
 
 def _windows(blocks: list[list[FSDPModule]], depth: int) -> Iterable[tuple[list[FSDPModule], list[FSDPModule]]]:
-    """Pairs of the units of each block but the last, and of the units fetched ahead with it, its experts first."""
+    """Yield the units of each block except the last, and the units to prefetch with it, its own experts first."""
     for index, units in enumerate(blocks[:-1]):
         following = blocks[index + 1 : index + 1 + depth]
         yield units, [*units[1:], *(unit for later in following for unit in later)]
 
 
 def _reduce_dtype(stage: nn.Module, config: DataParallelConfig) -> torch.dtype | None:
-    """Format of sums over ranks; ``None`` is that of the gradients as they add up."""
+    """Format of sums over ranks; ``None`` for the format in which gradients are accumulated."""
     compute = _dtype(config.compute_dtype)
     if config.reduce_dtype is not None or compute is None:
         return _dtype(config.reduce_dtype)
     stored = {parameter.dtype for parameter in stage.parameters() if parameter.requires_grad}
     wide = reduce(torch.promote_types, stored, compute)
-    # Said aloud, because torch 2.11 would take the compute format, and later releases that of the parameters.
+    # Explicit, because torch 2.11 defaults to the compute format, and later releases to the parameters' format.
     return None if stored <= {compute} else wide
 
 

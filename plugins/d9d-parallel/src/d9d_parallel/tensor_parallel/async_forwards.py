@@ -1,4 +1,4 @@
-"""Forwards of split modules whose products overlap with the exchange of positions.
+"""Forwards of split modules whose matrix products overlap with the exchange of positions.
 
 Shapes: B samples, S positions, R ranks, H features of hidden states, O features of a layer on this rank.
 """
@@ -15,7 +15,7 @@ from d9d_parallel.tensor_parallel.forwards import local_of
 
 
 class HandedProduct:
-    """Asynchronous tensor parallelism: product that a layer gets if called with the rows it was computed of, once.
+    """Product computed ahead for a layer, which takes it if called with the rows it was computed from, once.
 
     Lent to a :class:`~d9d_core.model.LendsProduct`.
     """
@@ -25,11 +25,11 @@ class HandedProduct:
         self._out: Tensor | None = None
 
     def hand(self, rows: Tensor | None, out: Tensor | None) -> None:
-        """Keep a product [B, S, O] of rows [B, S, H] ready; ``None`` drops it."""
+        """Store the product [B, S, O] of rows [B, S, H]; ``None`` removes it."""
         self._rows, self._out = rows, out
 
     def __call__(self, rows: Tensor) -> Tensor | None:
-        """Return the product of these rows; ``None`` of others."""
+        """Return the product if it is of these rows, otherwise ``None``."""
         if rows is not self._rows:
             return None
         out = self._out
@@ -42,8 +42,8 @@ class Column(NamedTuple):
 
     Attributes:
         layer: a :class:`~d9d_core.model.LendsProduct`.
-        own: part of its weight that this rank computes with.
-        handed: asked by the layer for its product.
+        own: function that returns this rank's part of the layer's weight.
+        handed: product to lend to the layer.
     """
 
     layer: Any
@@ -52,14 +52,14 @@ class Column(NamedTuple):
 
 
 class AsyncColumns:
-    """Asynchronous forward of a module with column-wise layers, whose first argument is to hold all positions.
+    """Asynchronous forward of a module with column-wise layers; gathers all positions of the first argument.
 
-    What reads these besides the layers, such as their low-rank terms, gets them, too.
+    Other readers of the argument, such as LoRA updates of the layers, get the gathered rows too.
 
     Args:
-        module: takes hidden states [B, S, H], and may take shards of parameters of other modules.
-        columns: its layers that lend their products.
-        products: of the ranks that have the other positions.
+        module: module that takes hidden states [B, S, H], and may take shards of other modules' parameters.
+        columns: layers of the module that lend their products.
+        products: products with the ranks that have the other positions.
     """
 
     def __init__(self, module: nn.Module, columns: Sequence[Column], products: AsyncProducts) -> None:
@@ -67,7 +67,7 @@ class AsyncColumns:
         self.columns, self.products = columns, products
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Gather and multiply at once, and call the forward."""
+        """Gather and multiply at the same time, then call the forward."""
         args = tuple(local_of(value) for value in args)
         kwargs = {name: local_of(value) for name, value in kwargs.items()}
         whole, outs = self.products.columns(
@@ -77,7 +77,7 @@ class AsyncColumns:
         )
         for column, out in zip(self.columns, outs, strict=True):
             column.handed.hand(whole, out)
-        del outs  # each layer's own forward lets go of its product
+        del outs  # each layer's forward frees its product
         try:
             return self.forward(whole, *args, **kwargs)
         finally:
@@ -90,12 +90,12 @@ class RowProduct:
 
     Args:
         layer: the layer.
-        products: of the ranks that have the other features.
+        products: products with the ranks that have the other features.
     """
 
     def __init__(self, layer: Any, products: AsyncProducts) -> None:
         self.layer, self.products = layer, products
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Map [B, S, share of features] to this rank's positions [B, S / R, H]. Collective over the ranks."""
+        """Map [B, S, features of this rank] to this rank's positions [B, S / R, H]. Collective over the ranks."""
         return self.products.row(rows, local_of(self.layer.weight), self.layer.deferral)

@@ -1,8 +1,8 @@
-"""Products of split layers that overlap with the exchange of positions, with their gradients.
+"""Matrix products of split layers that overlap with the exchange of positions, with gradients.
 
-Column-wise layers gather their rows, row-wise ones reduce-scatter what they return; in the backward it is the other way
-round. Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", figure 5, has the same
-collectives, one after the other with the products.
+Column-wise layers all-gather their rows, row-wise layers reduce-scatter their outputs; the backward does the reverse.
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", figure 5, has the same
+collectives, without overlap.
 
 Shapes: B samples, S positions, R ranks, H features of hidden states, O features of a layer on this rank.
 """
@@ -22,17 +22,18 @@ from d9d_parallel.ranks import Ranks
 from d9d_parallel.tensor_parallel import micro_pipeline, symmetric_memory
 from d9d_parallel.tensor_parallel.collectives import check_divides
 
-#: Deferral of a weight gradient and the weight's place in the graph; ``None`` leaves the gradient to autograd.
+#: Deferral of a weight gradient, and the weight's gradient edge; ``None`` leaves the gradient to autograd.
 _Later = tuple[Deferral, GradientEdge] | None
 
 
 class AsyncProducts:
-    """Asynchronous tensor-parallel products: the exchange of positions overlaps with them.
+    """Asynchronous tensor-parallel products, which overlap with the exchange of positions.
 
     Args:
-        ranks: of ``tp``.
-        symmetric: whether they reach each other's memory, see :mod:`d9d_parallel.tensor_parallel.symmetric_memory`.
-        in_graphs: whether that serves compiled graphs, too: none of them runs on a stream of its own.
+        ranks: ranks of ``tp``.
+        symmetric: whether the ranks can access each other's memory, see
+            :mod:`d9d_parallel.tensor_parallel.symmetric_memory`.
+        in_graphs: whether compiled graphs may use symmetric memory too: only if none runs on another stream.
     """
 
     def __init__(self, ranks: Ranks, *, symmetric: bool, in_graphs: bool = False) -> None:
@@ -41,15 +42,15 @@ class AsyncProducts:
     def columns(
         self, rows: Tensor, weights: Sequence[Tensor], deferrals: Sequence[Deferral | None]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Gather rows and multiply them by several weights. Collective over the ranks, both ways.
+        """Gather rows and multiply them by several weights. Collective over the ranks, in forward and backward.
 
         Args:
             rows: [B, S / R, H].
-            weights: [O, H] each, on which autocast acts.
-            deferrals: of the gradients of the weights.
+            weights: [O, H] each; cast under autocast.
+            deferrals: deferrals of the weight gradients.
 
         Returns:
-            All rows [B, S, H], whose gradients of all ranks add up, and a product [B, S, O] of each weight.
+            All rows [B, S, H], whose gradients are summed over the ranks, and a product [B, S, O] for each weight.
         """
         weights = [_as_autocast(weight) for weight in weights]
         later = tuple(_later(weight, deferral) for weight, deferral in zip(weights, deferrals, strict=True))
@@ -59,12 +60,12 @@ class AsyncProducts:
         return whole, tuple(outs)
 
     def row(self, rows: Tensor, weight: Tensor, deferral: Deferral | None) -> Tensor:
-        """Multiply rows, and reduce-scatter the product. Collective over the ranks, both ways.
+        """Multiply rows, and reduce-scatter the product. Collective over the ranks, in forward and backward.
 
         Args:
-            rows: [B, S, I], of this rank's share of the features.
-            weight: [H, I], on which autocast acts, as on the rows.
-            deferral: of the gradient of the weight.
+            rows: [B, S, I], with this rank's features; cast under autocast.
+            weight: [H, I]; cast under autocast.
+            deferral: deferral of the weight gradient.
 
         Returns:
             This rank's positions [B, S / R, H].
@@ -86,7 +87,7 @@ class AsyncProducts:
         return out
 
     def gather_multiply(self, rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """All rows, and products, by the way that this call can go.
+        """Gather rows and multiply them, with symmetric memory if this call can use it.
 
         See :func:`d9d_parallel.tensor_parallel.micro_pipeline.gather_multiply`.
         """
@@ -97,7 +98,7 @@ class AsyncProducts:
     def multiply_scatter(
         self, rows: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype, besides: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """Sum of products and of ranks, by the way that this call can go.
+        """Multiply and sum over products and ranks, with symmetric memory if this call can use it.
 
         See :func:`d9d_parallel.tensor_parallel.micro_pipeline.multiply_scatter`.
         """
@@ -107,11 +108,10 @@ class AsyncProducts:
         return micro_pipeline.multiply_scatter(rows, weights, self.ranks, dtype=dtype, besides=besides)
 
     def _fuses(self, rows: Tensor, weights: Sequence[Tensor]) -> bool:
-        """Whether symmetric memory serves a call: all ranks answer alike, as they run the same program.
+        """Whether a call uses symmetric memory; all ranks decide alike, because they run the same program.
 
-        Its buffers are one set for each group, so that two calls at once would write over each other's: pairs of a
-        pipeline that overlap run on streams of their own. What runs a compiled graph later is not known while it is
-        traced.
+        Each group has one set of buffers, so two simultaneous calls would overwrite each other's data: overlapped pairs
+        of a pipeline run on separate streams. While a graph is traced, the stream that will run it is unknown.
         """
         if not self.symmetric or any(one.dtype != rows.dtype for one in weights):
             return False
@@ -130,7 +130,7 @@ class _Columns(torch.autograd.Function):
         later: Sequence[_Later],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # in most layers, nothing else reads the rows
+        ctx.set_materialize_grads(False)  # in most layers nothing else reads the rows
         ctx.products, ctx.later = products, later
         whole, outs = products.gather_multiply(rows, weights)
         ctx.save_for_backward(whole, *weights)
@@ -141,13 +141,13 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, of_whole: Tensor | None, *of_outs: Tensor | None) -> tuple[Tensor | None, ...]:
         whole, *weights = ctx.saved_tensors
         finish = None
-        # Autograd asks also where what follows has no gradient at all, on all ranks alike.
+        # Autograd also calls this if no later gradient exists; then it does so on all ranks.
         if ctx.needs_input_grad[0] and any(grad is not None for grad in (of_whole, *of_outs)):
             there = [(grad, weight.t()) for grad, weight in zip(of_outs, weights, strict=True) if grad is not None]
             finish = ctx.products.multiply_scatter(
                 [grad for grad, _ in there], [weight for _, weight in there], whole.dtype, of_whole
             )
-        # While the last parts travel.
+        # While the last parts are in transit.
         of_weights = [
             None if grad is None else _weight_gradient(grad, whole, weight, later, wanted=wanted)
             for grad, weight, later, wanted in zip(of_outs, weights, ctx.later, ctx.needs_input_grad[4:], strict=True)
@@ -174,10 +174,10 @@ class _Row(torch.autograd.Function):
 
 
 class _KeepRow(torch.autograd.Function):
-    """First half of :class:`_Row`: keeps rows and weight, and computes the weight's gradient in the end.
+    """First half of :class:`_Row`: saves rows and weight, and computes the weight gradient at the end.
 
-    The second forward of a checkpointed block ends with the last tensor that the backward needs. These are kept before
-    the product and its exchange, so that a layer at the end of a block, as it often is, repeats neither.
+    The recomputation of a checkpointed block ends at the last tensor that the backward needs. These are saved before
+    the product and its exchange, so a layer at the end of a block, as is common, repeats neither.
     """
 
     @staticmethod
@@ -207,14 +207,14 @@ class _SumRow(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight = ctx.first.saved_tensors  # once, as a checkpoint gives them out once
+        rows, weight = ctx.first.saved_tensors  # read once: a checkpoint provides them only once
         whole, outs = ctx.products.gather_multiply(grad, [weight.t()] if ctx.first.needs_input_grad[0] else [])
         ctx.first.found = whole, rows, weight
         return outs[0] if outs else None, None, None, None
 
 
 def _weight_gradient(grad: Tensor, rows: Tensor, weight: Tensor, later: _Later, *, wanted: bool) -> Tensor | None:
-    """Gradient of a weight [O, I] from that of its product [B, S, O] and rows [B, S, I], unless it comes later."""
+    """Gradient of a weight [O, I] from the gradient [B, S, O] of its product and rows [B, S, I]; None if deferred."""
     rows, dtype = rows.detach(), weight.dtype
 
     def compute() -> Tensor:
@@ -228,21 +228,21 @@ def _weight_gradient(grad: Tensor, rows: Tensor, weight: Tensor, later: _Later, 
 
 
 def _later(weight: Tensor, deferral: Deferral | None) -> _Later:
-    """Deferral, if it takes the gradient of the weight now; a compiled graph computes everything at once."""
+    """Deferral, if it takes the weight gradient now; a compiled graph computes all gradients at once."""
     if deferral is None or not deferral.wanted or torch.compiler.is_compiling():
         return None
     return (deferral, get_gradient_edge(weight)) if weight.requires_grad and torch.is_grad_enabled() else None
 
 
 def _reason(rows: Tensor, later: Sequence[_Later]) -> Tensor | None:
-    """Input that makes autograd run a backward which it would leave out: only deferred weights need it."""
+    """Input that makes autograd run a backward which only deferred weight gradients need."""
     if rows.requires_grad or not any(one is not None for one in later):
         return None
     return rows.new_empty(0).requires_grad_()
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """Argument of a product, cast as autocast does, where it is on; casts are recorded."""
+    """Cast an argument of a product as autocast does, if autocast is on; the cast is differentiable."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x

@@ -16,10 +16,10 @@ from d9d_parallel.ranks import Ranks
 
 
 class RankSum:
-    """Sum over the ranks of a tensor that each has, as modules hold it; forward only.
+    """Sum over ranks, for use in modules; without gradients.
 
     Args:
-        ranks: they have the others.
+        ranks: ranks whose tensors are summed.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -27,24 +27,24 @@ class RankSum:
 
     @torch.no_grad()
     def __call__(self, tensor: Tensor) -> Tensor:
-        """All-reduce a copy, of one shape on all ranks. Collective over the ranks."""
+        """All-reduce a copy; the same shape on all ranks. Collective over the ranks."""
         total = tensor.detach().clone()
         dist.all_reduce(total, group=self._ranks.group)
         return total
 
 
 class OwnPositions:
-    """Positions of this tensor-parallel rank and their collectives, a :class:`~d9d_core.model.SequenceShare`.
+    """Positions of this tensor-parallel rank, and their collectives: a :class:`~d9d_core.model.SequenceShare`.
 
     Args:
-        ranks: they have the others.
+        ranks: ranks that share the positions.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Gather [B, S / R, ...] of all ranks to [B, S, ...]. Collective over the ranks, forward only."""
+        """Gather [B, S / R, ...] of all ranks to [B, S, ...]. Collective over the ranks in the forward only."""
         return gather(tensor, self._ranks, summed=False)
 
     def own(self, tensor: Tensor) -> Tensor:
@@ -58,29 +58,29 @@ class OwnPositions:
 
 
 def gather(tensor: Tensor, ranks: Ranks, *, summed: bool, dim: int = 1) -> Tensor:
-    """All-gather the parts of all ranks along a dim. Collective over the ranks, forward and, if ``summed``, backward.
+    """All-gather the parts of all ranks along a dim. Collective over the ranks, and in the backward if ``summed``.
 
     Args:
-        tensor: contiguous or not; of one shape on all ranks.
-        ranks: in whose order the parts follow each other.
-        summed: whether ranks compute different things from the result, so that its gradients on all of them add up (a
-            reduce-scatter). If not, they all compute the same, and each keeps its part of the gradient.
-        dim: along which.
+        tensor: this rank's part; the same shape on all ranks.
+        ranks: ranks in the order of the parts.
+        summed: whether ranks compute different values from the result, so that its gradients are summed over the
+            ranks (a reduce-scatter). If not, all ranks compute the same, and each keeps its part of the gradient.
+        dim: dim to gather.
     """
     out: Tensor = _Gather.apply(tensor, ranks, summed, dim)
     return out
 
 
 def scatter_sum(tensor: Tensor, ranks: Ranks, *, dim: int = 1) -> Tensor:
-    """Reduce-scatter partial sums: each rank gets its part along a dim. Collective over the ranks, both ways.
+    """Reduce-scatter partial sums: each rank gets its part along a dim. Collective, in forward and backward.
 
     Args:
-        tensor: one partial sum per rank, of one shape.
-        ranks: which get the parts, in their order.
-        dim: along which.
+        tensor: partial sum of this rank; the same shape on all ranks.
+        ranks: ranks in the order of the parts.
+        dim: dim to scatter.
 
     Raises:
-        ValueError: the ranks do not divide the dim.
+        ValueError: the number of ranks does not divide the dim.
     """
     check_divides(tensor.shape[dim], ranks)
     out: Tensor = _ScatterSum.apply(tensor, ranks, dim)
@@ -88,10 +88,10 @@ def scatter_sum(tensor: Tensor, ranks: Ranks, *, dim: int = 1) -> Tensor:
 
 
 def check_divides(positions: int, ranks: Ranks) -> None:
-    """Refuse a number of positions that the ranks cannot share evenly.
+    """Raise if positions cannot be divided evenly over the ranks.
 
     Raises:
-        ValueError: the ranks do not divide it.
+        ValueError: the number of ranks does not divide the positions.
     """
     if positions % ranks.size:
         raise ValueError(
@@ -129,7 +129,7 @@ class _ScatterSum(torch.autograd.Function):
 def _all_gather(tensor: Tensor, ranks: Ranks, dim: int) -> Tensor:
     parts = tensor.new_empty(ranks.size, *tensor.shape)
     dist.all_gather_into_tensor(parts.flatten(0, 1), tensor.contiguous(), group=ranks.group)
-    # [R, ..., S / R, ...] -> [..., S, ...]; without a copy if everything before the dim is of size one.
+    # [R, ..., S / R, ...] -> [..., S, ...]; without a copy if all dims before ``dim`` have size one.
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -137,5 +137,5 @@ def _reduce_scatter(tensor: Tensor, ranks: Ranks, dim: int) -> Tensor:
     parts = torch.stack(tensor.chunk(ranks.size, dim=dim))
     out = torch.empty_like(parts[0])
     dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=ranks.group)
-    # Dynamo of torch 2.11 loses the gradient of what a Function has filled itself; a view has one.
+    # Dynamo of torch 2.11 loses the gradient of a tensor that a Function allocated and filled; a view keeps it.
     return out.view_as(out)

@@ -1,4 +1,4 @@
-"""Collectives of tensor parallelism in a step: those of each module that was split, forward and backward."""
+"""Collectives of tensor parallelism in a step, for each split module, in forward and backward."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Site:
 
     Attributes:
         module: qualified name.
-        forward: collective of its forward.
+        forward: collective of the forward.
         backward: collective of the gradient, if there is one.
-        features: features of the hidden states; ``None`` if the module does not say.
-        in_turns: each collective is made of one all-to-all per other rank, with one part, beside the products.
+        features: number of features of the hidden states; ``None`` if the module does not declare it.
+        in_turns: whether each collective is done as one all-to-all per other rank, overlapped with matrix products.
     """
 
     module: str
@@ -37,9 +37,9 @@ class TensorCommunication:
 
     Attributes:
         stage: stage with the sites.
-        ranks: numbers of the ranks of ``tp``.
+        ranks: ranks of ``tp``.
         sites: modules that exchange hidden states, in the order of registration.
-        alone: modules that communicate by themselves, by qualified name.
+        alone: modules that communicate themselves, by qualified name.
     """
 
     stage: nn.Module
@@ -48,7 +48,7 @@ class TensorCommunication:
     alone: dict[str, CommunicatesAlone] = field(default_factory=dict)
 
     def __call__(self, step: StepShape) -> Iterator[Collective]:
-        """List the collectives of all sites; where layers are frozen, some of the backward may be left out."""
+        """List the collectives of all sites; with frozen layers, some of the backward may be skipped."""
         known = [site.features for site in self.sites if site.features is not None]
         frozen = any(not parameter.requires_grad for parameter in self.stage.parameters())
         if len(self.ranks) == 1:

@@ -8,9 +8,9 @@ from d9d_core.config import PluginConfig
 
 
 class TensorParallelConfig(PluginConfig):
-    """Tensor parallelism of attention, feed-forward, embedding and head; positions are split between them."""
+    """Tensor parallelism of attention, feed-forward, embedding and head; other layers split the positions."""
 
     name: Literal["tensor_parallel"] = "tensor_parallel"
     """Selects the plugin."""
     asynchronous: bool = False
-    """Overlap the exchanges of positions with the products around them, part by part."""
+    """Overlap the sequence-parallel all-gather and reduce-scatter with the adjacent matrix products, in chunks."""

@@ -1,7 +1,7 @@
 """Forwards of modules whose parameters are shards, or whose inputs are a rank's own positions.
 
-Each takes the place of ``module.forward``, so neither the module tree nor any parameter name changes. They are classes
-and no closures: deep copies of a module compute with their own parameters.
+Each replaces ``module.forward``, so neither the module tree nor any parameter name changes. They are classes, not
+closures, because deep copies of a module must compute with their own parameters.
 
 Shapes: B samples, S positions, R ranks, H features.
 """
@@ -21,10 +21,10 @@ from d9d_parallel.tensor_parallel.collectives import gather, scatter_sum
 
 
 class LocalShards:
-    """Tensor-parallel forward that sees local shards as the module's parameters, so that no kernel meets a DTensor.
+    """Tensor-parallel forward with local shards as the module's parameters, so that no kernel handles a DTensor.
 
     Args:
-        module: the module.
+        module: module whose forward is called.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -36,8 +36,8 @@ class LocalShards:
         return self.with_parameters({}, *args, **kwargs)
 
     def with_parameters(self, other: dict[str, Tensor | None], *args: Any, **kwargs: Any) -> Any:
-        """Call the forward with local shards, and with other tensors in the place of some parameters."""
-        # What FSDP2 and torch.func.functional_call do: modules look their parameters up here at each access.
+        """Call the forward with local shards, and with other tensors in place of some parameters."""
+        # As in FSDP2 and torch.func.functional_call: modules look up their parameters here at each access.
         own: dict[str, Any] = self.module._parameters  # noqa: SLF001
         replaced = {name: own[name] for name in own if name in other or isinstance(own[name], DTensor)}
         own.update({name: other[name] if name in other else local_of(tensor) for name, tensor in replaced.items()})
@@ -48,13 +48,13 @@ class LocalShards:
 
 
 class RowForward(LocalShards):
-    """Tensor-parallel forward of a row-wise linear layer: [B, S, a share of the features] to [B, S / R, H].
+    """Tensor-parallel forward of a row-wise linear layer: [B, S, features of this rank] to [B, S / R, H].
 
     Args:
-        module: has ``weight`` and may have ``bias``, which is added once: to the sum, or within the layer on the first
-            rank.
-        ranks: they hold the other shares.
-        scaled: something inside the layer scales its output, bias included.
+        module: layer with ``weight`` and optional ``bias``, which is added once: to the sum, or within the layer on the
+            first rank.
+        ranks: ranks that hold the other features.
+        scaled: whether the layer itself scales its output, bias included.
     """
 
     def __init__(self, module: nn.Module, ranks: Ranks, *, scaled: bool = False) -> None:
@@ -73,29 +73,29 @@ class RowForward(LocalShards):
 
 
 class OwnHeads:
-    """Part of a weight that is one head's, of a weight of all heads.
+    """Selects this rank's head from a weight of all heads.
 
     Args:
-        heads: how many, fewer than ranks.
-        ranks: several of them compute the same head.
+        heads: number of heads, less than the number of ranks.
+        ranks: ranks; several of them compute the same head.
     """
 
     def __init__(self, heads: int, ranks: Ranks) -> None:
         self.heads, self.ranks = heads, ranks
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """Head of this rank, [features of a head, ...] of [features of all heads, ...]."""
+        """Rows of this rank's head, [features of a head, ...], of a weight [features of all heads, ...]."""
         whole: Tensor = local_of(weight)
         return whole.chunk(self.heads)[self.ranks.rank * self.heads // self.ranks.size]
 
 
 class OwnHeadsForward(LocalShards):
-    """Forward of a column-wise linear layer that every rank holds as a whole, and computes its own heads of.
+    """Forward of a column-wise linear layer with a whole weight on every rank, which computes only its own head.
 
     Args:
-        module: has ``weight`` [features of all heads, H], and may have ``bias``.
-        heads: how many, fewer than ranks.
-        ranks: several of them compute the same head.
+        module: layer with ``weight`` [features of all heads, H] and optional ``bias``.
+        heads: number of heads, less than the number of ranks.
+        ranks: ranks; several of them compute the same head.
     """
 
     def __init__(self, module: nn.Module, heads: int, ranks: Ranks) -> None:
@@ -110,13 +110,13 @@ class OwnHeadsForward(LocalShards):
 
 
 class EmbeddingForward(LocalShards):
-    """Tensor-parallel forward of an embedding with a share of the words: tokens [B, S] to features [B, S / R, H].
+    """Tensor-parallel forward of an embedding with a share of the vocabulary: tokens [B, S] to features [B, S / R, H].
 
     Args:
-        module: an embedding.
-        first: first word of the share.
-        vocabulary: number of words of all shares.
-        ranks: they hold the others.
+        module: embedding.
+        first: first token id of the share.
+        vocabulary: number of tokens of the whole vocabulary.
+        ranks: ranks that hold the other shares.
     """
 
     def __init__(self, module: nn.Embedding, first: int, vocabulary: int, ranks: Ranks) -> None:
@@ -124,19 +124,20 @@ class EmbeddingForward(LocalShards):
         self.first, self.vocabulary, self.ranks = first, vocabulary, ranks
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Look up the words of the share, and reduce-scatter.
+        """Look up the tokens of the share, and reduce-scatter.
 
         Raises:
-            IndexError: a token is no word; on a GPU, which nobody waits for, its features are NaN.
+            IndexError: a token is not in the vocabulary. On a GPU its features are NaN instead, to avoid a
+                synchronisation.
             ValueError: the ranks do not divide S.
         """
         weight = local_of(self.module.weight)
         unknown = (tokens < 0) | (tokens >= self.vocabulary)
         if not tokens.is_cuda and unknown.any():
-            raise IndexError(f"token {tokens[unknown][0]} is no word of the vocabulary of {self.vocabulary}")
+            raise IndexError(f"token {tokens[unknown][0]} is not in the vocabulary of {self.vocabulary}")
         words = tokens - self.first
         elsewhere = (words < 0) | (words >= len(weight))
-        if not len(weight):  # more ranks than words
+        if not len(weight):  # more ranks than tokens
             found = weight.sum() + weight.new_zeros(*tokens.shape, weight.shape[1])
         else:
             found = functional.embedding(words.masked_fill(elsewhere, 0), weight)
@@ -146,11 +147,11 @@ class EmbeddingForward(LocalShards):
 
 
 class WholeSequence:
-    """Forward of a module whose first argument is to hold all positions.
+    """Forward of a module that gathers all positions of its first argument.
 
     Args:
-        module: takes hidden states [B, S, H], and may take shards of parameters of other modules.
-        ranks: each has S / R positions.
+        module: module that takes hidden states [B, S, H], and may take shards of other modules' parameters.
+        ranks: ranks with S / R positions each.
         summed: whether the gradients of all ranks add up, see :func:`~d9d_parallel.tensor_parallel.collectives.gather`.
     """
 
@@ -166,18 +167,18 @@ class WholeSequence:
 
 
 def local_of(value: Any) -> Any:
-    """Local shard of a DTensor, with its gradient; anything else as it is."""
+    """Local shard of a DTensor, with its gradient; other values are returned unchanged."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def shard(module: nn.Module, name: str, mesh: Any, dim: int) -> nn.Parameter:
-    """Replace a parameter on the meta device by a DTensor that is split over a mesh.
+    """Replace a parameter on the meta device by a DTensor that is sharded over a mesh.
 
     Args:
-        module: owns the parameter.
-        name: its name in the module.
-        mesh: of one dimension.
-        dim: of the parameter, which is split; the last ranks may get less.
+        module: module that owns the parameter.
+        name: name of the parameter in the module.
+        mesh: mesh of one dimension.
+        dim: dim of the parameter to shard; the last ranks may get less.
 
     Returns:
         The DTensor.

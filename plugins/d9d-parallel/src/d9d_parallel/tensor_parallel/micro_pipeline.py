@@ -1,8 +1,8 @@
-"""Products that are cut into the parts of the ranks, so that one part travels while another is multiplied.
+"""Matrix products divided into the parts of the ranks, so that one part is sent while another is multiplied.
 
-Each rank sends each part to where it belongs at once, instead of in one collective of all parts (Wang et al. 2023,
-"Overlap Communication with Dependent Computation via Decomposition", section 5.1): a turn is an all-to-all in which
-every rank sends to one other. A rank's own part travels nowhere, and is computed meanwhile.
+Each part is sent to its rank at once, instead of all parts in one collective (Wang et al. 2023, "Overlap Communication
+with Dependent Computation via Decomposition", section 5.1): in each turn, an all-to-all, every rank sends to one other
+rank. A rank's own part is not sent, and is computed meanwhile.
 
 Shapes: B samples, S positions, R ranks, I features in, O features out.
 """
@@ -19,12 +19,12 @@ from d9d_parallel.ranks import Ranks
 
 
 def gather_multiply(rows: Tensor, weights: Sequence[Tensor], ranks: Ranks) -> tuple[Tensor, list[Tensor]]:
-    """Micro-pipeline: all-gather rows, and multiply those that are there while others come. Collective over the ranks.
+    """Micro-pipeline: all-gather rows, and multiply each part as it arrives. Collective over the ranks.
 
     Args:
         rows: [B, S / R, I].
-        weights: [O, I] each, in one dtype, to which rows are cast for the product; may be none.
-        ranks: in whose order the rows follow each other.
+        weights: [O, I] each, in one dtype, to which rows are cast for the product; may be empty.
+        ranks: ranks in the order of the rows.
 
     Returns:
         All rows [B, S, I], and ``rows @ weight.T`` [B, S, O] of each weight.
@@ -53,18 +53,18 @@ def multiply_scatter(
     dtype: torch.dtype,
     besides: Tensor | None = None,
 ) -> Callable[[], Tensor]:
-    """Micro-pipeline: multiply rows by parts, and send each to its rank while the next is multiplied. Collective.
+    """Micro-pipeline: multiply rows in parts, and send each part while the next is multiplied. Collective.
 
     Args:
-        rows: [B, S, I] each; the features may differ.
-        weights: [O, I] each, whose products with their rows are added up.
-        ranks: which get the parts, in their order.
-        dtype: of sums over products and over ranks.
-        besides: [B, S, O] of that dtype, which is added to the sum of products.
+        rows: [B, S, I] each; I may differ.
+        weights: [O, I] each; the products with their rows are summed.
+        ranks: ranks in the order of the parts.
+        dtype: dtype of the sums over products and over ranks.
+        besides: [B, S, O] in that dtype, to add to the sum of products.
 
     Returns:
-        Function that waits for the parts of the others, and returns the sum [B, S / R, O] over all ranks, which is
-        added up in the order of the ranks.
+        Function that waits for the other ranks' parts and returns the sum over all ranks [B, S / R, O], added in the
+        order of the ranks.
     """
     size, rank = ranks.size, ranks.rank
     parts = [_parted(one, size) for one in rows]
@@ -73,14 +73,14 @@ def multiply_scatter(
     features = weights[0].shape[0] if added is None else added.shape[-1]
     partial = like.new_empty(*like.shape[:-1], features, dtype=dtype)
     received: list[Callable[[], None]] = []
-    # A rank's own part comes last, while the others travel.
+    # A rank's own part is computed last, while the others are in transit.
     for turn in range(1, size + 1):
         to, source = (rank + turn) % size, (rank - turn) % size
         total = None if added is None else added[to].reshape(-1, features)
         for part, weight in zip(parts, weights, strict=True):
             total = _add_product(total, part[to].reshape(-1, weight.shape[1]), weight, dtype)
         assert total is not None  # there is something to add up
-        total = total.contiguous().view(partial.shape[1:])  # of a sum, a gradient is one number with strides of zero
+        total = total.contiguous().view(partial.shape[1:])  # the gradient of a sum has strides of zero
         if to == rank:
             partial[rank].copy_(total)
         else:
@@ -89,20 +89,20 @@ def multiply_scatter(
     def finish() -> Tensor:
         for arrive in received:
             arrive()
-        out: Tensor = partial.sum(0, dtype=dtype)  # named, or autocast would choose another
+        out: Tensor = partial.sum(0, dtype=dtype)  # explicit, as autocast would change the dtype
         return out
 
     return finish
 
 
 class _Places:
-    """Memory of positions [B, S, F] that come part by part.
+    """Memory for positions [B, S, F] that arrive part by part.
 
     Args:
-        own: [B, S / R, ...], a part.
+        own: [B, S / R, ...], this rank's part.
         ranks: R.
         features: F.
-        dtype: of the memory.
+        dtype: dtype of the memory.
 
     Attributes:
         parts: [R, B, S / R, F], each part contiguous.
@@ -110,7 +110,7 @@ class _Places:
 
     def __init__(self, own: Tensor, ranks: int, features: int, dtype: torch.dtype) -> None:
         samples, positions = own.shape[:2]
-        # Parts of one sample follow each other as they should; those of several are copied in the end.
+        # With one sample, the parts are consecutive; with several, they are copied at the end.
         self._whole = own.new_empty(1, ranks * positions, features, dtype=dtype) if samples == 1 else None
         if self._whole is None:
             self.parts = own.new_empty(ranks, samples, positions, features, dtype=dtype)
@@ -123,19 +123,19 @@ class _Places:
 
 
 def _parted(tensor: Tensor, ranks: int) -> Tensor:
-    """Parts [R, B, S / R, F] of positions [B, S, F]; no copy."""
+    """View positions [B, S, F] as parts [R, B, S / R, F]."""
     return torch.unflatten(tensor, 1, (ranks, -1)).movedim(1, 0)
 
 
 def _multiply(rows: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Products of rows [..., I], in place."""
+    """Multiply rows [..., I] by weights, into ``outs``."""
     for weight, out in zip(weights, outs, strict=True):
         flat = rows.reshape(-1, weight.shape[1]).to(weight.dtype)
         torch.mm(flat, weight.t(), out=out.view(-1, weight.shape[0]))
 
 
 def _add_product(total: Tensor | None, rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of a total, if there is one, and a product; rows are [tokens, I], the rest is [tokens, O]."""
+    """Add the product of rows [tokens, I] and a weight to a total [tokens, O], if there is one."""
     if total is not None and dtype == rows.dtype:
         return torch.addmm(total, rows, weight.t())
     product = rows.mm(weight.t()).to(dtype)
@@ -143,13 +143,13 @@ def _add_product(total: Tensor | None, rows: Tensor, weight: Tensor, dtype: torc
 
 
 def _swap(sent: Tensor, place: Tensor, ranks: Ranks, *, to: int, source: int) -> Callable[[], None]:
-    """Start to send a tensor to one rank and to receive one of the same shape from another; the result waits for it.
+    """Start to send a tensor to one rank and to receive one of the same shape; returns a function that waits for it.
 
     Collective over the ranks.
     """
     give, take = ([int(number == other) for number in range(ranks.size)] for other in (to, source))
     if torch.compiler.is_compiling():
-        # Dynamo knows no call that is waited for later but these, which it makes of others itself; a test pins them.
+        # Dynamo supports no asynchronous calls except these, which it generates itself for others; a test pins them.
         functional = torch.ops._c10d_functional  # noqa: SLF001
         coming = functional.all_to_all_single(sent.unsqueeze(0), take, give, ranks.name)
 
@@ -158,7 +158,7 @@ def _swap(sent: Tensor, place: Tensor, ranks: Ranks, *, to: int, source: int) ->
 
         return arrive_in_graph
     work = dist.all_to_all_single(place.unsqueeze(0), sent.unsqueeze(0), take, give, group=ranks.group, async_op=True)
-    assert work is not None  # of a call that is waited for later
+    assert work is not None  # asynchronous calls return it
 
     def arrive() -> None:
         work.wait()

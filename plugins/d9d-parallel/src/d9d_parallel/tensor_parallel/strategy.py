@@ -2,8 +2,8 @@
 
 Shoeybi et al. 2019, "Megatron-LM", section 3: matrices of attention and feed-forward are split by columns, then rows.
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2: between them
-each rank holds S / tp positions, so that norms and the residual stream are split, too; in the place of an all-reduce
-there are an all-gather before and a reduce-scatter behind.
+each rank holds S / tp positions, so that norms and the residual stream are split too; instead of an all-reduce, there
+is an all-gather before and a reduce-scatter after them.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from d9d_parallel.tensor_parallel.forwards import (
 )
 from d9d_parallel.tensor_parallel.symmetric_memory import is_usable
 
-#: Dimension of a weight [out, in] that each style splits.
+#: Dimension of a weight [out, in] that a style shards.
 _SPLIT = {TensorStyle.COLUMN: 0, TensorStyle.ROW: 1, TensorStyle.VOCAB: 0}
 
 
 class TensorParallel:
-    """Strategy of tensor parallelism: splits matrices over ``tp`` as the model's plans say."""
+    """Strategy of tensor parallelism: splits matrices over ``tp`` according to the model's plans."""
 
     def __init__(self, config: TensorParallelConfig) -> None:
         self._config = config
@@ -62,8 +62,8 @@ class TensorParallel:
         """Turn weights into DTensors and replace forwards, in place. Collective over all ranks.
 
         Raises:
-            BuildError: a parameter of the stage has no style; heads can be neither split nor repeated; or a module of
-                style ``VOCAB`` cannot be split.
+            BuildError: a parameter of the stage has no style; heads can be neither divided over the ranks nor repeated;
+                or a module of style ``VOCAB`` cannot be split.
         """
         group = topology.group("dense", "tp")
         assert group is not None  # there is a mesh
@@ -72,7 +72,7 @@ class TensorParallel:
         ranks = Ranks(group)
         products = None
         if self._config.asynchronous:
-            alone = topology.sizes["pp"] == 1  # only pairs of a pipeline run on streams of their own
+            alone = topology.sizes["pp"] == 1  # only overlapped pairs of a pipeline run on other streams
             products = AsyncProducts(ranks, symmetric=is_usable(ranks, topology.device), in_graphs=alone)
         split = _Split(topology.mesh("dense", "tp"), ranks, self._config.name, communication, products)
         if not isinstance(stage, SplitsSequence):
@@ -94,14 +94,14 @@ class TensorParallel:
 
 
 class _Split:
-    """Split of one stage, as far as it is done.
+    """Split of one stage in progress.
 
     Args:
-        mesh: ``tp``.
-        ranks: of the mesh.
-        strategy: name of the strategy, for errors.
-        communication: gets what the stage communicates from then on.
-        products: overlap with the exchange of positions; ``None`` for one after the other.
+        mesh: mesh of ``tp``.
+        ranks: ranks of the mesh.
+        strategy: name of the strategy, for error messages.
+        communication: collects the collectives of the split modules.
+        products: products that overlap with the exchange of positions; ``None`` for no overlap.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class _Split:
             self._site(name, "all_gather", "reduce_scatter", features, in_turns=bool(lent))
 
     def _lent(self, owner: nn.Module, child_name: str, heads: int | None) -> Column | None:
-        """Column-wise layer, if its product can be computed together with the gather of its rows."""
+        """Column-wise layer whose product is computed while its rows are gathered; ``None`` if not possible."""
         child = owner.get_submodule(child_name)
         if self.products is None or not isinstance(child, LendsProduct) or _terms("", child, "in_scale"):
             return None
@@ -162,7 +162,7 @@ class _Split:
         return Column(child, OwnHeads(heads, self.ranks) if repeated and heads else local_of, handed)
 
     def _scatters(self, child: nn.Module) -> bool:
-        """Whether a row-wise layer's product is the sum of all ranks from now on, computed while its parts travel."""
+        """Let a row-wise layer's product be summed over ranks while its parts are sent; false if not possible."""
         if self.products is None or not isinstance(child, LendsProduct):
             return False
         return child.lend_product(RowProduct(child, self.products))
@@ -174,7 +174,7 @@ class _Split:
                 f"strategy '{self._strategy}': mesh.tp is {size}, but the {heads} heads of '{name}' can be neither "
                 f"split evenly over {size} ranks nor repeated on them; choose a divisor or a multiple of {heads}"
             )
-        # What reads the input is whole, and each rank has the gradient of its own outputs.
+        # Modules that read the input are replicated, and each rank has the gradient of its own outputs.
         self.styles |= dict.fromkeys(_terms(name, child, "in", "in_scale"), TensorStyle.PARTIAL)
         alike = {name: child, **_terms(name, child, "out", "out_scale")}
         if heads is not None and heads < size:
@@ -204,7 +204,7 @@ class _Split:
             self._shard(module, TensorStyle.ROW)
             self.styles[inside] = TensorStyle.ROW
             if scattered:
-                # What adds to the sum of all ranks is computed of a sum of all ranks, which has few features.
+                # The update is added to the sum over ranks, so it is itself summed over ranks, over few features.
                 _replace(module, RowForward(module, self.ranks))
                 self._site(inside, "reduce_scatter", "all_gather", len(module.get_parameter("weight")))
             else:
@@ -213,7 +213,8 @@ class _Split:
             shard(module, "weight", self.mesh, 0)
             _replace(module, LocalShards(module))
             self.styles[inside] = TensorStyle.ROW
-        # What adds to the output, or scales it, is whole, and sees a partial sum, or some positions of the whole one.
+        # Modules that add to the output, or scale it, are replicated, and see a partial sum or a share of the
+        # positions.
         self.styles |= dict.fromkeys(_terms(name, child, "out", "out_scale"), TensorStyle.PARTIAL)
         if isinstance(child, SplitsFeatures):
             child.split_features(local_of, RankSum(self.ranks))
@@ -229,7 +230,7 @@ class _Split:
         words = getattr(child, "vocabulary", None) if tied else len(child.get_parameter("weight"))
         if not tied:
             self._shard(child, TensorStyle.VOCAB)
-        # As DTensors cut: the first ranks have the most, the last ones what is left.
+        # As DTensors are sharded: the first ranks have the most rows, the last ranks the rest.
         assert words is not None
         most = -(-words // self.ranks.size)
         first = min(words, self.ranks.rank * most)
@@ -246,7 +247,7 @@ class _Split:
             self._alone(name, child)
         else:
             raise BuildError(
-                f"strategy '{self._strategy}': '{name}' is {type(child).__name__}, which is no embedding and lacks "
+                f"strategy '{self._strategy}': '{name}' is {type(child).__name__}, which is not an embedding and lacks "
                 "split_vocabulary(); see d9d_core.model.SplitsVocabulary"
             )
 
@@ -262,38 +263,38 @@ class _Split:
         self.communication.sites.append(Site(name, forward, backward, features, in_turns))
 
     def _alone(self, name: str, child: nn.Module) -> None:
-        """Note what a module that got ranks to talk to does with them."""
+        """Record the communication of a module that got ranks to communicate with."""
         if isinstance(child, CommunicatesAlone):
             self.communication.alone[name] = child
         else:
             self.notes.append(
-                f"{name} ({type(child).__name__}) does not say what it communicates: forward_collectives()"
+                f"{name} ({type(child).__name__}) does not declare its communication: forward_collectives()"
             )
 
     def _shard(self, child: nn.Module, style: TensorStyle) -> None:
         shard(child, "weight", self.mesh, _SPLIT[style])
-        # The bias of a row-wise layer is added to the sum of all ranks.
+        # The bias of a row-wise layer is added to the sum over ranks.
         if style is TensorStyle.COLUMN and getattr(child, "bias", None) is not None:
             shard(child, "bias", self.mesh, 0)
 
     def check(self, stage: nn.Module) -> None:
-        """Refuse a stage with parameters that no plan names: what they need, nobody said."""
+        """Raise if a parameter of the stage is in no tensor-parallel plan."""
         for name, _ in stage.named_parameters():
             if self._style(name) is None:
                 raise BuildError(
-                    f"strategy '{self._strategy}': it is not known how ranks of tp share '{name}': no "
-                    "tensor_parallel_plan() names its module, or something added it to a layer that is split; leave "
-                    "out what brought it, or give it a style"
+                    f"strategy '{self._strategy}': the style of '{name}' over tp is unknown: no "
+                    "tensor_parallel_plan() names its module, or it was added to a layer that is split; "
+                    "remove the feature that added it, or give it a style"
                 )
 
     def gradients(self, stage: nn.Module) -> Iterator[GradientOwner]:
-        """Owners of the reductions over ``tp``: shards need none, and what computes the same on all ranks neither."""
+        """Owners of the reductions over ``tp``: none for shards, and none for gradients that are equal on all ranks."""
         for name, parameter in stage.named_parameters():
             whole = isinstance(parameter, DTensor) or self._style(name) is TensorStyle.WHOLE
             yield GradientOwner(name, "tp", "none" if whole else "sync")
 
     def _style(self, parameter: str) -> TensorStyle | None:
-        """Style of a parameter; ``None`` if nobody said, as of what somebody added to a module that is split."""
+        """Style of a parameter; ``None`` if unknown, such as for a parameter added to a module that is split."""
         module = owner = parameter.rpartition(".")[0]
         while module not in self.styles and module:
             module = module.rpartition(".")[0]
@@ -303,12 +304,12 @@ class _Split:
 
 
 def _replace(module: nn.Module, forward: LocalShards | WholeSequence | AsyncColumns) -> None:
-    # Bound: Dynamo guards on which callable object an attribute is, and would compile every block anew.
+    # A bound method: Dynamo guards on the identity of other callables, and would recompile for every block.
     module.forward = forward.__call__
 
 
 def _terms(name: str, layer: nn.Module, *which: TermKind) -> dict[str, nn.Module]:
-    """Modules of some kinds inside of a linear layer, by qualified name."""
+    """Submodules of a linear layer of some kinds, such as LoRA matrices, by qualified name."""
     terms = layer.tensor_parallel_terms() if isinstance(layer, HasLinearTerms) else {}
     return {_join(name, term): layer.get_submodule(term) for term, kind in terms.items() if kind in which}
 

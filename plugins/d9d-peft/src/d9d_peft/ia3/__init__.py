@@ -1,1 +1,1 @@
-"""Learned scales of activations, written as a method of another package would be: it imports contracts only."""
+"""Learned scales of activations; written like a method of another package, so it imports only public protocols."""

@@ -9,18 +9,18 @@ from pydantic import field_validator, model_validator
 
 
 class Ia3Config(PluginConfig):
-    """Method of learned scales of activations (Liu et al. 2022, "(IA)^3", section 3.3)."""
+    """Learned scales of activations (Liu et al. 2022, "(IA)^3", section 3.3)."""
 
     name: Literal["ia3"] = "ia3"
     """Selects the plugin."""
     targets: tuple[str, ...] = ("k_proj", "v_proj")
-    """Linear layers whose outputs are scaled: last parts of names, or patterns over whole names
+    """Linear layers whose outputs are scaled: last parts of names, or patterns of whole names
     (``layers.1?.attention.k_proj``)."""
     feedforward: tuple[str, ...] = ("down_proj",)
-    """Linear layers whose inputs are scaled, written alike; the paper scales what goes into the last layer of a
-    feed-forward block."""
+    """Linear layers whose inputs are scaled, written like ``targets``; in the paper, the last layer of a feed-forward
+    block."""
     init_from: PathOrAddress | None = None
-    """Start from this adapter: a directory in the format of the ``peft`` library, or an fsspec address of one."""
+    """Adapter to start from: a directory in the format of the ``peft`` library, or an fsspec address of one."""
 
     @field_validator("targets", "feedforward", mode="before")
     @classmethod

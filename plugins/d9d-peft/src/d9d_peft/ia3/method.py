@@ -21,22 +21,22 @@ from torch import Tensor, nn
 
 from d9d_peft.ia3.config import Ia3Config
 
-#: Child that holds a layer's scale; the ``peft`` library calls the scale itself so.
+#: Name of the child module with a layer's scale; in the ``peft`` library, the name of the scale itself.
 SCALE = "ia3_l"
 _WEIGHT, _BIAS, _VECTOR = ".weight", ".bias", f".{SCALE}.weight"
-#: Before the names of a model's modules in an adapter's file.
+#: Prefix of module names in an adapter file.
 _PREFIX = "base_model.model."
-#: Names that an error lists.
+#: Number of names listed in an error message.
 _SHOWN = 6
 
 
 class Scale(nn.Module):
-    """Scale of (IA)^3: ``x * weight`` of the last dim; weight [features], on the device of its layer.
+    """Scale of (IA)^3: multiplies the last dim by ``weight`` [features], on the device of its layer.
 
     Args:
         like: tensor whose device and dtype the weight gets.
-        features: how many there are.
-        of_inputs: whether it scales what goes into its layer, instead of what comes out.
+        features: number of features.
+        of_inputs: whether it scales its layer's input instead of the output.
     """
 
     def __init__(self, like: Tensor, features: int, *, of_inputs: bool) -> None:
@@ -45,7 +45,7 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(like.new_empty(features))
 
     def reset_parameters(self) -> None:
-        """Fill with ones, so that the model starts as it was."""
+        """Fill with ones, so that the initial model is unchanged."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,24 +54,24 @@ class Scale(nn.Module):
 
 
 class Ia3:
-    """Method (IA)^3: scales activations feature by feature, and trains nothing else."""
+    """Method (IA)^3: scales activations feature by feature, and trains only the scales."""
 
     def __init__(self, config: Ia3Config) -> None:
         self._config = config
-        # Equal layers must be of one class, so that what is compiled for one of them serves the others.
+        # Layers of equal classes must stay of equal classes, so that they share compiled code.
         self._classes: dict[type, type] = {}
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
-        """Add the scales, which train.
+        """Add the scales; returns their names, which are the parameters to train.
 
         Raises:
-            BuildError: a pattern matches no linear layer, or a layer is both a target and of a feed-forward block.
+            BuildError: a pattern matches no linear layer, or a layer matches both ``targets`` and ``feedforward``.
         """
         layers = {name: module for name, module in stage.named_modules() if isinstance(module, nn.Linear)}
         outputs = _select(layers, self._config.targets, "peft.targets")
         inputs = _select(layers, self._config.feedforward, "peft.feedforward")
         if both := sorted(outputs & inputs):
-            raise BuildError(f"peft.feedforward: '{both[0]}' is among peft.targets; a layer has one scale")
+            raise BuildError(f"peft.feedforward: '{both[0]}' is also in peft.targets; a layer can have only one scale")
         for name in sorted(outputs | inputs):
             layer, of_inputs = layers[name], name in inputs
             features = layer.in_features if of_inputs else layer.out_features
@@ -84,7 +84,7 @@ class Ia3:
 
     @torch.no_grad()
     def merge(self, stage: nn.Module) -> None:
-        """Fold the scales into weights and biases. Collective over the ranks that share them."""
+        """Multiply the scales into weights and biases. Collective over the ranks that share them."""
         for layer in [owner for _, owner, _ in _scales(stage)]:
             own = {"weight": layer.weight} | ({} if layer.bias is None else {"bias": layer.bias})
             for name, merged in _merged(own, layer.ia3_l.weight, layer.ia3_l.of_inputs).items():
@@ -113,7 +113,7 @@ class Ia3:
 
     @property
     def init_from(self) -> str | None:
-        """Directory of the adapter to start from."""
+        """Directory or address of the adapter to start from."""
         return self._config.init_from
 
     def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:
@@ -139,13 +139,13 @@ class Ia3:
         )
 
     def check_adapter(self, config_json: Mapping[str, Any], names: Collection[str]) -> None:
-        """Compare the method with the config of an adapter to start from; targets are compared with the tensors.
+        """Check the config of an adapter to start from; its targets are checked by the names of its tensors.
 
         Raises:
-            CheckpointError: it is of another kind, or has parts that this method lacks.
+            CheckpointError: the adapter is of another kind, or has parts that this method lacks.
         """
         if config_json.get("peft_type") != "IA3":
-            raise CheckpointError(f"it is an adapter of the kind {config_json.get('peft_type')!r}, and peft is 'ia3'")
+            raise CheckpointError(f"the adapter is of the kind {config_json.get('peft_type')!r}, but peft is 'ia3'")
         check_adapter_config(config_json, names, method="ia3")
 
     def _fold(self, layer: str, has_bias: bool) -> Mapper:
@@ -164,7 +164,7 @@ class Ia3:
 
 
 def _scaled_class(base: type) -> type:
-    """Class of a layer with a scale. A hook would do, but compiled code does not see what changes inside of hooks."""
+    """Make the class of a layer with a scale. Not a hook, because compiled code ignores changes inside hooks."""
 
     class Scaled(base):  # type: ignore[misc]
         ia3_base = base
@@ -183,14 +183,14 @@ def _scaled_class(base: type) -> type:
 
 
 def _scales(stage: nn.Module) -> Iterator[tuple[str, Any, Scale]]:
-    """Scales of a stage: name of the layer, the layer, its scale."""
+    """Yield name, layer and scale for each scale of a stage."""
     for name, module in stage.named_modules():
-        if isinstance(scale := module._modules.get(SCALE), Scale):  # noqa: SLF001 - getattr finds what is no child, too
+        if isinstance(scale := module._modules.get(SCALE), Scale):  # noqa: SLF001 - getattr also finds attributes that are not children
             yield name, module, scale
 
 
 def _merged(own: Mapping[str, Tensor], vector: Tensor, of_inputs: bool) -> dict[str, Tensor]:
-    """Weight [O, I] and bias [O] with the scale in them; computed in float32 or wider."""
+    """Weight [O, I] and bias [O] multiplied by the scale; computed in float32 or wider."""
 
     def scaled(tensor: Tensor, factor: Tensor) -> Tensor:
         wide = torch.promote_types(tensor.dtype, torch.float32)
@@ -206,14 +206,14 @@ def _modules(stage: nn.Module, published: Mapping[str, str]) -> dict[str, str]:
     found = {name: published.get(f"{name}{_WEIGHT}", "") for name, _, _ in _scales(stage)}
     if other := [name for name, there in found.items() if not there.endswith(_WEIGHT)]:
         raise CheckpointError(
-            f"published files do not hold the weight of '{other[0]}' as it is, so an adapter's file has no place for "
-            "its scale; export the merged model, or name other layers"
+            f"published files do not have the weight of '{other[0]}' as one tensor, so an adapter file cannot hold "
+            "its scale; export the merged model, or choose other layers"
         )
     return {name: there.removesuffix(_WEIGHT) for name, there in found.items()}
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern means a layer: all of its name, or the last part if the pattern has only one part itself."""
+    """Whether a pattern matches the whole name of a layer, or its last part if the pattern has no dot."""
     return fnmatchcase(name if "." in pattern else name.rpartition(".")[2], pattern)
 
 

@@ -1,4 +1,4 @@
-"""Low-rank terms beside banks of experts. Shapes: R rows, E experts, I features in, O features out, r rank."""
+"""Low-rank updates of banks of experts. Shapes: R rows, E experts, I features in, O features out, r rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from d9d_peft.lora.dropout import dropped, layout_dependence
 
 
 class GroupedTerm(nn.Module):
-    """LoRA term of a bank of experts: ``scale * dropout(x) A[e] B[e]`` for the rows x of each expert e.
+    """LoRA update of a bank of experts: ``scale * dropout(x) A[e] B[e]`` for the rows x of each expert e.
 
     Args:
         bank: [E, I, O], on any device.
         rank: r.
-        scale: factor of the term.
-        dropout: fraction of the inputs that is dropped while training.
+        scale: factor of the update.
+        dropout: fraction of the inputs that is dropped in training.
     """
 
     def __init__(self, bank: Tensor, rank: int, scale: float, dropout: float) -> None:
@@ -53,9 +53,9 @@ class GroupedTerm(nn.Module):
         return layout_dependence(self.lora_dropout)
 
     def forward(self, rows: Tensor, counts: Tensor, *, spare_rows: bool) -> Tensor:
-        """Map [R, I], sorted by expert, to [R, O]; see :func:`d9d_nn.ops.grouped_linear.grouped_linear`."""
+        """Map rows [R, I], sorted by expert, to [R, O]; see :func:`d9d_nn.ops.grouped_linear.grouped_linear`."""
         if self.lora_off:
-            return rows.new_zeros(())  # 0-d: neither memory nor another dtype where it is added
+            return rows.new_zeros(())  # 0-d: adding it takes no memory and keeps the dtype
         how = {"spare_rows": spare_rows, "deferral": self._deferral}
         inner = self.down(dropped(rows, self.lora_dropout, self.training), self.lora_A, counts, **how)
         out: Tensor = self.up(inner, self.lora_B, counts, **how)
@@ -63,7 +63,7 @@ class GroupedTerm(nn.Module):
 
     @torch.no_grad()
     def merge_into(self, bank: nn.Parameter) -> None:
-        """Fold the term into its bank. Collective over the ranks that share the bank."""
+        """Add the update to its bank. Collective over the ranks that share the bank."""
         bank.copy_(merged_bank(bank, self.lora_A, self.lora_B, self.lora_scale))
 
 

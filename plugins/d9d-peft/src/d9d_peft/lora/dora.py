@@ -1,4 +1,4 @@
-"""Fine-tuning method ``dora``: low-rank terms for the direction of each row of a weight, and its trained magnitude.
+"""Fine-tuning method ``dora``: low-rank updates for the direction of each row of a weight, and trained magnitudes.
 
 Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation". Shapes: O features out, I features in, r rank,
 ``...`` any leading dims.
@@ -22,7 +22,7 @@ from d9d_peft.lora.linear import Adapted, AdaptedLinear, adapted_layers, merged_
 from d9d_peft.lora.merging import Term, fold
 from d9d_peft.lora.method import Lora
 
-#: Child that holds a layer's magnitudes; the name is that of the ``peft`` library.
+#: Name of the child module with a layer's magnitudes, as in the ``peft`` library.
 MAGNITUDE = "lora_magnitude_vector"
 
 
@@ -38,19 +38,19 @@ class Magnitude(nn.Module):
         self.weight = nn.Parameter(weight.new_empty(weight.shape[0]))
 
     def reset_parameters(self) -> None:
-        """Fill with ones; :meth:`Dora.start` puts the norms in their place once the weights are there."""
+        """Fill with ones; :meth:`Dora.start` replaces them by the norms once the weights are loaded."""
         nn.init.ones_(self.weight)
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Part of a weight where no rank shares it: the weight itself."""
+    """Identity: a weight that no other rank shares is the rank's own part."""
     return weight
 
 
 class Decomposed(AdaptedLinear):
-    """DoRA layer with magnitudes, part of its class: ``m / |W + s B A| * (W x + s B A dropout(x)) + bias``.
+    """Mixin that adds DoRA to a linear layer: ``m / |W + s B A| * (W x + s B A dropout(x)) + bias``.
 
-    Norms are those of rows.
+    The norms are norms of rows.
     """
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
@@ -59,9 +59,9 @@ class Decomposed(AdaptedLinear):
     }
     bias: nn.Parameter | None
     lora_magnitude_vector: Magnitude
-    #: Part of a weight that this rank computes with.
+    #: Function that returns this rank's part of a weight.
     lora_own: Callable[[Tensor], Tensor]
-    #: Sum over the ranks of squares of parts of rows, where ranks have parts.
+    #: Function that sums squares of parts of rows over ranks; ``None`` if rows are whole.
     lora_add_up: Callable[[Tensor], Tensor] | None
 
     def lora_add(self, rank: int) -> None:
@@ -79,11 +79,11 @@ class Decomposed(AdaptedLinear):
         self.lora_own, self.lora_add_up = own, add_up
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:  # noqa: ARG002 - any batch
-        """Collective of a layer that holds parts of rows: the all-reduce of their squares, [O]."""
+        """Collective of a layer with parts of rows: the all-reduce of their squares, [O]."""
         return [("all_reduce", self.out_features * max(self.weight.dtype.itemsize, 4))]
 
     def lora_output(self, own: Tensor, x: Tensor) -> Tensor:
-        """Output [..., O] of the layer with term and magnitudes."""
+        """Output [..., O] of the layer with update and magnitudes."""
         # Section 4.3: the norm is a constant in the backward.
         a, b = local(self.lora_A.weight), self.lora_own(self.lora_B.weight)
         norm = row_norms(self.weight, a, b, self.lora_scale, self.lora_add_up)
@@ -92,13 +92,13 @@ class Decomposed(AdaptedLinear):
         return out if self.bias is None else out + (1 - factor) * self.bias.to(own.dtype)
 
     def lora_merged(self, weight: Tensor) -> Tensor:
-        """Weight [O, I] with term and magnitudes in it, of the same dtype."""
+        """Weight [O, I] with update and magnitudes merged in, in the same dtype."""
         factors = self.lora_A.weight, self.lora_B.weight, self.lora_magnitude_vector.weight
         return _merged(weight, *factors, self.lora_scale)
 
 
 class Dora(Lora):
-    """DoRA: method that adds low-rank terms and magnitudes to linear layers, and trains nothing else."""
+    """DoRA: adds low-rank updates and magnitudes to linear layers, and trains only these."""
 
     how: ClassVar[type[Adapted]] = Decomposed
 
@@ -106,8 +106,8 @@ class Dora(Lora):
     def start(self, stage: nn.Module) -> None:
         """Fill the magnitudes with the norms of the weights' rows; see :class:`d9d_core.peft.StartsFromWeights`.
 
-        Collective over the ranks that share rows: a weight whose rows are split is whole for this moment, so that norms
-        are the same to the last bit in every layout.
+        Collective over the ranks that share rows: such a weight is gathered, so that norms are bit-identical in every
+        layout.
         """
         for _, layer in adapted_layers(stage):
             if isinstance(layer, Decomposed):
@@ -122,10 +122,10 @@ class Dora(Lora):
         return {**super().adapter_config(stage, published), "use_dora": True}
 
     def check_adapter(self, config_json: Mapping[str, Any], names: Collection[str]) -> None:
-        """Compare the config with that of an adapter to start from.
+        """Check the config of an adapter to start from.
 
         Raises:
-            CheckpointError: it is of another kind, rank or scale.
+            CheckpointError: the adapter is of another kind, rank or scale.
         """
         files.check_config(self._config, config_json, names, use_dora=True)
 
@@ -139,7 +139,7 @@ class Dora(Lora):
 
 
 def _splits_rows(weight: Tensor) -> bool:
-    """Whether ranks have parts of the rows of a weight [O, I]."""
+    """Whether ranks hold parts of the rows of a weight [O, I]."""
     return isinstance(weight, DTensor) and any(placement.is_shard(1) for placement in weight.placements)
 
 
@@ -156,7 +156,7 @@ def row_norms(
         a: A, [r, I].
         b: B, [O, r].
         scale: s.
-        add_up: sums squares [O] over ranks, if each has a part of I.
+        add_up: function that sums squares [O] over ranks, if each rank has a part of I.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     a, b = a.to(weight.dtype), b.to(wide)

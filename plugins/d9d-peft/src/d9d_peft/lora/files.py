@@ -1,4 +1,4 @@
-"""Files of low-rank adapters, as the ``peft`` library writes and reads them."""
+"""Files of low-rank adapters, in the format of the ``peft`` library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from d9d_peft.config import LowRankConfig
 from d9d_peft.lora.linear import LORA_A, LORA_B
 from d9d_peft.lora.merging import TERMS
 
-#: Before the names of a model's modules in an adapter's file.
+#: Prefix of module names in an adapter file.
 _PREFIX = "base_model.model."
 _WEIGHT = ".weight"
 
@@ -26,45 +26,45 @@ def modules_of(layers: Iterable[str], published: Mapping[str, str]) -> dict[str,
     """Names of adapted layers -> names of the same modules in published models.
 
     Raises:
-        CheckpointError: a layer's weight is no tensor of its own there.
+        CheckpointError: a layer's weight is not one tensor there.
     """
     found = {layer: published.get(f"{layer}{_WEIGHT}", "") for layer in layers}
     if other := [layer for layer, name in found.items() if not name.endswith(_WEIGHT)]:
         raise CheckpointError(
-            f"published files do not hold the weight of '{other[0]}' as it is, so an adapter's file has no place for "
-            "its term; export the merged model, or exclude that layer"
+            f"published files do not have the weight of '{other[0]}' as one tensor, so an adapter file cannot hold "
+            "its update; export the merged model, or exclude that layer"
         )
     return {layer: name.removesuffix(_WEIGHT) for layer, name in found.items()}
 
 
 def check_no_expert(stage: nn.Module, modules: Iterable[str]) -> None:
-    """Check that the library takes no adapted layer for a matrix of experts.
+    """Check that the ``peft`` library takes no adapted layer for a matrix of experts.
 
-    Where transformers joins the matrices of experts, it knows them by the last parts of names alone, and loses the
-    terms of other layers that are called so.
+    Where transformers joins the matrices of experts, it recognises them by the last part of their names only, and loses
+    the updates of other layers with such a name.
 
     Raises:
-        CheckpointError: a layer is called like a bank.
+        CheckpointError: a layer has the name of a bank.
     """
     banks = {bank for owner in modules_with(stage, HasBanks).values() for bank in owner.banks()}
     for module in modules:
         if module.rpartition(".")[2] in banks:
             raise CheckpointError(
-                f"the library would take '{module}' for a matrix of experts, which are called so too, and lose its "
-                "term; exclude such layers, or export the merged model"
+                f"the peft library would take '{module}' for a matrix of experts, because of its name, and lose its "
+                "update; exclude such layers, or export the merged model"
             )
 
 
 def experts_of(stage: nn.Module, published: Mapping[str, str], rs_lora: bool) -> dict[str, tuple[int, str]]:
-    """LoRA files of experts: terms of banks -> number of experts, and names of their modules with ``*`` for the number.
+    """Adapted banks of experts -> number of experts, and name of an expert's module in files with ``*`` as number.
 
-    A file has a term for each matrix of each expert, which is how published files keep experts. The library puts them
-    together where transformers keeps the experts of a layer in one piece; so it needs all banks, and another scale than
-    rsLoRA has.
+    A file has an update for each matrix of each expert, because published files store experts that way. The ``peft``
+    library joins them where transformers keeps the experts of a layer in one tensor; so it needs all banks, and a scale
+    other than rsLoRA's.
 
     Raises:
-        CheckpointError: some banks of a layer have no term, the scale is that of rsLoRA, or published files do not hold
-            a matrix for each expert.
+        CheckpointError: some banks of a layer have no update, the scale is rsLoRA's, or published files do not have a
+            matrix per expert.
     """
     found: dict[str, tuple[int, str]] = {}
     for name, owner in modules_with(stage, HasBanks).items():
@@ -73,18 +73,18 @@ def experts_of(stage: nn.Module, published: Mapping[str, str], rs_lora: bool) ->
             there = published.get(f"{name}.{bank}", "")
             if lacking := sorted(banks.keys() - terms.keys()):
                 raise CheckpointError(
-                    f"the library joins the experts' {', '.join(banks)}, so an adapter has terms for all of them or "
-                    f"none; name {', '.join(lacking)} in peft.targets too, or export the merged model"
+                    f"the peft library joins the experts' {', '.join(banks)}, so an adapter needs updates of all or "
+                    f"none; add {', '.join(lacking)} to peft.targets, or export the merged model"
                 )
             if rs_lora:
                 raise CheckpointError(
-                    "the library joins the experts' matrices to one of another rank, which rs_lora scales otherwise; "
-                    "leave rs_lora out and choose alpha, or export the merged model"
+                    "the peft library joins the experts' matrices to one of another rank, for which rs_lora gives "
+                    "another scale; remove rs_lora and choose alpha, or export the merged model"
                 )
             if "*" not in there or not there.endswith(_WEIGHT):
                 raise CheckpointError(
-                    f"published files do not hold a matrix of '{name}.{bank}' for each expert, so an adapter's file "
-                    "has no place for their terms; export the merged model, or leave experts out"
+                    f"published files do not have a matrix of '{name}.{bank}' for each expert, so an adapter file "
+                    "cannot hold their updates; export the merged model, or exclude experts"
                 )
             found[f"{name}{TERMS}{bank}"] = banks[bank].shape[0], there.removesuffix(_WEIGHT)
     return found
@@ -99,9 +99,9 @@ def config_json(config: LowRankConfig, modules: Iterable[str], *, has_banks: boo
     """Contents of the ``adapter_config.json`` of LoRA files.
 
     Args:
-        config: of the method.
+        config: config of the method.
         modules: names of adapted modules in published models.
-        has_banks: whether there are experts among them; of their terms the library can drop nothing.
+        has_banks: whether experts are among them; the library supports no dropout for these.
     """
     return {
         "peft_type": "LORA",
@@ -122,9 +122,9 @@ def exporter(
     """Mapper from our names of LoRA tensors to the names in adapter files.
 
     Args:
-        layers: name of an adapted layer -> name of the module in published models, and its tensors as
-            :attr:`d9d_peft.lora.linear.Adapted.lora_files` has them.
-        banks: as :func:`experts_of` has them.
+        layers: name of an adapted layer -> name of the module in published models, and its tensors as in
+            :attr:`d9d_peft.lora.linear.Adapted.lora_files`.
+        banks: result of :func:`experts_of`.
     """
     mappers: list[Mapper] = []
     for ours, (theirs, tensors) in layers.items():
@@ -139,21 +139,23 @@ def exporter(
 
 
 def check_config(config: LowRankConfig, data: Mapping[str, Any], names: Iterable[str], use_dora: bool = False) -> None:
-    """Compare a config with the ``adapter_config.json`` of LoRA files and the names of the tensors beside it.
+    """Check the ``adapter_config.json`` of LoRA files, and the names of their tensors, against a config.
 
     Raises:
-        CheckpointError: the adapter is none of low rank, has another rank or scale, lacks magnitudes, contradicts its
-            tensors, or has parts that we do not have.
+        CheckpointError: the adapter is not of low rank, has another rank or scale, lacks magnitudes, contradicts its
+            tensors, or has parts that the method lacks.
     """
     if data.get("peft_type") != "LORA":
-        raise CheckpointError(f"it is an adapter of the kind {data.get('peft_type')!r}, and peft is '{config.name}'")
+        raise CheckpointError(f"the adapter is of the kind {data.get('peft_type')!r}, but peft is '{config.name}'")
     if use_dora and not data.get("use_dora"):
-        raise CheckpointError("it has no magnitudes (use_dora), and peft is 'dora'; start 'lora' from it")
+        raise CheckpointError(
+            "the adapter has no magnitudes (use_dora), but peft is 'dora'; use 'lora' with this adapter"
+        )
     wanted = {"r": config.r, "lora_alpha": config.alpha, "use_rslora": config.rs_lora}
     fields = {"r": "r", "lora_alpha": "alpha", "use_rslora": "rs_lora"}
     there = {field: data.get(field, False) for field in wanted}
     if other := [fields[field] for field, value in wanted.items() if there[field] != value]:
         values = ", ".join(f"peft.{fields[field]}: {value!r}" for field, value in there.items())
-        raise CheckpointError(f"its {', '.join(other)} differ from the job's; the adapter has {values}")
+        raise CheckpointError(f"the adapter's {', '.join(other)} differ from the job's; the adapter has {values}")
     compared = [*wanted, *(["use_dora"] if use_dora else [])]
     check_adapter_config(data, names, method=config.name, compared=compared)

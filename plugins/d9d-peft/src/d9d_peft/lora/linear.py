@@ -1,4 +1,4 @@
-"""Low-rank terms of linear layers, and what all modules with a term share.
+"""Low-rank updates of linear layers, and base classes of all adapted modules.
 
 Shapes: O features out, I features in, r rank, ``...`` any leading dims.
 """
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from d9d_peft.lora.dropout import dropped, layout_dependence
 
-#: Children that a term adds to a layer; the names are those of the ``peft`` library.
+#: Names of the children that an update adds to a layer, as in the ``peft`` library.
 LORA_A, LORA_B = "lora_A", "lora_B"
 
 
 class Down(Linear):
-    """First factor of a term, weight [r, I]; starts as ``torch.nn.Linear`` does, as in the paper's own code."""
+    """First factor of an update, weight [r, I]; initialised as ``torch.nn.Linear``, like the paper's code."""
 
     def reset_parameters(self) -> None:
         """Draw the weight from U(-1/sqrt(I), 1/sqrt(I))."""
@@ -30,29 +30,29 @@ class Down(Linear):
 
 
 class Up(Linear):
-    """Second factor of a term, weight [O, r]; starts at zero, so that the model starts as it was."""
+    """Second factor of an update, weight [O, r]; initialised with zeros, so that the initial model is unchanged."""
 
     def reset_parameters(self) -> None:
-        """Zero the weight."""
+        """Fill the weight with zeros."""
         nn.init.zeros_(self.weight)
 
 
 class Adapted:
-    """Module adapted by LoRA: part of its class that does not depend on the kind of module, linear or another.
+    """Base mixin of adapted modules of any type.
 
-    All that a term adds to a module is called ``lora_...``. Subclasses have ``lora_add(rank)``, which adds the factors
-    on the device of the weight and in its dtype, and ``lora_merged(weight)``, the weight with the term in it.
+    All attributes that it adds to a module are named ``lora_...``. Subclasses have ``lora_add(rank)``, which adds the
+    factors on the weight's device and in its dtype, and ``lora_merged(weight)``, the weight with the update added.
 
     Attributes:
-        lora_files: names of the term's tensors, relative to the module -> those in an adapter's file, and whether they
-            are transposed there.
+        lora_files: name of an added tensor, relative to the module -> name in an adapter file, and whether it is
+            transposed there.
     """
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]]
     lora_dropout: float
     lora_scale: float
     lora_off: bool
-    #: Class of the module without its term.
+    #: Class of the module without its update.
     lora_base: type
 
     def layout_dependence(self) -> Sequence[str]:
@@ -61,7 +61,7 @@ class Adapted:
 
 
 class AdaptedLinear(Adapted):
-    """Linear layer adapted by LoRA: part of its class; its own forward is called as it is."""
+    """Mixin that adds LoRA to a linear layer; calls the layer's original forward and adds the update."""
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
         f"{factor}.weight": (f"{factor}.weight", False) for factor in (LORA_A, LORA_B)
@@ -70,9 +70,9 @@ class AdaptedLinear(Adapted):
     in_features: int
     out_features: int
     training: bool
-    lora_A: Down  # noqa: N815 - as the peft library calls it
+    lora_A: Down  # noqa: N815 - name of the peft library
     lora_B: Up  # noqa: N815
-    #: Number of the part of the input features that this rank has, and of parts.
+    #: Index of this rank's part of the input features, and number of parts.
     lora_share: tuple[int, int]
 
     def lora_add(self, rank: int) -> None:
@@ -83,11 +83,11 @@ class AdaptedLinear(Adapted):
         self.lora_share = (0, 1)
 
     def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
-        """Factors of the term; see :class:`d9d_core.model.HasLinearTerms`."""
+        """Factors of the update; see :class:`d9d_core.model.HasLinearTerms`."""
         return {LORA_A: "in", LORA_B: "out"}
 
     def share_inputs(self, part: int, parts: int) -> None:
-        """Drop a part of the input features from now on; see :class:`d9d_core.model.SharesInputs`."""
+        """Drop features of one part of the input from now on; see :class:`d9d_core.model.SharesInputs`."""
         self.lora_share = part, parts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,16 +101,16 @@ class AdaptedLinear(Adapted):
         return term * self.lora_scale
 
     def lora_output(self, own: Tensor, x: Tensor) -> Tensor:
-        """Output [..., O] of the layer with its term.
+        """Output [..., O] of the layer with its update.
 
         Args:
-            own: [..., O], that of the layer alone.
+            own: output of the layer alone, [..., O].
             x: [..., I].
         """
         return own + self.lora_term(x)
 
     def lora_merged(self, weight: Tensor) -> Tensor:
-        """Weight [O, I] with the term in it, of the same dtype."""
+        """Weight [O, I] with the update added, in the same dtype."""
         return merged_weight(weight, self.lora_A.weight, self.lora_B.weight, self.lora_scale)
 
 
@@ -125,25 +125,25 @@ def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module has a low-rank term."""
+    """Whether a module has a low-rank update."""
     return isinstance(module, Adapted)
 
 
 def adapted_layers(stage: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Modules of a stage that have a term, by name."""
+    """Adapted modules of a stage, by name."""
     return ((name, module) for name, module in stage.named_modules() if is_adapted(module))
 
 
 def adapt(layer: Any, kinds: dict[type, type], how: type[Adapted], *, rank: int, scale: float, dropout: float) -> None:
-    """Add a term to a module, in place: its own parameters keep their names, and its class becomes a subclass.
+    """Adapt a module, in place: its own parameters keep their names, and its class becomes a subclass.
 
     Args:
-        layer: of any class that ``how`` is for.
-        kinds: classes made so far, by the class of the module; equal ones must be of one class for ``compile``.
-        how: how the module and the term make the output.
+        layer: module of a class that ``how`` supports.
+        kinds: adapted classes made so far, by original class; layers must share them to share compiled code.
+        how: mixin that computes the output.
         rank: r.
-        scale: factor of the term.
-        dropout: fraction of the term's inputs that is dropped while training.
+        scale: factor of the update.
+        dropout: fraction of the update's inputs that is dropped in training.
     """
     own = type(layer)
     if own not in kinds:
@@ -156,7 +156,7 @@ def adapt(layer: Any, kinds: dict[type, type], how: type[Adapted], *, rank: int,
 
 @torch.no_grad()
 def merge(layer: Any) -> None:
-    """Fold the term into the module's weight, and make it a module of its own class again.
+    """Add the update to the module's weight, and restore the module's original class.
 
     Collective over the ranks that share the module.
     """

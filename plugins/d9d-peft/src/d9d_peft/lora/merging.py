@@ -1,4 +1,4 @@
-"""Merging of low-rank terms as a state graph, so that any checkpoint can be merged tensor by tensor."""
+"""Merging of low-rank updates as a state graph, so that any checkpoint can be merged tensor by tensor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from d9d_peft.lora.banks import merged_bank
 from d9d_peft.lora.linear import LORA_A, LORA_B, merged_weight
 from d9d_peft.lora.vocabulary import EMBEDDING_A, EMBEDDING_B, HEAD_A, HEAD_B, merged_embedding
 
-#: Between a module with banks and the name of a bank, in the names of terms.
+#: Separator of the module with banks and the name of a bank, in the names of updates.
 TERMS = ".terms."
-#: First factor -> second factor, and the function of weight, factors and scale.
+#: First factor -> second factor, and the function (weight, factors, scale) that merges them.
 _MERGED: Mapping[str, tuple[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]]] = {
     f"{LORA_A}.weight": (f"{LORA_B}.weight", merged_weight),
     f"{HEAD_A}.weight": (f"{HEAD_B}.weight", merged_weight),
@@ -26,14 +26,14 @@ _MERGED: Mapping[str, tuple[str, Callable[[Tensor, Tensor, Tensor, float], Tenso
 
 
 class Term(NamedTuple):
-    """Term in the tensors of a checkpoint.
+    """Low-rank update in the tensors of a checkpoint.
 
     Attributes:
-        owner: name of the layer or bank that it belongs to.
+        owner: name of the adapted layer or bank.
         is_linear: whether that is a linear layer.
         weight: name of the weight.
         factors: names of both factors.
-        merged: function of the weight, both factors and the scale.
+        merged: function of weight, both factors and scale that returns the merged weight.
     """
 
     owner: str
@@ -44,7 +44,7 @@ class Term(NamedTuple):
 
 
 def terms_of(names: Iterable[str]) -> Iterator[Term]:
-    """Terms, from the names of a model's tensors."""
+    """Find the low-rank updates among the names of a model's tensors."""
     for name in names:
         for first, (second, merged) in _MERGED.items():
             layer = name.removesuffix(f".{first}")
@@ -59,12 +59,12 @@ def terms_of(names: Iterable[str]) -> Iterator[Term]:
 
 
 def fold(weight: str, added: tuple[str, ...], merged: Callable[..., Tensor]) -> Mapper:
-    """Mapper that replaces a weight and what a method added to it by what both amount to.
+    """Mapper that replaces a weight and the tensors that a method added to it by the merged weight.
 
     Args:
-        weight: its name, before and afterwards.
-        added: names of what goes away.
-        merged: function of the weight and these, in order.
+        weight: name of the weight, before and afterwards.
+        added: names of the added tensors, which are removed.
+        merged: function of the weight and the added tensors, in order, that returns the merged weight.
     """
 
     def function(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

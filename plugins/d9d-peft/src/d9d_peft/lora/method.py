@@ -22,10 +22,10 @@ from d9d_peft.patterns import matches, select
 
 
 class Lora:
-    """Method LoRA: adds low-rank terms to linear layers, embeddings, heads and banks of experts; trains only these.
+    """LoRA: adds low-rank updates to linear layers, embeddings, heads and banks of experts; trains only these.
 
     Attributes:
-        how: how an adapted linear layer computes.
+        how: mixin of an adapted linear layer.
     """
 
     how: ClassVar[type[Adapted]] = AdaptedLinear
@@ -34,18 +34,18 @@ class Lora:
         self._config = config
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
-        """Add the terms, which train.
+        """Add the updates; returns the names of their parameters, which are the parameters to train.
 
         Raises:
-            BuildError: a pattern matches nothing that could have a term, nothing is left of what they match, the rank
-                is larger than a matrix, or what they match has a term or is tied to something else.
+            BuildError: a pattern matches no layer that LoRA supports; ``exclude`` excludes all targets; the rank is
+                larger than a matrix; a target is adapted already; or its weight is tied to another module.
         """
         sites, config = sites_of(stage, self.how), self._config
         own = {name for name, _ in stage.named_parameters()}
         chosen = {name: sites[name] for name in self._targets(sites)}
         for name, site in chosen.items():
             if site.has_term:
-                text = f"'{name}' has a term of another method already; name it in peft.exclude"
+                text = f"'{name}' is adapted by another method already; add it to peft.exclude"
                 raise BuildError(f"peft.targets: {text}")
             self._check_rank(name, site.weight)
         for site in chosen.values():
@@ -53,7 +53,7 @@ class Lora:
         return frozenset(name for name, _ in stage.named_parameters() if name not in own)
 
     def merge(self, stage: nn.Module) -> None:
-        """Fold the terms into the weights. Collective over the ranks that share them."""
+        """Add the updates to the weights. Collective over the ranks that share them."""
         for _, layer in list(adapted_layers(stage)):
             merge(layer)
         for module in modules_with(stage, HasBanks).values():
@@ -64,7 +64,7 @@ class Lora:
 
     @contextmanager
     def off(self, stage: nn.Module) -> Iterator[None]:
-        """Compute without the terms inside the block; see :class:`d9d_core.peft.SwitchesOff`."""
+        """Compute without the updates inside the block; see :class:`d9d_core.peft.SwitchesOff`."""
         terms: list[Any] = [m for m in stage.modules() if is_adapted(m) or isinstance(m, GroupedTerm)]
         before = [term.lora_off for term in terms]
         for term in terms:
@@ -82,7 +82,7 @@ class Lora:
 
     @property
     def init_from(self) -> str | None:
-        """Directory of the adapter to start from."""
+        """Directory or address of the adapter to start from."""
         return self._config.init_from
 
     def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:
@@ -93,16 +93,16 @@ class Lora:
         return files.config_json(self._config, [*modules, *experts], has_banks=bool(banks))
 
     def adapter_exporter(self, stage: nn.Module, published: Mapping[str, str]) -> Mapper:
-        """Mapper from the names of the terms to those in the file of the ``peft`` library."""
+        """Mapper from the names of the updates to the names in a file of the ``peft`` library."""
         layers = dict(adapted_layers(stage))
         modules = {n: (there, layers[n].lora_files) for n, there in self._modules(stage, published).items()}
         return files.exporter(modules, files.experts_of(stage, published, self._config.rs_lora))
 
     def check_adapter(self, config_json: Mapping[str, Any], names: Collection[str]) -> None:
-        """Compare the config with that of an adapter to start from.
+        """Check the config of an adapter to start from.
 
         Raises:
-            CheckpointError: it is of another kind, rank or scale.
+            CheckpointError: the adapter is of another kind, rank or scale.
         """
         files.check_config(self._config, config_json, names)
 
@@ -118,13 +118,15 @@ class Lora:
     def _targets(self, sites: Mapping[str, Site]) -> list[str]:
         config, what = self._config, "layers" if self.how is AdaptedLinear else "linear layers"
         if not sites:
-            raise BuildError("peft.targets: the model has no layers that can have a term")
+            raise BuildError(
+                "peft.targets: the model has no layer that LoRA supports (linear, embedding, head, experts)"
+            )
         select(sites, [one for one in config.targets if one != ALL_LINEAR], "peft.targets", what)
         if config.exclude:
             select(sites, config.exclude, "peft.exclude", what)
         left = [name for name, site in sites.items() if self._means(name, is_linear=site.is_linear)]
         if not left:
-            raise BuildError("peft.exclude: it leaves nothing of peft.targets; exclude less")
+            raise BuildError("peft.exclude: all targets are excluded; exclude fewer layers")
         return left
 
     def _means(self, name: str, *, is_linear: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Sites of a model: modules and banks that can have a low-rank term."""
+"""Sites of a model: modules and banks that can be adapted by LoRA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from d9d_peft.lora.vocabulary import AdaptedEmbedding, AdaptedHead
 
 
 class Sizes(NamedTuple):
-    """Rank, scale and dropout of terms."""
+    """Rank, scale and dropout of low-rank updates."""
 
     rank: int
     scale: float
@@ -25,13 +25,13 @@ class Sizes(NamedTuple):
 
 
 class Site(NamedTuple):
-    """Site of a term.
+    """Module or bank that can be adapted.
 
     Attributes:
-        weight: that the term is added to; its last two dims are those of the matrix.
+        weight: weight of the module or bank; its last two dims are the matrix.
         is_linear: whether it is a linear layer.
-        has_term: whether there is a term already.
-        add: adds one.
+        has_term: whether it is adapted already.
+        add: function that adapts it.
     """
 
     weight: Tensor
@@ -41,11 +41,11 @@ class Site(NamedTuple):
 
 
 def sites_of(stage: nn.Module, linear: type[Adapted] = AdaptedLinear) -> dict[str, Site]:
-    """Sites of a stage for LoRA terms by name, linear layers first; modules inside of terms are none.
+    """Find the sites of a stage by name, linear layers first; modules inside updates are left out.
 
     Args:
-        stage: with or without terms.
-        linear: how an adapted linear layer computes.
+        stage: stage with or without adapted modules.
+        linear: mixin of an adapted linear layer.
     """
     kinds: dict[type, type] = {}
     inside = tuple(f"{name}." for name, _ in adapted_layers(stage))
@@ -86,6 +86,6 @@ def _add_to_bank(terms: nn.ModuleDict, bank: str, weight: Tensor, sizes: Sizes) 
 
 def _refuse_tied(name: str, _: Sizes) -> None:
     raise BuildError(
-        f"peft.targets: the weight of '{name}' is also that of a tied head, which would not see its term; "
-        "leave it out, or untie them (model.tie_embeddings: false)"
+        f"peft.targets: the weight of '{name}' is also the weight of a tied head, which would ignore the update; "
+        "exclude it, or untie them (model.tie_embeddings: false)"
     )

@@ -1,4 +1,4 @@
-"""Low-rank terms of embeddings and of heads. Shapes: V words, H features, r rank, ``...`` any leading dims."""
+"""Low-rank updates of embeddings and heads. Shapes: V vocabulary, H features, r rank, ``...`` any leading dims."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ HEAD_A, HEAD_B = "lora_head_A", "lora_head_B"
 
 
 class WordFactor(nn.Module):
-    """Factor with a row for each word, weight [V, r]; starts at zero, so that the model starts as it was."""
+    """Factor with a row per token of the vocabulary, weight [V, r]; zeros, so that the initial model is unchanged."""
 
     def __init__(self, words: int, rank: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(words, rank))
 
     def reset_parameters(self) -> None:
-        """Zero the weight."""
+        """Fill the weight with zeros."""
         nn.init.zeros_(self.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up the rows [..., r] of words int64 [...]."""
+        """Look up the rows [..., r] of tokens int64 [...]."""
         return functional.embedding(tokens, self.weight)
 
 
 class FeatureFactor(Linear):
-    """Second factor of an embedding's term, weight [H, r]; starts as in the paper's own code."""
+    """Second factor of an embedding's update, weight [H, r]; initialised like the paper's code."""
 
     def reset_parameters(self) -> None:
         """Draw the weight from N(0, 1)."""
@@ -44,14 +44,14 @@ class FeatureFactor(Linear):
 
 
 class AdaptedEmbedding(Adapted):
-    """Vocabulary LoRA: part of the class of an embedding: ``W[token] + scale * B A[token]``. It drops nothing."""
+    """Mixin that adds LoRA to an embedding: ``W[token] + scale * B A[token]``. Without dropout."""
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
         f"{EMBEDDING_A}.weight": (EMBEDDING_A, True),
         f"{EMBEDDING_B}.weight": (EMBEDDING_B, False),
     }
     weight: nn.Parameter
-    lora_embedding_A: WordFactor  # noqa: N815 - as the peft library calls it
+    lora_embedding_A: WordFactor  # noqa: N815 - name of the peft library
     lora_embedding_B: FeatureFactor  # noqa: N815
 
     def lora_add(self, rank: int) -> None:
@@ -62,7 +62,7 @@ class AdaptedEmbedding(Adapted):
             self.lora_embedding_B = FeatureFactor(rank, features, std=1.0).to(self.weight.dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map words int64 [...] to features [..., H]."""
+        """Map tokens int64 [...] to features [..., H]."""
         own: Tensor = super().forward(tokens)  # type: ignore[misc]
         if self.lora_off:
             return own
@@ -70,15 +70,15 @@ class AdaptedEmbedding(Adapted):
         return own + term * self.lora_scale
 
     def lora_merged(self, weight: Tensor) -> Tensor:
-        """Weight [V, H] with the term in it, of the same dtype."""
+        """Weight [V, H] with the update added, in the same dtype."""
         return merged_embedding(weight, self.lora_embedding_A.weight, self.lora_embedding_B.weight, self.lora_scale)
 
 
 class AdaptedHead(Adapted):
-    """Vocabulary LoRA: part of the class of a :class:`d9d_nn.heads.causal_lm.CausalLMHead` with its own weight.
+    """Mixin that adds LoRA to a :class:`d9d_nn.heads.causal_lm.CausalLMHead` with its own weight.
 
-    ``W h + s B A h`` is a product of ``[W, B]`` and ``[h, s A h]``: so the op that makes no logits computes the loss.
-    It takes a copy of W of r more columns, and another one for the gradient.
+    ``W h + s B A h`` is the product of ``[W, B]`` and ``[h, s A h]``, so the op that computes the loss without logits
+    can be used. It takes a copy of W with r more columns, and another one for the gradient.
     """
 
     lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
@@ -87,7 +87,7 @@ class AdaptedHead(Adapted):
     }
     weight: nn.Parameter
     training: bool
-    lora_head_A: Down  # noqa: N815 - A and B as the peft library calls them
+    lora_head_A: Down  # noqa: N815 - A and B as in the peft library
     lora_head_B: WordFactor  # noqa: N815
     lora_cross_entropy: OpSlot
     of_tokens: Callable[[OpSlot, Tensor, Tensor, Tensor], dict[str, Tensor]]
@@ -103,14 +103,14 @@ class AdaptedHead(Adapted):
         )
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of the head, and of the loss with the term."""
+        """Slots of the head, and of the loss with the update."""
         slots: Mapping[str, OpSlot] = super().op_slots()  # type: ignore[misc]
         return {**slots, "lora_cross_entropy": self.lora_cross_entropy}
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, tied_weight: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Compute what the head computes, with the term; it never gets ``tied_weight``."""
+        """Compute the head's outputs with the update; ``tied_weight`` is never given."""
         if self.lora_off:
             out: dict[str, Tensor] = super().forward(hidden, targets, tied_weight)  # type: ignore[misc]
             return out
@@ -123,7 +123,7 @@ class AdaptedHead(Adapted):
         return self.of_tokens(self.lora_cross_entropy, wide, weight, targets)
 
     def lora_merged(self, weight: Tensor) -> Tensor:
-        """Weight [V, H] with the term in it, of the same dtype."""
+        """Weight [V, H] with the update added, in the same dtype."""
         return merged_weight(weight, self.lora_head_A.weight, self.lora_head_B.weight, self.lora_scale)
 
 

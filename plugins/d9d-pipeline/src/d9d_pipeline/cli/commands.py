@@ -36,12 +36,12 @@ CostsText = Annotated[
     typer.Option(
         "--costs",
         metavar="f=1,b=2,w=1,t=0.1",
-        help="Times of one microbatch on everything that one rank has: f forward, b whole backward, w its part for "
-        "weights; t one tensor's way to another rank; o the part of an overlapped pair that is hidden, 0 to 1.",
+        help="Times of one microbatch through all stages of a rank: f forward, b whole backward, w the weight "
+        "gradients' share of b; t transfer of a tensor to another rank; o hidden part of an overlapped pair, 0 to 1.",
     ),
 ]
 Buffers = Annotated[
-    int | None, typer.Option(min=1, help="Tensors on their way between two ranks before a send waits; any number.")
+    int | None, typer.Option(min=1, help="Tensors in transit between two ranks before a send waits; default: no limit.")
 ]
 Files = Annotated[list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -50,23 +50,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command()
 def show(
     target: Annotated[str, typer.Argument(metavar="NAME|JOB", help="A schedule, or a job file that names one.")],
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks; of a job, those of its mesh.")] = None,
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Of one step; of a job, its own.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks; by default the job's.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches; by default the job's.")] = None,
     costs: CostsText = "",
     buffers: Buffers = None,
     overrides: Annotated[
         list[str], typer.Option("--set", metavar="FIELD=VALUE", help="A field of the schedule, or of the job file.")
     ] = [],  # noqa: B006 - typer reads the default
-    forward_only: Annotated[bool, typer.Option("--inference", help="The program of an evaluation.")] = False,
+    forward_only: Annotated[bool, typer.Option("--inference", help="Show the program of an evaluation.")] = False,
     program: Annotated[bool, typer.Option("--program", help="Print each rank's actions instead.")] = False,
     picture: Annotated[
         Path | None,
-        typer.Option(help="SVG file to write; named after the schedule by default (extra plots of d9d-engine)."),
+        typer.Option(help="SVG file to write; default name: the schedule's (needs the extra plots of d9d-engine)."),
     ] = None,
     as_json: AsJson = False,
     plugin: Files = [],  # noqa: B006
 ) -> None:
-    """Print what each rank does and holds, and draw the timeline."""
+    """Print what each rank computes and holds in memory, and draw the timeline."""
     chosen = from_job(target, overrides, plugin) if is_job(target) else by_name(_registry(plugin), target, overrides)
     chosen = chosen.at(pp, microbatches)
     programs = chosen.programs()
@@ -85,7 +85,7 @@ def show(
     except PluginError as error:
         if picture is not None:
             raise
-        missing = str(error)  # the numbers are what most ask for
+        missing = str(error)  # without plots the numbers are still printed
     if as_json:
         drawn = None if missing else str(path)
         sys.stdout.write(
@@ -99,17 +99,19 @@ def show(
 @app.command()
 def compare(
     pp: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")],
-    microbatches: Annotated[int, typer.Option(min=1, help="Of one step.")],
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a step.")],
     costs: CostsText = "",
     buffers: Buffers = None,
     memory: Annotated[
         float | None,
-        typer.Option(min=0, metavar="LIMIT", help="Most a rank can hold, in microbatches through all of its stages."),
+        typer.Option(
+            min=0, metavar="LIMIT", help="Memory limit: activations of a rank, in microbatches through all stages."
+        ),
     ] = None,
     as_json: AsJson = False,
     plugin: Files = [],  # noqa: B006
 ) -> None:
-    """Rank all schedules that are installed, with their default fields, by the time of a step."""
+    """Rank all installed schedules, with their default fields, by the time of a step."""
     registry = _registry(plugin)
     times = _costs(costs)
     names = [entry.spec.key for entry in registry.entries("schedule")]

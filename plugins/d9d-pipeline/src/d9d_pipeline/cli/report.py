@@ -11,20 +11,20 @@ from rich.table import Table
 
 from d9d_pipeline.simulator.result import Simulation
 
-#: Ranks at either end of the table of a long pipeline.
+#: Number of ranks shown at each end of a long pipeline.
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the report on schedules: the result of one of them.
+    """Row of the comparison: the result of one schedule.
 
     Attributes:
         name: name of the schedule.
-        simulation: simulation of its step; ``None`` if there is none.
-        limit: most that a rank can hold.
-        stages: on each rank.
-        problem: why there is no step.
+        simulation: simulation of a step; ``None`` if the schedule has none.
+        limit: memory limit of a rank, in microbatches through all its stages.
+        stages: number of stages on each rank.
+        problem: reason why there is no simulation.
     """
 
     name: str
@@ -40,14 +40,14 @@ class Row:
 
     @property
     def note(self) -> str:
-        """Reason against this schedule; empty if there is none."""
+        """Reason to reject this schedule; empty if there is none."""
         return self.problem or ("over the memory limit" if self.too_large else "")
 
     def order(self) -> tuple[bool, bool, float, float, str]:
-        """Sort key: schedules that fit first, then the fastest, then the one that holds least."""
+        """Sort key: schedules within the limit first, then by time, then by memory."""
         if self.simulation is None:
             return True, True, 0.0, 0.0, self.name
-        # Sums of times differ in their last digits.
+        # Sums of floats differ in their last digits.
         time = round(self.simulation.makespan, 9)
         return False, self.too_large, time, max(self.simulation.peak_live), self.name
 
@@ -71,7 +71,7 @@ def summary(simulation: Simulation) -> dict[str, Any]:
 
 
 def print_simulation(simulation: Simulation, title: str) -> None:
-    """Print the report on a simulated step: numbers of all ranks, or of both ends of a long pipeline."""
+    """Print a simulated step: the numbers of all ranks, or of both ends of a long pipeline."""
     console = console_for()
     table = Table(box=None, header_style="bold", title=title, title_justify="left", title_style="bold")
     for name in ("rank", "stages", "computes", "idle", "holds", "offers", "sends"):
@@ -97,7 +97,7 @@ def print_simulation(simulation: Simulation, title: str) -> None:
     facts = Table(box=None, show_header=False)
     facts.add_row("time", f"{simulation.makespan:.6g}")
     facts.add_row(
-        "bubble", f"{simulation.bubble:.2%}; of the idlest rank between its ends {simulation.inner_bubble:.2%}"
+        "bubble", f"{simulation.bubble:.2%}; {simulation.inner_bubble:.2%} inside the work of the idlest rank"
     )
     facts.add_row("holds", f"at most {max(simulation.peak_live):.4g} microbatches through all stages of a rank")
     facts.add_row("offers", f"memory for at most {max(simulation.inbox)} tensors before they are used")

@@ -1,4 +1,4 @@
-"""Selection of the schedule that a command is about, by its name or by a job file."""
+"""Selection of a command's schedule, by its name or by a job file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class SelectedSchedule:
     """Selected schedule, with the numbers of ranks and microbatches of a step.
 
     Attributes:
-        name: name of the record.
-        schedule: generates its programs.
+        name: name of the schedule's record.
+        schedule: function that generates the programs.
         ranks: number of pipeline ranks.
         microbatches: number of microbatches of one step.
     """
@@ -38,14 +38,14 @@ class SelectedSchedule:
     microbatches: int = 32
 
     def at(self, ranks: int | None, microbatches: int | None) -> SelectedSchedule:
-        """Copy with other numbers, where they are given."""
+        """Copy with other numbers of ranks and microbatches; ``None`` keeps a number."""
         return replace(self, ranks=ranks or self.ranks, microbatches=microbatches or self.microbatches)
 
     def programs(self) -> Sequence[Program]:
         """Generate the program of each rank.
 
         Raises:
-            JobError: the schedule cannot do that.
+            JobError: the schedule does not support these numbers.
         """
         try:
             return self.schedule(self.ranks, self.microbatches)
@@ -62,8 +62,8 @@ def by_name(registry: Registry, name: str, overrides: Sequence[str]) -> Selected
     """Select a schedule of an installed plugin.
 
     Raises:
-        PluginError: there is none, several, or it does not load.
-        JobError: a field does not exist, or its value is impossible.
+        PluginError: no schedule or several have this name, or the schedule does not load.
+        JobError: a field does not exist, or its value is invalid.
     """
     entry = registry.find("schedule", name)
     fields = dict(_field(override) for override in overrides)
@@ -79,7 +79,7 @@ def from_job(path: str, overrides: Sequence[str], files: Sequence[Path]) -> Sele
     """Select the schedule of a job file, at the size of its mesh and batch.
 
     Raises:
-        JobError: the file is wrong, or names no schedule.
+        JobError: the file is invalid, or names no schedule.
     """
     job = JobFile.load(path, overrides=overrides, policy=PluginPolicy(files=tuple(files)))
     if job.pipeline is None:

@@ -1,1 +1,1 @@
-"""Overlapped pairs: a forward and a backward of two stages at the same time."""
+"""Overlapped pairs: a forward and a backward of two stages, run at the same time."""

@@ -15,10 +15,10 @@ from d9d_pipeline.overlap.streams import StageStreams
 
 
 def overlap_handlers(runner: StageRunner, handlers: Mapping[type[Action], Handler]) -> dict[type[Action], Handler]:
-    """Handlers that run each stage on a stream of its own, and overlapped pairs at the same time.
+    """Handlers that run each stage on its own stream, and overlapped pairs at the same time.
 
     Args:
-        runner: interpreter of the stages; they are changed in place, see :class:`PairRunner`.
+        runner: interpreter of the stages, which are changed in place, see :class:`PairRunner`.
         handlers: handlers of all other actions.
     """
     pairs = OverlapHandlers(runner, handlers)
@@ -31,7 +31,7 @@ class OverlapHandlers:
 
     Args:
         runner: interpreter of the stages.
-        handlers: handlers of all actions but pairs.
+        handlers: handlers of all actions except pairs.
     """
 
     def __init__(self, runner: StageRunner, handlers: Mapping[type[Action], Handler]) -> None:
@@ -48,7 +48,7 @@ class OverlapHandlers:
             state.ends.append(self._streams.join)
         with self._streams.on(action.stage):
             self._handlers[type(action)](action, state)
-        # What goes to another stage of this rank crosses streams.
+        # Tensors for another stage of this rank cross streams.
         if isinstance(action, Forward):
             self._cross(state.inputs, action, action.stage + 1)
         elif isinstance(action, Backward | InputBackward):

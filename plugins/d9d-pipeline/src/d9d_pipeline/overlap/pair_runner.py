@@ -1,9 +1,10 @@
 """Runner of overlapped pairs: a forward and a backward of two stages on one rank, at the same time.
 
-One Python thread inside a backward cannot run a forward. So the backward gets a thread of its own, and both take turns
-at yield points (:mod:`~d9d_pipeline.overlap.yield_points`, :mod:`~d9d_pipeline.overlap.yielding_dispatcher`): one side
-launches up to its next point, which it reaches long before the GPU does, then the other one. On the GPU the streams of
-the two stages run side by side, so that one computes while what the other one needs is on its way.
+A Python thread inside a backward cannot run a forward. The backward therefore gets its own thread, and both threads
+take turns at yield points (:mod:`~d9d_pipeline.overlap.yield_points`,
+:mod:`~d9d_pipeline.overlap.yielding_dispatcher`): one side launches kernels up to its next point, long before the GPU
+gets there, then the other side does. On the GPU the streams of the two stages run concurrently: one computes while the
+other one's communication is in progress.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from d9d_pipeline.overlap.yielding_dispatcher import reaches_other_ranks, replac
 
 
 class PairRunner:
-    """Runner of overlapped pairs; made once for the stages of a rank, after all strategies were applied to them.
+    """Runner of overlapped pairs; made once for the stages of a rank, after all strategies were applied.
 
     Changes stages in place, but no module, parameter or name. Blocks (trait ``HasBlocks``) yield where a forward enters
-    them and a backward leaves them; layers with experts on several ranks (``HasExperts``) where they send.
-    Without either, a pair is a forward and then a backward.
+    and where a backward leaves them; layers with experts on several ranks (``HasExperts``) yield after they send.
+    Without either, a pair runs a forward and then a backward.
 
     Args:
         stages: stages of the rank, by index.
@@ -42,22 +43,23 @@ class PairRunner:
         self.blocks = sum(self._install(stage) for stage in stages.values())
 
     def run(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        """Run a forward and a backward. On return all work is launched; a GPU may still be at it.
+        """Run a forward and a backward. On return all work is launched; a GPU may still be computing.
 
-        Both must launch on the stream of their stage themselves, see
-        :class:`~d9d_pipeline.overlap.streams.StageStreams`. Their collectives are launched in an order that follows
-        from the model alone: all ranks that share a process group must run the same pair.
+        Each function must launch on the stream of its stage, see :class:`~d9d_pipeline.overlap.streams.StageStreams`.
+        The order of their collectives depends on the model alone, so all ranks of a process group must run the same
+        pair.
 
         Args:
-            forward: called in this thread. It may run no backward on the GPU: that would wait for the other one.
-            backward: called in another thread, with autograd's defaults: grad mode on, autocast off. It leaves random
-                number generators as they were wherever it yields, because none of its points lies inside a forward
-                that is computed again. Such a forward empties autocast's cache of cast weights, so a weight that the
-                other side uses twice may be cast twice: its gradients then add up before they are rounded, not after.
+            forward: called in this thread. It may not run a backward on the GPU, which would wait for the other
+                backward.
+            backward: called in another thread, with autograd's defaults: grad mode on, autocast off. Random number
+                generators are unchanged wherever it yields, because no yield point is inside a recomputed forward. A
+                recomputed forward empties autocast's cache of cast weights, so a weight that the other side uses twice
+                may be cast twice: its gradients are then added before rounding, not after.
 
         Raises:
-            BaseException: whatever the first side to fail raised. The other one ends where it waits. FSDP2 and process
-                groups are then left in the middle of something, so the job should end.
+            BaseException: exception of the first side that failed. The other side ends where it waits. FSDP2 and
+                process groups are left in an undefined state, so the job should end.
         """
         turns = Turns()
         device = torch.cuda.current_device() if self._device.type == "cuda" else None
@@ -78,7 +80,7 @@ class PairRunner:
 
         def beside() -> None:
             if device is not None:
-                torch.cuda.set_device(device)  # each thread has its own
+                torch.cuda.set_device(device)  # each thread has its own current device
             backward()
 
         thread = threading.Thread(target=play, args=(Side.BACKWARD, beside), name="d9d-backward", daemon=True)
@@ -93,7 +95,7 @@ class PairRunner:
             try:
                 raise errors[0]
             finally:
-                errors.clear()  # or the error and this frame would keep each other, and all tensors of the step
+                errors.clear()  # break the reference cycle with this frame, which keeps the step's tensors
 
     def close(self) -> None:
         """Remove all yield points from the stages."""

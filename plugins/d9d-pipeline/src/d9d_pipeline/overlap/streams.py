@@ -1,4 +1,4 @@
-"""CUDA streams of the stages of a rank; without a GPU, everything here does nothing."""
+"""CUDA streams of the stages of a rank; without a GPU, all functions do nothing."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 class StageStreams:
-    """CUDA streams of stages for overlap, forward and backward: autograd runs a node on the stream of its forward.
+    """CUDA streams of stages, for forward and backward: autograd runs a node on the stream of its forward.
 
-    What has to be ordered across streams, and whose memory has to be kept (the allocator gives memory back to the
-    stream that it was allocated on, without asking who else still reads it):
+    The following work must be ordered across streams, and memory kept (the allocator returns memory to the stream that
+    allocated it, without asking whether another stream still reads it):
 
     - Parameters, gradients, inputs of a step, losses: :meth:`fork` before the first action of a step and :meth:`join`
-      after the last one are enough, if they are allocated before the one or read after the other.
-    - What one stage hands to another one of this rank, an activation or its gradient: :meth:`mark` when it was made and
-      :meth:`handoff` before it is used. The receiver's graph keeps the tensor, and frees it while the receiver's stream
-      may still read it.
-    - What is sent to another rank or received from it: who communicates makes its stream wait for the stage's and the
-      other way round, and calls ``record_stream`` with the one that did not allocate the buffer.
+      after the last are enough, for tensors allocated before the step or read after it.
+    - Activations and gradients handed to another stage of this rank: :meth:`mark` after they are computed and
+      :meth:`handoff` before they are used. The receiver's graph keeps the tensor, and may free it while the receiver's
+      stream still reads it.
+    - Tensors sent to or received from another rank: the handler makes its communication stream wait for the stage's
+      stream and the reverse, and calls ``record_stream`` with the stream that did not allocate the buffer.
 
     Args:
         device: device of the stages.
-        stages: their numbers.
+        stages: indices of the stages.
     """
 
     def __init__(self, device: torch.device, stages: Iterable[int]) -> None:
@@ -36,7 +36,7 @@ class StageStreams:
 
     @contextmanager
     def on(self, stage: int) -> Iterator[None]:
-        """Context that launches on the stage's stream, in this thread, and orders nothing."""
+        """Context that launches on the stage's stream in this thread; does not wait for other streams."""
         if not self._streams:
             yield
             return
@@ -44,20 +44,20 @@ class StageStreams:
             yield
 
     def fork(self) -> None:
-        """Begin a step: all stages come after what the current stream was given so far."""
+        """Begin a step: all stages' streams wait for the work queued so far on the current stream."""
         if self._streams:
             self._around = torch.cuda.current_stream(self._device)
             for stream in self._streams.values():
                 stream.wait_stream(self._around)
 
     def join(self) -> None:
-        """End a step: the stream that was current in :meth:`fork` comes after all stages."""
+        """End a step: the stream that was current in :meth:`fork` waits for all stages' streams."""
         if self._around is not None:
             for stream in self._streams.values():
                 self._around.wait_stream(stream)
 
     def mark(self, stage: int) -> torch.cuda.Event | None:
-        """Record an event after what the stage was given so far. ``None`` without a GPU."""
+        """Record an event after the work queued so far on the stage's stream. ``None`` without a GPU."""
         stream = self._streams.get(stage)
         if stream is None:
             return None
@@ -68,14 +68,14 @@ class StageStreams:
     def handoff(
         self, tensors: Iterable[Tensor], source: int | None, target: int | None, made: torch.cuda.Event | None = None
     ) -> None:
-        """Let another stage read tensors, after the work that made them.
+        """Let another stage read tensors after the work that computes them.
 
         Args:
-            tensors: allocated on the stream of ``source``.
-            source: the stage that made them; ``None`` is the stream around the step.
-            target: the stage that will read them; ``None`` as above.
-            made: the mark of ``source`` from when they were made. Without it the target waits for all that ``source``
-                was given so far: in a pair that includes what its other side has just launched, and little overlaps.
+            tensors: tensors allocated on the stream of ``source``.
+            source: index of the stage that computed them; ``None`` for the stream around the step.
+            target: index of the stage that will read them; ``None`` for the stream around the step.
+            made: mark of ``source`` after they were computed. Without it the target waits for all work queued on
+                ``source``'s stream, which in a pair includes the other side's latest work, and prevents the overlap.
         """
         first, second = self._stream(source), self._stream(target)
         if first is None or second is None or first == second:

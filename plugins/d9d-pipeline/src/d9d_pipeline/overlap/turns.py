@@ -1,6 +1,6 @@
-"""Strict alternation of two threads: exactly one runs, and it yields to the other at fixed points.
+"""Strict alternation of two threads: exactly one runs, and yields to the other at fixed points.
 
-So what both launch has one order, the same on every rank: it follows from the program and not from the clock.
+The order of their kernel launches therefore depends on the program and not on timing, and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from enum import Enum
 
 
 class Side(Enum):
-    """The two sides of a pair. The forward begins."""
+    """Sides of a pair. The forward begins."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
     @property
     def other(self) -> Side:
-        """The side that waits while this one runs."""
+        """Side that waits while this one runs."""
         return Side.BACKWARD if self is Side.FORWARD else Side.FORWARD
 
 
 class AbortedError(BaseException):
-    """Failure of the other side. Not an ``Exception``: no handler on the way out may take it for one of its own."""
+    """Failure of the other side. Not an ``Exception``, so that no handler on the way out catches it."""
 
 
 class Turns:
-    """Turns of the two sides of one overlapped pair; made by the thread that runs the forward.
+    """Alternation of the two sides of one overlapped pair; made by the thread that runs the forward.
 
-    The backward is all that runs in other threads: the one that called it, and those in which autograd runs nodes and
-    repeats forwards.
+    All other threads belong to the backward: the thread that called it, and autograd's threads, which run nodes and
+    recompute forwards.
     """
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class Turns:
             self._wait(side)
 
     def yield_turn(self, side: Side) -> None:
-        """Let the other side run to its next point. Returns at once if it has ended, or if this is not ``side``.
+        """Let the other side run to its next yield point. Returns at once if it has ended, or on its own threads.
 
         Raises:
             AbortedError: the other side has failed.
         """
         if (threading.get_ident() == self._forward_thread) is not (side is Side.FORWARD):
-            return  # a forward that is repeated inside the backward, or a backward inside the forward
+            return  # a forward recomputed inside the backward, or a backward inside the forward
         with self._changed:
             if side.other in self._running:
                 self._current = side.other
@@ -63,7 +63,7 @@ class Turns:
             self._wait(side)
 
     def end(self, side: Side, *, failed: bool) -> None:
-        """End this side; the other one goes on alone, or stops where it waits if this one failed."""
+        """End this side. The other side continues alone; if this side failed, the other side stops where it waits."""
         with self._changed:
             self._running.discard(side)
             self._failed |= failed

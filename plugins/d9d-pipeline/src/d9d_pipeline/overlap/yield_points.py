@@ -1,6 +1,6 @@
-"""Yield points: the places in a model where a forward or backward lets the other side of its pair run.
+"""Yield points: places in a model where a forward or a backward lets the other side of its pair run.
 
-YieldPoints cost a look at an attribute where no pair runs. None lies inside a graph that ``torch.compile`` makes.
+While no pair runs, a yield point costs one attribute access. No yield point is inside a graph of ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class YieldPoints:
     """Yield points of all stages of a rank.
 
     Attributes:
-        turns: turns of the pair that runs; ``None`` while none runs.
+        turns: alternation of the running pair; ``None`` if no pair runs.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class YieldPoints:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watched(self, tensor: Tensor) -> Tensor:
-        """View of a tensor that makes the backward yield once the gradient of this use is known."""
+        """View of a tensor that makes the backward yield once the gradient of the view is computed."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
         use = tensor.view_as(tensor)
@@ -52,8 +52,8 @@ class BlockHook:
 
     Args:
         points: yield points of the rank.
-        forward: whether a forward yields too. One that yields inside of the block does not, so that both directions
-            have equally many points: then each finds the other at the part that goes with its own.
+        forward: whether a forward yields here. Blocks with yield points inside do not, so that both directions have the
+            same number of points and corresponding parts of both sides meet.
     """
 
     def __init__(self, points: YieldPoints, *, forward: bool) -> None:
@@ -61,7 +61,7 @@ class BlockHook:
         self._forward = forward
 
     def __call__(self, _block: nn.Module | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Yield in a forward, and have the backward yield later."""
+        """Yield in a forward, and register a yield in the backward."""
         if self._forward:
             self._points.forward()
         if torch.is_grad_enabled():
@@ -71,12 +71,12 @@ class BlockHook:
 
 
 def _has_gradient(value: object) -> bool:
-    # A parameter would collect a hook from each microbatch, for ever.
+    # A parameter would collect a hook from each microbatch without end.
     return isinstance(value, Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
 
 
 class HookedCompiledCall:
-    """Replacement of a block's compiled call, which would run the block's hooks inside the graph.
+    """Replacement for a block's compiled call, which would run the block's hooks inside the graph.
 
     Args:
         hook: hook of the block.
@@ -94,14 +94,14 @@ class HookedCompiledCall:
 
 
 def add_block_hook(block: nn.Module, hook: BlockHook) -> Remove:
-    """Call ``hook`` before everything else when the block is called: before FSDP2's and all other hooks.
+    """Call ``hook`` before all other hooks when the block is called, including FSDP2's. In place.
 
-    So in the backward it comes after them, when FSDP2 has begun to reduce the block's gradients. In place.
+    In the backward it therefore runs after them, when FSDP2 has begun to reduce the block's gradients.
 
     Returns:
         Function that removes the hook.
     """
-    call = block._compiled_call_impl  # noqa: SLF001 - what nn.Module.compile leaves; not public, a test pins it
+    call = block._compiled_call_impl  # noqa: SLF001 - set by nn.Module.compile; a test pins it
     if call is None:
         return block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove
     block._compiled_call_impl = HookedCompiledCall(hook, call)  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Dispatcher of experts that yields where tokens, outputs or their gradients have just been sent.
+"""Dispatcher of experts that yields right after it has sent tokens, outputs or their gradients.
 
 It wraps the :class:`~d9d_core.traits.Dispatcher` of a layer with the trait ``HasExperts``.
 """
@@ -15,26 +15,26 @@ from d9d_pipeline.overlap.yield_points import Remove, YieldPoints
 
 
 def reaches_other_ranks(dispatcher: Dispatcher) -> bool:
-    """Whether the dispatcher sends tokens to other ranks: those that do have these as ``group``."""
+    """Whether the dispatcher sends tokens to other ranks: such dispatchers have an attribute ``group``."""
     return getattr(dispatcher, "group", None) is not None
 
 
 def has_yield_points(stages: Iterable[nn.Module]) -> bool:
-    """Whether some layer sends tokens to other ranks, so that a pair has communication to hide."""
+    """Whether a layer sends tokens to other ranks, so that a pair has communication to hide."""
     return any(
         reaches_other_ranks(layer.dispatcher) for stage in stages for layer in modules_with(stage, HasExperts).values()
     )
 
 
 class YieldingDispatcher:
-    """Yielding dispatcher: yields whenever the dispatcher inside has just begun to send something.
+    """Wraps a dispatcher and yields whenever it has just begun to send.
 
-    A wait on a GPU holds up the stream and not the host, so it does not matter on which side of it the host yields.
-    In a backward it is the far side: gradients of what was given to a transfer are known to autograd then. Before a
-    dispatch is awaited there is one more point, because there the host may have to wait for sizes.
+    A wait on a GPU blocks the stream and not the host, so in a forward the host may yield before or after it. In a
+    backward it yields after the wait, when autograd knows the gradients of the transferred tensors. There is one more
+    yield before a dispatch is awaited, because the host may have to wait there for sizes.
 
     Args:
-        dispatcher: dispatcher that sends.
+        dispatcher: dispatcher to wrap.
         points: yield points of the rank.
     """
 
@@ -57,10 +57,10 @@ class YieldingDispatcher:
 
 
 class YieldingTransfer:
-    """Dispatch in flight that yields after it was awaited.
+    """Dispatch in progress that yields after it was awaited.
 
     Args:
-        transfer: dispatch in flight of the wrapped dispatcher.
+        transfer: dispatch in progress of the wrapped dispatcher.
         points: yield points of the rank.
     """
 
@@ -76,7 +76,7 @@ class YieldingTransfer:
 
 
 def replace_dispatcher(layer: HasExperts, points: YieldPoints) -> Remove:
-    """Make a layer yield where it sends. In place.
+    """Make a layer yield after it sends. In place.
 
     Returns:
         Function that restores the layer's dispatcher.

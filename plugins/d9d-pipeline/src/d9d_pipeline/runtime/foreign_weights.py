@@ -1,4 +1,4 @@
-"""Foreign weights: matrices of modules without ``DefersWeights``, which only a graph walk can defer."""
+"""Foreign weights: matrices of modules without ``DefersWeights``; only a graph walk can defer their gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from d9d_core.traits import DefersWeights
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-#: Below this part of the stage's matrices, foreign ones are not worth a graph that stays alive.
+#: Fraction of the stage's matrices below which deferring foreign ones is not worth keeping the graph alive.
 _NOTABLE = 1 / 16
 
 
@@ -19,15 +19,15 @@ class ForeignWeights:
     """Foreign weights of a stage; attaches the stage's deferral to all modules with ``DefersWeights``.
 
     Args:
-        stage: after all strategies were applied.
+        stage: stage after all strategies were applied.
         deferral: deferral of the stage.
-        whole: names of modules that are left alone, with everything in them.
+        whole: names of modules to leave unchanged, with all their submodules.
     """
 
     def __init__(self, stage: nn.Module, deferral: Deferral, whole: Collection[str]) -> None:
-        #: matrix, by its name -> number of elements
+        #: Name of a matrix -> number of elements.
         self._sizes: dict[str, int] = {}
-        #: identity of a leaf tensor -> the tensor, which keeps its identity from being another's, and its name
+        #: id of a leaf tensor -> the tensor, kept so that its id is not reused, and its name.
         self._leaves: dict[int, tuple[Tensor, str]] = {}
         self._units: dict[str, FSDPModule] = {}
         kept_whole = {id(inner) for name in whole for inner in stage.get_submodule(name).modules()}
@@ -48,16 +48,16 @@ class ForeignWeights:
             self._leaves[id(parameter)] = (parameter, f"{path}.{name}")
         if unit := _unit_of(stage, path):
             self._units.update(unit)
-            # FSDP2 puts other tensors in the place of parameters for the forward, always the same ones.
+            # FSDP2 replaces parameters by other tensors for the forward, the same ones in each forward.
             stage.get_submodule(path).register_forward_pre_hook(partial(self._remember, path, tuple(foreign)))
 
     @property
     def worthwhile(self) -> bool:
-        """Whether a notable part of the stage's matrices is foreign."""
+        """Whether the foreign matrices are a large enough fraction of the stage's matrices to defer their gradients."""
         return sum(self._sizes.values()) > self._least
 
     def is_late(self, leaf: Tensor) -> bool:
-        """Whether ``leaf`` is one of these matrices, so that its gradient may be late."""
+        """Whether ``leaf`` is one of these matrices, so that its gradient may be deferred."""
         known, name = self._leaves.get(id(leaf), (None, ""))
         return known is leaf and name in self._sizes
 
@@ -68,16 +68,17 @@ class ForeignWeights:
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Context in which the parameters are gathered, also if FSDP2 shards them. Collective over their ranks."""
+        """Context in which parameters that FSDP2 shards are gathered. Collective over the ranks of the shards."""
         for unit in self._units.values():
-            # Nodes that pass once more tell FSDP2 of a backward, at the end of which it would free what others need.
+            # Nodes that run again make FSDP2 free the parameters at the end of that backward, while other sides need
+            # them.
             unit.set_reshard_after_backward(False, recurse=False)
             unit.unshard()
         try:
             yield
         finally:
             for unit in self._units.values():
-                unit.set_reshard_after_backward(True, recurse=False)  # as it comes
+                unit.set_reshard_after_backward(True, recurse=False)  # the default
                 unit.reshard()
 
     def _remember(self, path: str, names: Sequence[str], module: nn.Module, _inputs: object) -> None:
@@ -87,7 +88,7 @@ class ForeignWeights:
 
 
 def _unit_of(stage: nn.Module, path: str) -> dict[str, FSDPModule]:
-    """FSDP2 unit that gathers a module's parameters, by its name; empty if there is none."""
+    """Name and FSDP2 unit that gathers a module's parameters; empty if there is none."""
     parts = path.split(".")
     for length in range(len(parts), -1, -1):
         name = ".".join(parts[:length])

@@ -1,8 +1,8 @@
-"""Division of an autograd graph into what input gradients need and what only late weight gradients need.
+"""Division of an autograd graph into nodes for input gradients and nodes for deferred weight gradients only.
 
-A node is *on the way* if gradients that are due at once (of inputs, and of all parameters that are not late) need it. A
-*branching* node is on the way, and has a side that leads to late parameters only. Each late side is reached through
-branching nodes, or begins at an output itself.
+A node is *on the way* if it is needed for gradients due in the input phase: of inputs, and of all parameters that are
+not late. A *branching* node is on the way and also has children that lead to late parameters only. Each such late side
+is reached through branching nodes, or begins at an output itself.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass
 class LateSide:
-    """Subgraph that ends in late parameters only. No two sides share a node.
+    """Subgraph that ends only in late parameters, whose gradients are deferred. No two sides share a node.
 
     Attributes:
-        branching: nodes on the way that lead to it.
-        roots: indices of the roots that are part of it.
-        parameters: late parameters that it ends in.
+        branching: nodes on the way that have children in this side.
+        roots: indices of the roots that are part of this side.
+        parameters: late parameters at its end.
     """
 
     branching: list[Node] = field(default_factory=list)
@@ -36,9 +36,9 @@ class DividedGraph:
     """Division of an autograd graph for a backward in two phases.
 
     Attributes:
-        due: leaf tensors whose gradients are due at once.
-        at_once: candidates among them, because an op computes their gradients together with others.
-        sides: the rest, about in the order in which a backward meets them.
+        due: leaf tensors with gradients due in the input phase.
+        at_once: candidates among ``due``, because a custom Function computes their gradients together with others.
+        sides: late sides, approximately in the order in which a backward reaches them.
     """
 
     due: Sequence[Tensor]
@@ -49,13 +49,13 @@ class DividedGraph:
 def divide_graph(roots: Sequence[GradientEdge], is_candidate: Callable[[Tensor], bool]) -> DividedGraph:
     """Divide the autograd graph of ``roots`` for a split backward, by a walk over its nodes.
 
-    What lies behind a custom autograd Function is due at once. Such a function computes all of its gradients in one go,
-    so leaving some would compute everything twice; and it may do more than that, such as to add a loss, or to bring
-    gradients to a deferral, which must happen in the first phase.
+    All gradients behind a custom autograd Function are due in the input phase. Such a function computes all of its
+    gradients at once, so deferring some would compute everything twice. It may also have effects that must happen in
+    the input phase, such as adding a loss or deferring gradients itself.
 
     Args:
         roots: edges at which the backward starts.
-        is_candidate: leaf tensor -> whether its gradient may be late.
+        is_candidate: whether the gradient of a leaf tensor may be late.
     """
     nodes = _successors_first([edge.node for edge in roots])
     leaves = {node: node.variable for node in nodes if _is_leaf(node)}  # type: ignore[attr-defined]
@@ -78,14 +78,14 @@ def _sides(
     for index, edge in enumerate(roots):
         if edge.node not in on_the_way:
             found.side_with(_below([edge.node])).roots.append(index)
-    for node in reversed(nodes):  # as a backward meets them
+    for node in reversed(nodes):  # in the order of a backward
         if node in on_the_way and (children := _late_children(node, on_the_way)):
             found.side_with(_below(children)).branching.append(node)
     return [side for side in found.sides.values() if side.parameters]
 
 
 class _Sides:
-    """Late sides that merge where they share a node."""
+    """Late sides; sides that share a node are merged."""
 
     def __init__(self, leaves: Mapping[Node, Tensor]) -> None:
         self.sides: dict[int, LateSide] = {}
@@ -94,7 +94,7 @@ class _Sides:
         self._numbers = count()
 
     def side_with(self, nodes: set[Node]) -> LateSide:
-        """Late side that ``nodes`` belong to, merged from all sides that they touch."""
+        """Late side of ``nodes``, merged from all sides that contain one of them."""
         known = {node for node in nodes if node in self._side_of}
         side, number = LateSide(), next(self._numbers)
         for old in sorted({self._side_of[node] for node in known}):
@@ -134,7 +134,7 @@ def _below(starts: Sequence[Node]) -> set[Node]:
 
 
 def _successors_first(starts: Sequence[Node]) -> list[Node]:
-    """All nodes reachable from ``starts``, themselves included, each after all that it leads to."""
+    """All nodes reachable from ``starts``, including them; each node comes after its successors."""
     order: list[Node] = []
     seen: set[Node] = set()
     for start in starts:

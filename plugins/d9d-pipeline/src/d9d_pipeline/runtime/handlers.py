@@ -35,7 +35,7 @@ def handlers(config: PluginConfig, runner: StageRunner) -> Mapping[type[Action],
 
 
 class SequentialPairs:
-    """Handler of overlapped pairs where a stage has no communication to hide.
+    """Handler of overlapped pairs for stages without communication to hide.
 
     Args:
         handlers: handlers of all other actions.
@@ -66,7 +66,7 @@ class SplitBackwardHandlers:
         }
 
     def handlers(self) -> dict[type[Action], Handler]:
-        """Handler of each kind of computation; ops defer only where the backward comes in two phases."""
+        """Handler of each kind of computation; ops defer weight gradients only for backwards in two phases."""
         return {
             Forward: self.forward,
             Backward: self.backward,
@@ -83,7 +83,7 @@ class SplitBackwardHandlers:
     def backward(self, action: Action, state: StepState) -> None:
         """Compute all gradients of a microbatch in a stage."""
         assert isinstance(action, Backward)
-        # As in the forward, parts of which may be run again.
+        # As in the forward, parts of which may be recomputed here.
         self._stages[action.stage].expect(False)
         self._runner.backward(action, state)
 

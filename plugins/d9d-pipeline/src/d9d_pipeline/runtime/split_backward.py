@@ -16,12 +16,12 @@ Roots = Sequence[GradientEdge | Tensor]
 
 
 class WeightPhase:
-    """Weight phase of a split backward: work that its input phase has deferred.
+    """Weight phase of a split backward: the work deferred by its input phase.
 
     Args:
-        deferred: weight gradients that ops have deferred.
-        sides: functions of the graph walk, one function for each part.
-        foreign: foreign weights that these functions compute gradients of.
+        deferred: weight gradients deferred by ops.
+        sides: functions of the graph walk, one per late side.
+        foreign: foreign weights that these functions compute gradients for.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class WeightPhase:
         self._foreign = foreign
 
     def run(self) -> None:
-        """Run the weight phase, once: afterwards ``.grad`` of all parameters is as after a whole backward."""
+        """Run the weight phase, once. Afterwards ``.grad`` of all parameters is as after a whole backward."""
         self._deferred.run()
         if self._foreign is not None:
             with self._foreign.unsharded():
@@ -47,19 +47,20 @@ class WeightPhase:
 class SplitBackward:
     """Split backward of one stage: whole, or in an input and a weight phase.
 
-    Modules with the trait ``DefersWeights`` leave the gradients of their weights themselves: then the graph is freed in
-    the input phase, and only the inputs of ops and the gradients of their outputs wait. If a notable part of the
-    stage's matrices belongs to other modules, these wait too, by a walk over the graph; then the graph and all that it
-    saved wait with them, and a weight that is used several times costs the way between its uses once more.
+    Modules with the trait ``DefersWeights`` defer the gradients of their weights themselves: the graph is freed in the
+    input phase, and only the inputs of ops and the gradients of their outputs are kept. If a large enough fraction of
+    the stage's matrices belongs to other modules, a walk over the graph defers their gradients too. Then the graph and
+    its saved tensors are kept as well, and for a weight that is used several times, the path between its uses is
+    computed twice.
 
-    Gradients that are no matrix products, such as those of biases, norms, embeddings and of weights that a custom
-    autograd Function uses, come in the input phase. So do all of foreign modules if no input needs a gradient, as in
-    the first stage.
+    Gradients that are not matrix products, such as of biases, norms, embeddings and of weights used by a custom
+    autograd Function, are computed in the input phase. So are all gradients of foreign modules if no input needs a
+    gradient, as in the first stage.
 
     Args:
-        stage: after all strategies were applied.
-        whole: names of modules that take a whole backward in the input phase, such as compiled blocks, or checkpointed
-            ones, which a walk would recompute twice.
+        stage: stage after all strategies were applied.
+        whole: names of modules with a whole backward in the input phase, such as compiled blocks, or checkpointed
+            blocks, which a walk would recompute twice.
     """
 
     def __init__(self, stage: nn.Module, whole: Collection[str] = ()) -> None:
@@ -67,26 +68,26 @@ class SplitBackward:
         self._foreign = ForeignWeights(stage, self._deferral, whole)
 
     def expect(self, split: bool) -> None:
-        """Set whether the ops that run from here on defer weight gradients; it holds until the next call."""
+        """Set whether ops defer weight gradients from now on, until the next call."""
         self._deferral.wanted = split
 
     def backward(self, roots: Roots, gradients: Sequence[Tensor | None]) -> None:
         """Run a whole backward.
 
         Args:
-            roots: tensors or edges at which it starts; those that need no gradient are skipped.
-            gradients: gradients of the roots; ``None`` where the root is one number.
+            roots: tensors or edges at which the backward starts; roots that need no gradient are skipped.
+            gradients: gradients of the roots; ``None`` for a root with one element.
         """
         edges, seeds = _edges(roots, gradients)
         if edges:
             torch.autograd.backward(edges, seeds)
 
     def inputs(self, roots: Roots, gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> WeightPhase:
-        """Run the input phase: afterwards ``.grad`` of the leaves is as after a whole backward.
+        """Run the input phase. Afterwards ``.grad`` of the leaves is as after a whole backward.
 
         Args:
-            roots: tensors or edges at which it starts; those that need no gradient are skipped.
-            gradients: gradients of the roots; ``None`` where the root is one number.
+            roots: tensors or edges at which the backward starts; roots that need no gradient are skipped.
+            gradients: gradients of the roots; ``None`` for a root with one element.
             leaves: inputs of the stage.
 
         Returns:
@@ -130,11 +131,11 @@ class SplitBackward:
 
 
 class _Side:
-    """Late parameters and the gradients that arrive at the nodes that lead to them.
+    """Late side, with the gradients that arrive at its branching nodes.
 
     Args:
-        side: where.
-        roots: roots of the whole graph. Only those that belong to the side are kept.
+        side: nodes and late parameters.
+        roots: roots of the whole graph; only the roots of this side are kept.
         seeds: gradients of the roots.
         deferral: deferral of the stage.
     """
@@ -148,7 +149,7 @@ class _Side:
         self._arrived: dict[int, tuple[Tensor | None, ...]] = {}
 
     def watch(self) -> list[torch.utils.hooks.RemovableHandle]:
-        """Have the coming backward record the gradients that arrive."""
+        """Make the next backward record the gradients that arrive at the branching nodes."""
         return [node.register_prehook(self._noting(index)) for index, node in enumerate(self._side.branching)]
 
     def run(self) -> None:
@@ -161,12 +162,12 @@ class _Side:
                 if gradient is not None:
                     starts.append(GradientEdge(nodes[index], output))
                     gradients.append(gradient)
-        # One branching node may lead to another one. What arrives there on the way is part of what had arrived.
+        # A branching node may lead to another one. Its recorded gradient already includes the part that arrives again.
         handles = [nodes[index].register_prehook(self._replacing(index)) for index in self._arrived]
         try:
             if starts:
                 with self._deferral.ignore():
-                    # Between two branching nodes there may be those of other sides. The graph goes with the last side.
+                    # Nodes of other sides may lie between two branching nodes. The graph is freed with the last side.
                     torch.autograd.backward(starts, gradients, retain_graph=True, inputs=self._side.parameters)
         finally:
             for handle in handles:

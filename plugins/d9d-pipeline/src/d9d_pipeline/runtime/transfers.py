@@ -23,22 +23,22 @@ from torch import distributed as dist
 
 from d9d_pipeline.schedule.insert_transfers import just_in_time
 
-#: Thread blocks of a transfer's kernel. It holds them while it waits for the other rank, and matrix products that find
-#: processors taken may last much longer; but few of them fill only part of a link.
+#: Thread blocks of a transfer's kernel. It occupies them while it waits for the other rank, which can slow down matrix
+#: products considerably; but few blocks use only part of a link's bandwidth.
 _BLOCKS = 8
 
 
 class Transfers:
     """Transfers between stages: handlers of sends and receives, awaited where the tensors are needed.
 
-    What goes to higher ranks and what goes to lower ones has a process group, and on GPUs a communicator and a stream
-    for each pair of ranks, of its own: neither waits for the other, nor for what the model's own collectives do. Within
-    a direction, tensors arrive in the order of sending, which programs keep on both sides.
+    Each direction, to higher ranks and to lower ranks, has its own process group, and on GPUs each pair of ranks its
+    own communicator and stream: neither direction waits for the other, nor for the model's collectives. Within a
+    direction, tensors arrive in the order of sending; the programs of both ranks keep that order.
 
-    A send keeps its tensor until it has left. A receive allocates what the boundary announces, and whoever needs the
-    tensor waits: on GPUs the current stream, not the host. What is likely to arrive no sooner than it is needed is
-    received then, not where the program offers memory for it: on GPUs, whoever comes to a transfer first waits with a
-    part of the processors.
+    A send keeps its tensor until it has left. A receive allocates tensors of the boundary's shapes, and the consumer
+    waits for them: on GPUs the current stream waits, not the host. Receives that would arrive late are posted just
+    before they are needed, not where the program offers memory for them, because a posted NCCL receive occupies SMs
+    while it waits.
 
     Args:
         runner: interpreter of the stages, with their boundaries. Collective over the ranks along ``pp``.
@@ -94,8 +94,9 @@ class Transfers:
     def _send(self, tensors: Sequence[Tensor], to: int, state: StepState) -> None:
         place = self._runner.pipeline.hosts[to]
         group = self._up if place > self._place else self._down
-        # What has left is freed now, not at the end of the step: boundaries add up over microbatches. (On CPUs they do:
-        # gloo says that something has left only to who waits for it.)
+        # Tensors that have left are freed now, not at the end of the step, because boundaries of all microbatches add
+        # up. (On
+        # CPUs they do add up: gloo reports completion only to a wait.)
         self._leaving = [(work, tensor) for work, tensor in self._leaving if not work.is_completed()]
         if self._await_sends not in state.ends:
             state.ends.append(self._await_sends)
@@ -128,8 +129,8 @@ class Transfers:
     def _open(self) -> None:
         """Open the connection of every pair of neighbours, in one order on all ranks.
 
-        A device's backend connects two ranks when they first send, and holds both until then: in the middle of a
-        program that could be in a circle.
+        A backend connects two ranks when they first communicate, and blocks both until then. In the middle of a program
+        that could be a deadlock.
         """
         hosts = self._runner.pipeline.hosts
         pairs = {(hosts[stage], hosts[stage + 1]) for stage in range(len(hosts) - 1)}
@@ -144,11 +145,11 @@ class Transfers:
 
 
 class _PendingReceive:
-    """Receive of tensors from another rank, and the memory for them.
+    """Receive of tensors from another rank, with the memory for them.
 
     Args:
         specs: shapes and dtypes of the tensors.
-        receive: starts to receive into a tensor.
+        receive: function that starts to receive into a tensor.
         device: device of the tensors.
     """
 
@@ -176,7 +177,7 @@ class _PendingReceive:
 
 
 def _post(waiting: deque[_PendingReceive], offer: _PendingReceive) -> None:
-    """Post a receive, and before it those of what was sent before it."""
+    """Post a receive after all earlier receives from the same rank, which arrive first."""
     while not offer.posted:
         waiting.popleft().post()
 

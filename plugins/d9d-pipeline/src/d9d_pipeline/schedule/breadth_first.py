@@ -20,7 +20,7 @@ def gpipe(ranks: int, microbatches: int) -> Sequence[Program]:
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sequence[Program]:
     """Breadth-first pipeline (Lamy-Poirier 2023, arXiv:2211.05953, section 4).
 
-    All microbatches go through one stage of a rank, then through its next.
+    All microbatches go through one stage of a rank, then through its next stage.
     """
     check("looped_bfs", ranks, microbatches)
     return _breadth_first(ranks, microbatches, stages_per_rank)

@@ -11,12 +11,12 @@ from d9d_pipeline.schedule.ideal_timing import ideal_starts
 
 
 def fill_bubbles(orders: Sequence[Sequence[Action]]) -> list[list[Action]]:
-    """Fill bubbles: move weight gradients to where a rank would wait; everything else keeps its order.
+    """Fill bubbles: move weight gradients to where a rank would wait; all other actions keep their order.
 
-    Activations are held for long, so this is for when there is memory for all of them.
+    Activations are held longer, so there must be memory for all of them.
 
     Args:
-        orders: computation of each rank, every backward in two halves.
+        orders: computation of each rank, with every backward split in two halves.
     """
     others = [tuple(action for action in order if not isinstance(action, WeightBackward)) for order in orders]
     filled = []

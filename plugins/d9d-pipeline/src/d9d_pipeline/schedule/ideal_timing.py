@@ -1,4 +1,4 @@
-"""Ideal start times of computations: each starts as soon as it can, and transfers take no time."""
+"""Ideal start times of computations: each starts as early as possible, and transfers take no time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COSTS = {Forward: 1, Backward: 2}
 
 
 def ideal_starts(orders: Sequence[Program]) -> list[list[float]]:
-    """Ideal timing: start of each computation of each rank; infinite for those that wait for one another forever.
+    """Ideal start time of each computation of each rank; infinite for computations in a deadlock.
 
     Args:
         orders: forwards and backwards of each rank, in order.

@@ -12,12 +12,12 @@ from d9d_pipeline.schedule.units import check, depth_first, rounds
 
 
 def inference(placement: Placement, microbatches: int) -> Sequence[Program]:
-    """Run all microbatches forward, on the stages of a schedule for training.
+    """Run all microbatches forward, on the stages of a training schedule.
 
-    A round of as many microbatches as there are ranks passes through one stage of a rank after the other.
+    Rounds of as many microbatches as there are ranks pass through the stages of a rank one after another.
 
     Args:
-        placement: stages of each rank, as ``d9d_core.program.validation.placement`` reads it off programs.
+        placement: stages of each rank, as ``d9d_core.program.validation.placement`` derives them from programs.
         microbatches: number of microbatches.
     """
     check("inference", len(placement), microbatches)

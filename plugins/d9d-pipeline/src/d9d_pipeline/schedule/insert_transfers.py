@@ -1,4 +1,4 @@
-"""Pass that completes orders of computation to programs: adds sends, receives and reductions."""
+"""Pass that completes orders of computation to programs: it adds sends, receives and reductions."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from d9d_pipeline.schedule.placement import Placement
 def insert_transfers(orders: Sequence[Iterable[Action]], placement: Placement) -> list[Program]:
     """Insert transfers: add sends, receives and reductions to the orders of computation of all ranks.
 
-    - A tensor is sent right after the action that makes it.
-    - Memory for it is offered when it is sent, as far as can be foreseen, and at the latest one computation before the
-      one that needs it, so that it can arrive while the rank computes. It is offered sooner if something that is sent
-      later is needed sooner, so both sides keep one order.
+    - A tensor is sent right after the action that computes it.
+    - Memory for it is offered (the receive) at the expected time of the send, and at the latest one computation before
+      the tensor is needed, so that it can arrive while the rank computes. It is offered earlier if a tensor sent later
+      is needed sooner, because both ranks must keep one order.
     - A stage reduces right after its last gradients.
 
     Neighbouring stages of one rank hand tensors over without sending them.
@@ -62,9 +62,9 @@ def insert_transfers(orders: Sequence[Iterable[Action]], placement: Placement) -
 
 
 def just_in_time(programs: Sequence[Program]) -> list[set[Action]]:
-    """Receives of each rank whose tensors are likely to arrive no sooner than their computation may begin.
+    """Receives of each rank whose tensors are expected to arrive no sooner than they are needed.
 
-    To offer memory for them earlier gains no time, as far as can be foreseen.
+    Posting these receives earlier is not expected to save time.
     """
     computes = [tuple(a for a in program if isinstance(a, _COMPUTATIONS)) for program in programs]
     hosts = {part.stage: r for r, order in enumerate(computes) for action in order for part in compute_parts(action)}
@@ -78,15 +78,15 @@ def just_in_time(programs: Sequence[Program]) -> list[set[Action]]:
 
 
 _COMPUTATIONS = (Forward, Backward, InputBackward, WeightBackward, Overlap)
-#: For each rank: position of a computation -> what goes before or after it.
+#: For each rank: index of a computation -> actions to insert before or after it.
 _Insertions = list[dict[int, list[Action]]]
-#: Source and target rank -> for what arrives, in order of sending: its receive, the number of the sending computation
-#: on its rank, and of the one that needs it.
+#: Source and target rank -> for each transfer, in order of sending: its receive, the index of the sending computation
+#: on its rank, and of the computation that needs the tensor.
 _Channels = dict[tuple[int, int], list[tuple[Action, int, int]]]
 
 
 def _sends(computes: Sequence[Program], hosts: dict[int, int]) -> tuple[_Insertions, _Channels]:
-    """Sends after each computation, and the arrivals that they cause on the other rank."""
+    """Sends to insert after each computation, and the resulting transfers of each pair of ranks."""
     forwards: dict[tuple[int, int], int] = {}
     backwards: dict[tuple[int, int], int] = {}
     sends: _Insertions = [{} for _ in computes]
@@ -118,14 +118,14 @@ def _sends(computes: Sequence[Program], hosts: dict[int, int]) -> tuple[_Inserti
 
 
 def _offers(begins: Sequence[Sequence[float]], channels: _Channels) -> _Insertions:
-    """Receives before each computation."""
+    """Receives to insert before each computation."""
     offers: _Insertions = [{} for _ in begins]
     for (source, target), arrivals in channels.items():
         there, here = begins[source], begins[target]
         latest = len(here)
         places = []
         for _, sender, user in reversed(arrivals):
-            # Later would do for memory, but a rank that may send only one tensor in advance would have to wait.
+            # A later receive would save memory, but a rank that can send only one tensor ahead would wait.
             latest = min(latest, max(0, user - 1), bisect_left(here, _sent(there, sender)))
             places.append(latest)
         for (receive, _, _), place in zip(arrivals, reversed(places), strict=True):
@@ -134,12 +134,12 @@ def _offers(begins: Sequence[Sequence[float]], channels: _Channels) -> _Insertio
 
 
 def _sent(begins: Sequence[float], sender: int) -> float:
-    """Time when a computation's result is sent: once the next one may begin."""
+    """Time when a computation's result is sent: the start of the next computation."""
     return begins[sender + 1] if sender + 1 < len(begins) else inf
 
 
 def _last_gradients(order: Program) -> dict[int, int]:
-    """Position of the last gradients of each stage."""
+    """Index of the last gradient computation of each stage."""
     return {
         part.stage: at
         for at, action in enumerate(order)

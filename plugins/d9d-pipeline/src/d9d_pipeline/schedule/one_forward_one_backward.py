@@ -1,4 +1,4 @@
-"""1F1B schedules: a few forwards ahead, then a forward and a backward in turn, in the least memory."""
+"""1F1B schedules: a few forwards, then a forward and a backward in turn, with the least memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def one_forward_one_backward(ranks: int, microbatches: int) -> Sequence[Program]
 def interleaved_one_forward_one_backward(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sequence[Program]:
     """Interleaved 1F1B (Megatron-LM; Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
-    The number of microbatches need not be a multiple of the ranks: rounds then have a few more than there are ranks.
+    The number of microbatches need not be a multiple of the ranks: rounds are then larger than the number of ranks.
     """
     check("interleaved_1f1b", ranks, microbatches)
     placement = loop(ranks, stages_per_rank)
     largest = max(map(len, rounds(microbatches, ranks)))
     orders = []
     for rank, stages in enumerate(placement):
-        # Megatron's number: the first backward meets a rank after two steps for each rank behind it.
+        # As in Megatron-LM: the first backward reaches a rank two steps later for each rank after it.
         ahead = (stages_per_rank - 1) * largest + 2 * (ranks - 1 - rank)
         orders.append(_order(stages, ranks, ahead, microbatches))
     return insert_transfers(orders, placement)

@@ -1,4 +1,4 @@
-"""Builder of a rank's order of computation, which counts the microbatches of each stage."""
+"""Builder of a rank's order of computation; counts the microbatches of each stage."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from d9d_core.schedule import Action, Backward, Forward, InputBackward, Microbat
 
 
 class OrderBuilder:
-    """Builder of a rank's order of computation; each action is about the next microbatch of its stage.
+    """Builder of a rank's order of computation; each call appends an action for the next microbatch of a stage.
 
     Args:
-        limit: microbatches from this one on are counted but left out.
+        limit: number of microbatches; actions of later microbatches are counted but not appended.
 
     Attributes:
-        actions: so far.
+        actions: actions appended so far.
     """
 
     def __init__(self, limit: int) -> None:
@@ -24,7 +24,7 @@ class OrderBuilder:
         self._open: deque[tuple[int, int]] = deque()
 
     def count(self, kind: type[Action], stage: int) -> int:
-        """Number of microbatches of the stage that had this action; a whole backward counts as both halves."""
+        """Number of actions of this kind on the stage; a whole backward counts as an input and a weight backward."""
         return self._counts[kind, stage]
 
     def forward(self, stage: int) -> None:
@@ -36,7 +36,7 @@ class OrderBuilder:
         self._add(Backward, stage, self._next_backward(stage))
 
     def both_halves(self, stage: int) -> None:
-        """Append a backward of the stage in two actions, so that its input gradients leave before the second."""
+        """Append both halves of a backward, so that input gradients are sent before weight gradients are computed."""
         self._add(InputBackward, stage, self._next(InputBackward, stage))
         self._add(WeightBackward, stage, self._next(WeightBackward, stage))
 
@@ -46,25 +46,25 @@ class OrderBuilder:
         self.actions.append(Overlap(ahead, Backward(backward, self._next_backward(backward))))
 
     def input_backward(self, stage: int) -> None:
-        """Append the input gradients of the stage; :meth:`weight_backward` comes later."""
+        """Append the input gradients of the stage; a later :meth:`weight_backward` appends the weight gradients."""
         microbatch = self._next(InputBackward, stage)
         self._add(InputBackward, stage, microbatch)
         self._open.append((stage, microbatch))
 
     def weight_backward(self) -> None:
-        """Append the weight gradients that have waited longest; nothing if none wait."""
+        """Append the weight gradients that were deferred first, on any stage; nothing if none are deferred."""
         if self._open:
             self._weights(*self._open.popleft())
 
     def weight_backward_of(self, stage: int) -> None:
-        """Append the weight gradients that have waited longest in this stage."""
+        """Append the weight gradients of this stage that were deferred first."""
         unit = next(unit for unit in self._open if unit[0] == stage)
         self._open.remove(unit)
         self._weights(*unit)
 
     @property
     def open(self) -> int:
-        """Number of weight gradients that wait."""
+        """Number of deferred weight gradients."""
         return len(self._open)
 
     def _next_backward(self, stage: int) -> int:

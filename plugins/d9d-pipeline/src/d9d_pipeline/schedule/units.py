@@ -1,18 +1,18 @@
-"""Checks of arguments and orders of stage-microbatches that the schedules share."""
+"""Checks of arguments, and orders of stages and microbatches, that the schedules share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: A stage and a microbatch.
+#: Stage and microbatch.
 Unit = tuple[int, int]
 
 
 def check(name: str, ranks: int, microbatches: int, least: int = 1) -> None:
-    """Refuse arguments that a schedule cannot take.
+    """Raise if a schedule does not support some numbers of ranks and microbatches.
 
     Raises:
-        ValueError: there are too few microbatches; the text says how many it takes.
+        ValueError: there are no ranks or too few microbatches; the message says how many are needed.
     """
     if ranks < 1:
         raise ValueError(f"{name}: {ranks} pipeline ranks; at least 1")
@@ -22,10 +22,10 @@ def check(name: str, ranks: int, microbatches: int, least: int = 1) -> None:
 
 
 def rounds(microbatches: int, ranks: int) -> list[range]:
-    """Groups of about as many microbatches as there are ranks, and no fewer unless that is all there are.
+    """Divide microbatches into groups with at least as many as there are ranks, or a single smaller group.
 
-    A group passes through one stage of a rank after the other, so with fewer than ``ranks`` in it the ranks would wait
-    for a microbatch to come around.
+    A group passes through the stages of a rank one after another. In a group of fewer than ``ranks``, ranks would wait
+    for a microbatch to return.
     """
     count = max(1, microbatches // ranks)
     edges = [microbatches * index // count for index in range(count + 1)]

@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B whose bubbles are filled with weight gradients."""
+"""ZB-H1: 1F1B with weight gradients in its bubbles."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from d9d_pipeline.schedule.units import check, depth_first, rounds
 
 
 def zb1p(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sequence[Program]:
-    """Zero-bubble schedule ZB-H1 (Qi et al. 2024, arXiv:2401.10241, section 2.1), with several stages if asked for.
+    """Zero-bubble schedule ZB-H1 (Qi et al. 2024, arXiv:2401.10241, section 2.1), optionally with several stages.
 
-    Rank r starts weight gradients r backwards late, so that every rank holds what the first one does.
+    Rank r delays weight gradients by r backwards, so that every rank holds as many activations as the first rank.
     """
     check("zb1p", ranks, microbatches)
     placement = loop(ranks, stages_per_rank)

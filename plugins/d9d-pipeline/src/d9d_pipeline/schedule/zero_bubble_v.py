@@ -16,10 +16,10 @@ from d9d_pipeline.schedule.units import check
 def zero_bubble_v(ranks: int, microbatches: int) -> Sequence[Program]:
     """ZB-V (Qi et al. 2024, arXiv:2401.10241, section 6 and figure 6): zero bubbles in the memory of 1F1B.
 
-    No rank waits between its first action and its last if forward, input gradients and weight gradients take
-    equally long, and communication takes no time. The pattern needs ``2 * ranks - 1`` microbatches; with fewer it is
-    that pattern without the others. Up to ``ranks`` microbatches fit into memory anyway, so weight gradients then
-    fill the gaps that the others leave.
+    No rank waits between its first and last action if forward, input gradients and weight gradients take equal times
+    and communication takes none. The pattern needs ``2 * ranks - 1`` microbatches; with fewer, the missing microbatches
+    are left out of it. Up to ``ranks`` microbatches fit into the memory anyway, so weight gradients then fill the
+    resulting gaps.
     """
     check("zero_bubble_v", ranks, microbatches)
     orders = [_order(rank, ranks, microbatches) for rank in range(ranks)]
@@ -30,7 +30,7 @@ def _order(rank: int, ranks: int, limit: int) -> list[Action]:
     down, up = vee(ranks)[rank]
     microbatches = max(limit, 2 * ranks - 1)
     steps = OrderBuilder(limit)
-    # What is past the limit is left out, so loops end where nothing else would follow.
+    # Actions past the limit are not appended, so loops end where nothing more would be appended.
     for _ in range(min(limit, 2 * (ranks - rank) - 1)):
         steps.forward(down)
     for _ in range(rank):
@@ -47,7 +47,7 @@ def _order(rank: int, ranks: int, limit: int) -> list[Action]:
         steps.both_halves(down)
         steps.forward(up)
         steps.both_halves(up)
-    # The last backwards hurry; weights wait until there is nothing else to do.
+    # Drain: input gradients first, then the remaining weight gradients.
     for _ in range(rank):
         steps.input_backward(down)
         steps.input_backward(up)

@@ -9,21 +9,21 @@ from math import inf
 from d9d_core.program.index import ProgramIndex
 from d9d_core.schedule import Action, Backward, Forward, InputBackward, WeightBackward
 
-#: One number for what a rank has in all, shared evenly by its stages; or one number for each stage.
+#: One number for a whole rank, divided equally among its stages; or one number for each stage.
 PerStage = float | Sequence[float]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of actions for the simulator: times in any unit, the same for all.
+    """Costs of actions for the simulator: times, all in the same arbitrary unit.
 
     Attributes:
         forward: time of a forward of one microbatch.
         backward: time of a whole backward: both of its halves.
         weight: time of the weight gradients alone; input gradients take the rest of ``backward``.
-        transfer: time of one tensor from one rank to another, after both sides are there.
-        overlap: the part of the shorter one of an overlapped pair is hidden behind the longer one: 0 is one after the
-            other, 1 is both at once.
+        transfer: time of one tensor from one rank to another, once both sides are ready.
+        overlap: hidden fraction of the shorter half of an overlapped pair: 0 runs the halves one after another, 1 at
+            the same time.
         memory: size of the activations of one microbatch, in any unit.
     """
 
@@ -39,14 +39,16 @@ class Costs:
             if not all(0 <= number < inf for number in _listed(getattr(self, name))):
                 raise ValueError(f"costs: {name} is {getattr(self, name)}; a time is 0 or more, and finite")
         if not 0 <= self.overlap <= 1:
-            raise ValueError(f"costs: overlap is {self.overlap}; 0 hides nothing, 1 all of the shorter one")
+            raise ValueError(
+                f"costs: overlap is {self.overlap}; use a number from 0 (hide nothing) to 1 (hide the shorter half)"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Costs:
-        """Parse ``f=1,b=2,w=1,t=0.1,o=0.5``; what is left out has its default, and ``w`` half of ``b``.
+        """Parse ``f=1,b=2,w=1,t=0.1,o=0.5``; missing costs have their default, and ``w`` is half of ``b``.
 
         Raises:
-            ValueError: a letter means nothing, or a number is none.
+            ValueError: a letter is unknown, or a value is not a number.
         """
         names = {"f": "forward", "b": "backward", "w": "weight", "t": "transfer", "o": "overlap"}
         values: dict[str, float] = {}
@@ -63,7 +65,7 @@ class Costs:
             values.setdefault("weight", values["backward"] / 2)
         if (weight := values.get("weight", 1.0)) > (whole := values.get("backward", 2.0)):
             raise ValueError(
-                f"costs: w={weight:g} in '{text}' is more than the whole backward, {whole:g}; it is a part"
+                f"costs: w={weight:g} in '{text}' is more than the whole backward, {whole:g}; use at most that"
             )
         return cls(**values)
 
@@ -71,13 +73,13 @@ class Costs:
         """Time of each type of computation on each stage.
 
         Raises:
-            ValueError: costs are given for another number of stages, or a part is more than the whole.
+            ValueError: costs are given for another number of stages, or weight gradients cost more than the backward.
         """
         backward, weight = of_stages(self.backward, index, "backward"), of_stages(self.weight, index, "weight")
         for stage, (whole, part) in enumerate(zip(backward, weight, strict=True)):
             if part > whole:
                 text = f"costs: on stage {stage} weight is {part:g}, more than the whole backward, {whole:g}"
-                raise ValueError(f"{text}; it is a part of it")
+                raise ValueError(f"{text}; use at most that")
         return {
             Forward: of_stages(self.forward, index, "forward"),
             Backward: backward,
@@ -90,7 +92,7 @@ def of_stages(value: PerStage, index: ProgramIndex, name: str) -> list[float]:
     """Cost of each stage.
 
     Raises:
-        ValueError: there are not as many numbers as stages.
+        ValueError: the number of costs is not the number of stages.
     """
     if isinstance(value, Sequence):
         if len(value) != index.stages:

@@ -17,9 +17,10 @@ from d9d_core.schedule import (
 
 
 def live(program: Program, weights: Sequence[float], training: bool = True) -> float:
-    """Peak memory of a simulated step: most activations held at a time.
+    """Peak memory of a simulated step: the most activations held at any time.
 
-    They are held from a forward to the end of its backward, or of its weight gradients if those come apart; without
+    Activations are held from a forward to the end of its backward, or of its weight gradients if the backward is split;
+    without training, only during the forward.
     training, while the forward runs.
 
     Args:
@@ -38,12 +39,12 @@ def live(program: Program, weights: Sequence[float], training: bool = True) -> f
                 released += weights[part.stage]
         most = max(most, held)
         held -= released
-    # Shares of stages, such as thirds, do not add up exactly.
+    # Fractions such as thirds do not add up exactly.
     return round(most, 9)
 
 
 def inbox(program: Program) -> int:
-    """Most received tensors that no computation has taken yet."""
+    """Largest number of received tensors that no computation has used yet."""
     offered = most = 0
     waiting = set()
     for action in program:

@@ -1,6 +1,7 @@
 """Timeline of a simulated step as a picture.
 
-Ranks are rows, time runs to the right, numbers are microbatches. The first stage of a rank is pale, its last one dark.
+Rows are ranks, time runs to the right, numbers are microbatches. The first stage of a rank is pale, its last stage
+dark.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from d9d_engine.figures import figure_svg, new_figure
 
 from d9d_pipeline.simulator.result import Simulation
 
-#: Type -> what the legend says, and the colours of the first and the last stage of a rank.
+#: Type -> name in the legend, and the colours of the first and the last stage of a rank.
 _COLOURS: dict[type[Action], tuple[str, str, str]] = {
     Forward: ("forward", "#a9cdf4", "#2f6fb7"),
     Backward: ("backward", "#b4e0b0", "#3b8f49"),
-    InputBackward: ("gradients of inputs", "#9fe0d8", "#1f857d"),
-    WeightBackward: ("gradients of weights", "#fbd9a0", "#c77d1a"),
+    InputBackward: ("input gradients", "#9fe0d8", "#1f857d"),
+    WeightBackward: ("weight gradients", "#fbd9a0", "#c77d1a"),
 }
 _IDLE = "#f1f1f1"
-#: Inches: height of a row, room above and below all rows, least and most width, width of a number's digit.
+#: In inches: height of a row, height above and below all rows, least and largest width, width of a digit.
 _ROW, _AROUND, _WIDTHS, _DIGIT = 0.3, 1.9, (8.0, 24.0), 0.085
-#: Inches that the shortest computation should have; part of a row that is drawn.
+#: Width of the shortest computation in inches, if the picture can be wide enough; fraction of a row that is drawn.
 _SHORTEST, _FILLED = 0.18, 0.86
-#: More numbers than this are left out: nobody reads them, and each is an element of the picture.
+#: Limit of microbatch numbers; with more boxes no number is drawn, since each is an element of the picture.
 _NUMBERS = 3000
 
 
@@ -86,7 +87,7 @@ def draw(simulation: Simulation, title: str) -> str:
 
 def _facts(simulation: Simulation) -> str:
     return (
-        f"bubble {simulation.bubble:.1%}, of the idlest rank between its first and last action "
+        f"bubble {simulation.bubble:.1%}, between the first and last action of the idlest rank "
         f"{simulation.inner_bubble:.1%}; at most {max(simulation.peak_live, default=0):.4g} microbatches held by a rank"
     )
 
@@ -113,7 +114,7 @@ def _boxes(simulation: Simulation, rank: int) -> Iterator[Box]:
 
 
 def _fill(axis: Any, row: Sequence[Box], places: Mapping[int, int], depth: int, gid: str) -> None:
-    """Draw the boxes of a rank; those that look the same are one element, so that long steps stay small files."""
+    """Draw the boxes of a rank; equal-looking boxes are one element, so that files of long steps stay small."""
     alike: dict[tuple[type[MicrobatchAction], int, float, float], list[tuple[float, float]]] = {}
     for box in row:
         key = type(box.action), places[box.action.stage], box.bottom, box.height
@@ -130,7 +131,7 @@ def _fill(axis: Any, row: Sequence[Box], places: Mapping[int, int], depth: int, 
 
 
 def _number(boxes: Sequence[Box], axis: Any, places: Mapping[int, int], depth: int, inches: float) -> None:
-    """Write microbatches into the boxes that have room for them; ``inches``: of one unit of time."""
+    """Write microbatch numbers into the boxes that are wide enough; ``inches`` is the width of one unit of time."""
     for box in boxes:
         text = str(box.action.microbatch)
         if len(text) * _DIGIT <= box.length * inches:
@@ -147,7 +148,7 @@ def _number(boxes: Sequence[Box], axis: Any, places: Mapping[int, int], depth: i
 
 
 def _looks(kinds: set[type[MicrobatchAction]], depth: int) -> dict[str, str]:
-    """Colours in the legend by name: of the kinds that are there, that of the middle stage; and of idle time."""
+    """Legend: name -> colour of the middle stage, for each kind of computation that occurs, and of idle time."""
     middle = (depth - 1) // 2
     return {
         **{name: _colour(kind, middle, depth) for kind, (name, _, _) in _COLOURS.items() if kind in kinds},

@@ -26,8 +26,8 @@ class Simulation:
     """Result of a simulation: times and quantities of one step.
 
     Attributes:
-        peak_live: rank -> most activations held at a time; 1 is one microbatch through all stages of a rank.
-        inbox: rank -> most tensors for which memory was offered before they were used.
+        peak_live: rank -> most activations held at any time; 1 is one microbatch through all stages of a rank.
+        inbox: rank -> most tensors whose memory is offered but which are not used yet.
     """
 
     peak_live: Sequence[float]
@@ -44,7 +44,7 @@ class Simulation:
         return len(self.index.programs)
 
     def stages(self, rank: int) -> list[int]:
-        """Stages of a rank, in the order in which a microbatch meets them."""
+        """Stages of a rank, in the order in which a microbatch passes through them."""
         return [stage for stage, host in enumerate(self.index.hosts) if host == rank]
 
     @cached_property
@@ -66,15 +66,15 @@ class Simulation:
 
     @cached_property
     def bubble(self) -> float:
-        """Idle part of the step, averaged over ranks; the start and the end of the pipeline included."""
+        """Idle fraction of the step, averaged over ranks; warm-up and cool-down included."""
         total = self.ranks * self.makespan
         return 1 - sum(self.busy) / total if total else 0.0
 
     @cached_property
     def inner_bubble(self) -> float:
-        """Idle part of the time between its own first and last computation, of the idlest rank.
+        """Idle fraction of the time between a rank's first and last computation, on the idlest rank.
 
-        That is what papers on zero bubbles count: as soon as a rank is done, it goes on with the next step.
+        Papers on zero bubbles report this number: they assume that a rank begins the next step as soon as it is done.
         """
         idlest = 0.0
         for rank in range(self.ranks):
@@ -93,14 +93,14 @@ class Simulation:
 
     @property
     def volume(self) -> int:
-        """Number of tensors that cross ranks in the whole step."""
+        """Number of tensors sent between ranks in the whole step."""
         return sum(self.sent)
 
     @cached_property
     def critical_path(self) -> list[Action]:
-        """Computations and sends of which each starts when the one before it ends, from start to end.
+        """Computations and sends on the critical path, in order: each starts when the previous one ends.
 
-        None of them can take longer without the whole step taking longer.
+        If one of them takes longer, the whole step takes longer.
         """
         number = max(range(len(self.ends)), key=self.ends.__getitem__, default=-1)
         sends = {send: (receive, before) for send, receive, before in self._transfers()}
@@ -112,7 +112,7 @@ class Simulation:
                     path.append(action)
                 number = self.causes[number]
                 continue
-            send = ~number  # the transfer of that send is what was waited for
+            send = ~number  # the action waited for the transfer of this send
             receive, before = sends[send]
             path.append(self.index.action(send))
             issued = max(self.ends[send], self.ends[receive])

@@ -22,21 +22,20 @@ def simulate(
     buffers: int | None = None,
     training: bool = True,
 ) -> Simulation:
-    """Run a simulation of the programs of all ranks; each action starts as soon as its rank and inputs are ready.
+    """Simulate the programs of all ranks; each action starts as soon as its rank and its inputs are ready.
 
-    A rank computes one thing at a time. A transfer starts when its tensor was sent, memory for it was offered and the
-    transfer before it, from the same rank to the same rank, is over; nobody but the computation that needs the tensor
-    waits for it. Every action is looked at once.
+    A rank runs one computation at a time. A transfer starts when its tensor is sent, its receive is posted and the
+    previous transfer between the same ranks in this direction has ended; only the computation that needs the tensor
+    waits for it. Each action is processed once.
 
     Args:
         programs: programs of all ranks.
-        costs: times; by default a backward takes two forwards, and communication nothing.
-        buffers: number of tensors that may be on their way from one rank to another before the next send waits;
-            ``None`` is any number.
+        costs: times; by default a backward takes twice as long as a forward, and communication takes no time.
+        buffers: most tensors in transit from one rank to another before the next send waits; ``None`` for no limit.
         training: whether there are backwards.
 
     Raises:
-        BuildError: the programs are invalid, or wait for one another forever; the text names the actions.
+        BuildError: the programs are invalid or deadlock; the message names the actions.
         ValueError: costs are given for another number of stages.
     """
     costs = costs or Costs()
@@ -54,10 +53,10 @@ def simulate(
 
 
 def timed(programs: Sequence[Program], costs: Costs, *, buffers: int | None = None, training: bool = True) -> EventLoop:
-    """Simulate times alone, without what is held in memory; see :func:`simulate`.
+    """Simulate times only, without memory; see :func:`simulate`.
 
     Raises:
-        BuildError: the programs are invalid, or wait for one another forever; the text names the actions.
+        BuildError: the programs are invalid or deadlock; the message names the actions.
         ValueError: costs are given for another number of stages.
     """
     index = ProgramIndex.of(programs)
@@ -70,22 +69,24 @@ def timed(programs: Sequence[Program], costs: Costs, *, buffers: int | None = No
 
 
 class EventLoop:
-    """Loop that runs over the events of a simulation: times of all actions by their number."""
+    """Event loop of a simulation; holds the times of all actions by their number."""
 
     def __init__(self, index: ProgramIndex, costs: Costs, buffers: int | None) -> None:
         count = index.first[-1]
         self.begins: list[float] = [0.0] * count
         self.ends: list[float] = [0.0] * count
-        #: Number of a send or its receive -> when the tensor is there; below zero before that is known.
+        #: Number of a send or its receive -> arrival time of the tensor; negative while unknown.
         self.arrivals: list[float] = [-1.0] * count
-        #: What an action would have to be earlier for: the number of another, or ~number of a send that arrived late.
+        #: Cause of an action's start time: the number of another action, or ~number of a send whose tensor arrived
+        #: late.
         self.causes: list[int] = [number - 1 for number in range(count)]
         self.index = index
         self._durations = costs.durations(index)
         self._transfer = costs.transfer
         self._hidden = costs.overlap
         self._needs = awaited(index, buffers)
-        #: Number of a send or receive -> that of the send, of the receive, and of the send before it.
+        #: Number of a send or receive -> numbers of the send, of the receive, and of the previous send of the channel
+        #: (or -1).
         self._pairs: dict[int, tuple[int, int, int]] = {}
         for pairs in index.channels().values():
             before = -1
@@ -95,7 +96,7 @@ class EventLoop:
         self._issued = bytearray(count)
 
     def run(self) -> bool:
-        """Run all programs; whether they came to their end."""
+        """Run all programs; returns whether all of them ended."""
         index, needs, pairs, arrivals = self.index, self._needs, self._pairs, self.arrivals
         begins, ends, causes = self.begins, self.ends, self.causes
         ranks = len(index.programs)
@@ -135,13 +136,13 @@ class EventLoop:
         return place == index.first[1:]
 
     def _issue(self, number: int, time: float, pair: tuple[int, int, int]) -> bool:
-        """Record that one side of a transfer is ready; whether both are."""
+        """Record the time when one side of a transfer is ready; returns whether both sides are."""
         send, receive, before = pair
         self.ends[number] = time
         self._issued[number] = 1
         if not (self._issued[send] and self._issued[receive]):
             return False
-        # The side that was looked at last need not be the later one.
+        # The side processed last may be ready earlier than the other one.
         start = max(self.ends[send], self.ends[receive], self.arrivals[before] if before >= 0 else 0.0)
         self.arrivals[send] = self.arrivals[receive] = start + self._transfer
         return True

@@ -12,10 +12,10 @@ from d9d_pipeline.simulator.run import timed
 
 
 def seconds(programs: Sequence[Program], times: StageTimes) -> float:
-    """Seconds of a step, from the first action of any rank to the last one. Overlapped pairs hide nothing.
+    """Simulated time of a step, from the first to the last action of any rank. Overlapped pairs hide nothing.
 
     Raises:
-        BuildError: the programs are invalid, or wait for one another forever.
+        BuildError: the programs are invalid or deadlock.
         ValueError: times are given for another number of stages.
     """
     costs = Costs(forward=times.forward, backward=times.backward, weight=times.weight, transfer=times.transfer)
