@@ -116,5 +116,5 @@ def test_check_compares_classes_tokens_and_positions() -> None:
 
 def test_a_head_of_one_class_is_for_scores_and_learns_no_labels() -> None:
     score = ClassificationHeadConfig(num_classes=1)
-    with pytest.raises(JobError, match="nothing to learn from labels"):
+    with pytest.raises(JobError, match="cannot learn from labels"):
         TASK.check(model(topic=score), {})

@@ -20,18 +20,18 @@ def microbatch(**others: Tensor) -> dict[str, Tensor]:
 
 
 def test_tokens_without_targets_are_none_of_a_language_model() -> None:
-    with pytest.raises(JobError, match="^data: task 'causal_lm' reads targets, and the dataset gives samples, tokens;"):
+    with pytest.raises(JobError, match="^data: task 'causal_lm' reads targets, but the dataset gives samples, tokens;"):
         CausalLM(CausalLMConfig()).weights(microbatch(samples=torch.arange(2)))
 
 
 def test_labels_of_texts_are_none_of_tokens() -> None:
     texts, words = microbatch(labels=torch.zeros(4)), microbatch(labels=torch.zeros(4, 3))
     per_text, per_word = Classification(ClassificationConfig()), TokenClassification(TokenClassificationConfig())
-    with pytest.raises(JobError, match=r"reads labels \[B, S\], and the dataset gives labels of shape \[4\]"):
+    with pytest.raises(JobError, match=r"reads labels \[B, S\], but the dataset gives labels of shape \[4\]"):
         per_word.weights(texts)
-    with pytest.raises(JobError, match=r"reads labels \[B\], and the dataset gives labels of shape \[4, 3\]"):
+    with pytest.raises(JobError, match=r"reads labels \[B\], but the dataset gives labels of shape \[4, 3\]"):
         per_text.weights(words)
-    with pytest.raises(JobError, match="reads labels, and the dataset gives tokens"):
+    with pytest.raises(JobError, match="reads labels, but the dataset gives tokens"):
         per_text.weights(microbatch())
     assert per_text.weights(texts)["cross_entropy"] == 4
     assert per_word.weights(words)["cross_entropy"] == 12

@@ -198,7 +198,7 @@ def test_names_of_roles_have_no_weight_though_a_template_has_no_generation_promp
         ("{{ m.content if m.role != 'tool' }}{{ m.tool_calls }}", r"leaves out the content of message 3 \(tool\)"),
         ("{{ m.content }}", "leaves out tool call 0 of message 2"),
         ("{{ messages }}", "cannot locate the reply of message 2"),
-        ("{{ messages[-loop.index] }}", "cannot tell the reply in message 4"),
+        ("{{ messages[-loop.index] }}", "cannot locate the reply of message 4"),
     ],
 )
 def test_a_template_whose_replies_cannot_be_told_is_an_error(each: str, says: str) -> None:
@@ -235,5 +235,7 @@ def test_what_is_left_out_is_seen_though_a_template_checks_its_input() -> None:
 
 def test_parts_that_a_template_would_quote_are_an_error() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(DataError, match=r"renders the list of parts in the content of message 0 \(user\) as the code"):
+    with pytest.raises(
+        DataError, match=r"renders the list of parts in the content of message 0 \(user\) as a Python list"
+    ):
         encode(read_conversation({"messages": messages}, "t:1"), template("llama3_headers"), tokenizer())

@@ -99,7 +99,7 @@ def test_a_conversation_that_is_too_long_is_cut_or_left_out(
 
 
 def test_an_error_names_the_record_and_skipping_counts_it(stream: Open) -> None:
-    with pytest.raises(DataError, match=r"data.jsonl:2 .*more than the 65 of a sequence"):
+    with pytest.raises(DataError, match=r"data.jsonl:2 .*more than a sequence's 65"):
         stream(chat("a", "x"), chat("a" * 90, "x"), too_long="error")
     bad = {"messages": [{"role": "user", "content": "x"}]}
     with pytest.raises(DataError, match=r"data.jsonl:2:? messages has no assistant message"):
@@ -170,7 +170,7 @@ def test_packed_streams_go_on_where_they_were_and_workers_change_nothing(stream:
 
 
 def test_a_batch_larger_than_the_bins_is_refused(stream: Open) -> None:
-    with pytest.raises(DataError, match="those of the train split fill 1 samples; use at most 1, or more data"):
+    with pytest.raises(DataError, match="the train split fills only 1 samples; use at most 1, or more data"):
         stream(chat("a", "b"), packing="best_fit", batch=2)
 
 

@@ -221,7 +221,7 @@ def test_tokens_that_fill_no_sample_are_said(one_pass: bool, tmp_path: Path, mod
     case = Case(TextConfig, build_text, lambda text: {"text": text}, "documents", {"field": "text"})
     notes: list[str] = []
     case.open(tmp_path, model, notes, one_pass, sequence_length=50)
-    assert any(note.startswith("warning: the last 37 of 138 tokens fill no sample") for note in notes)
+    assert any(note.startswith("warning: the last 37 of 138 tokens do not fill a sample") for note in notes)
 
 
 def test_one_pass_of_packed_texts_counts_what_it_does_not_read(tmp_path: Path, model: Path) -> None:

@@ -218,7 +218,7 @@ def test_a_saved_dataset_that_names_other_files_is_refused(tmp_path: Path, state
     folder = tmp_path / "saved"
     folder.mkdir()
     (folder / "state.json").write_text(state)
-    with pytest.raises(DataError, match=r"is no dataset that 'datasets' saved|cannot read .*state\.json"):
+    with pytest.raises(DataError, match=r"is not a dataset saved by 'datasets'|cannot read .*state\.json"):
         open_stream(f"hf:{folder}", field="text")
 
 

@@ -283,7 +283,7 @@ def test_missing_tokenizer_file_is_an_error(open_stream, corpus: Path) -> None:
 @pytest.mark.parametrize("content", ["not json", "{}", '{"version": "1.0", "model": {"type": "Nothing"}}'])
 def test_file_that_is_no_tokenizer_is_an_error(open_stream, corpus: Path, tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(DataError, match=r"data\.tokenizer: .*tokenizer\.json is no tokenizer \("):
+    with pytest.raises(DataError, match=r"data\.tokenizer: .*tokenizer\.json is not a tokenizer \("):
         open_stream(corpus, tokenizer=str(tmp_path / "tokenizer.json"))
 
 

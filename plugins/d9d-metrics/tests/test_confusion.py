@@ -136,7 +136,10 @@ def test_shapes_that_do_not_fit_are_named(problem: Any, predictions: Any, target
         ({"statistics": ["function"], "function": "mine"}, "write package.module:function"),
         ({"class_names": ["a", "b"]}, "class_names has 2 different names for 3 classes"),
         ({"problem": {"kind": "binary"}, "averages": ["macro"]}, "nothing to average"),
-        ({"problem": {"kind": "multiclass", "num_classes": 3, "top_k": 3}}, "with 3 classes, the 3 highest are all of them"),
+        (
+            {"problem": {"kind": "multiclass", "num_classes": 3, "top_k": 3}},
+            "with 3 classes, the 3 highest are all of them",
+        ),
     ],
 )
 def test_fields_that_do_not_go_together_are_refused(fields: dict[str, Any], text: str) -> None:

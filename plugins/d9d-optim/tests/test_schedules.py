@@ -104,7 +104,7 @@ def below(begin: float, end: float, progress: float) -> float:
 @pytest.mark.parametrize(
     ("curve", "text"),
     [
-        ("below", r"lr_schedule.phases\[0\].curve: .*below\(1, 0.5, 0.75\) gives -0.5; .* not negative"),
+        ("below", r"lr_schedule.phases\[0\].curve: .*below\(1, 0.5, 0.75\) returns -0.5"),
         ("stepe", r"has no 'stepe'; did you mean .*\.steep"),
         ("CURVES", r"is a list; name a function of \(begin, end, progress\)"),
         ("still", r"still\(1, 0.5, 0.25\) raises .*it is called with \(begin, end, progress\)"),
@@ -175,7 +175,7 @@ def test_the_power_of_a_phase_is_that_of_its_curve() -> None:
     [
         (10, [{"steps": 11, "to": 1}], r"phases\[0\] ends at step 11, but the run has 10"),
         (10, [{"steps": 6, "to": 1}, {"steps": 6, "to": 0}], r"phases\[1\] ends at step 12"),
-        (10, [{"steps": 6, "to": 1}], r"end at step 6, but the run has 10 steps.*take the rest"),
+        (10, [{"steps": 6, "to": 1}], r"end at step 6, but the run has 10 steps.*cover the rest"),
         (10, [{"steps": 6, "to": 1}, {"until": 0.5, "to": 0}], r"phases\[1\] gets no step.*begins at step 6.*step 5"),
         (10, [{"steps": 10, "to": 1}, {"to": 0}], r"phases\[1\] gets no step"),
     ],

@@ -74,5 +74,5 @@ def test_what_is_no_schedule_is_an_error(target: str, arguments: dict[str, Any],
 
 
 def test_a_negative_learning_rate_is_an_error() -> None:
-    with pytest.raises(JobError, match="gives -1.0 in step 1"):
+    with pytest.raises(JobError, match="returns -1.0 in step 1"):
         factors("LambdaLR", 4, lr_lambda=f"{__name__}:climbing")

@@ -401,7 +401,7 @@ def test_operators_that_blocks_do_not_run_are_a_warning_in_the_second_forward(ca
     for _ in range(2):
         model(torch.ones(2, 4)).backward()
     (record,) = caplog.records
-    assert "keeps nothing for 'aten.sin', 'aten.bmm', 'wave' in 'save'" in record.getMessage()
+    assert "stores nothing for 'aten.sin', 'aten.bmm', 'wave' in 'save'" in record.getMessage()
 
 
 def test_operators_that_blocks_run_are_no_warning(caplog) -> None:

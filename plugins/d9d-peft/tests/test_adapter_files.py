@@ -333,7 +333,7 @@ def test_classes_of_the_library_find_the_base_model_by_themselves(base: Path, tm
     ("change", "text"),
     [
         ({"use_dora": True}, "it has use_dora=True, which peft 'lora' does not have"),
-        ({"peft_type": "IA3"}, "it is an adapter of the kind 'IA3', and peft is 'lora'"),
+        ({"peft_type": "IA3"}, "the adapter is of the kind 'IA3', but peft is 'lora'"),
     ],
 )
 def test_an_adapter_with_parts_that_we_lack_is_refused(
@@ -358,7 +358,7 @@ def test_an_adapter_with_parts_that_we_lack_is_refused(
         ({"name": "lora", "exclude": ["*"]}, "peft.exclude: all targets are excluded"),
         ({"name": "ia3", "targets": ["k_prj"]}, "peft.targets: no linear layers match 'k_prj'; did you mean 'k_proj'?"),
         ({"name": "ia3", "feedforward": ["a.b"]}, "peft.feedforward: no linear layers match 'a.b'; there are: "),
-        ({"name": "ia3", "feedforward": ["v_proj"]}, "'layers.0.attention.v_proj' is among peft.targets"),
+        ({"name": "ia3", "feedforward": ["v_proj"]}, "'layers.0.attention.v_proj' is also in peft.targets"),
         ({"name": "full_tune", "match": ["nrm"]}, "no modules or parameters match 'nrm'; did you mean 'norm'?"),
         ({"name": "full_tune", "match": ["rope"]}, "match 'rope'|rope have no parameters, so nothing would train"),
     ],

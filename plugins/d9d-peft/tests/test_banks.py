@@ -108,7 +108,7 @@ PUBLISHED = {f"experts.{bank}": f"mlp.*.{bank}.weight" for bank in ("gate_proj",
             PUBLISHED,
             "needs updates of all or none; add down_proj to peft.targets",
         ),
-        ({"rs_lora": True}, PUBLISHED, "which rs_lora scales otherwise"),
+        ({"rs_lora": True}, PUBLISHED, "for which rs_lora gives another scale"),
     ],
 )
 def test_an_adapters_file_has_experts_only_as_the_library_reads_them(

@@ -299,7 +299,7 @@ def test_inference_can_be_simulated() -> None:
         ("f=-1", "forward is -1.0; a time is 0 or more, and finite"),
         ("f=nan", "forward is nan"),
         ("t=inf", "transfer is inf"),
-        ("b=1,w=2", "w=2 in 'b=1,w=2' is more than the whole backward, 1; it is a part"),
+        ("b=1,w=2", "w=2 in 'b=1,w=2' is more than the whole backward, 1; use at most that"),
         ("o=2", "overlap is 2.0; use a number from 0"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Building blocks for models, the ops they are made of, and the tasks that train language models."""
+"""Building blocks of models, the ops that they use, and the tasks that train language models."""

@@ -1,4 +1,4 @@
-"""Auxiliary losses: loss terms that arise inside the model, far from the task's loss."""
+"""Auxiliary losses: loss terms computed inside the model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def add_auxiliary_loss(carrier: Tensor, total: Tensor, factor: Tensor) -> Tensor:
-    """Have the backward that passes ``carrier`` treat ``total * factor`` as part of the loss.
+    """Make the backward through ``carrier`` treat ``total * factor`` as part of the loss.
 
-    So a module can add a term of its own without handing it through the model's outputs: see
-    :class:`d9d_core.traits.AddsLosses`. Nothing is added where no gradient comes back to the result.
+    A module can therefore add a term of its own without returning it from the model: see
+    :class:`d9d_core.traits.AddsLosses`. Nothing is added if the result gets no gradient.
 
     Args:
         carrier: output of the module; any shape and dtype.
-        total: 0-d with a graph, the sum of the term over the microbatch.
-        factor: 0-d, the gradient of ``total``. It must stay the same until the backward.
+        total: 0-d with a graph, sum of the term over the microbatch.
+        factor: 0-d, the gradient of ``total``; must not change before the backward.
 
     Returns:
         ``carrier``, unchanged; its gradient passes unchanged too.

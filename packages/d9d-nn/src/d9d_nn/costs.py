@@ -1,14 +1,14 @@
 """Costs of the ops of this package, for cost descriptions of models. Imports no torch.
 
-Traffic is that of fused code: each op reads its inputs and writes its outputs once. All sizes are those of one rank.
-``weights`` are an op's parameters: with them, fine-tuning and optimizers that tell matrices apart are predicted, too.
+Traffic assumes fused code: each op reads its inputs and writes its outputs once. All sizes are per rank. ``weights``
+are an op's parameters, for predictions of fine-tuning and of optimizers that treat matrices separately.
 """
 
 from __future__ import annotations
 
 from d9d_core.cost import AttentionShape, OpCost, Weight
 
-#: Logits that are kept for the backward, as part of the device's memory; see
+#: Divisor of the device's memory: the size of the logits that are kept for the backward; see
 #: :data:`d9d_nn.ops.linear_cross_entropy.KEPT_ELEMENTS`.
 _KEPT_PART = 20
 #: Bytes of the logits of one chunk.
@@ -29,12 +29,12 @@ def linear(
     """Cost of a linear layer, or of several with the same input: one product forward, two backward.
 
     Args:
-        name: of the op.
+        name: name of the op.
         rows: rows of the input.
         features: columns of the input.
         outputs: columns of the output.
         width: bytes of a number.
-        keeps_input: no op before it keeps the same tensor for the backward.
+        keeps_input: whether the input is kept for the backward; false if an earlier op keeps the same tensor.
         weights: parameters of the layers.
     """
     flops = 2 * rows * features * outputs
@@ -44,14 +44,14 @@ def linear(
 
 
 def rms_norm(name: str, rows: float, features: int, width: int, *, weights: tuple[Weight, ...] = ()) -> OpCost:
-    """Cost of an RMSNorm of rows, fused with the residual addition in front of it: both inputs, sum and output."""
+    """Cost of an RMSNorm of rows, fused with the preceding residual addition: two inputs, sum and output."""
     size = width * rows * features
     kept = size + _FLOAT32 * rows
     return OpCost(name, "memory", traffic=4 * size, backward_traffic=5 * size, kept=kept, rows=rows, weights=weights)
 
 
 def rotated_heads(rows: float, heads: float, head_dim: int, width: int, *, weights: tuple[Weight, ...] = ()) -> OpCost:
-    """Cost of head norms and rotation of queries and keys, which keep both of them as they were before."""
+    """Cost of head norms and rotation of queries and keys; the inputs are kept for the backward."""
     size = width * rows * heads * head_dim
     kept = size + _FLOAT32 * rows * heads
     name = "head norms, rope"
@@ -59,7 +59,7 @@ def rotated_heads(rows: float, heads: float, head_dim: int, width: int, *, weigh
 
 
 def rotation(rows: float, heads: float, head_dim: int, width: int) -> OpCost:
-    """Cost of the rotation of queries and keys, whose backward needs the angles only."""
+    """Cost of the rotation of queries and keys, whose backward needs only the angles."""
     size = width * rows * heads * head_dim
     return OpCost("rope", "memory", traffic=2 * size, backward_traffic=2 * size, rows=rows)
 
@@ -67,13 +67,13 @@ def rotation(rows: float, heads: float, head_dim: int, width: int) -> OpCost:
 def attention(
     rows: float, keys: float, query_heads: float, key_value_heads: float, head_dim: int, width: int
 ) -> OpCost:
-    """Cost of fused attention, which keeps queries, keys, values, the output and the sums of its softmax.
+    """Cost of fused attention, which keeps queries, keys, values, output and log-sum-exps for the backward.
 
-    The backward computes scores again: five products in place of two (Dao et al. 2022, "FlashAttention").
+    The backward recomputes scores: five products instead of two (Dao et al. 2022, "FlashAttention").
 
     Args:
-        rows: queries.
-        keys: keys that a query sees on average.
+        rows: number of queries.
+        keys: average number of keys that a query attends to.
         query_heads: query heads of this rank.
         key_value_heads: key and value heads of this rank.
         head_dim: features of a head.
@@ -87,16 +87,16 @@ def attention(
 
 
 def silu_mul(rows: float, features: float, width: int, *, compiled: bool) -> OpCost:
-    """Cost of the gate of SwiGLU; compiled, its output is computed again in the backward rather than kept."""
+    """Cost of the gate of SwiGLU; if compiled, its output is recomputed in the backward instead of kept."""
     size = width * rows * features
-    # Without a compiler, silu(gate) and the product behind it are kept, too, and written and read once more.
+    # Without a compiler, silu(gate) and the following product are kept too, and written and read once more.
     extra = 0 if compiled else 2
     traffic, backward = (3 + extra) * size, (6 + extra) * size
     return OpCost("silu_mul", "memory", traffic=traffic, backward_traffic=backward, kept=(2 + extra) * size)
 
 
 def embedding(rows: float, words: float, features: int, width: int, *, weights: tuple[Weight, ...] = ()) -> OpCost:
-    """Cost of a look-up; the gradient is a dense tensor, which is cleared and added up."""
+    """Cost of an embedding look-up; the gradient is a dense tensor, which is zeroed and accumulated."""
     size = width * rows * features
     return OpCost(
         "embedding",
@@ -112,25 +112,25 @@ def embedding(rows: float, words: float, features: int, width: int, *, weights: 
 def linear_cross_entropy(
     rows: float, features: int, words: float, width: int, memory: float, *, weights: tuple[Weight, ...] = ()
 ) -> tuple[tuple[OpCost, OpCost], float]:
-    """Cost of linear cross-entropy: projection and loss in chunks, and bytes that the backward needs besides.
+    """Cost of linear cross-entropy: projection and loss in chunks, and workspace bytes of the backward.
 
-    Logits that fit a part of the device's memory are kept and become their own gradient; those of other tokens are
-    computed again in the backward. Below a frozen projection the forward computes the gradient of the hidden states,
-    chunk by chunk.
+    Logits that fit into a part of the device's memory are kept and overwritten by their gradient; logits of other
+    tokens are recomputed in the backward. With a frozen projection the forward computes the gradient of the hidden
+    states, chunk by chunk.
 
     Args:
-        rows: predicted tokens.
+        rows: number of predicted tokens.
         features: features of the hidden states.
-        words: words of the vocabulary on this rank.
+        words: size of the vocabulary on this rank.
         width: bytes of a number.
-        memory: bytes of the device.
-        weights: the projection.
+        memory: bytes of the device's memory.
+        weights: parameters of the projection.
     """
     logits, flops = width * rows * words, 2 * rows * features * words
     kept = min(logits, memory / _KEPT_PART)
     again = 1 - kept / logits if logits else 0.0
     chunk = min(logits - kept, _CHUNK_BYTES)
-    # The weight's gradient, in float32 where chunks add up, and that of the hidden states.
+    # Gradients of the weight, in float32 if chunks are accumulated, and of the hidden states.
     gradient = (_FLOAT32 if chunk else width) * words * features
     product = OpCost(
         "head",

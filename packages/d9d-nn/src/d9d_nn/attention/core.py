@@ -1,4 +1,4 @@
-"""Attention core: the part of an attention layer where tokens look at each other; owns no parameters.
+"""Attention core: the part of an attention layer that mixes tokens; owns no parameters.
 
 Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head.
 """
@@ -18,13 +18,13 @@ from d9d_nn.ops.attention.slot import AttentionSlot
 
 
 class AttentionCore(nn.Module):
-    """Core of attention: causal, inside documents; a module of its own, so that context parallelism can wrap it.
+    """Core of causal attention within documents; context parallelism replaces this module's forward.
 
     Args:
         query_heads: N.
         key_value_heads: K.
         head_dim: D.
-        window: number of positions that a query sees, its own included; ``None`` for all.
+        window: number of positions that a query attends to, including its own; ``None`` for all.
     """
 
     def __init__(self, *, query_heads: int, key_value_heads: int, head_dim: int, window: int | None = None) -> None:
@@ -35,13 +35,13 @@ class AttentionCore(nn.Module):
         self._function: Callable[..., Tensor] | None = None
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the attention; those of a function that attends in its place, if it has some."""
+        """Slot of the attention, or the slots of a function that replaces it."""
         if self._function is None:
             return {"attention": self.attention}
         return self._function.op_slots() if isinstance(self._function, HasOps) else {}
 
     def attention_heads(self) -> tuple[int, int]:
-        """Number of query heads, and of key and value heads, of the whole model."""
+        """Numbers of query heads and of key/value heads of the whole model."""
         return self.attention.static["query_heads"], self.attention.static["key_value_heads"]
 
     def head_features(self) -> int:
@@ -50,11 +50,11 @@ class AttentionCore(nn.Module):
         return features
 
     def see_queries(self, share: ContextShare) -> None:
-        """Take a rank's own queries, and all keys and values."""
+        """Accept a rank's own queries with all keys and values."""
         self.attention.see_queries(share)
 
     def attend_by(self, function: Callable[..., Tensor]) -> None:
-        """Let a function attend in the place of the backend; see :class:`d9d_core.model.SharesAttention`."""
+        """Replace the attention backend by a function; see :class:`d9d_core.model.SharesAttention`."""
         self.attention.attend_by(function)
         self._function = function
         for slot in self.op_slots().values():
@@ -66,24 +66,24 @@ class AttentionCore(nn.Module):
         """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`.
 
         Args:
-            query: [B, S, N, D]; of a rank's own queries, [B, S / cp, N, D].
+            query: [B, S, N, D], or for a rank's own queries [B, S / cp, N, D].
             key: [B, S, K, D].
             value: [B, S, K, D].
-            documents: int64 [B, S], or the masks that all layers share; ``None`` if a sample is one document.
+            documents: int64 [B, S], or the masks shared by all layers; ``None`` if a sample is one document.
 
         Returns:
-            [B, S, N, D], as the queries.
+            [B, S, N, D], or [B, S / cp, N, D] for own queries.
         """
         if self._function is not None:
             mask: Any = documents
-            if isinstance(documents, AttentionMasks):  # a function that makes no masks gets the documents
+            if isinstance(documents, AttentionMasks):  # a function without masks gets the documents
                 prepared = documents.prepared.get(self.attention.mask_key)
                 mask = documents.documents if prepared is None else prepared
             return self._function(query, key, value, mask, self.attention.static["window"])
         if isinstance(documents, AttentionMasks):
             if self.attention.mask_key in documents.prepared:
                 return self._attend(query, key, value, documents.prepared[self.attention.mask_key])
-            documents = documents.documents  # a layer that the model did not find, as one that replaced another
+            documents = documents.documents  # a layer unknown to the model, such as a replacement
         return self._attend(query, key, value, self.attention.prepare(documents, key.shape[1], query.device))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:

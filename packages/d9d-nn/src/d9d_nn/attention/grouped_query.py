@@ -23,7 +23,7 @@ from d9d_nn.rope.rotary_embedding import Rotation
 
 
 class GroupedQueryAttention(nn.Module):
-    """Grouped-query attention: N query heads share K key/value heads (Ainslie et al. 2023); head norms if asked for.
+    """Grouped-query attention: N query heads share K key/value heads (Ainslie et al. 2023), with optional head norms.
 
     Args:
         hidden_size: H.
@@ -32,9 +32,9 @@ class GroupedQueryAttention(nn.Module):
         head_dim: D; N * D need not equal H.
         std: initial standard deviation of the query, key and value projections.
         output_std: initial standard deviation of the output projection.
-        head_norm_eps: RMSNorm of each query and key head before the rotation, with this epsilon; ``None`` for no norm.
+        head_norm_eps: epsilon of an RMSNorm of each query and key head before the rotation; ``None`` for no norm.
         biases: names of the projections that have biases; they start at zero.
-        window: number of positions that a token sees, its own included; ``None`` for all earlier ones.
+        window: number of positions that a token attends to, including its own; ``None`` for all earlier ones.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class GroupedQueryAttention(nn.Module):
         self.attention_inputs = attention_inputs_slot(hidden=hidden_size, **heads)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of the rotation, and with head norms of both in one.
+        """Slots of the rotation and, with head norms, of norm and rotation in one op.
 
-        With head norms, there is one of all that is before the attention, too, unless somebody has changed one of the
-        projections. The slot of the attention belongs to the core.
+        With head norms, there is also a slot of all ops before the attention, unless a projection was replaced or
+        adapted. The slot of the attention belongs to the core.
         """
         if self.q_norm is None:
             return {"rope": self.rope}
@@ -79,7 +79,7 @@ class GroupedQueryAttention(nn.Module):
         return {"rope": self.rope, "normed_rope": self.normed_rope, **whole}
 
     def adjacent_weights(self) -> Sequence[Sequence[str]]:
-        """Weights that :attr:`attention_inputs` may read as one: of queries, keys and values."""
+        """Weights that :attr:`attention_inputs` may read as one tensor: of queries, keys and values."""
         plain = self.q_norm is not None and all(map(is_plain, self._projections()))
         return [("q_proj.weight", "k_proj.weight", "v_proj.weight")] if plain else []
 
@@ -88,11 +88,11 @@ class GroupedQueryAttention(nn.Module):
         return {"core": self.core}
 
     def divisibility(self) -> Mapping[str, Mapping[str, int]]:
-        """Number of query heads, which the ranks of ``tp`` must share evenly."""
+        """Number of query heads, which must be divisible by the number of ranks of ``tp``."""
         return {"tp": {"query heads": self._query_heads}}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of the projections, and of the head norms, which stay whole."""
+        """Styles of the projections, and of the head norms, which are replicated."""
         norms = {} if self.q_norm is None else dict.fromkeys(("q_norm", "k_norm"), TensorStyle.PARTIAL)
         return {
             "q_proj": TensorStyle.COLUMN,
@@ -107,12 +107,12 @@ class GroupedQueryAttention(nn.Module):
         return {"q_proj": self._query_heads, "k_proj": self._key_value_heads, "v_proj": self._key_value_heads}
 
     def forward(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
-        """Mix tokens of the same document.
+        """Mix tokens of the same document by attention.
 
         Args:
             hidden: [B, S, H].
             rotation: rotation of each position.
-            documents: int64 [B, S], or the masks that all layers share; ``None`` if a sample is one document.
+            documents: int64 [B, S], or the masks shared by all layers; ``None`` if a sample is one document.
 
         Returns:
             [B, S, H].
@@ -123,8 +123,8 @@ class GroupedQueryAttention(nn.Module):
 
     @in_one_op("attention_inputs")
     def _inputs(self, hidden: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values with their norms and positions."""
-        heads = (*hidden.shape[:2], -1, self.head_dim)  # their number is inferred: a tensor-parallel rank holds some
+        """Queries, keys and values; queries and keys normalised and rotated."""
+        heads = (*hidden.shape[:2], -1, self.head_dim)  # the number of heads is inferred: with tp, a rank has a share
         query = self.q_proj(hidden).view(heads)  # [B, S, N, D]
         key = self.k_proj(hidden).view(heads)  # [B, S, K, D]
         value = self.v_proj(hidden).view(heads)  # [B, S, K, D]
@@ -132,7 +132,7 @@ class GroupedQueryAttention(nn.Module):
 
     @in_one_op("normed_rope")
     def _placed(self, query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Query and key with their norms and positions."""
+        """Normalised and rotated query and key."""
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = self.rope(query, key, rotation.cos, rotation.sin)

@@ -15,13 +15,14 @@ from d9d_nn.ops.attention.slot import AttentionSlot
 
 
 class AttentionMasks:
-    """Documents, and the masks that backends made of them: one per backend and window, not one per layer.
+    """Documents, and the masks that backends made of them: one mask per backend and window, not per layer.
 
-    Neither a dict nor a dataclass: FSDP's mixed precision rebuilds those for every layer and casts what floats.
+    Neither a dict nor a dataclass, because FSDP's mixed precision rebuilds these for every layer and casts float
+    tensors.
 
     Args:
         documents: int64 [B, S]; ``None`` if a sample is one document.
-        prepared: the masks, by :attr:`d9d_nn.ops.attention.slot.AttentionSlot.mask_key`.
+        prepared: masks by :attr:`d9d_nn.ops.attention.slot.AttentionSlot.mask_key`.
     """
 
     __slots__ = ("documents", "prepared")
@@ -34,9 +35,9 @@ class AttentionMasks:
 def prepare_masks(
     slots: Iterable[AttentionSlot], documents: Tensor | None, length: int, device: torch.device
 ) -> AttentionMasks:
-    """Make the attention masks that the layers of these slots need, once per forward.
+    """Make the attention masks for the layers of these slots.
 
-    Models call it once per forward, before their layers, so that a mask is neither made again in each layer nor, with
+    Models call it once per forward, before their layers, so that masks are not made again in each layer or, with
     activation checkpointing, in the backward.
 
     Args:

@@ -14,7 +14,7 @@ class CausalLMConfig(PluginConfig):
     """Selects the plugin."""
 
     head: str | None = None
-    """The model's head to train, of kind causal_lm; needed if the model has several heads."""
+    """Head to train, of kind causal_lm; required if the model has several heads."""
 
 
 class PerplexityConfig(PluginConfig):

@@ -20,7 +20,7 @@ class Perplexity:
     Reads the observations ``token_loss`` float [B, S] and ``targets`` int64 [B, S] of the task ``causal_lm``.
 
     Args:
-        config: has no settings.
+        config: config of the metric, without settings.
     """
 
     def __init__(self, config: PerplexityConfig) -> None:
@@ -29,23 +29,23 @@ class Perplexity:
 
     @property
     def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
-        """Reduction of each state over shards: sums."""
+        """Reduction of each state over ranks: sum."""
         return {"loss": "sum", "targets": "sum"}
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
         """Add the losses of one microbatch.
 
         Raises:
-            JobError: the task observes something else.
+            JobError: the task has no such observations.
         """
         if missing := {"token_loss", "targets"} - observations.keys():
             raise JobError(
                 f"metrics: perplexity reads {' and '.join(sorted(missing))}, which the task does not observe; "
-                f"it has: {', '.join(observations) or 'nothing'}"
+                f"it observes: {', '.join(observations) or 'nothing'}"
             )
         token_loss, targets = observations["token_loss"], observations["targets"]
         predicted = targets != IGNORE
-        dtype = wide_dtype(token_loss.device)  # a million tokens in float32 would lose the last ones
+        dtype = wide_dtype(token_loss.device)  # in float32, sums over millions of tokens lose the last ones
         if self._loss.device != token_loss.device:
             self._loss = self._loss.to(token_loss.device, dtype, non_blocking=True)
             self._targets = self._targets.to(token_loss.device, dtype, non_blocking=True)
@@ -63,13 +63,13 @@ class Perplexity:
         self._empty = False
 
     def compute(self) -> Mapping[str, Tensor]:
-        """Series ``perplexity``; none before the first update. Without any target its value is 1, never NaN."""
+        """Compute the series ``perplexity``; empty before the first update. Without targets its value is 1, not NaN."""
         if self._empty:
             return {}
         return {"perplexity": torch.exp(self._loss / self._targets.clamp(min=1))}
 
     def reset(self) -> None:
-        """Zero the sums; they stay on their device, because moving them there again would wait for it."""
+        """Set the sums to zero, on their current device, because moving them there again would synchronise."""
         self._loss, self._targets = torch.zeros_like(self._loss), torch.zeros_like(self._targets)
         self._empty = True
 

@@ -22,15 +22,15 @@ _TERM = "cross_entropy"
 class CausalLM(TextTask):
     """Task of causal language modelling with one loss term, ``cross_entropy``: mean negative log-likelihood of targets.
 
-    Microbatches with ``weights`` float32 [B, S], not negative, weight the targets; then the mean is a weighted one.
-    Either all microbatches of a batch have them or none.
+    Optional ``weights`` float32 [B, S], not negative, weight the targets; the mean is then weighted. Either all
+    microbatches of a batch have weights or none has.
 
-    Microbatches hold ``tokens`` and ``targets``, and may hold ``positions`` and ``documents``, all int64 [B, S]; with
-    right-padded samples also ``lengths`` int64 [B]. The model's last stage returns ``token_loss`` float32 [B, S], as
-    ``<head>/token_loss`` if it has several heads.
+    Microbatches have ``tokens`` and ``targets``, and optional ``positions`` and ``documents``, all int64 [B, S]; with
+    right-padded samples also ``lengths`` int64 [B]. The model's last stage returns ``token_loss`` float32 [B, S], named
+    ``<head>/token_loss`` if the model has several heads.
 
     Args:
-        config: config with the head's name.
+        config: config with the name of the head.
     """
 
     term = _TERM
@@ -45,7 +45,7 @@ class CausalLM(TextTask):
         return _TERM
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of targets that are predicted, or the sum of their weights.
+        """Number of targets, or the sum of their weights.
 
         Raises:
             JobError: the dataset gives no targets.
@@ -54,7 +54,7 @@ class CausalLM(TextTask):
         return {_TERM: counted_targets(microbatch)}
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Sum of the token losses, each times its weight; ignored targets have none.
+        """Sum of the weighted token losses; ignored targets have loss zero.
 
         Raises:
             JobError: the model has no such output.
@@ -63,9 +63,9 @@ class CausalLM(TextTask):
         return {_TERM: (loss * microbatch["weights"]).sum() if "weights" in microbatch else loss.sum()}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Observations ``token_loss``, without weights, and ``targets``; ``weights`` if the data has them.
+        """Observations ``token_loss`` (unweighted) and ``targets``, and ``weights`` if the data has them.
 
-        If a metric reads ``token_ranks``, also those.
+        Also ``token_ranks``, if a metric reads it.
         """
         loss = read_output(outputs, "token_loss", self.config.head)
         weights = {"weights": microbatch["weights"]} if "weights" in microbatch else {}

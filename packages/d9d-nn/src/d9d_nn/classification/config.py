@@ -14,7 +14,7 @@ class ClassificationConfig(PluginConfig):
     """Selects the plugin."""
 
     head: str | None = None
-    """The model's head to train, of kind classification; needed if the model has several heads."""
+    """Head to train, of kind classification; required if the model has several heads."""
 
 
 class TokenClassificationConfig(PluginConfig):
@@ -24,4 +24,4 @@ class TokenClassificationConfig(PluginConfig):
     """Selects the plugin."""
 
     head: str | None = None
-    """The model's head to train, of kind token_classification; needed if the model has several heads."""
+    """Head to train, of kind token_classification; required if the model has several heads."""

@@ -32,12 +32,12 @@ _TERM = "cross_entropy"
 class Classification(TextTask):
     """Task of classification with one loss term, ``cross_entropy``: the mean negative log-likelihood of the labels.
 
-    Microbatches hold ``tokens`` int64 [B, S], right-padded, and ``labels`` int64 [B], -100 for a sample that does not
-    count. They may hold ``lengths`` int64 [B], and ``positions`` and ``documents``, int64 [B, S]; a sample is one text.
-    The model's last stage returns ``class_logits`` [B, C], as ``<head>/class_logits`` if it has several heads.
+    Microbatches have ``tokens`` int64 [B, S], right-padded, and ``labels`` int64 [B], -100 to ignore a sample.
+    Optional: ``lengths`` int64 [B], and ``positions`` and ``documents``, int64 [B, S]; a sample is one text. The
+    model's last stage returns ``class_logits`` [B, C], named ``<head>/class_logits`` if the model has several heads.
 
     Args:
-        config: config with the head's name.
+        config: config with the name of the head.
     """
 
     term = _TERM
@@ -49,15 +49,15 @@ class Classification(TextTask):
         self.config = config
 
     def check(self, model: Any, facts: State) -> None:
-        """Find the head, and compare classes, vocabulary and sequence length, as far as model and data state them.
+        """Find the head, and check that the model covers the data's classes, vocabulary and sequence length, if known.
 
         Raises:
-            JobError: the head cannot be found, or the data has classes, token ids or positions that the model has not.
+            JobError: the head is not found, or the data has classes, token ids or positions that the model lacks.
         """
         head = choose_head(model, self.head_kind, self.config.head)
         problems = exceeded(model, facts)
         if getattr(head, "num_classes", None) == 1:
-            problems.append("model.heads: a head of one class has nothing to learn from labels; give it 2 or more")
+            problems.append("model.heads: a head with one class cannot learn from labels; give it 2 or more")
         have, need = getattr(head, "num_classes", None), facts.get("num_classes")
         if isinstance(have, int) and isinstance(need, int) and need > have:
             problems.append(
@@ -67,31 +67,31 @@ class Classification(TextTask):
             raise JobError("\n".join(problems))
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of labels that are predicted.
+        """Number of labels that are not ignored.
 
         Raises:
-            JobError: the dataset gives no labels, or those of texts where the task reads those of tokens.
+            JobError: the dataset gives no labels, or labels of texts to a task that needs labels of tokens.
         """
         check_fields(microbatch, self.config.name, "labels")
         labels = microbatch["labels"]
         if labels.ndim != len(self.label_shape):
             raise JobError(
-                f"data: task '{self.config.name}' reads labels [{', '.join(self.label_shape)}], and the dataset gives "
+                f"data: task '{self.config.name}' reads labels [{', '.join(self.label_shape)}], but the dataset gives "
                 f"labels of shape {list(labels.shape)}; use a dataset for this task, or another task"
             )
         return {_TERM: (labels != IGNORE).sum(dtype=torch.float32)}
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions; the head pools those of all ranks, and one of them counts the labels.
+        """This rank's positions; the head pools over all ranks, and only one of them counts the labels.
 
         Raises:
-            ValueError: the ranks cannot share the positions evenly.
+            ValueError: the positions cannot be divided evenly over the ranks.
         """
         own = own_positions_of_samples(microbatch, share)
         return own if counts_samples(own) else {**own, "labels": torch.full_like(own["labels"], IGNORE)}
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Sum of the losses of all labels, computed in float32 or wider; ignored labels have none.
+        """Sum of the losses of all labels, computed in float32 or wider; ignored labels have loss zero.
 
         Raises:
             JobError: the model has no such output.
@@ -111,20 +111,20 @@ class Classification(TextTask):
 class TokenClassification(Classification):
     """Task of token classification with one loss term, ``cross_entropy``: the mean over all labels of all samples.
 
-    As :class:`Classification`, but ``labels`` are int64 [B, S], -100 where a token has none, and the model
-    returns ``class_logits`` [B, S, C].
+    Like :class:`Classification`, but ``labels`` are int64 [B, S], -100 to ignore a token, and the model returns
+    ``class_logits`` [B, S, C].
 
     Args:
-        config: config with the head's name.
+        config: config with the name of the head.
     """
 
     head_kind = "token_classification"
     label_shape = ("B", "S")
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions: each label is beside its token, and the loss is a sum over labels.
+        """This rank's positions, with their labels: the loss is a sum over labels.
 
         Raises:
-            ValueError: the ranks cannot share the positions evenly.
+            ValueError: the positions cannot be divided evenly over the ranks.
         """
         return own_positions(microbatch, share)

@@ -9,13 +9,13 @@ from pydantic import Field
 
 
 class EmbeddingConfig(PluginConfig):
-    """Task of telling the text that belongs to a query from all others of the batch (van den Oord et al. 2018)."""
+    """Task of finding the text that belongs to a query among all texts of the batch (van den Oord et al. 2018)."""
 
     name: Literal["embedding"] = "embedding"
     """Selects the plugin."""
     head: str | None = None
-    """The model's head to train, of kind embedding; needed if the model has several heads."""
+    """Head to train, of kind embedding; required if the model has several heads."""
     temperature: float = Field(default=0.05, gt=0)
-    """Similarities are divided by this."""
+    """Divisor of the similarities."""
     symmetric: bool = False
-    """Also tell the query that belongs to a text from all others; the loss is the mean of both directions."""
+    """Also find the query that belongs to a text among all queries; the loss is the mean of both directions."""

@@ -1,4 +1,4 @@
-"""Contrastive loss over the texts of all ranks and microbatches, and its gradient with respect to the embeddings.
+"""Contrastive loss over the texts of all ranks and microbatches, and its gradients with respect to the embeddings.
 
 Shapes: Q queries of this rank, N texts of this rank for each query (the first belongs to it), R ranks, D features.
 """
@@ -12,7 +12,7 @@ from d9d_core.first_pass import DataRanks
 from torch import Tensor
 from torch.nn import functional
 
-#: Similarities that exist at once.
+#: Largest number of similarities that exist at a time.
 _CHUNK_ELEMENTS = 1 << 26
 
 
@@ -22,9 +22,9 @@ class Contrast:
 
     Attributes:
         losses: loss of each query, float32 [Q].
-        hits: whether the text that belongs to a query is the most similar one, bool [Q].
-        query_gradient: gradient of the sum over all ranks' queries, [Q, D].
-        text_gradient: likewise, [Q, N, D].
+        hits: whether a query's own text is the most similar one, bool [Q].
+        query_gradient: gradient of the loss summed over all ranks' queries, [Q, D].
+        text_gradient: gradient of the same sum, [Q, N, D].
     """
 
     losses: Tensor
@@ -41,19 +41,19 @@ def contrast(
     symmetric: bool,
     present: Tensor | None = None,
 ) -> Contrast:
-    """Contrastive loss: compare each query with the texts of all queries of all ranks.
+    """Contrastive loss of each query against the texts of all queries of all ranks.
 
     Collective over ``ranks``. The loss of query i is ``-log softmax_j(q_i . t_j / temperature)`` at its own text; with
-    ``symmetric`` the mean of that and of the same with queries and first texts exchanged.
+    ``symmetric`` the mean of this loss and the one with queries and first texts exchanged.
 
     Args:
         queries: float32 [Q, D].
         texts: float32 [Q, N, D].
-        ranks: those that have other queries; Q and N are equal on all.
-        present: bool [Q, 1 + N], whether query and texts exist; ``None`` if all are. What is absent is compared
-            with nothing. A query counts, with a loss, if it and its own text are present.
-        temperature: divides similarities.
-        symmetric: whether texts look for their queries too.
+        ranks: ranks with other queries; Q and N are equal on all.
+        present: bool [Q, 1 + N], whether query and texts exist; ``None`` if all do. Absent texts are never compared. A
+            query has a loss if it and its own text are present.
+        temperature: divisor of the similarities.
+        symmetric: whether the loss also compares each text with all queries.
     """
     count, per_query, _ = texts.shape
     if present is None:
@@ -86,13 +86,13 @@ def _one_way(
     """Losses and hits of anchors [Q, D] among the candidates [M, D] of all ranks, and the gradients of both.
 
     Args:
-        anchors: of this rank.
-        candidates: of this rank, M.
-        places: int64 [Q], which candidate of all ranks belongs to each anchor.
-        counted: bool [Q], which anchors have a loss.
-        present: bool [M], which candidates are present.
-        ranks: those that have other anchors and candidates.
-        temperature: divides similarities.
+        anchors: anchors of this rank.
+        candidates: candidates of this rank, M.
+        places: int64 [Q], index among all ranks' candidates of each anchor's own one.
+        counted: bool [Q], whether each anchor has a loss.
+        present: bool [M], whether each candidate is present.
+        ranks: ranks with other anchors and candidates.
+        temperature: divisor of the similarities.
     """
     everything = ranks.all_gather(candidates)  # [R * M, D]
     absent = ~ranks.all_gather(present)

@@ -1,13 +1,14 @@
-"""Task ``embedding``: embeddings of texts that belong together are similar, others are not.
+"""Task ``embedding``: makes embeddings of texts that belong together similar, and of other texts dissimilar.
 
-The negatives of a query are the texts of all other queries of the step, over all ranks and microbatches. So the loss of
-a microbatch depends on all others, and there are two passes (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch
-Size under Memory Limited Setup"): a first one, without gradients, gives all embeddings and the gradient of the loss
-with respect to each; the second one carries these gradients into the model. The result is that of one backward over the
-whole batch, with the memory of one microbatch, in every layout.
+The negatives of a query are the texts of all other queries of the step, over all ranks and microbatches. The loss of a
+microbatch therefore depends on all others, and there are two passes (Gao et al. 2021, "Scaling Deep Contrastive
+Learning Batch Size under Memory Limited Setup"): the first, without gradients, computes all embeddings and the gradient
+of the loss with respect to each; the second backpropagates these gradients through the model. The result equals one
+backward over the whole batch, with the memory of one microbatch, in every layout.
 
-Shapes: B queries, N texts for each (the first belongs to it, others are negatives), S positions, D features. Row
-``(1 + N) i`` of a microbatch is query i, its texts follow. A row of length zero is no text; its query does not count.
+Shapes: B queries, N texts for each (the first belongs to it, the others are negatives), S positions, D features. Row
+``(1 + N) i`` of a microbatch is query i, followed by its texts. A row of length zero is absent; without a query or its
+own text, the query is not counted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _LOSS, _GRADIENT, _HITS = "contrastive_loss", "embedding_gradient", "retrieval_h
 class Embedding(TextTask):
     """Task of contrastive training with one loss term, ``contrastive``: the mean over the queries.
 
-    Microbatches hold ``tokens`` int64 [B (1 + N), S], right-padded, ``samples`` int64 [B], and may hold ``lengths``
+    Microbatches have ``tokens`` int64 [B (1 + N), S], right-padded, and ``samples`` int64 [B]; optional are ``lengths``
     int64 [B (1 + N)], ``positions`` and ``documents``. The model's last stage returns ``embedding`` float32
     [B (1 + N), D].
 
@@ -55,41 +56,41 @@ class Embedding(TextTask):
         self.config = config
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of queries that, like their texts, have a token."""
+        """Number of queries that have tokens, and whose own text has tokens."""
         present = _present(microbatch)
         counted = (present[:, 0] & present[:, 1]).sum(dtype=torch.float32)
         return {_TERM: counted if counts_samples(microbatch) else torch.zeros_like(counted)}
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions; the head pools those of all ranks, and one of them counts the queries.
+        """This rank's positions; the head pools over all ranks, and only one of them counts the queries.
 
         Raises:
-            ValueError: the ranks cannot share the positions evenly.
+            ValueError: the positions cannot be divided evenly over the ranks.
         """
         return own_positions_of_samples(microbatch, share)
 
     @property
     def first_pass(self) -> FirstPass:
-        """First pass: the model itself, as it is."""
+        """First pass: the model itself."""
         return FirstPass("model")
 
     def first_inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of the first pass, which are those of the second.
+        """Inputs of the first pass, the same as of the second.
 
         Raises:
-            JobError: the dataset gives no queries with texts.
+            JobError: the dataset does not give queries with texts.
         """
         check_fields(microbatch, self.config.name, "samples")
         rows, samples = len(microbatch["tokens"]), len(microbatch["samples"])
         if rows < 2 * samples or rows % samples:
             raise JobError(
-                f"data: task 'embedding' reads a query and its texts a sample, and the dataset gives {rows} rows for "
+                f"data: task 'embedding' needs a query and its texts per sample, but the dataset gives {rows} rows for "
                 f"{samples} samples; use a dataset of queries with texts"
             )
         return self.inputs(microbatch)
 
     def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Embeddings by sample, float32 [B, 1 + N, D], and which of them are of a text: bool [B, 1 + N].
+        """Embeddings by sample, float32 [B, 1 + N, D], and whether each row has tokens: bool [B, 1 + N].
 
         Raises:
             JobError: the model has no such output.
@@ -110,7 +111,7 @@ class Embedding(TextTask):
         return [{_LOSS: loss, _HITS: hits, _GRADIENT: grad.flatten(0, 1)} for loss, hits, grad in parts]
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Sum over the queries; its gradient is what the first pass found.
+        """Sum over the queries; its gradient is the one computed after the first pass.
 
         Raises:
             JobError: the model has no such output.
@@ -118,11 +119,11 @@ class Embedding(TextTask):
         embedding = read_output(outputs, "embedding", self.config.head)
         surrogate = (embedding * microbatch[_GRADIENT]).sum()
         loss = microbatch[_LOSS].sum() + (surrogate - surrogate.detach())
-        # Where another rank counts, zero gradients: its backward is collective.
+        # On ranks that do not count, zero gradients instead of none, because the backward is collective.
         return {_TERM: loss if counts_samples(microbatch) else 0 * loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Loss of each query, and whether its own text is the most similar of all in the step, [B]."""
+        """Loss of each query, and whether its own text is the most similar of all in the step, [B] each."""
         counted = slice(None) if counts_samples(microbatch) else slice(0)
         return {"contrastive_loss": microbatch[_LOSS][counted], "retrieval_hits": microbatch[_HITS][counted]}
 

@@ -1,1 +1,1 @@
-"""Decoders of language models: parts that the families of dense models and of models with experts are made of."""
+"""Decoders of language models: parts shared by dense models and by models with experts."""

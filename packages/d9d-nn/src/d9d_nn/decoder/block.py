@@ -21,16 +21,16 @@ from d9d_nn.swiglu import SwiGLU
 
 
 class DecoderBlock(nn.Module):
-    """Decoder block: attention, then feed-forward, each normalised before and added to the residual stream.
+    """Decoder block: attention, then feed-forward, each with a norm before and added to the residual stream.
 
     Args:
         config: config of the whole model.
-        attention: maps [B, S, H], a rotation and masks to [B, S, H].
-        ffn: maps [B, S, H] to [B, S, H].
+        attention: attention layer, maps [B, S, H], a rotation and masks to [B, S, H].
+        ffn: feed-forward layer, maps [B, S, H] to [B, S, H].
 
     Attributes:
-        routes: whether the feed-forward part routes tokens. It then leaves out padding, and the scores of its router,
-            which are not products alone, read its input, too.
+        routes: whether the feed-forward layer routes tokens. Such a layer skips padding, and its router also reads the
+            norm's output, so matrix products are not its only use.
     """
 
     routes: ClassVar[bool] = False
@@ -44,7 +44,7 @@ class DecoderBlock(nn.Module):
         self.ffn = ffn
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of the norms, between which tokens are split; attention and feed-forward have their own plans."""
+        """Styles of the norms, which compute a share of the positions; the other layers have their own plans."""
         return {"attention_norm": TensorStyle.SEQUENCE, "ffn_norm": TensorStyle.SEQUENCE}
 
     def forward(
@@ -58,13 +58,13 @@ class DecoderBlock(nn.Module):
 
         Args:
             hidden: [B, S, H], the residual stream.
-            rotation: see :class:`GroupedQueryAttention`, as for ``documents``.
+            rotation: see :class:`GroupedQueryAttention`.
             documents: documents, or the masks made of them.
             padding: bool [B, S], padded positions; ``None`` if there are none.
         """
         normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
         attended = self.attention(normed, rotation, documents)  # [B, S, H]
-        normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: of the sum, and the sum
+        normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: norm of the sum, and the sum
         return hidden + self.ffn(normed)  # type: ignore[no-any-return]  # [B, S, H]
 
 
@@ -75,7 +75,7 @@ def grouped_query_attention(
 
     Args:
         config: config of the whole model.
-        layer: index in the whole model.
+        layer: index of the layer in the whole model.
         head_norm_eps: see :class:`GroupedQueryAttention`.
     """
     return GroupedQueryAttention(
@@ -92,6 +92,6 @@ def grouped_query_attention(
 
 
 def swiglu(config: DecoderConfig, intermediate_size: int) -> SwiGLU:
-    """Build a feed-forward part with so many features inside."""
+    """Build a SwiGLU feed-forward layer with ``intermediate_size`` inner features."""
     output_std = config.initialization.output_std(config.num_layers)
     return SwiGLU(config.hidden_size, intermediate_size, std=config.initialization.std, output_std=output_std)

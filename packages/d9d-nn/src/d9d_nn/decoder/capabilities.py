@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Of :attr:`d9d_core.plugin.ModelSpec.provides`.
+#: Capabilities for :attr:`d9d_core.plugin.ModelSpec.provides`.
 CAPABILITIES = frozenset(
     {
         "model:blocks", "model:causal_lm", "model:context_parallel", "model:late_init", "model:ops", "model:divisible",

@@ -1,4 +1,4 @@
-"""Config of a decoder: fields of attention, embeddings, norms and heads; of dense ones, of feed-forward layers too."""
+"""Config of a decoder: fields of attention, embeddings, norms and heads; of dense decoders also feed-forward layers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class DecoderConfig(ModelConfig, ABC):
     presets: ClassVar[Presets] = {}
 
     preset: str | None = None
-    """A published size. Fills every field that is not given."""
+    """Published size, which sets every field that is not given."""
 
     vocab_size: int = Field(gt=0)
     """Number of token ids."""
 
     added_tokens: int = Field(default=0, ge=0)
-    """Number of the last token ids that have weights of their own, so that these can be trained alone."""
+    """Number of the last token ids that have a separate weight, so that it can be trained alone."""
 
     hidden_size: int = Field(gt=0)
     """Features of a token between layers."""
@@ -50,32 +50,31 @@ class DecoderConfig(ModelConfig, ABC):
     """Features of a head, an even number; 0 takes hidden_size / num_attention_heads."""
 
     rope_theta: float = Field(default=1_000_000.0, gt=1, allow_inf_nan=False)
-    """Base of the rotary frequencies."""
+    """Base of the frequencies of rotary positions."""
 
     rope_scaling: RopeScaling | None = None
-    """How rotary positions are stretched beyond the lengths of pretraining; null for not at all."""
+    """Scaling of rotary positions beyond the lengths of pretraining; null for none."""
 
     sliding_window: int | None = Field(default=None, gt=0)
-    """How many positions a token of a sliding layer sees, its own included; null if all layers see all."""
+    """Number of positions that a token of a sliding layer attends to, including its own; null for no sliding layers."""
 
     attention_bias: bool = False
     """Biases in the four projections of attention."""
 
     rms_norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
-    """Added to the mean square in every norm."""
+    """Constant added to the mean square in every norm."""
 
     tie_embeddings: bool = False
-    """Use the embedding's weight as that of the causal_lm head."""
+    """Use the embedding's weight for the causal_lm head."""
 
     max_positions: int = Field(default=32768, gt=0)
-    """Longest sequence the model is meant for."""
+    """Longest sequence that the model supports."""
 
     initialization: Initialization = Initialization()
-    """How the weights start."""
+    """Initialisation of the weights."""
 
     heads: Heads = {"causal_lm": CausalLMHeadConfig()}
-    """Heads on the hidden states, by name: of kind causal_lm, classification,
-    token_classification or embedding."""
+    """Heads on the hidden states, by name; kinds: causal_lm, classification, token_classification, embedding."""
 
     @model_validator(mode="before")
     @classmethod
@@ -87,7 +86,7 @@ class DecoderConfig(ModelConfig, ABC):
     def _leaves_regular_tokens(cls, value: int, info: ValidationInfo) -> int:
         words = info.data.get("vocab_size")
         if words is not None and value >= words:
-            raise ValueError(f"{value} of vocab_size = {words} token ids leave no regular one; add fewer")
+            raise ValueError(f"{value} of vocab_size = {words} token ids leaves no regular one; use fewer")
         return value
 
     @field_validator("num_key_value_heads")
@@ -106,7 +105,7 @@ class DecoderConfig(ModelConfig, ABC):
             value, rest = divmod(hidden, heads)
             if rest:
                 raise ValueError(
-                    f"hidden_size = {hidden} is no multiple of num_attention_heads = {heads}; give head_dim"
+                    f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}; give head_dim"
                 )
         if value % 2:
             raise ValueError(f"{value} is odd, but positions rotate pairs of features; choose an even head_dim")
@@ -121,18 +120,18 @@ class DecoderConfig(ModelConfig, ABC):
 
     @abstractmethod
     def feed_forward_parameters(self, layer: int) -> int:
-        """Number of weights of matrices that one token uses in the feed-forward part of this layer."""
+        """Number of matrix elements that one token uses in the feed-forward part of this layer."""
 
-    def window(self, layer: int) -> int | None:  # noqa: ARG002 - some models have layers of two kinds
-        """Number of positions that a token of this layer sees; ``None`` for all."""
+    def window(self, layer: int) -> int | None:  # noqa: ARG002 - subclasses may have two kinds of layers
+        """Number of positions that a token of this layer attends to; ``None`` for all."""
         return self.sliding_window
 
     def kind(self, layer: int) -> Hashable:
-        """Key that is equal for layers that are built alike."""
+        """Key that is equal for layers of equal structure."""
         return self.window(layer)
 
     def biased_projections(self) -> frozenset[str]:
-        """Names of the projections of attention that have a bias."""
+        """Names of the attention projections with a bias."""
         return PROJECTIONS if self.attention_bias else frozenset()
 
 
@@ -143,7 +142,7 @@ class DenseConfig(DecoderConfig):
     """Features inside the feed-forward layers."""
 
     sliding_from_layer: int = Field(default=0, ge=0)
-    """The first layer that slides; earlier ones see all. Hugging Face: ``max_window_layers``."""
+    """First sliding layer; earlier layers attend to all positions. Hugging Face: ``max_window_layers``."""
 
     @field_validator("sliding_from_layer")
     @classmethod
@@ -152,13 +151,13 @@ class DenseConfig(DecoderConfig):
         if given and info.data["sliding_window"] is None and value:
             raise ValueError(f"{value} has no effect without sliding_window; give a window, or remove this field")
         if layers is not None and value >= layers:
-            raise ValueError(f"{value} leaves no layer of {layers} that slides; remove sliding_window and this field")
+            raise ValueError(f"{value} makes none of {layers} layers slide; remove sliding_window and this field")
         return value
 
     def window(self, layer: int) -> int | None:
-        """Number of positions that a token of this layer sees; ``None`` for all."""
+        """Number of positions that a token of this layer attends to; ``None`` for all."""
         return self.sliding_window if layer >= self.sliding_from_layer else None
 
     def feed_forward_parameters(self, layer: int) -> int:  # noqa: ARG002 - all layers are alike
-        """Number of weights of the three matrices of SwiGLU."""
+        """Number of matrix elements of SwiGLU, in its three matrices."""
         return 3 * self.hidden_size * self.intermediate_size

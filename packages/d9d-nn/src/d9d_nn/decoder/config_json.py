@@ -1,4 +1,4 @@
-"""Fields of ``config.json`` that decoders share, as transformers 5 writes them."""
+"""Fields of ``config.json`` that decoders share, in the format of transformers 5."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from d9d_nn.heads.config import ClassificationHeadConfig, HeadConfig, TokenClass
 from d9d_nn.rope.scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
 
 _DTYPES = ("float32", "bfloat16", "float16")
-#: What transformers has no field for.
+#: Name of the field for values that transformers has no field for.
 _OURS = "d9d"
-#: Kinds of harmless fields that an export takes over from the model that training started from.
+#: Kinds of fields that an export copies from the pretrained model.
 _KEPT = ("tokens", "how to generate")
 
 
@@ -25,12 +25,12 @@ def common_json(config: DecoderConfig, family: Family, dtype: str, ours: Mapping
 
     Args:
         config: our config.
-        family: the model's.
+        family: family of the model.
         dtype: dtype of the parameters: ``float32``, ``bfloat16`` or ``float16``.
-        ours: fields of this model that transformers does not have.
+        ours: further fields of this model, which transformers lacks.
 
     Raises:
-        CheckpointError: Hugging Face layout has no such dtype, or no way to say what the model does.
+        CheckpointError: Hugging Face layout has no such dtype, or cannot express the model.
     """
     if dtype not in _DTYPES:
         raise CheckpointError(f"config.json cannot state the dtype '{dtype}'; export one of {', '.join(_DTYPES)}")
@@ -66,7 +66,7 @@ def common_json(config: DecoderConfig, family: Family, dtype: str, ours: Mapping
 
 
 def kept_fields(source: Mapping[str, Any], config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Fields of a source that outlive the training: its tokens, how to generate, and the names of unchanged classes."""
+    """Fields of a pretrained model's config to keep: tokens, generation settings, and names of unchanged classes."""
     kept = {name: source[name] for about in _KEPT for name in HARMLESS[about] if name in source}
     labels, own = source.get("id2label") or {}, _labels(config)
     if own and len(labels) == len(own["id2label"]) and source.get("architectures") == [_architecture(config, family)]:
@@ -75,10 +75,10 @@ def kept_fields(source: Mapping[str, Any], config: DecoderConfig, family: Family
 
 
 def check_computable(data: Mapping[str, Any], family: Family) -> None:
-    """Compare the ``config.json`` fields of all models with what our models compute.
+    """Check that our models compute the model of a ``config.json``.
 
     Raises:
-        CheckpointError: it describes another architecture, or a variant that we do not compute.
+        CheckpointError: it describes another architecture, or an unsupported variant.
     """
     name = family.model_type
     if data.get("model_type") != name:
@@ -93,9 +93,9 @@ def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Read the fields of our config that decoders share from a ``config.json``.
 
     Raises:
-        CheckpointError: it describes a variant that we do not compute.
-        KeyError: one is missing.
-        TypeError: a value is of another kind; so does AttributeError.
+        CheckpointError: it describes an unsupported variant.
+        KeyError: a field is missing.
+        TypeError: a value has another type; likewise AttributeError.
     """
     rope, ours, positions = _rope(data), data.get(_OURS) or {}, data["max_position_embeddings"]
     is_language_model = _class_name(data, family) == family.language_model
@@ -117,19 +117,19 @@ def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def flag(data: Mapping[str, Any], name: str) -> bool:
-    """Read a field that is true or false; false if it is null or absent.
+    """Read a boolean field; false if it is null or absent.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: it is not a boolean.
     """
     value = data.get(name)
     if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {name} is {value!r}, which is neither true nor false")
+        raise CheckpointError(f"config.json: {name} is {value!r}; it must be true or false")
     return bool(value)
 
 
 def late_windows_json(config: DenseConfig) -> dict[str, Any]:
-    """Write the fields of :func:`late_windows`."""
+    """Write the fields that :func:`late_windows` reads."""
     first = config.num_layers if config.sliding_window is None else config.sliding_from_layer
     return {
         "use_sliding_window": config.sliding_window is not None,
@@ -140,13 +140,13 @@ def late_windows_json(config: DenseConfig) -> dict[str, Any]:
 
 
 def late_windows(data: Mapping[str, Any], family: Family) -> tuple[int | None, int]:
-    """Sliding window of a ``config.json``, and the first layer that slides, where only later layers may slide.
+    """Sliding window and first sliding layer of a ``config.json``, for models in which only later layers may slide.
 
     Raises:
-        CheckpointError: other layers slide.
+        CheckpointError: a layer after a sliding one does not slide.
     """
     layers = data["num_hidden_layers"]
-    # What transformers makes of it, its defaults included.
+    # As transformers reads it, including its defaults.
     window = data.get("sliding_window", 4096) if flag(data, "use_sliding_window") else None
     kinds = data.get("layer_types")
     if kinds is None:
@@ -166,14 +166,14 @@ def late_windows(data: Mapping[str, Any], family: Family) -> tuple[int | None, i
 
 
 def _rope(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields of the rotary positions: of two, those of ``rope_scaling``, as in transformers."""
+    """Fields of the rotary positions; with both fields present, ``rope_scaling``, as in transformers."""
     parameters, scaling = data.get("rope_parameters") or {}, data.get("rope_scaling") or {}
     theta = parameters.get("rope_theta")
     if scaling and theta is not None and scaling.get("rope_theta") is None and data.get("rope_theta") is None:
         raise CheckpointError(
-            f"config.json: rope_scaling is {dict(scaling)!r} beside rope_parameters, of which transformers then reads "
-            f"nothing, not even rope_theta = {theta!r}: it takes 10000. Move the fields of rope_scaling into "
-            "rope_parameters and remove rope_scaling, or add the rope_theta that is meant to rope_scaling"
+            f"config.json: with rope_scaling {dict(scaling)!r}, transformers ignores rope_parameters, even its "
+            f"rope_theta = {theta!r}, and uses 10000. Move the fields of rope_scaling into "
+            "rope_parameters and remove rope_scaling, or add the intended rope_theta to rope_scaling"
         )
     return scaling or parameters
 
@@ -192,7 +192,7 @@ def _labels(config: DecoderConfig) -> dict[str, Any]:
     if not isinstance(head, ClassificationHeadConfig | TokenClassificationHeadConfig):
         return {}
     names = [f"LABEL_{index}" for index in range(head.num_classes)]
-    # transformers needs a padding token to find the last real one in a batch; none is known here.
+    # transformers needs a padding token to find the last token of each sample in a batch; it is unknown here.
     return {
         "id2label": {str(index): name for index, name in enumerate(names)},
         "label2id": {name: index for index, name in enumerate(names)},
@@ -200,7 +200,7 @@ def _labels(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _own_fields(config: DecoderConfig) -> dict[str, Any]:
-    """Extra fields of ``config.json`` that we need to read the same model back."""
+    """Extra fields of ``config.json`` for reading the same model back."""
     fields: dict[str, Any] = {}
     if config.heads != DecoderConfig.model_fields["heads"].default:
         fields["heads"] = {name: head.model_dump(exclude_none=True) for name, head in config.heads.items()}
@@ -229,6 +229,6 @@ def _heads(data: Mapping[str, Any], family: Family) -> dict[str, dict[str, Any]]
     if kind == family.backbone:
         return {"embedding": {"kind": "embedding"}}
     raise CheckpointError(
-        f"config.json: architecture {kind} is not one that {family.model_type} has; these are: "
+        f"config.json: architecture {kind} is not one of {family.model_type}; use one of "
         f"{family.language_model}, {family.classifier}, {family.token_classifier}, {family.backbone}"
     )

@@ -1,6 +1,6 @@
 """Costs of decoders, from their configs alone. Imports no torch.
 
-A family names what its blocks have: head norms or none, and the cost of its feed-forward layers.
+A family adds whether its attention has head norms, and the cost of its feed-forward layers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class FeedForwardCost(NamedTuple):
     """Cost of the feed-forward part of a layer, see :class:`~d9d_core.cost.BlockCost`.
 
     Attributes:
-        name: of layers that have it.
-        ops: its ops.
-        parameters, experts: its parameters, and those of its experts.
-        workspace: bytes at the peak of its backward, but for hidden states.
-        exchanges, backward_exchanges: its collectives.
+        name: name of layers with it.
+        ops: ops of the feed-forward part.
+        parameters, experts: number of its parameters, and of its experts' parameters.
+        workspace: peak bytes of its backward, except hidden states.
+        exchanges, backward_exchanges: collectives of the forward and of the backward.
     """
 
     name: str
@@ -49,7 +49,7 @@ class FeedForwardCost(NamedTuple):
     backward_exchanges: tuple[Exchange, ...] = ()
 
 
-#: Cost of the feed-forward part of the layer of an index; raises ``BuildError`` where ranks cannot share it.
+#: Cost of the feed-forward part of a layer, by index; raises ``BuildError`` if it cannot be divided over the ranks.
 FeedForward = Callable[[Any, int, Share], FeedForwardCost]
 
 
@@ -66,7 +66,7 @@ def decoder_cost(
         head_norms: whether attention normalises the heads of queries and keys.
 
     Raises:
-        BuildError: ranks cannot share the heads, the positions or the feed-forward layers.
+        BuildError: the heads, positions or feed-forward layers cannot be divided over the ranks.
     """
     _check(config, share)
     blocks: list[BlockCost] = []
@@ -82,10 +82,10 @@ def decoder_cost(
 
 
 def swiglu_cost(config: Any, _layer: int, share: Share) -> FeedForwardCost:
-    """Cost of the SwiGLU of a decoder layer, whose inner features the ranks of ``tp`` split.
+    """Cost of the SwiGLU of a decoder layer, whose inner features are split over ``tp``.
 
     Raises:
-        BuildError: they cannot split them evenly.
+        BuildError: the number of ranks does not divide the features.
     """
     tp, hidden, width, tokens = share.tensor, config.hidden_size, share.width, share.tokens
     if config.intermediate_size % tp:
@@ -108,7 +108,7 @@ def dense_cost(config: DenseConfig, stage: Stage, share: Share, *, head_norms: b
     """Cost of a stage of a dense decoder; see :func:`decoder_cost`.
 
     Raises:
-        BuildError: ranks cannot share the model, or ``mesh.ep`` asks for experts.
+        BuildError: the model cannot be divided over the ranks, or ``mesh.ep`` is set.
     """
     if share.experts > 1:
         raise BuildError(f"mesh.ep is {share.experts}, but the model has no experts")
@@ -121,7 +121,7 @@ def state_bytes(config: DecoderConfig, share: Share) -> float:
 
 
 def sequence_exchanges(config: DecoderConfig, share: Share) -> tuple[Exchange, ...]:
-    """All-gathers and reduce-scatters of positions around one half of a layer, as forward so backward."""
+    """All-gather and reduce-scatter of positions around one half of a layer; the same in the backward."""
     if share.tensor == 1:
         return ()
     size = share.width * share.tokens * config.hidden_size
@@ -172,7 +172,7 @@ def _layer(
 def _attention(config: DecoderConfig, layer: int, share: Share, head_norms: bool) -> list[OpCost]:
     width, hidden, head, tokens = share.width, config.hidden_size, config.head_dim, share.tokens
     queries = config.num_attention_heads / share.tensor
-    # Where there are fewer key and value heads than ranks, several ranks compute the same one.
+    # With fewer key and value heads than ranks, several ranks compute the same head.
     pairs = max(config.num_key_value_heads / share.tensor, 1)
     outputs, inside = int(queries) * head, (queries + 2 * pairs) * head
     sizes = {"q_proj": outputs, "k_proj": int(pairs * head), "v_proj": int(pairs * head)}
@@ -193,14 +193,14 @@ def _attention(config: DecoderConfig, layer: int, share: Share, head_norms: bool
 
 
 def _linear(config: DecoderConfig, name: str, outputs: int, features: int, cut: int) -> list[Weight]:
-    """Weight of a layer of attention, and its bias."""
+    """Weight and optional bias of an attention projection."""
     weight = Weight(f"attention.{name}.weight", (outputs, features), "linear", cut)
     bias = Weight(f"attention.{name}.bias", (outputs,), cut=0 if cut == 0 else None)
     return [weight, bias] if name in config.biased_projections() else [weight]
 
 
 def _matrices(names: tuple[str, ...], outputs: int, features: int, cut: int) -> tuple[Weight, ...]:
-    """Weights of layers of a feed-forward block."""
+    """Weights of projections of a feed-forward layer."""
     return tuple(Weight(f"ffn.{name}.weight", (outputs, features), "linear", cut) for name in names)
 
 
@@ -215,7 +215,7 @@ def _embedding(config: DecoderConfig, share: Share) -> BlockCost:
 
 
 def _classes(name: str, classes: int, hidden: int, share: Share, of_tokens: bool) -> OpCost:
-    """Projection of a classifier of tokens, with a bias, or of pooled samples. Each rank of ``tp`` has all of it."""
+    """Projection of a classifier: of tokens, with a bias, or of pooled samples. Replicated over ``tp``."""
     weights = [Weight(f"{name}.weight", (classes, hidden))]
     if of_tokens:
         weights.append(Weight(f"{name}.bias", (classes,)))
@@ -236,7 +236,7 @@ def _heads(config: DecoderConfig, stage: Stage, share: Share) -> BlockCost:
             both, besides = linear_cross_entropy(tokens, hidden, words, width, share.memory, weights=projection)
             ops += both
             workspace = max(workspace, besides)
-            # A tied head on another stage than the embedding has a copy of its weight.
+            # A tied head on another stage than the embedding has its own copy of the weight.
             parameters += 0 if config.tie_embeddings and stage.is_first else words * hidden
         elif isinstance(head, ClassificationHeadConfig | TokenClassificationHeadConfig):
             of_tokens = isinstance(head, TokenClassificationHeadConfig)

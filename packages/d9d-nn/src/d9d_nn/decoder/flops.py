@@ -7,14 +7,14 @@ from d9d_nn.heads.config import ClassificationHeadConfig, TokenClassificationHea
 
 
 def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> float:
-    """Operations of one token, forward and backward: ``6 x matmul parameters + 12 x layers x heads x head_dim x keys``.
+    """Operations per token, forward and backward: ``6 x matmul parameters + 12 x layers x heads x head_dim x keys``.
 
-    A matmul parameter costs one multiply and one add, once forward and twice backward. The embedding look-up is no
-    matmul; each causal_lm or token_classification head is one, tied or not. Of the experts of a layer, those of one
-    token count, and the router. A classification head works once per sample, an embedding head has no matmul. The
-    second term is the scores and the mixing of values (Chowdhery et al. 2022, "PaLM", appendix B); keys are what a
-    token sees on average: half of the sequence, less with a sliding window. Recomputation is not counted. With several
-    heads, the count is that of a step that trains them all.
+    A matmul parameter takes one multiplication and one addition, once in the forward and twice in the backward. The
+    embedding look-up is not a matmul; each causal_lm or token_classification head is one, tied or not. Of a layer with
+    experts, the router and the experts of one token count. A classification head counts once per sample; an embedding
+    head has no matmul. The second term is for attention scores and the mixing of values (Chowdhery et al. 2022, "PaLM",
+    appendix B); keys is the average number of keys that a token attends to: half of the sequence, or less with a
+    sliding window. Recomputation is not counted. With several heads, all heads are assumed to be trained.
     """
     matmul_parameters = layer_parameters(config) + head_parameters(config, sequence_length)
     keys = sum(keys_of(config.window(layer), sequence_length) for layer in range(config.num_layers))
@@ -29,7 +29,7 @@ def layer_parameters(config: DecoderConfig) -> int:
 
 
 def head_parameters(config: DecoderConfig, sequence_length: int) -> float:
-    """Matmul parameters of all heads that one token uses; a share of those that work once per sample."""
+    """Matmul parameters of all heads per token; heads that run once per sample count proportionally."""
     words = sum(config.vocab_size for head in config.heads.values() if head.kind == "causal_lm")
     classes = sum(head.num_classes for head in config.heads.values() if isinstance(head, ClassificationHeadConfig))
     tags = sum(head.num_classes for head in config.heads.values() if isinstance(head, TokenClassificationHeadConfig))
@@ -37,7 +37,7 @@ def head_parameters(config: DecoderConfig, sequence_length: int) -> float:
 
 
 def keys_of(window: int | None, sequence_length: int) -> float:
-    """Number of keys that one token sees on average in a layer."""
-    # The triangle of causal attention, without the smaller one that lies beyond the window.
+    """Average number of keys that a token attends to in a layer."""
+    # The triangle of causal attention, minus the triangle beyond the window.
     beyond = max(sequence_length - (window or sequence_length), 0)
     return sequence_length / 2 - beyond**2 / (2 * sequence_length)

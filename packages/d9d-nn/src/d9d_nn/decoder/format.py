@@ -1,4 +1,4 @@
-"""Base of the Hugging Face formats: ``config.json`` as transformers 5 writes it, and parameter names."""
+"""Base of the Hugging Face formats: ``config.json`` of transformers 5, and parameter names."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ C = TypeVar("C", bound=DecoderConfig)
 
 
 class DecoderFormat(ABC, Generic[C]):
-    """Base of the Hugging Face formats of decoders: the model classes of one family of transformers.
+    """Base of the Hugging Face formats of decoders: the model classes of one family in transformers.
 
-    One head is theirs: a language model (``...ForCausalLM``), or a classifier over last tokens
-    (``...ForSequenceClassification``) or of tokens (``...ForTokenClassification``). Others are kept under names of our
-    own, which transformers leaves out.
+    One head can be a head of transformers: a language model (``...ForCausalLM``), a classifier of last tokens
+    (``...ForSequenceClassification``) or of tokens (``...ForTokenClassification``). Other heads are stored under our
+    own names, which transformers ignores.
 
     Attributes:
         family: names of the models in transformers.
-        config: our class of configs.
+        config: config class of the models.
     """
 
     family: ClassVar[Family]
@@ -36,19 +36,19 @@ class DecoderFormat(ABC, Generic[C]):
 
     @abstractmethod
     def special_json(self, config: C) -> dict[str, Any]:
-        """Write the ``config.json`` fields that only this kind of model has."""
+        """Write the ``config.json`` fields that only this family has."""
 
     @abstractmethod
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the fields of our config that only this kind of model has.
+        """Read the fields of our config that only this family has.
 
         Raises:
-            CheckpointError: it describes a variant that we do not compute.
-            KeyError: something is missing.
+            CheckpointError: it describes an unsupported variant.
+            KeyError: a field is missing.
         """
 
-    def own_fields(self, config: C) -> dict[str, Any]:  # noqa: ARG002 - some kinds have such
-        """Fields of this kind of model that transformers has no word for; kept as they are."""
+    def own_fields(self, config: C) -> dict[str, Any]:  # noqa: ARG002 - overridden by some families
+        """Fields of this family that transformers has no field for; stored unchanged."""
         return {}
 
     def config_json(self, config: C, dtype: str) -> dict[str, Any]:
@@ -59,19 +59,19 @@ class DecoderFormat(ABC, Generic[C]):
             dtype: dtype of the parameters: ``float32``, ``bfloat16`` or ``float16``.
 
         Raises:
-            CheckpointError: Hugging Face layout has no such dtype, or no way to say what the model does.
+            CheckpointError: Hugging Face layout has no such dtype, or cannot express the model.
         """
         return common_json(config, self.family, dtype, self.own_fields(config)) | self.special_json(config)
 
     def kept_fields(self, source: Mapping[str, Any], config: C) -> dict[str, Any]:
-        """Fields about tokens, labels and generation: what the trained model is asked for is told as before."""
+        """Fields about tokens, labels and generation, copied from the pretrained model's config."""
         return kept_fields(source, config, self.family)
 
     def config_from_json(self, data: Mapping[str, Any]) -> C:
         """Read our config from a published ``config.json``, of transformers 4 or 5.
 
         Raises:
-            CheckpointError: it describes another architecture, a variant we do not compute, or no possible model.
+            CheckpointError: it describes another architecture, an unsupported variant, or an invalid model.
         """
         name = self.family.model_type
         check_computable(data, self.family)
@@ -82,16 +82,16 @@ class DecoderFormat(ABC, Generic[C]):
                 f"config.json: {error.args[0]} is missing; take it from the config.json of the published model"
             ) from error
         except (TypeError, AttributeError) as error:
-            raise CheckpointError(f"config.json: a value is of a kind that no {name} has there: {error}") from error
+            raise CheckpointError(f"config.json: a value has a type that no {name} has there: {error}") from error
         try:
             return self.config.model_validate(values)
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, line['loc']))}: {line['msg']}" for line in error.errors())
             raise CheckpointError(f"config.json: no {name} model has these values: {'; '.join(problems)}") from error
 
-    def layers(self, config: C, stored: C) -> list[Mapper]:  # noqa: ARG002 - some kinds compare the two
-        """Mappers of the tensors in layers, from files of a model like ``stored`` to one like ``config``."""
-        # Here, as reading a config must not import torch.
+    def layers(self, config: C, stored: C) -> list[Mapper]:  # noqa: ARG002 - some families compare the two
+        """Mappers of the tensors in layers, from files of a model like ``stored`` to a model like ``config``."""
+        # Imported here, because reading a config must not import torch.
         from d9d_weights.hugging_face.names import layer_names
 
         return list(layer_names(self.family.layer, config.biased_projections()))
