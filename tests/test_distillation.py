@@ -144,5 +144,5 @@ def test_a_teacher_of_another_vocabulary_is_refused(teacher: Path, tmp_path: Pat
 def test_a_teacher_without_weights_is_refused(tmp_path: Path) -> None:
     job = values(tmp_path, tmp_path)
     job["task"]["teacher"] = {"name": "qwen3", "vocab_size": 257, **SIZES}
-    with pytest.raises(JobError, match=r"task\.teacher: it has no weights that anything could be learned from"):
+    with pytest.raises(JobError, match=r"task\.teacher: the teacher has no trained weights to learn from"):
         Job.from_values(job).plan()

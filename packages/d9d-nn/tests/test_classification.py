@@ -70,9 +70,9 @@ def test_a_named_head_is_read_with_and_without_a_prefix() -> None:
 
 
 def test_an_output_that_the_model_did_not_compute_is_named() -> None:
-    with pytest.raises(JobError, match="the model gave no 'class_logits'; it gave: token_loss"):
+    with pytest.raises(JobError, match="the model did not return 'class_logits'; it returned: token_loss"):
         TASK.losses({"token_loss": torch.zeros(1)}, MICROBATCH)
-    with pytest.raises(JobError, match="the model gave no 'token_loss'; it gave: class_logits"):
+    with pytest.raises(JobError, match="the model did not return 'token_loss'; it returned: class_logits"):
         CausalLM(CausalLMConfig()).losses({"class_logits": torch.zeros(1)}, {})
 
 
@@ -100,7 +100,7 @@ def test_check_names_the_heads_there_are(heads: dict, head: str | None, text: st
 def test_language_modelling_needs_its_head_too() -> None:
     with pytest.raises(JobError, match="needs a head of kind causal_lm"):
         CausalLM(CausalLMConfig()).check(model(topic=TOPIC), {})
-    with pytest.raises(JobError, match="'words' is no head of the model, which states none"):
+    with pytest.raises(JobError, match="the model lists no heads, so there is no 'words'"):
         CausalLM(CausalLMConfig(head="words")).check(SimpleNamespace(), {})
 
 

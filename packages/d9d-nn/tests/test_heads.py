@@ -205,7 +205,7 @@ def test_heads_say_what_may_be_split_and_can_be_filled_late() -> None:
 
 
 def test_a_head_cannot_be_called_like_an_attribute_of_modules() -> None:
-    with pytest.raises(BuildError, match="'train' cannot be the name of a head"):
+    with pytest.raises(BuildError, match="'train' is an attribute of modules"):
         heads(train=CONFIGS["topic"])
 
 
@@ -239,7 +239,7 @@ def test_an_input_that_is_no_sum_is_refused() -> None:
 
 def test_exactly_the_sums_that_earlier_stages_began_are_taken() -> None:
     state = torch.zeros(1, 2, 3)
-    with pytest.raises(ValueError, match="a head needs layer_sum_0_2; pass on all that the previous stage returned"):
+    with pytest.raises(ValueError, match="a head needs layer_sum_0_2; pass all outputs of the previous stage"):
         LayerSums([(0, 2), (2,)], 1e-6, {}, range(1))
     with pytest.raises(TypeError, match="unexpected input 'layer_sum_2'"):
         LayerSums([(0, 2), (2,)], 1e-6, {"layer_sum_0_2": state, "layer_sum_2": state}, range(1))

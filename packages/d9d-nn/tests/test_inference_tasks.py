@@ -134,7 +134,7 @@ def test_labels_must_be_one_for_each_class() -> None:
     model = SimpleNamespace(heads={"c": ClassificationHeadConfig(num_classes=3)})
     with pytest.raises(JobError, match="2 names for a head of 3 classes"):
         Classes(ClassesConfig(labels=("a", "b"))).check(model, {})
-    with pytest.raises(JobError, match="a reward model has a classification head of one class, this one has 3"):
+    with pytest.raises(JobError, match="rewards need a classification head of one class, this one has 3"):
         Rewards(RewardsConfig()).check(model, {})
 
 

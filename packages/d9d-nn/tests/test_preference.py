@@ -86,7 +86,7 @@ def test_the_reference_gives_one_number_for_each_text() -> None:
 
 def test_data_that_is_no_pairs_is_refused() -> None:
     task = Dpo(DpoConfig())
-    with pytest.raises(JobError, match="task 'dpo' reads samples, and the dataset gives lengths, reference_logps, t"):
+    with pytest.raises(JobError, match="task 'dpo' reads samples, but the dataset gives lengths, reference_logps, t"):
         task.first_inputs(microbatch())
     with pytest.raises(JobError, match="6 rows for 2 samples"):
         task.first_inputs({**microbatch(), "samples": torch.arange(2)})

@@ -123,7 +123,7 @@ def test_groups_have_their_own_rate_and_decay() -> None:
         ({"target": "torch.optim.RAdam", "arguments": {"beta": 1}}, "arguments.beta: .*did you mean 'betas'"),
         ({"target": "torch.optim.RAdam", "arguments": {"lr": 1}}, "not an argument; set optimizer.lr"),
         ({"target": "torch.optim.RAdam", "arguments": {"betas": [2, 2]}}, "RAdam refuses them: .*beta"),
-        ({"target": "torch.optim.Rprop", "weight_decay": 0.1}, "weight_decay: has no weight decay"),
+        ({"target": "torch.optim.Rprop", "weight_decay": 0.1}, "weight_decay: .*has no weight decay"),
         ({"target": "torch.optim.RAdam", "state_dtype": "float32"}, "state_dtype: the class chooses"),
         ({"target": f"{__name__}.CountsOnTheHost"}, "its state calls of embed.weight is not a tensor"),
         (

@@ -1,4 +1,4 @@
-"""Token embedding, in one piece or with a part of its own for tokens that were added to the vocabulary.
+"""Token embedding, in one piece or with a separate parameter for tokens added to the vocabulary.
 
 Shapes: B samples, S positions, H features, V words of the vocabulary.
 """
@@ -31,19 +31,19 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
     def vocabulary_weight(self) -> Tensor:
-        """Weight that a tied head projects with, [V, H]: the parameter itself."""
+        """Weight [V, H] for the projection of a tied head: the parameter itself."""
         return self.weight
 
 
 class SplitTokenEmbedding(nn.Module):
-    """Token embedding whose last ids have a parameter of their own, so that they can be trained alone.
+    """Token embedding with a separate parameter for the last ids, so that they can be trained alone.
 
-    Computes what a :class:`TokenEmbedding` with both weights in a row computes. Each part is looked up at every
-    position, so both always get a gradient, and nothing waits for the device.
+    Gives the same results as a :class:`TokenEmbedding` with both weights concatenated. Each part is looked up at every
+    position, so both always get a gradient, and the host never waits for the device.
 
     Args:
         vocabulary: number of token ids, V.
-        added: number of the last ids that form the second part; less than V.
+        added: number of last ids in the second part; less than V.
         features: H.
         std: standard deviation of the initial weights.
     """
@@ -60,15 +60,15 @@ class SplitTokenEmbedding(nn.Module):
         self._share = share
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:  # noqa: ARG002 - the protocol's
-        """No collectives: a rank looks its own positions up."""
+        """No collectives: a rank looks up its own positions."""
         return ()
 
     def vocabulary_weight(self) -> Tensor:
-        """Weight that a tied head projects with, [V, H]: a copy of both parts in a row."""
+        """Weight [V, H] for the projection of a tied head: a concatenated copy of both parts."""
         return torch.cat([self.regular.weight, self.added.weight])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map token ids int64 [B, S] to features [B, S, H], of a rank's own positions if it has a share."""
+        """Map token ids int64 [B, S] to features [B, S, H], of a rank's own positions if the sequence is split."""
         if self._share is not None:
             tokens = self._share.own(tokens)
         regular = self.regular(tokens.clamp(max=self.first_added - 1))
@@ -77,7 +77,7 @@ class SplitTokenEmbedding(nn.Module):
 
 
 def token_embedding(vocabulary: int, added: int, features: int, *, std: float) -> TokenEmbedding | SplitTokenEmbedding:
-    """Build an embedding of V token ids; the last ``added`` of them, if any, have a parameter of their own."""
+    """Build an embedding of V token ids; the last ``added`` ids, if any, have a separate parameter."""
     if added:
         return SplitTokenEmbedding(vocabulary, added, features, std=std)
     return TokenEmbedding(vocabulary, features, std=std)

@@ -40,12 +40,12 @@ class Linear(nn.Linear):
 
     @property
     def defers(self) -> bool:
-        """Whether a product of now leaves its weight gradient for later."""
+        """Whether a product computed now would defer its weight gradient."""
         return may_defer(self.weight, self._deferral)
 
     @property
     def lends(self) -> bool:
-        """Whether somebody else is asked for the product."""
+        """Whether another function is asked for the product first."""
         return self._lent is not None
 
     @property
@@ -54,7 +54,7 @@ class Linear(nn.Linear):
         return self._deferral
 
     def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:
-        """Ask a function for the product, before computing it; a subclass in another precision says no."""
+        """Ask a function for the product before computing it; a subclass in another precision returns ``False``."""
         self._lent = compute
         return True
 
@@ -63,9 +63,9 @@ class Linear(nn.Linear):
         return self.multiply(input, self._deferral)
 
     def multiply(self, rows: Tensor, deferral: Deferral | None) -> Tensor:
-        """Product behind :meth:`forward`, on its own so that a subclass computes it in another precision.
+        """Product of :meth:`forward`, separate so that a subclass can compute it in another precision.
 
-        Terms that a fine-tuning method adds are around it and stay as they are.
+        Terms added by a fine-tuning method are outside of it and do not change.
 
         Args:
             rows: [..., in_features].
@@ -83,22 +83,22 @@ class Linear(nn.Linear):
 
 
 def is_plain(layer: Linear) -> bool:
-    """Whether a layer is a product with its weight and nothing else, so that a kernel may read the weight instead.
+    """Whether a layer is only a product with its weight, so that a kernel may read the weight instead.
 
-    No bias, and nothing that a strategy or a fine-tuning method has put in its place.
+    It has no bias, and no strategy or fine-tuning method has replaced it.
     """
     has_bias = layer.bias is not None
     return type(layer) is Linear and not has_bias and not layer.lends and "forward" not in vars(layer)
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Whether somebody watches or changes the calls of a layer, which a kernel in its place does not make."""
-    # torch has no public way to ask; a test pins the names.
+    """Whether hooks read or change the calls of a layer, which a kernel would bypass."""
+    # torch has no public function for this; a test checks the names.
     return bool(
         layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks  # noqa: SLF001
     )
 
 
 def are_only_products(*layers: Linear) -> bool:
-    """Whether calls of the layers are products and nothing else now: no weight gradient is deferred, nobody watches."""
+    """Whether calls of the layers are now only products: no weight gradient is deferred, and there are no hooks."""
     return not any(layer.defers or has_hooks(layer) for layer in layers)

@@ -1,4 +1,4 @@
-"""Microbatches as tasks of language models read them. Shapes: B samples, S positions."""
+"""Microbatches of language model tasks. Shapes: B samples, S positions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
-#: Fields of whole samples, also where they have as many columns as there are positions.
+#: Fields of whole samples, even if they have as many columns as there are positions.
 _WHOLE = ("documents", "ends")
-#: Number of a rank's own positions of each sample that are no padding, int64 [B].
+#: Number of a rank's own positions of each sample without padding, int64 [B].
 _OWN_LENGTHS = "own_lengths"
-#: Numbers of the samples that a rank counts, int64 [B], or [0] of none, so that shapes tell and no device is asked.
+#: Numbers of the samples that a rank counts, int64 [B], or [0] if none: the shape shows it without a sync.
 _COUNTED = "counted_samples"
 
 
@@ -32,26 +32,26 @@ def check_fields(microbatch: Microbatch, task: str, *names: str) -> None:
     """
     if missing := [name for name in names if name not in microbatch]:
         raise JobError(
-            f"data: task '{task}' reads {', '.join(missing)}, and the dataset gives {', '.join(sorted(microbatch))}; "
+            f"data: task '{task}' reads {', '.join(missing)}, but the dataset gives {', '.join(sorted(microbatch))}; "
             "use a dataset for this task, or another task"
         )
 
 
 def count_positions(microbatch: Microbatch) -> int | Tensor:
-    """Number of positions without padding: of ``lengths``, 0-d; or of the shape of ``tokens`` where there is none.
+    """Number of positions without padding: 0-d from ``lengths``, or from the shape of ``tokens`` if none.
 
-    Of a rank's part of a microbatch, those that it has.
+    For a rank's part of a microbatch, counts only this part.
     """
     lengths = microbatch.get(_OWN_LENGTHS, microbatch.get("lengths"))
     return microbatch["tokens"].numel() if lengths is None else lengths.sum()
 
 
 def stage_inputs(microbatch: Microbatch, *more: str) -> StageInputs:
-    """Inputs of a stage: ``tokens`` [B, S] enter the first one; what else there is reaches every stage.
+    """Inputs of a stage: ``tokens`` [B, S] go to the first one; all other inputs go to every stage.
 
     Args:
-        microbatch: with ``tokens``, and maybe ``positions``, ``documents`` and ``lengths``.
-        more: further names that the model takes, if they are there.
+        microbatch: with ``tokens``, and optionally ``positions``, ``documents`` and ``lengths``.
+        more: further inputs of the model, if the microbatch has them.
     """
     names = ("positions", "documents", "lengths", *more)
     shared = {name: microbatch[name] for name in names if name in microbatch}
@@ -67,8 +67,8 @@ def counted_targets(microbatch: Microbatch) -> Tensor:
 def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
     """Split a microbatch by positions and return a rank's part, see :class:`d9d_core.task.SplitsPositions`.
 
-    Fields [B, S, ...] are split, ``documents`` and ``ends`` stay whole, and so do fields of samples, such as
-    ``lengths``. ``positions`` are there afterwards.
+    Fields [B, S, ...] are split; ``documents``, ``ends`` and fields of samples, such as ``lengths``, stay whole. The
+    result always has ``positions``.
 
     Args:
         microbatch: with ``tokens`` [B, S].
@@ -90,9 +90,9 @@ def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
 
 
 def own_positions_of_samples(microbatch: Microbatch, share: PositionShare) -> Microbatch:
-    """A rank's part of a microbatch for a task whose losses are of whole samples; see :func:`counts_samples`.
+    """A rank's part of a microbatch for a task with losses of whole samples; see :func:`counts_samples`.
 
-    All ranks of ``cp`` compute the same of a sample, so one of them counts it, the one with its first position.
+    All ranks of ``cp`` compute the same for a sample, so only the rank with its first position counts it.
 
     Args:
         microbatch: with ``tokens`` [B, S].
@@ -108,5 +108,5 @@ def own_positions_of_samples(microbatch: Microbatch, share: PositionShare) -> Mi
 
 
 def counts_samples(microbatch: Microbatch) -> bool:
-    """Whether this rank counts what is of whole samples; otherwise another rank of ``cp`` does."""
+    """Whether this rank counts values of whole samples; otherwise another rank of ``cp`` does."""
     return _COUNTED not in microbatch or len(microbatch[_COUNTED]) > 0

@@ -41,7 +41,7 @@ class TextTask:
         """Find the head, and compare vocabulary and sequence length of model and data, as far as both state them.
 
         Raises:
-            JobError: the head cannot be found, or the data has token ids or positions that the model has not.
+            JobError: the head cannot be found, or the data has token ids or positions that the model does not have.
         """
         check_language_model(model, self.head_kind, self.config.head, facts)
 

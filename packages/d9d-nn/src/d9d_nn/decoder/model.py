@@ -34,20 +34,20 @@ class DecoderModel(nn.Module):
     """Decoder model of one pipeline stage: layers, embedding on the first, final norm and heads on the last.
 
     Parameters are called ``embedding.weight``, ``layers.<index>...``, ``norm.weight`` and ``heads.<name>.weight``, with
-    the index in the whole model, so that names do not depend on the stages. A tied causal_lm head has none: it takes
-    the embedding's. If that is on another stage, the last one has a copy, under the same name: whoever trains the
-    stages adds up the gradients of equally named parameters. With ``added_tokens``, the embedding and each causal_lm
-    head have ``regular.weight`` and ``added.weight`` in place of ``weight``.
+    the index in the whole model, so that names do not depend on the stages. A tied causal_lm head has no parameter: it
+    uses the embedding's. If the embedding is on another stage, the last stage has a copy under the same name, and
+    training adds up the gradients of parameters with equal names. With ``added_tokens``, the embedding and each
+    causal_lm head have ``regular.weight`` and ``added.weight`` in place of ``weight``.
 
     Args:
         config: config of the whole model.
         stage: pipeline stage to build.
         block: builds the layer of an index in the whole model.
-        heads: whether the last stage has the heads; without, it returns the hidden states that they read.
+        heads: whether the last stage has the heads; otherwise it returns the hidden states that they read.
 
     Raises:
-        BuildError: the layers cannot be split over the stages, or not in the way that the job asks for; or a head has a
-            name that a module cannot have.
+        BuildError: the layers cannot be split over the stages in the requested way; or a head has a name that a module
+            cannot have.
     """
 
     def __init__(self, config: DecoderConfig, stage: Stage, block: BuildBlock, *, heads: bool = True) -> None:
@@ -85,7 +85,7 @@ class DecoderModel(nn.Module):
         return {f"layers.{index}": layer for index, layer in self.layers.items()}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of embedding and final norm: split over the vocabulary, if in one piece, and over the sequence."""
+        """Styles of the embedding (over the vocabulary, if it is one piece) and of the final norm (over positions)."""
         plan = {}
         if hasattr(self, "embedding"):
             whole = isinstance(self.embedding, TokenEmbedding)
@@ -95,11 +95,11 @@ class DecoderModel(nn.Module):
         return plan
 
     def split_sequence(self, ranks: int) -> None:
-        """Take note that hidden states hold S / ``ranks`` positions each."""
+        """Prepare for hidden states of S / ``ranks`` positions each."""
         self._sequence_ranks = ranks
 
     def split_context(self, share: ContextShare) -> None:
-        """Take a rank's own positions, but all ``documents``.
+        """Prepare for a rank's own positions; ``documents`` still cover all positions.
 
         Raises:
             BuildError: the rotation depends on the length of samples.
@@ -107,16 +107,16 @@ class DecoderModel(nn.Module):
         scaling = self.config.rope_scaling
         if scaling is not None and scaling.type == "dynamic":
             raise BuildError(
-                "context_parallel: model.rope_scaling is dynamic, so each sample's length turns all of its positions, "
-                "of which ranks of cp have parts; choose another scaling, such as yarn, or leave mesh.cp out"
+                "context_parallel: model.rope_scaling is dynamic, so rotations depend on the length of whole samples, "
+                "which are split over cp; choose another scaling, such as yarn, or leave mesh.cp out"
             )
         self._context = share
 
     def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         """Spec of ``hidden`` [B, S, H] in the dtype of this stage's parameters; empty on the last stage.
 
-        If a head reads the mean of several layers, the sum so far travels along, of the same shape and dtype. Where
-        ranks of ``tp`` split positions, it is their part of S; where ranks of ``cp`` do, the microbatch has theirs.
+        If a head reads the mean of several layers, the sum so far is sent too, with the same shape and dtype. If ranks
+        of ``tp`` split positions, S is their part; if ranks of ``cp`` do, the microbatch holds only their positions.
         """
         if self.stage.is_last:
             return {}
@@ -142,26 +142,25 @@ class DecoderModel(nn.Module):
 
         Args:
             tokens: int64 [B, S], for the first stage.
-            hidden: [B, S, H], for later stages: what the previous one returned.
+            hidden: [B, S, H], for later stages: returned by the previous one.
             positions: int64 [B, S], position inside the document; counted from the sample's start if ``None``.
-            documents: int64 [B, S]; tokens only see their own document. ``None`` if a sample is one document.
+            documents: int64 [B, S]; tokens attend only within their own document. ``None`` if a sample is one document.
             targets: int64 [B, S], -100 where nothing is predicted; only causal_lm heads read them.
-            lengths: int64 [B], tokens of each right-padded sample, beyond which experts compute nothing and heads that
-                pool see nothing; ``None`` if there is no padding.
-            ends: int64 [B, N], where each row of packed samples ends, 0 behind the last; heads that pool then answer
-                for each row, [B, N, C] and [B, N, D]. ``None`` pools samples.
-            layer_sums: [B, S, H] each, for later stages: what else the previous one returned.
+            lengths: int64 [B], tokens of each right-padded sample; experts and heads that pool leave out the padding
+                behind them. ``None`` if there is no padding.
+            ends: int64 [B, N], where each row of packed samples ends, 0 behind the last; heads that pool then return a
+                result for each row, [B, N, C] and [B, N, D]. ``None`` pools samples.
+            layer_sums: [B, S, H] each, for later stages: the other outputs of the previous one.
 
         Returns:
-            Before the last stage what :meth:`boundary` names. From the last one without heads the normalised
-            ``{"hidden": [B, S, H]}``. With one head:
-            ``{"token_loss": float32 [B, S]}`` with targets, else ``{"logits": [B, S, V]}``, or
-            ``{"class_logits": float32 [B, C]}``, of a token_classification head [B, S, C], or
-            ``{"embedding": float32 [B, D]}``. Several heads answer as ``"<head>/<name>"``, causal_lm heads among them
-            only with targets.
+            Before the last stage, the tensors named by :meth:`boundary`. From the last stage without heads, the
+            normalised ``{"hidden": [B, S, H]}``. With one head: ``{"token_loss": float32 [B, S]}`` with targets, else
+            ``{"logits": [B, S, V]}``, or ``{"class_logits": float32 [B, C]}`` ([B, S, C] from a token_classification
+            head), or ``{"embedding": float32 [B, D]}``. Outputs of several heads are called ``"<head>/<name>"``;
+            causal_lm heads among them run only with targets.
 
         Raises:
-            ValueError: the first stage got no tokens, or a later one not all that the previous one returned.
+            ValueError: the first stage got no tokens, or a later one did not get all outputs of the previous one.
             TypeError: an input is unknown.
         """
         if self.stage.is_first:
@@ -170,7 +169,7 @@ class DecoderModel(nn.Module):
             hidden = self.embedding(tokens)
         if hidden is None:
             name = self.config.name
-            raise ValueError(f"stage {self.stage.index} of {name} needs hidden, what the previous stage returned")
+            raise ValueError(f"stage {self.stage.index} of {name} needs hidden, returned by the previous stage")
         context = self._context
         length = hidden.shape[1] * self._sequence_ranks * (1 if context is None else context.ranks)
         places = torch.arange(length, device=hidden.device).unsqueeze(0)
@@ -206,5 +205,5 @@ class DecoderModel(nn.Module):
 
 
 def _embedding(config: DecoderConfig) -> TokenEmbedding | SplitTokenEmbedding:
-    """Embedding of a model; on whichever stage, it starts with the same numbers under the same name."""
+    """Embedding of a model; it has the same name and initial weights on every stage."""
     return token_embedding(config.vocab_size, config.added_tokens, config.hidden_size, std=config.initialization.std)

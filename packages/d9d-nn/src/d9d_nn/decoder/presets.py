@@ -1,4 +1,4 @@
-"""Presets: published sizes of a family of models, which fill the fields of its config. No torch."""
+"""Presets: published sizes of a family of models, which fill fields of its config. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TINY = {
 
 
 def sizes(hidden: int, intermediate: int, layers: int, heads: int, pairs: int, **more: Any) -> dict[str, Any]:
-    """Sizes of a model as its config has them, and further fields."""
+    """Sizes of a model under the names of the config's fields, and further fields."""
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -32,13 +32,13 @@ def fill(values: Mapping[str, Any], presets: Presets) -> Mapping[str, Any]:
     """Fill the fields that are not given from their ``preset``.
 
     Raises:
-        ValueError: there is no such preset, or the sizes are those of ``pretrained`` weights.
+        ValueError: there is no such preset, or ``pretrained`` weights define the sizes.
     """
     name = values.get("preset")
     if not isinstance(name, str):
-        return values  # what else stands there is the field's to refuse
+        return values  # the field itself rejects other values
     if values.get("pretrained") is not None:
-        raise ValueError(f"the sizes are those of pretrained; remove preset: {name}")
+        raise ValueError(f"pretrained defines the sizes; remove preset: {name}")
     if name not in presets:
         near = closest(name, presets)
         hint = f"did you mean '{near}'? " if near else ""
@@ -47,7 +47,7 @@ def fill(values: Mapping[str, Any], presets: Presets) -> Mapping[str, Any]:
 
 
 def sizes_or_preset(schema: dict[str, Any]) -> None:
-    """Let ``preset`` or ``pretrained`` stand for the required fields in a config's JSON schema."""
+    """Accept ``preset`` or ``pretrained`` instead of the required fields in a config's JSON schema."""
     sizes = schema.pop("required", [])
     sources = [name for name in ("preset", "pretrained") if name in schema["properties"]]
     schema["anyOf"] = [*({"required": [name]} for name in sources), {"required": sizes}]

@@ -19,12 +19,12 @@ class DistillationConfig(PluginConfig):
     head: str | None = None
     """The model's head to train, of kind causal_lm; needed if the model has several heads."""
     teacher_head: str | None = None
-    """The teacher's head, likewise."""
+    """The teacher's head; needed if the teacher has several heads."""
     temperature: float = Field(default=1.0, gt=0)
-    """Both distributions are those of logits divided by this; the divergence is multiplied by its square."""
+    """Divides the logits of both models; the divergence is multiplied by its square."""
     top_k: PositiveInt | None = None
-    """Learn the teacher's k most probable tokens, with probabilities that add up to one; null learns all of them, and
-    keeps the teacher's logits of a whole step."""
+    """Learn the teacher's k most probable tokens, with probabilities that add up to one; null learns all tokens, and
+    keeps the teacher's logits for a whole step."""
     soft_weight: float = Field(default=1.0, gt=0)
     """Coefficient of the divergence from the teacher."""
     hard_weight: float = Field(default=0.0, ge=0)

@@ -1,6 +1,6 @@
-"""Divergence of a model's next-token distribution from another one.
+"""Divergence of a model's next-token distribution from another distribution.
 
-Shapes: T tokens, V words of the vocabulary, K words that the other distribution gives.
+Shapes: T tokens, V words of the vocabulary, K words of the other distribution.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-#: Numbers of a float32 matrix that exist at once besides the logits and their gradient.
+#: Elements of a float32 matrix in memory at once, in addition to the logits and their gradient.
 _CHUNK_ELEMENTS = 1 << 26
 
 
@@ -27,9 +27,9 @@ def divergence(
 
     Args:
         logits: [T, V].
-        other: [T, K], K at most V: logits of ``words`` alone; other words have ``p_v = 0``. Gets no gradient.
+        other: [T, K], K at most V: logits of ``words``; all other words have ``p_v = 0``. Gets no gradient.
         words: int64 [T, K], distinct in each row; ``None`` for the first K.
-        counted: bool [T], the tokens that have a divergence; others have zero, and zero gradient.
+        counted: bool [T], the tokens to compute a divergence for; other tokens have zero, and zero gradient.
         temperature: T.
 
     Returns:
@@ -56,7 +56,7 @@ class _Divergence(torch.autograd.Function):
             ours = _log_softmax(logits[chunk], temperature)
             ours = ours[:, : other.shape[1]] if words is None else ours.gather(1, words[chunk])
             probabilities = theirs.exp()
-            # A word of probability zero counts nothing, even if its log is infinite.
+            # A word of probability zero adds nothing, even if its log is infinite.
             result[chunk] = torch.where(probabilities > 0, probabilities * (theirs - ours), 0).sum(-1)
         ctx.save_for_backward(logits, other, words, counted)
         ctx.temperature, ctx.rows = temperature, rows

@@ -29,13 +29,13 @@ _LOGITS, _WORDS = "teacher_logits", "teacher_words"
 
 
 class Distillation(TextTask):
-    """Task of distillation with the loss term ``divergence``, the mean over the targets; maybe ``cross_entropy`` too.
+    """Task of distillation with the loss term ``divergence``, a mean over targets, and optionally ``cross_entropy``.
 
-    Microbatches are those of ``causal_lm``, weights included: positions without a target do not count. The models' last
-    stages return ``logits`` [B, S, V].
+    Microbatches are the same as for ``causal_lm``, including weights: positions without a target do not count. The last
+    stages of both models return ``logits`` [B, S, V].
 
     Args:
-        config: the teacher, and what is learned of it.
+        config: teacher, and how to learn from it.
     """
 
     def __init__(self, config: DistillationConfig) -> None:
@@ -52,8 +52,8 @@ class Distillation(TextTask):
         """Find the heads, and compare the sizes of model, teacher and data, and the tokenizers of the two models.
 
         Raises:
-            JobError: a head cannot be found, the data has token ids or positions that a model has not, or the teacher
-                has another vocabulary, or no weights to learn from.
+            JobError: a head cannot be found, the data has token ids or positions that a model does not have, or the
+                teacher has another vocabulary or no weights.
         """
         config = self.config
         self._words = getattr(model, "vocab_size", None)
@@ -63,7 +63,7 @@ class Distillation(TextTask):
         problems += exceeded(config.teacher, facts, "task.teacher")
         problems += check_vocabularies(model, config.teacher)
         if getattr(config.teacher, "pretrained", None) is None:
-            problems.append("task.teacher: it has no weights that anything could be learned from; give pretrained")
+            problems.append("task.teacher: the teacher has no trained weights to learn from; set pretrained")
         words = getattr(config.teacher, "vocab_size", None)
         if config.top_k is not None and isinstance(words, int) and config.top_k > words:
             problems.append(f"task.top_k: {config.top_k} words are more than the teacher's {words}; use null for all")
@@ -80,7 +80,7 @@ class Distillation(TextTask):
         return FirstPass("other", self.config.teacher, where="task.teacher")
 
     def first_inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of the teacher, which are those of the model.
+        """Inputs of the teacher, the same as the model's.
 
         Raises:
             JobError: the dataset gives no targets.
@@ -89,8 +89,8 @@ class Distillation(TextTask):
         return self.inputs(microbatch)
 
     def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Logits of the teacher [B, S, V]; or [B, S, K], and which words they are of."""
-        # What the teacher has beyond the model is padding of its matrix, see check().
+        """Logits of the teacher [B, S, V]; or [B, S, K] with the words that they belong to."""
+        # Further words of the teacher are padding of its matrix, see check().
         logits = read_output(outputs, "logits", self.config.teacher_head).detach()[..., : self._words]
         if self.config.top_k is None:
             return {_LOGITS: logits}
@@ -98,7 +98,7 @@ class Distillation(TextTask):
         return {_LOGITS: top.values, _WORDS: top.indices}
 
     def complete(self, kept: Sequence[Mapping[str, Tensor]], ranks: DataRanks) -> Sequence[Mapping[str, Tensor]]:  # noqa: ARG002
-        """Logits as they are: a sample needs no other."""
+        """Return the logits unchanged: a sample does not depend on others."""
         return kept
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
@@ -116,11 +116,11 @@ class Distillation(TextTask):
         weights = microbatch["weights"].flatten() if "weights" in microbatch else 1.0
         sums = {_SOFT: (soft * weights).sum()}
         if self.config.hard_weight:
-            one = torch.zeros(len(targets), 1, device=logits.device)  # all of the probability is the target's
+            one = torch.zeros(len(targets), 1, device=logits.device)  # the target has all of the probability
             hard = divergence(logits, one, targets.clamp(min=0).unsqueeze(1), counted)
             sums[_HARD] = (hard * weights).sum()
         return sums
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Observation ``targets``; anything of the logits would take as long as the loss."""
+        """Observation ``targets``; observing the logits would take as long as the loss."""
         return {"targets": microbatch["targets"]}

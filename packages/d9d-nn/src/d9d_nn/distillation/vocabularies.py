@@ -12,14 +12,14 @@ _FILE = "tokenizer.json"
 
 
 def check_vocabularies(model: Any, teacher: Any) -> list[str]:
-    """Differences between the vocabularies of student and teacher, a line each.
+    """Differences between the vocabularies of student and teacher, one line each.
 
-    Sizes may differ if both models lie in directories with a tokenizer that gives every token one id: published models
-    pad their matrices differently. Models without such files need equal sizes.
+    Sizes may differ if the directories of both models have tokenizers that give every token the same id, since
+    published models pad their matrices differently. Models without such files need equal sizes.
 
     Args:
-        model: config of the model that learns.
-        teacher: config of the other.
+        model: config of the student.
+        teacher: config of the teacher.
     """
     ours, theirs = _vocabulary(model), _vocabulary(teacher)
     if ours is not None and theirs is not None:
@@ -27,22 +27,22 @@ def check_vocabularies(model: Any, teacher: Any) -> list[str]:
         missing = next((token for token in ours if token not in theirs), None)
         if other is not None:
             return [
-                f"task.teacher: it has another tokenizer: {other!r} is {theirs[other]} there and {ours[other]} here"
+                f"task.teacher: the tokenizers differ: {other!r} is {theirs[other]} for the teacher, {ours[other]} here"
             ]
         if missing is not None:
-            return [f"task.teacher: it has another tokenizer, of {len(theirs)} tokens, which lacks {missing!r}"]
+            return [f"task.teacher: the teacher's tokenizer has {len(theirs)} tokens and lacks {missing!r}"]
         return []
     sizes = (getattr(model, "vocab_size", None), getattr(teacher, "vocab_size", None))
     if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
         return [
-            f"task.teacher: it has {sizes[1]} token ids, the model has {sizes[0]}, and there is no {_FILE} beside the "
+            f"task.teacher: the teacher has {sizes[1]} token ids, the model {sizes[0]}, and no {_FILE} is next to the "
             "weights of both to compare; use a teacher with the same vocabulary"
         ]
     return []
 
 
 def _vocabulary(config: Any) -> dict[str, int] | None:
-    """Ids by token from the tokenizer beside a model's weights; ``None`` if there is none that can be read here."""
+    """Ids by token from the tokenizer next to a model's weights; ``None`` if there is no readable one."""
     location = getattr(config, "pretrained", None)
     if not isinstance(location, str) or "://" in location:
         return None
@@ -52,7 +52,7 @@ def _vocabulary(config: Any) -> dict[str, int] | None:
     except (OSError, ValueError):
         return None
     vocabulary = content.get("model", {}).get("vocab") if isinstance(content, Mapping) else None
-    if isinstance(vocabulary, list):  # of the kind Unigram: pairs of a token and its score
+    if isinstance(vocabulary, list):  # kind Unigram: pairs of a token and its score
         vocabulary = {pair[0]: number for number, pair in enumerate(vocabulary)}
     if not isinstance(vocabulary, Mapping) or not isinstance(content, Mapping):
         return None

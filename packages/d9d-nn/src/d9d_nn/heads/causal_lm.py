@@ -23,15 +23,15 @@ from d9d_nn.ops.linear_cross_entropy import (
 )
 from d9d_nn.ops.vocabulary_parallel import VocabularyParallelSlot, gather_words
 
-#: Observation that is computed on demand.
+#: Observation that is computed only when requested.
 RANKS = "token_ranks"
 
 
 class VocabularyWeight(nn.Module):
-    """Part of a head's weight, under a name of its own.
+    """Part of a head's weight, under a separate name.
 
     Args:
-        words: number of words of the vocabulary that it holds.
+        words: number of words of the vocabulary in this part.
         features: H.
         std: standard deviation of the initial weights.
     """
@@ -50,20 +50,20 @@ class VocabularyWeight(nn.Module):
 class CausalLMHead(nn.Module):
     """Causal language-modelling head: maps hidden states to a loss per token, or to logits.
 
-    The loss is computed here, not by the task, so that an op that never builds all logits can take its place.
+    The loss is computed here, not by the task, so that an op that never builds all logits can compute it.
 
     A tied head has no parameter: its caller passes the embedding's weight. So the parameter exists once, under one
-    name, and materialising a model cannot separate the two.
+    name, and stays shared when a model is materialised.
 
-    A head with added tokens has two parameters, ``regular.weight`` and ``added.weight``, and puts them in a row for
-    each call: one copy of V x H numbers forward, and one more for their gradient.
+    A head with added tokens has two parameters, ``regular.weight`` and ``added.weight``, and concatenates them in each
+    call: one copy of V x H numbers forward, and one more for their gradient.
 
     Args:
         hidden_size: H.
         vocabulary: V.
         std: standard deviation of the initial weights.
-        tied: whether the caller brings the weight.
-        added_tokens: number of the last words that have a parameter of their own; less than V.
+        tied: whether the caller passes the weight.
+        added_tokens: number of last words with a separate parameter; less than V.
     """
 
     weight: nn.Parameter | None
@@ -91,7 +91,7 @@ class CausalLMHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight from N(0, std); a tied or split head has none of its own."""
+        """Draw the weight from N(0, std); a tied or split head has no weight itself."""
         if self.weight is not None:
             nn.init.normal_(self.weight, std=self.std)
 
@@ -109,15 +109,15 @@ class CausalLMHead(nn.Module):
             self._ranked.add(when)
 
     def split_vocabulary(self, share: VocabularyShare) -> None:
-        """Compute with a share of the weight's rows; losses, ranks and logits are those of all words.
+        """Compute with a share of the weight's rows; losses, ranks and logits still cover all words.
 
-        Collective over the ranks that share the words, from now on.
+        From now on, calls are collective over the ranks that share the words.
         """
         self._share = share
         self.linear_cross_entropy = VocabularyParallelSlot(share)
 
     def forward_collectives(self, step: StepShape) -> Iterator[tuple[Kind, int | None]]:
-        """Collectives of a loss over shares of the words: the highest logits, then sums; ranks if they are computed."""
+        """Collectives of a loss over shares of the words: maximum of the logits, sums, and ranks if computed."""
         wide = max(step.itemsize, 4)
         yield "all_reduce", step.bytes_of(1, wide)
         yield "all_reduce", step.bytes_of(3, wide)
@@ -132,11 +132,11 @@ class CausalLMHead(nn.Module):
         Args:
             hidden: [B, S, H].
             targets: int64 [B, S]; -100 where nothing is predicted.
-            tied_weight: [V, H], or a rank's share of the words, exactly if the head is tied.
+            tied_weight: [V, H], or a rank's share of the words; given if and only if the head is tied.
 
         Returns:
-            ``{"token_loss": float32 [B, S]}`` with targets, and ``"token_ranks"`` int64 [B, S] if they were asked for;
-            else ``{"logits": [B, S, V]}``.
+            ``{"token_loss": float32 [B, S]}`` with targets, and ``"token_ranks"`` int64 [B, S] if requested; else
+            ``{"logits": [B, S, V]}``.
 
         Raises:
             ValueError: a tied head got no weight, or an untied one got one.
@@ -150,19 +150,19 @@ class CausalLMHead(nn.Module):
         return self.of_tokens(self.linear_cross_entropy, hidden, weight, targets)
 
     def of_tokens(self, slot: OpSlot, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Loss of each token, by the op of a slot, and its rank if a metric reads that."""
+        """Loss of each token, computed by the op of a slot, and its rank if a metric reads ranks."""
         if ("training" if self.training else "evaluation") not in self._ranked:
             return {"token_loss": slot(hidden, weight, targets)}
         if isinstance(slot.function, CountsRanks):
             loss, ranks = slot.function.with_ranks(hidden, weight, targets)
         elif slot.backend == "reference":
             loss, ranks = linear_cross_entropy_with_ranks(hidden, weight, targets)
-        else:  # a backend that keeps its logits to itself
+        else:  # a backend that does not return its logits
             loss, ranks = slot(hidden, weight, targets), target_ranks(hidden, weight, targets)
         return {"token_loss": loss, RANKS: ranks}
 
     def _own_words(self, weight: Tensor) -> Tensor:
-        """Rows of a tied weight that this rank computes with; an embedding may have them all."""
+        """This rank's rows of a tied weight; the embedding may have all rows."""
         if self._share is None or len(weight) == self._share.words:
             return weight
         return weight.narrow(0, self._share.first, self._share.words)

@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def choose_head(model: Any, kind: str, name: str | None, where: str = "task.head") -> Any | None:
-    """Choose the head that a task reads, as its config; ``None`` if the model's config states no heads.
+    """Choose the head that a task reads, as its config; ``None`` if the model's config lists no heads.
 
     Args:
-        model: the model's config, with heads by name in ``heads`` if it has several kinds.
+        model: the model's config, with heads by name in ``heads`` if it lists them.
         kind: kind of head that the task needs.
         name: name of the head; may be ``None`` if the model has one.
         where: field of the job file that gives the name.
@@ -27,7 +27,7 @@ def choose_head(model: Any, kind: str, name: str | None, where: str = "task.head
     heads = getattr(model, "heads", None)
     if not isinstance(heads, Mapping):
         if name is not None:
-            raise JobError(f"{where}: '{name}' is no head of the model, which states none; leave {where} out")
+            raise JobError(f"{where}: the model lists no heads, so there is no '{name}'; leave {where} out")
         return None
     kinds = ", ".join(f"{other} ({head.kind})" for other, head in heads.items())
     if name is None and len(heads) > 1:
@@ -47,7 +47,7 @@ def choose_head(model: Any, kind: str, name: str | None, where: str = "task.head
 
 
 def read_output(outputs: Mapping[str, T], key: str, head: str | None) -> T:
-    """Read one output of the chosen head; that of an only head has no prefix.
+    """Read one output of the chosen head; the name has no prefix if there is only one head.
 
     Raises:
         JobError: the model did not compute it.
@@ -55,16 +55,16 @@ def read_output(outputs: Mapping[str, T], key: str, head: str | None) -> T:
     for found in (key,) if head is None else (f"{head}/{key}", key):
         if found in outputs:
             return outputs[found]
-    raise JobError(f"task: the model gave no '{key}'; it gave: {', '.join(outputs) or 'nothing'}")
+    raise JobError(f"task: the model did not return '{key}'; it returned: {', '.join(outputs) or 'nothing'}")
 
 
 def exceeded(model: Any, facts: State, where: str = "model") -> list[str]:
-    """Limits of the model that the data exceeds, a line each: token ids and positions, as far as both state them.
+    """Limits of the model that the data exceeds, one line each: token ids and positions, if both sides state them.
 
     Args:
         model: its config.
         facts: of the data.
-        where: field of the job file that the config is from.
+        where: field of the job file with the config.
     """
     return [
         f"{where}.{field}: the model has {have} {what}, the data has {need}; "
@@ -80,16 +80,16 @@ def exceeded(model: Any, facts: State, where: str = "model") -> list[str]:
 
 
 def check_language_model(model: Any, kind: str, head: str | None, facts: State) -> None:
-    """Find the head that a task reads, and compare the model with the data, as far as both state their sizes.
+    """Find the head that a task reads, and compare the sizes of model and data that both state.
 
     Args:
         model: its config.
         kind: kind of head that the task needs.
-        head: name of the head, if it is named.
+        head: name of the head, if given.
         facts: of the data.
 
     Raises:
-        JobError: the head cannot be found, or the data has token ids or positions that the model has not.
+        JobError: the head cannot be found, or the data has token ids or positions that the model does not have.
     """
     choose_head(model, kind, head)
     if problems := exceeded(model, facts):

@@ -16,7 +16,7 @@ class ClassificationHead(PoolsContext, nn.Module):
     Args:
         hidden_size: H.
         num_classes: C.
-        pooling: positions that stand for a sample.
+        pooling: positions that represent a sample.
         std: standard deviation of the initial weights.
     """
 
@@ -33,7 +33,8 @@ class ClassificationHead(PoolsContext, nn.Module):
     def forward(self, hidden: Tensor, lengths: Tensor | None = None, ends: Tensor | None = None) -> dict[str, Tensor]:
         """Map hidden states [B, S, H] and lengths of samples int64 [B] to ``{"class_logits": float32 [B, C]}``.
 
-        With ``ends`` int64 [B, N] of the rows of packed samples [B, N, C]; see :func:`~d9d_nn.heads.pooling.pool`.
+        With ``ends`` int64 [B, N] of the rows of packed samples, returns [B, N, C]; see
+        :func:`~d9d_nn.heads.pooling.pool`.
         """
         logits = functional.linear(pool(self.of_all_positions(hidden), lengths, self.pooling, ends), self.weight)
         return {"class_logits": logits.to(torch.promote_types(logits.dtype, torch.float32))}

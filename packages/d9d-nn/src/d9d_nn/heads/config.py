@@ -1,4 +1,4 @@
-"""Configs of heads, which a model's config holds by name. No torch."""
+"""Configs of heads, by name in a model's config. Does not import torch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class ClassificationHeadConfig(Section):
     """Selects the head."""
 
     num_classes: int = Field(ge=1)
-    """Number of classes, C; one for a score, as of a reward model."""
+    """Number of classes, C; one for a score, as in a reward model."""
 
     pooling: Pooling = "last"
-    """What stands for a sample: its last position, or the mean of all."""
+    """Represents a sample by its last position, or by the mean of all."""
 
     layers: Layers | None = None
     """Read the mean of these layers' normalised outputs, counted from 0, or from the end if negative; null reads the
@@ -57,7 +57,7 @@ class EmbeddingHeadConfig(Section):
     """Selects the head."""
 
     pooling: Pooling = "last"
-    """What stands for a sample: its last position, or the mean of all."""
+    """Represents a sample by its last position, or by the mean of all."""
 
     normalize: bool = True
     """Scale vectors to length one."""
@@ -104,7 +104,7 @@ def head_layers(head: HeadConfig, num_layers: int) -> tuple[int, ...] | None:
 def check_heads(
     heads: Mapping[str, HeadConfig], *, hidden_size: int | None, num_layers: int | None, tied: bool | None
 ) -> None:
-    """Check heads against the model that they sit on; what is ``None`` is not compared.
+    """Check heads against their model; sizes that are ``None`` are not compared.
 
     Args:
         heads: by name.
@@ -113,7 +113,7 @@ def check_heads(
         tied: whether a head takes its weight from the embedding.
 
     Raises:
-        ValueError: a head reads a layer or more features than there are, or no one head can be tied.
+        ValueError: a head reads a layer or features that do not exist, or there is not exactly one head to tie.
     """
     for name, head in heads.items():
         if num_layers is not None:

@@ -14,8 +14,8 @@ class EmbeddingHead(PoolsContext, nn.Module):
     """Embedding head: pools each sample, keeps its first features and normalises them. No parameters.
 
     Args:
-        pooling: positions that stand for a sample.
-        normalize: whether vectors get length one.
+        pooling: positions that represent a sample.
+        normalize: whether to scale vectors to length one.
         dim: D; ``None`` keeps all H features.
     """
 
@@ -26,9 +26,10 @@ class EmbeddingHead(PoolsContext, nn.Module):
     def forward(self, hidden: Tensor, lengths: Tensor | None = None, ends: Tensor | None = None) -> dict[str, Tensor]:
         """Map hidden states [B, S, H] and lengths of samples int64 [B] to ``{"embedding": float32 [B, D]}``.
 
-        With ``ends`` int64 [B, N] of the rows of packed samples [B, N, D]; see :func:`~d9d_nn.heads.pooling.pool`.
+        With ``ends`` int64 [B, N] of the rows of packed samples, returns [B, N, D]; see
+        :func:`~d9d_nn.heads.pooling.pool`.
         """
         pooled = pool(self.of_all_positions(hidden), lengths, self.pooling, ends)[..., : self.dim]
         wide = pooled.to(torch.promote_types(pooled.dtype, torch.float32))
-        # A plain slice is a view, and FSDP2 warns of modules that return views.
+        # A plain slice is a view, and FSDP2 warns about modules that return views.
         return {"embedding": functional.normalize(wide, dim=-1) if self.normalize else wide.clone()}

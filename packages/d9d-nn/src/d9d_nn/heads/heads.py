@@ -23,7 +23,7 @@ from d9d_nn.heads.token_classification import TokenClassificationHead
 
 
 class Heads(nn.ModuleDict):
-    """Heads of a model by name, each with the hidden states that it reads.
+    """Heads of a model by name, each with its choice of hidden states.
 
     Args:
         configs: by name.
@@ -32,10 +32,10 @@ class Heads(nn.ModuleDict):
         num_layers: number of layers of the whole model.
         std: standard deviation of the initial weights.
         tied: whether causal_lm heads take the embedding's weight.
-        added_tokens: number of the last words that have a parameter of their own in a causal_lm head.
+        added_tokens: number of last words with a separate parameter in a causal_lm head.
 
     Raises:
-        BuildError: a head has the name of an attribute of modules.
+        BuildError: the name of a head is already an attribute of modules.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Heads(nn.ModuleDict):
         self._reads: dict[str, Layers | None] = {}
         for name, config in configs.items():
             if hasattr(self, name):
-                raise BuildError(f"model.heads: '{name}' cannot be the name of a head; modules have such an attribute")
+                raise BuildError(f"model.heads: '{name}' is an attribute of modules; give the head another name")
             self._reads[name] = head_layers(config, num_layers)
             if isinstance(config, ClassificationHeadConfig):
                 self[name] = ClassificationHead(hidden_size, config.num_classes, pooling=config.pooling, std=std)
@@ -83,8 +83,8 @@ class Heads(nn.ModuleDict):
     ) -> dict[str, Tensor]:
         """Run the heads.
 
-        Of several heads, one of kind causal_lm runs only with targets: logits that nobody reads would be the largest
-        tensor of the step. To have them, call the head itself.
+        If there are several heads, one of kind causal_lm runs only with targets: unused logits would be the largest
+        tensor of the step. To get logits, call the head directly.
 
         Args:
             final: normalised output of the last layer, [B, S, H].
@@ -96,7 +96,7 @@ class Heads(nn.ModuleDict):
             tied_weight: [V, H] for tied heads.
 
         Returns:
-            The one head's outputs by their own names, or those of several by ``"<head>/<name>"``.
+            Outputs of a single head under their own names, of several heads under ``"<head>/<name>"``.
         """
         outputs: dict[str, Tensor] = {}
         for name, head in self.items():

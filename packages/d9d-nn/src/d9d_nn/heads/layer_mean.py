@@ -1,7 +1,8 @@
 """Mean of several layers' outputs, summed while they are computed, over all pipeline stages.
 
-An output counts as the model's final norm leaves it. The norm's weight is on the last stage only and is the same for
-all layers, so stages add up ``x / rms(x)`` and the weight comes last. Shapes: B samples, S positions, H features.
+Outputs are normalised by the model's final norm. The norm's weight exists on the last stage only and is the same for
+all layers, so stages add up ``x / rms(x)``, and the last one multiplies by the weight. Shapes: B samples, S positions,
+H features.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class LayerSums:
     Args:
         wanted: sets of layers that are summed together, ascending.
         eps: added to the mean square, as in the final norm.
-        so_far: sums that earlier stages have sent, by :func:`sum_name`.
+        so_far: sums from earlier stages, by :func:`sum_name`.
         done: layers of earlier stages.
 
     Raises:
-        TypeError: an input is no sum that earlier stages have begun.
-        ValueError: such a sum is missing; without it the mean would be of other layers.
+        TypeError: an input is not a sum begun by earlier stages.
+        ValueError: such a sum is missing; without it the mean would cover other layers.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class LayerSums:
         if unknown := so_far.keys() - begun:
             raise TypeError(f"unexpected input '{min(unknown)}'")
         if missing := begun - so_far.keys():
-            raise ValueError(f"a head needs {min(missing)}; pass on all that the previous stage returned")
+            raise ValueError(f"a head needs {min(missing)}; pass all outputs of the previous stage")
 
     def add(self, layer: int, hidden: Tensor) -> None:
         """Add the output of a layer, [B, S, H]."""
@@ -54,7 +55,7 @@ class LayerSums:
                 self._sums[name] = self._sums[name] + scaled if name in self._sums else scaled
 
     def to_send(self) -> dict[str, Tensor]:
-        """Sums that the next stage needs: those with one layer or more, [B, S, H] each."""
+        """Sums that the next stage needs, those of at least one layer; [B, S, H] each."""
         return self._sums
 
     def means(self, norm_weight: Tensor) -> dict[Layers, Tensor]:

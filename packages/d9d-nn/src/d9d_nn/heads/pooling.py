@@ -1,4 +1,4 @@
-"""Pooling of positions to samples or rows. Shapes: B samples, S positions, H features, N most rows of a sample."""
+"""Pooling of positions to samples or rows. Shapes: B samples, S positions, H features, N at most rows per sample."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from d9d_nn.heads.config import Pooling
 
 
 class PoolsContext:
-    """Pooling part of a head that pools whole samples, also where ranks of ``cp`` share their positions.
+    """Pooling part of a head that pools whole samples, also if ranks of ``cp`` share the positions.
 
     Attributes:
-        features: H; ``None`` in a head that takes any.
+        features: H; ``None`` in a head that accepts any H.
     """
 
     features: int | None = None
     _context: ContextShare | None = None
 
     def see_context(self, share: ContextShare) -> None:
-        """Take a share of the positions from now on, and gather those of all ranks; all of them pool the same."""
+        """Accept a share of the positions from now on, and gather all positions; every rank pools the same ones."""
         self._context = share
 
     def context_collectives(self, step: StepShape) -> Iterator[ContextCall]:
-        """Collectives of a forward and a backward, of hidden states [B, S, H]."""
+        """Collectives of a forward and a backward, on hidden states [B, S, H]."""
         ranks = 1 if self._context is None else self._context.ranks
         size = None if self.features is None else step.bytes_of(ranks * self.features)
         yield ContextCall("all_gather", size, "hidden states")
@@ -40,23 +40,23 @@ class PoolsContext:
 
 
 def pool(hidden: Tensor, lengths: Tensor | None, pooling: Pooling, ends: Tensor | None = None) -> Tensor:
-    """Pooling for heads: one vector of each right-padded sample, or of each row of a packed one; padding left out.
+    """Pooling for heads: one vector for each right-padded sample, or for each row of a packed one, without padding.
 
     Args:
         hidden: [B, S, H].
-        lengths: int64 [B], tokens of each sample; ``None`` if there is no padding. A sample without tokens gives its
-            first position (``last``) or zeros (``mean``).
+        lengths: int64 [B], tokens of each sample; ``None`` if there is no padding. A sample without tokens is
+            represented by its first position (``last``) or zeros (``mean``).
         ends: int64 [B, N], where each row of a packed sample ends and the next one begins, 0 behind the last row.
         pooling: ``last`` position, or ``mean`` of all, summed in float32 or wider.
 
     Returns:
-        [B, H] in the dtype of ``hidden``; with ``ends`` [B, N, H], of which nothing is said behind the last row.
+        [B, H] in the dtype of ``hidden``; with ``ends`` [B, N, H], undefined behind the last row.
 
     Raises:
-        ValueError: there is not one length per sample.
+        ValueError: the number of lengths is not the number of samples.
     """
     samples, positions, features = hidden.shape
-    if lengths is not None and lengths.shape != (samples,):  # other shapes would broadcast to other means
+    if lengths is not None and lengths.shape != (samples,):  # other shapes would broadcast and give wrong means
         raise ValueError(f"lengths must have the shape ({samples},), one per sample; it is {tuple(lengths.shape)}")
     if ends is not None:
         return _pool_rows(hidden, ends, pooling)
@@ -82,6 +82,6 @@ def _pool_rows(hidden: Tensor, ends: Tensor, pooling: Pooling) -> Tensor:
     begins = functional.pad(ends[:, :-1], (1, 0))
     places = torch.arange(hidden.shape[1], device=hidden.device)
     inside = (places >= begins.unsqueeze(-1)) & (places < ends.unsqueeze(-1))
-    # A product with ones and zeros: sums in a fixed order, without a copy of the states for each row.
+    # A product with ones and zeros sums in a fixed order, without a copy of the states for each row.
     total = inside.to(wide) @ hidden.to(wide)
     return (total / (ends - begins).clamp(min=1).unsqueeze(-1)).to(hidden.dtype)

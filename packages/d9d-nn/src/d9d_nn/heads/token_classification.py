@@ -1,4 +1,4 @@
-"""Head of a classifier of tokens. Shapes: B samples, S positions, H features, C classes."""
+"""Head that classifies tokens. Shapes: B samples, S positions, H features, C classes."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ class TokenClassificationHead(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor, lengths: Tensor | None = None) -> dict[str, Tensor]:  # noqa: ARG002
-        """Map hidden states [B, S, H] to ``{"class_logits": float32 [B, S, C]}``; padding has logits, too."""
+        """Map hidden states [B, S, H] to ``{"class_logits": float32 [B, S, C]}``; padding gets logits, too."""
         logits = functional.linear(hidden, self.weight, self.bias)
         return {"class_logits": logits.to(torch.promote_types(logits.dtype, torch.float32))}

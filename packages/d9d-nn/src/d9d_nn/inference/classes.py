@@ -1,6 +1,6 @@
-"""Inference tasks ``classes``, ``token_classes`` and ``rewards``: what classification heads say.
+"""Inference tasks ``classes``, ``token_classes`` and ``rewards``: outputs of classification heads.
 
-Shapes: B samples, S positions, C classes, N most rows of a packed sample.
+Shapes: B samples, S positions, C classes, N at most rows per packed sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROW = "number of the row in the input, from 0"
 
 
 class HeadReader:
-    """Base of the inference tasks of classes and scores: they read a head that has an output for each row.
+    """Base of the inference tasks of classes and scores: they read a head with one output for each row.
 
     Args:
         config: config with the head's name.
@@ -35,9 +35,9 @@ class HeadReader:
     #: Kind of head, and its output.
     kind = "classification"
     output = "class_logits"
-    #: What is kept of positions; a head that pools gathers them itself.
+    #: Tensors of positions that are kept; a head that pools gathers positions itself.
     of_positions: frozenset[str] = frozenset()
-    #: Labelled texts, which the heads are trained with, have no end of text that their dataset adds.
+    #: The heads are trained with labelled texts, to which the dataset adds no end of text.
     text_inputs: TextInputs = "as_encoded"
 
     def __init__(self, config: Any) -> None:
@@ -48,7 +48,7 @@ class HeadReader:
         """Find the head, and compare vocabulary and sequence length of model and data.
 
         Raises:
-            JobError: the head cannot be found, or the data has token ids or positions that the model has not.
+            JobError: the head cannot be found, or the data has token ids or positions that the model does not have.
         """
         head = choose_head(model, self.kind, self.config.head)
         if problems := [*exceeded(model, facts), *self._problems(head, facts)]:
@@ -56,7 +56,7 @@ class HeadReader:
         self._packed = is_packed(facts)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
+        """Inputs of a stage: tokens go to the first one; all other inputs go to every stage."""
         return stage_inputs(microbatch, "ends")
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
@@ -68,7 +68,7 @@ class HeadReader:
         return own_positions(microbatch, share)
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Output of the head, and where rows are."""
+        """Output of the head, and places of the rows."""
         return {"values": read_output(outputs, self.output, self.config.head).float(), **places_of(microbatch)}
 
     def tally(self, rows: Columns) -> Mapping[str, float]:
@@ -79,7 +79,7 @@ class HeadReader:
         """Number of rows."""
         return {"rows": sums["rows"]}
 
-    def _problems(self, head: Any, facts: State) -> list[str]:  # noqa: ARG002 - others look at them
+    def _problems(self, head: Any, facts: State) -> list[str]:  # noqa: ARG002 - subclasses use them
         return []
 
     def _each(self, kept: Mapping[str, Tensor]) -> tuple[list[int], Tensor]:
@@ -93,7 +93,7 @@ class HeadReader:
 
 
 class Classes(HeadReader):
-    """Inference task of classes: the likeliest class of each row, and the probabilities of all."""
+    """Inference task of classes: the most likely class of each row, and the probabilities of all classes."""
 
     config: ClassesConfig
 
@@ -106,13 +106,13 @@ class Classes(HeadReader):
         """Columns of the output."""
         return {
             ROW: _ROW,
-            "class": "number of the likeliest class",
+            "class": "number of the most likely class",
             "label": "its name, or its number if classes have no names",
             "probabilities": "probability of each class, in order",
         }
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of what was kept of a microbatch."""
+        """Rows of the output, from the tensors kept of a microbatch."""
         numbers, logits = self._each(kept)
         chosen = logits.argmax(-1).tolist()
         return {
@@ -128,7 +128,7 @@ class Classes(HeadReader):
 
 
 class TokenClasses(HeadReader):
-    """Inference task of token classes: the likeliest class of each token of a row."""
+    """Inference task of token classes: the most likely class of each token of a row."""
 
     kind = "token_classification"
     of_positions = frozenset({"values"})
@@ -141,14 +141,14 @@ class TokenClasses(HeadReader):
     @property
     def columns(self) -> Mapping[str, str]:
         """Columns of the output."""
-        return {ROW: _ROW, "tokens": "number of its tokens", "labels": "likeliest class of each token"}
+        return {ROW: _ROW, "tokens": "number of its tokens", "labels": "most likely class of each token"}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
+        """Inputs of a stage: tokens go to the first one; all other inputs go to every stage."""
         return stage_inputs(microbatch)
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of what was kept of a microbatch."""
+        """Rows of the output, from the tensors kept of a microbatch."""
         chosen = kept["values"].argmax(-1)
         each = [
             (place.row, [label_of(one, self._labels) for one in chosen[place.sample, place.positions].tolist()])
@@ -166,10 +166,10 @@ class TokenClasses(HeadReader):
 
 
 class Rewards(HeadReader):
-    """Inference task of rewards: the score that a head of one class gives each row."""
+    """Inference task of rewards: the score of each row, from a head of one class."""
 
     config: RewardsConfig
-    #: Texts of preferences, which a head is trained with, have their last token as a target only.
+    #: A head is trained with texts of preferences, of which the last token is a target only.
     text_inputs = "without_end"
 
     @property
@@ -178,7 +178,7 @@ class Rewards(HeadReader):
         return {ROW: _ROW, "reward": "score of the row"}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of what was kept of a microbatch."""
+        """Rows of the output, from the tensors kept of a microbatch."""
         numbers, logits = self._each(kept)
         return {ROW: numbers, "reward": logits[..., 0].tolist()}
 
@@ -190,20 +190,20 @@ class Rewards(HeadReader):
         """Number of rows, and their mean score."""
         return {"rows": sums["rows"], "mean_reward": sums["reward"] / max(sums["rows"], 1)}
 
-    def _problems(self, head: Any, facts: State) -> list[str]:  # noqa: ARG002 - a head of one class is all
+    def _problems(self, head: Any, facts: State) -> list[str]:  # noqa: ARG002 - only the head is checked
         classes = getattr(head, "num_classes", 1)
         if classes == 1:
             return []
-        return [f"task: a reward model has a classification head of one class, this one has {classes}; use 'classes'"]
+        return [f"task: rewards need a classification head of one class, this one has {classes}; use task 'classes'"]
 
 
 def label_of(number: int, labels: tuple[str, ...] | None) -> str:
-    """Name of a class, or its number as a text."""
+    """Name of a class, or its number as a string."""
     return str(number) if labels is None else labels[number]
 
 
 def labels_of(given: tuple[str, ...] | None, facts: State) -> tuple[str, ...] | None:
-    """Names of the classes: those of the job file, else those of the data, if it states them."""
+    """Names of the classes from the job file, else from the data, if it states them."""
     stated = facts.get("labels")
     if given is not None or not isinstance(stated, list):
         return given
@@ -211,8 +211,8 @@ def labels_of(given: tuple[str, ...] | None, facts: State) -> tuple[str, ...] | 
 
 
 def label_problems(labels: tuple[str, ...] | None, head: Any) -> list[str]:
-    """Problem of names that are not one for each class, as a line; none if all is well."""
+    """Problem, as one line, if the number of names is not the number of classes; otherwise empty."""
     classes = getattr(head, "num_classes", None)
     if labels is None or classes is None or len(labels) == classes:
         return []
-    return [f"task.labels: {len(labels)} names for a head of {classes} classes; give one for each, or none"]
+    return [f"task.labels: {len(labels)} names for a head of {classes} classes; give one name for each class, or none"]

@@ -20,7 +20,7 @@ class LogProbsConfig(PluginConfig):
 
 
 class PerplexityRowsConfig(PluginConfig):
-    """Inference task: perplexity of each row, and of all."""
+    """Inference task: perplexity of each row, and of all rows."""
 
     name: Literal["perplexity"] = "perplexity"
     """Selects the plugin."""
@@ -36,7 +36,7 @@ class ClassesConfig(PluginConfig):
     head: str | None = None
     """The model's head to read, of kind classification; needed if the model has several heads."""
     labels: tuple[str, ...] | None = None
-    """Names of the classes, in order; if absent those that the data states, else numbers."""
+    """Names of the classes, in order; null takes them from the data, if it states them, else numbers the classes."""
 
 
 class TokenClassesConfig(PluginConfig):
@@ -47,7 +47,7 @@ class TokenClassesConfig(PluginConfig):
     head: str | None = None
     """The model's head to read, of kind token_classification; needed if the model has several heads."""
     labels: tuple[str, ...] | None = None
-    """Names of the classes, in order; if absent those that the data states, else numbers."""
+    """Names of the classes, in order; null takes them from the data, if it states them, else numbers the classes."""
 
 
 class RewardsConfig(PluginConfig):
@@ -76,7 +76,7 @@ class HiddenStatesConfig(PluginConfig):
     layers: tuple[int, ...] = Field(default=(-1,), min_length=1)
     """Layers, counted from 0, or from the end if negative."""
     pooling: Literal["last", "mean", "none"] = "last"
-    """Positions that stand for a row: its last one, the mean of all, or all of them one after the other."""
+    """Represents a row by its last position, by the mean of all positions, or by all of them in order."""
 
     @field_validator("layers")
     @classmethod
@@ -92,12 +92,12 @@ class GenerationsConfig(PluginConfig):
     name: Literal["generations"] = "generations"
     """Selects the plugin."""
     max_new_tokens: PositiveInt = 128
-    """Most tokens of a continuation."""
+    """Maximum number of tokens of a continuation."""
     temperature: NonNegativeFloat = 0.0
     """Divides the logits before a token is drawn; 0 takes the most probable token."""
     seed: NonNegativeInt = 0
-    """Seed of the draws, which depend on it, on the number of the row and on that of the token alone."""
+    """Seed of the draws, which depend only on it and on the numbers of the row and of the token."""
     stop: tuple[NonNegativeInt, ...] | None = None
-    """Ids of the tokens that end a continuation; null takes those that end a text of the model, else of the data."""
+    """Ids of the tokens that end a continuation; null takes them from the model, else from the data."""
     head: str | None = None
     """The model's head to read, of kind causal_lm; needed if the model has several heads."""

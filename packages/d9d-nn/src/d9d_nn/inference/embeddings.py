@@ -1,4 +1,4 @@
-"""Inference task ``embeddings``: what an embedding head says of each row."""
+"""Inference task ``embeddings``: output of an embedding head for each row."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from d9d_nn.inference.classes import HeadReader
 
 
 class Embeddings(HeadReader):
-    """Inference task of embeddings, as the head pools and normalises them."""
+    """Inference task of embeddings, pooled and normalised by the head."""
 
     kind = "embedding"
     output = "embedding"
-    #: The texts of pairs, which the head is trained with, have their end of text.
+    #: The head is trained with the texts of pairs, which include the end of text.
     text_inputs = "with_end"
 
     @property
@@ -24,6 +24,6 @@ class Embeddings(HeadReader):
         return {ROW: "number of the row in the input, from 0", "embedding": "its vector, float32"}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of what was kept of a microbatch."""
+        """Rows of the output, from the tensors kept of a microbatch."""
         numbers, values = self._each(kept)
         return {ROW: numbers, "embedding": list(values.numpy())}

@@ -1,6 +1,6 @@
-"""Inference task ``generations``: how a language model continues prompts.
+"""Inference task ``generations``: continuations of prompts by a language model.
 
-Shapes: B samples, S positions, N most new tokens, V words of the vocabulary.
+Shapes: B samples, S positions, N at most new tokens, V words of the vocabulary.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Generations:
             ROW: "number of the row in the input, from 0",
             "prompt_tokens": "number of tokens of the prompt",
             "tokens": "ids of the new tokens, with the one that ended the text",
-            "text": "the new tokens as text, without special tokens; null where the run has no tokenizer",
-            "finished": "whether the text has ended, and was not cut off",
+            "text": "the new tokens as text, without special tokens; null if the run has no tokenizer",
+            "finished": "whether the text ended before the limit",
         }
 
     @property
@@ -50,21 +50,21 @@ class Generations:
         return Continuation(config.max_new_tokens, config.temperature, config.seed, stop)
 
     def use_text_of(self, text_of: Callable[[Sequence[int]], str] | None) -> None:
-        """Take what makes a text of token ids."""
+        """Set the function that decodes token ids to text."""
         self._text_of = text_of
 
     def check(self, model: Any, facts: State) -> None:
         """Find the head, and compare vocabulary and positions of model and data.
 
         Raises:
-            JobError: the head cannot be found; the data has token ids that the model has not, or leaves no positions
-                for new tokens; or its samples hold several rows.
+            JobError: the head cannot be found; the data has token ids that the model does not have, or leaves no
+                positions for new tokens; or its samples hold several rows.
         """
         check_language_model(model, "causal_lm", self.config.head, facts)
         if is_packed(facts):
             raise JobError(
                 "data: a sample holds several rows, and only whole samples can be continued; use the dataset "
-                "'documents', of which each row is a sample"
+                "'documents', with one row per sample"
             )
         have, prompt = getattr(model, "max_positions", None), facts.get("sequence_length")
         if isinstance(have, int) and isinstance(prompt, int) and prompt + self.config.max_new_tokens > have:
@@ -74,7 +74,7 @@ class Generations:
             )
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
+        """Inputs of a stage: tokens go to the first one; all other inputs go to every stage."""
         return stage_inputs(microbatch)
 
     def logits(self, outputs: Mapping[str, Tensor]) -> Tensor | None:
@@ -85,13 +85,13 @@ class Generations:
             return None
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """New tokens int64 [B, N], whether they end the text, and the sizes of prompts, [B] each."""
+        """New tokens int64 [B, N], whether they end the text [B], and the sizes of prompts [B]."""
         tokens = microbatch["tokens"]
         sizes = microbatch.get("lengths", tokens.new_full((len(tokens),), tokens.shape[1]))
         return {"new_tokens": outputs["new_tokens"], "ended": outputs["ended"], "sizes": sizes}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of what was kept of a microbatch."""
+        """Rows of the output, from the tensors kept of a microbatch."""
         tokens = [[token for token in row if token >= 0] for row in kept["new_tokens"].tolist()]
         return {
             ROW: kept["rows"].tolist(),

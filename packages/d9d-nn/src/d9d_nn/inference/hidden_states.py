@@ -26,10 +26,10 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)")
 
 
 class HiddenStates:
-    """Inference task of hidden states: the residual stream behind layers, before the final norm.
+    """Inference task of hidden states: the residual stream after layers, before the final norm.
 
-    Layer i of this task is ``hidden_states[i + 1]`` of transformers, whose first entry is the embedding, but for the
-    last layer, whose entry there is behind the final norm. The model's heads are not read, but they run.
+    Layer i of this task is ``hidden_states[i + 1]`` of transformers, whose first entry is the embedding. Only the last
+    layer differs, since its entry in transformers is after the final norm. The model's heads run, but are not read.
 
     Args:
         config: layers, and pooling.
@@ -48,7 +48,7 @@ class HiddenStates:
         states = {_column(layer): f"output of layer {layer} {kind}" for layer in self.config.layers}
         return {ROW: "number of the row in the input, from 0", "tokens": "number of its positions", **states}
 
-    def check(self, model: Any, facts: State) -> None:  # noqa: ARG002 - modules() looks at the model itself
+    def check(self, model: Any, facts: State) -> None:  # noqa: ARG002 - modules() checks the model itself
         """Note whether the data is packed."""
         self._packed = is_packed(facts)
 
@@ -67,7 +67,7 @@ class HiddenStates:
         return list(dict.fromkeys(self._modules.values()))
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
+        """Inputs of a stage: tokens go to the first one; all other inputs go to every stage."""
         return stage_inputs(microbatch)
 
     @property
@@ -76,7 +76,7 @@ class HiddenStates:
         return frozenset(self._modules)
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions: layers return those of their own.
+        """This rank's positions, which layers return outputs for.
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.
@@ -84,12 +84,12 @@ class HiddenStates:
         return own_positions(microbatch, share)
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Outputs of the chosen layers [B, S, H] in float32, and where rows are."""
+        """Outputs of the chosen layers [B, S, H] in float32, and places of the rows."""
         states = {column: outputs[f"module/{name}"].float() for column, name in self._modules.items()}
         return {**states, **places_of(microbatch)}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of what was kept of a microbatch."""
+        """Rows of the output, from the tensors kept of a microbatch."""
         arrays: dict[str, Any] = {column: kept[column].numpy() for column in self._modules}
         places = list(row_places(kept, next(iter(arrays.values())).shape[1], self._packed))
         lengths = [place.positions.stop - place.positions.start for place in places]

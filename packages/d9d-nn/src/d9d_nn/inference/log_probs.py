@@ -1,4 +1,4 @@
-"""Inference tasks ``log_probs`` and ``perplexity``: how likely a language model takes the targets to be.
+"""Inference tasks ``log_probs`` and ``perplexity``: probabilities that a language model gives to targets.
 
 Shapes: B samples, S positions.
 """
@@ -23,19 +23,19 @@ from d9d_nn.microbatch import check_fields, own_positions, stage_inputs
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _ROW = "number of the row in the input, from 0"
-_COUNT = "number of its targets: tokens after the first, with the one that ends a text; of a conversation, the learned"
+_COUNT = "number of its targets: tokens after the first, with the end of text; in conversations, only trained ones"
 
 
 class TokenLikelihoods:
-    """Base of the inference tasks of log-probabilities and perplexity, over the likelihood of targets.
+    """Base of the inference tasks of log-probabilities and perplexity, over the log-probabilities of targets.
 
-    Microbatches are those of the task ``causal_lm``; targets that it ignores do not count here either.
+    Microbatches are the same as for the task ``causal_lm``; targets that it ignores do not count here either.
 
     Args:
         config: config with the head's name.
     """
 
-    #: What is kept of positions.
+    #: Tensors of positions that are kept.
     of_positions = frozenset({"losses", "targets"})
 
     def __init__(self, config: LogProbsConfig | PerplexityRowsConfig) -> None:
@@ -46,13 +46,13 @@ class TokenLikelihoods:
         """Find the head, and compare vocabulary and sequence length of model and data.
 
         Raises:
-            JobError: the head cannot be found, or the data has token ids or positions that the model has not.
+            JobError: the head cannot be found, or the data has token ids or positions that the model does not have.
         """
         check_language_model(model, "causal_lm", self.config.head, facts)
         self._packed = is_packed(facts)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens enter the first one; all else reaches every stage.
+        """Inputs of a stage: tokens go to the first one; all other inputs go to every stage.
 
         Raises:
             JobError: the dataset gives no targets.
@@ -61,7 +61,7 @@ class TokenLikelihoods:
         return stage_inputs(microbatch, "targets")
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions: targets are beside their tokens.
+        """This rank's positions, with a target for each token.
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.
@@ -69,12 +69,12 @@ class TokenLikelihoods:
         return own_positions(microbatch, share)
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Losses float32 [B, S] and targets int64 [B, S], and where rows are."""
+        """Losses float32 [B, S], targets int64 [B, S], and places of the rows."""
         losses = read_output(outputs, "token_loss", self.config.head)
         return {"losses": losses.float(), "targets": microbatch["targets"], **places_of(microbatch)}
 
     def _each(self, kept: Mapping[str, Tensor]) -> list[tuple[int, Any, Any]]:
-        """Rows with their targets and the log-probabilities of these, float32."""
+        """Rows, with their targets and float32 log-probabilities."""
         targets: Any = kept["targets"].numpy()
         losses: Any = kept["losses"].numpy()
         found = []
@@ -86,7 +86,7 @@ class TokenLikelihoods:
 
 
 class LogProbs(TokenLikelihoods):
-    """Inference task of log-probabilities: natural logarithms, summed over a row or of each target."""
+    """Inference task of log-probabilities: natural logarithms, summed over a row or for each target."""
 
     config: LogProbsConfig
 
@@ -98,7 +98,7 @@ class LogProbs(TokenLikelihoods):
         return {ROW: _ROW, "tokens": _COUNT, "log_prob": "log-probability of all its targets together", **more}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of what was kept of a microbatch."""
+        """Rows of the output, from the tensors kept of a microbatch."""
         each = self._each(kept)
         columns: dict[str, list[Any]] = {
             ROW: [row for row, _, _ in each],
@@ -128,11 +128,11 @@ class PerplexityRows(TokenLikelihoods):
             ROW: _ROW,
             "tokens": _COUNT,
             "loss": "mean negative log-probability of its targets, in nats",
-            "perplexity": "exp of that",
+            "perplexity": "exp of the loss",
         }
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of what was kept of a microbatch."""
+        """Rows of the output, from the tensors kept of a microbatch."""
         each = [(row, len(targets), -float(values.sum(dtype=np.float64))) for row, targets, values in self._each(kept)]
         losses = [total / max(count, 1) for _, count, total in each]
         return {
@@ -154,4 +154,4 @@ class PerplexityRows(TokenLikelihoods):
 
 
 def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf  # beyond, there is no number of 64 bits
+    return math.exp(value) if value < 700 else math.inf  # larger results do not fit into 64 bits

@@ -1,4 +1,4 @@
-"""Rows of samples, padded or packed. Shapes: b samples, S positions, N most rows of a sample."""
+"""Rows of samples, padded or packed. Shapes: b samples, S positions, N at most rows per sample."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from d9d_core.types import Microbatch, State
 from torch import Tensor
 
-#: Tensors of a microbatch that say where its rows are.
+#: Tensors of a microbatch that give the places of its rows.
 PLACES = ("documents", "lengths")
 
 
@@ -37,7 +37,7 @@ def is_packed(facts: State) -> bool:
 
 
 def places_of(microbatch: Microbatch) -> dict[str, Tensor]:
-    """Tensors of a microbatch that say where its rows are, as far as it has them."""
+    """Tensors of a microbatch that give the places of its rows, if it has them."""
     return {name: microbatch[name] for name in PLACES if name in microbatch}
 
 
@@ -45,7 +45,7 @@ def row_places(kept: Mapping[str, Tensor], positions: int, packed: bool) -> Iter
     """Places of the rows of a microbatch, in the order of its samples.
 
     Args:
-        kept: ``rows`` int64 [b], and maybe ``lengths`` int64 [b] and ``documents`` int64 [b, S].
+        kept: ``rows`` int64 [b], and optionally ``lengths`` int64 [b] and ``documents`` int64 [b, S].
         positions: S.
         packed: whether samples hold several rows each.
     """

@@ -1,6 +1,6 @@
-"""Op ``add_rms_norm``: residual addition, then RMSNorm of the sum, as at each branch of a residual stream.
+"""Op ``add_rms_norm``: residual addition, then RMSNorm of the sum, as in each branch of a residual stream.
 
-Both touch each feature of a token once, forward and backward, so a kernel needs one pass over memory each way.
+Both read each feature of a token once, forward and backward, so a kernel needs one pass over memory in each direction.
 
 Shapes: D features, ``...`` any leading dims. The slot's static fact is ``features``.
 """
@@ -28,11 +28,11 @@ def add_rms_norm(
         added: [..., D], the shape of ``x``; ``None`` for nothing.
         weight: [D].
         eps: added to the mean square.
-        dtype: of the norm; by default that of the sum.
+        dtype: of the norm; by default the dtype of the sum.
 
     Returns:
-        The norm and the sum, both [..., D]; the sum in the dtype that torch gives it, that of ``x`` unless ``added`` is
-        wider.
+        The norm and the sum, both [..., D]; the sum in the dtype of torch's result: the dtype of ``x``, unless
+        ``added`` is wider.
     """
     total = x if added is None else x + added
     normed = rms_norm(total, weight, eps)
@@ -44,8 +44,8 @@ def add_rms_norm_slot(features: int, *, for_products: bool) -> WholeSlot:
 
     Args:
         features: D.
-        for_products: whether products with weights are all that reads the norm. Autocast rounds their arguments, so a
-            kernel may round the norm at once.
+        for_products: whether only products with weights read the norm. Autocast rounds their arguments, so a kernel may
+            round the norm itself.
     """
 
     def arguments(module: Any, x: Tensor, added: Tensor | None = None) -> tuple[Any, ...]:

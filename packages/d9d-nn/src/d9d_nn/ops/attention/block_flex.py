@@ -1,10 +1,11 @@
-"""Backend ``flex`` of ``attention_block``: FlexAttention, which skips what documents and windows hide.
+"""Backend ``flex`` of ``attention_block``: FlexAttention, which skips keys hidden by documents and windows.
 
-The op is that of :mod:`d9d_parallel.context_parallel.blocks`, which says what its backends compute.
+See :mod:`d9d_parallel.context_parallel.blocks` for the op, and for what its backends compute.
 
-FlexAttention has no backward that takes the sums of a larger attention, so the backward computes the block again, with
-autograd: the output of the block has the gradient of the whole's, times the block's weight in it, and the logarithm of
-its sum the rest. A third more of the work, for which neither outputs nor keys of other ranks are kept.
+FlexAttention has no backward that accepts the sums of a larger attention, so the backward computes the block again,
+with autograd. The gradient of the block's output is that of the whole output times the block's weight; the rest is the
+gradient of the logarithm of the block's sum. This costs a third more work, but keeps neither outputs nor keys of other
+ranks in memory.
 
 Shapes: B samples, S positions, Q queries and T keys of the block, N query heads, K key/value heads, D features of a
 head.
@@ -28,39 +29,40 @@ from d9d_nn.ops.attention.flex import compilable, compiled_alone
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-#: Attention to some keys: query, key and value with heads before positions, and the mask -> output and sums.
+#: Attention to some keys: from query, key and value with heads before positions, and the mask, to output and sums.
 Attend = Callable[[Tensor, Tensor, Tensor, "BlockMask"], tuple[Tensor, Tensor]]
 
 _log = logging.getLogger("d9d.attention")
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept causal attention on CUDA; where documents and windows hide nothing, sdpa is above."""
+    """Accept causal attention on CUDA; if documents and windows hide nothing, sdpa has a higher priority."""
     decision = flex.supports(signature)
     if not decision.accept:
         return decision
     window = signature.static.get("window")
     if signature.documents:
-        reason = "the data packs documents: skips what lies outside of them"
+        reason = "the data packs documents: skips keys of other documents"
     elif window is not None:
-        reason = f"skips what lies outside of windows of {window}"
+        reason = f"skips keys outside of windows of {window}"
     elif signature.documents is None:
-        reason = "skips what lies outside of documents where microbatches have them, which the data does not say"
+        reason = "skips keys of other documents if microbatches pack them, which the data does not state"
     else:
-        reason = "samples are of one document and there is no window, so it skips what positions hide only"
+        reason = "samples are one document each, with no window, so it skips only later keys"
     return Decision(accept=True, reason=f"{reason}; compiled in the first step", priority=flex.PRIORITY)
 
 
 def build(signature: OpSignature) -> FlexBlocks:
     """Backend for this data; compiled when it is first called."""
     of_one = signature.documents is False
-    # Calls without documents and windows are sdpa's. Where all are such, flex was asked for by name, or sdpa refuses.
+    # sdpa computes calls without documents and windows. If all calls are such, flex was chosen by name, or sdpa
+    # refuses.
     plain = partial.refusal(signature) is None and not of_one
     return FlexBlocks(
         _compiled_attention(),
         of_one=of_one,
         plain=block_sdpa.SdpaBlocks(of_one=True) if plain else None,
-        shares=_Compiled(shares_of),  # a pass in the place of ten
+        shares=_Compiled(shares_of),  # one pass instead of ten
     )
 
 
@@ -69,9 +71,9 @@ class FlexBlocks:
 
     Args:
         attend: attention to some keys.
-        of_one: leave documents unread: each sample is one, and no token sees what is behind it.
-        plain: computes what neither documents nor windows hide; by default ``attend`` does.
-        shares: :func:`shares_of`, which may be compiled.
+        of_one: do not read documents: each sample is one document, and no token sees padding behind it.
+        plain: computes calls without documents and windows; by default ``attend`` does.
+        shares: :func:`shares_of`, possibly compiled.
     """
 
     def __init__(
@@ -95,17 +97,17 @@ class FlexBlocks:
         window: int | None,
         device: torch.device,
     ) -> Sequence[tuple[slice, slice, BlockMask | bool]]:
-        """Make the block mask of all queries and all keys, so that what is compiled meets one shape.
+        """Make the block mask of all queries and all keys, so that the compiled function always gets one shape.
 
         Args:
             queries: positions of the queries, in runs.
-            keys: positions of the keys, likewise.
+            keys: positions of the keys, in runs.
             documents: int64 [B, S]; ``None`` if a sample is one document.
-            window: number of positions that a query sees, its own included; ``None`` for all.
+            window: number of positions that a query sees, including its own; ``None`` for all.
             device: device of queries and keys.
 
         Returns:
-            Places of the queries and of the keys, and the mask; nothing if positions and window hide all keys.
+            Places of the queries and of the keys, and the mask; empty if positions and window hide all keys.
         """
         if self._of_one:
             documents = None
@@ -129,13 +131,13 @@ class FlexBlocks:
             mask: from :meth:`prepare`.
 
         Returns:
-            Output [B, Q, N, D], and logarithm of the sum of exponentials of the seen scores [B, Q, N], minus infinity
-            where there is none.
+            Output [B, Q, N, D], and logarithm of the sum of exponentials of the visible scores [B, Q, N], minus
+            infinity if no score is visible.
         """
         if isinstance(mask, bool):
             assert self._plain is not None
             return self._plain(query, key, value, mask)
-        with torch.enable_grad():  # the backward's kernels are compiled here, and calls of both are one compilation
+        with torch.enable_grad():  # compiles the backward's kernels too, in one compilation
             out, total = self._attend(*_leaves(query, key, value), mask)
         return out.detach().transpose(1, 2), total.detach().transpose(1, 2)
 
@@ -149,11 +151,11 @@ class FlexBlocks:
         total: Tensor,
         mask: BlockMask | bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values by a block of a larger attention.
+        """Gradients of queries, keys and values from a block of a larger attention.
 
         Args:
             grad: gradient of the larger attention's output, [B, Q, N, D].
-            query: as in the call, like ``key``, ``value`` and ``mask``.
+            query: as in the call, and so are ``key``, ``value`` and ``mask``.
             key: see ``query``.
             value: see ``query``.
             out: output of the larger attention, [B, Q, N, D].
@@ -178,7 +180,7 @@ class FlexBlocks:
 
 
 def shares_of(grad: Tensor, part: Tensor, of_part: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """FlexAttention block: gradients of its output and log-sum-exps as its shares in a larger attention.
+    """FlexAttention block: gradients of its output and log-sum-exps, as a share of a larger attention.
 
     Args:
         grad: gradient of the larger attention's output, [B, N, Q, D].
@@ -188,19 +190,19 @@ def shares_of(grad: Tensor, part: Tensor, of_part: Tensor, out: Tensor, total: T
         total: logarithm of the sum of exponentials of all scores of each query, [B, N, Q].
 
     Returns:
-        Gradient of ``part`` in the dtype of ``grad``, and of ``of_part`` in its own.
+        Gradient of ``part`` in the dtype of ``grad``, and of ``of_part`` in the dtype of ``of_part``.
     """
-    wide, weight = grad.to(of_part.dtype), (of_part - total).exp()  # zero of a query that sees none of these keys
+    wide, weight = grad.to(of_part.dtype), (of_part - total).exp()  # zero for a query that sees none of these keys
     of_out = (wide * weight.unsqueeze(-1)).to(grad.dtype)
-    # Kernels subtract the product of the block's output and its gradient from the gradient of each probability, where
-    # that of the whole belongs: with the same rounding it cancels here.
+    # Kernels subtract the product of the block's output and its gradient from the gradient of each probability, but the
+    # product of the whole output is needed: with the same rounding, the first cancels here.
     own = (of_out.to(wide.dtype) * part.to(wide.dtype)).sum(-1)
     return of_out, own - weight * (wide * out.to(wide.dtype)).sum(-1)
 
 
 def _compiled_attention() -> _Compiled:
     """``flex_attention`` with sums."""
-    # With torch's symbolic shapes, which take a second and are not needed to refuse.
+    # Imports torch's symbolic shapes, which takes a second and is not needed to refuse.
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor | None]:
@@ -212,10 +214,10 @@ def _compiled_attention() -> _Compiled:
 
 
 class _Compiled:
-    """Function that is compiled on its own, when it is first called.
+    """Function that is compiled separately, in its first call.
 
     Args:
-        function: of tensors.
+        function: function of tensors.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -225,7 +227,7 @@ class _Compiled:
 
     def __call__(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         started = time.perf_counter()
-        # Where somebody forces blocks to run eagerly, attention would hold all scores.
+        # If a caller forces eager mode, attention would hold all scores in memory.
         with compilable(), torch.compiler.set_stance("default"):
             found = self._function(*inputs)
         if not self._called:
@@ -235,12 +237,12 @@ class _Compiled:
 
 
 def _leaves(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, S, heads, D] as [B, heads, S, D], without history."""
+    """[B, S, heads, D] as [B, heads, S, D], detached from the graph."""
     heads = [tensor.detach().transpose(1, 2).requires_grad_() for tensor in (query, key, value)]
     return heads[0], heads[1], heads[2]
 
 
 def _sees(queries: range, keys: range, window: int | None) -> bool:
-    """Whether some query may see some key, as far as positions tell."""
+    """Whether some query may see some key, according to positions."""
     near = window is None or queries.start - (keys.stop - 1) < window
     return near and queries.stop > keys.start

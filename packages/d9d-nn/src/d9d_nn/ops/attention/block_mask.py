@@ -1,6 +1,6 @@
 """Block masks of FlexAttention, made from block borders: the work grows with (S / 128)^2, not with S^2.
 
-Shapes: B samples, S positions, Q blocks of queries and as many of keys.
+Shapes: B samples, S positions, Q blocks of queries and Q blocks of keys.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-#: Positions of a block; torch's own choice.
+#: Positions of a block; the default of torch.
 BLOCK = 128
 
 
 def block_mask(documents: Tensor | None, length: int, window: int | None, device: torch.device) -> BlockMask:
-    """Block mask for ``flex_attention``: causal, inside documents and windows, the same for all heads.
+    """Block mask for ``flex_attention``: causal, within documents and windows, the same for all heads.
 
-    Made without waiting for the device, by some sixty small kernels, and without compilation.
+    Made by about sixty small kernels, without waiting for the device and without compilation.
 
     Args:
         documents: int64 [B, S]; ``None`` if a sample is one document.
         length: S.
-        window: number of positions that a query sees, its own included; ``None`` for all.
+        window: number of positions that a query sees, including its own; ``None`` for all.
         device: device of queries and keys.
     """
-    # With torch's symbolic shapes, which take a second to import.
+    # Imports torch's symbolic shapes, which takes a second.
     from torch.nn.attention.flex_attention import BlockMask
 
-    # Kernels look documents up for each score of a block that is seen in part: narrow numbers are faster.
+    # Kernels look up documents for each score of a partly visible block: narrow numbers are faster.
     numbers = None if documents is None else documents.to(torch.int32)
 
     def seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
@@ -58,7 +58,7 @@ def queries_block_mask(
         documents: int64 [B, S]; ``None`` if a sample is one document.
         queries: their positions, in runs.
         length: S.
-        window: number of positions that a query sees, its own included; ``None`` for all.
+        window: number of positions that a query sees, including its own; ``None`` for all.
         device: device of queries and keys.
     """
     return positions_block_mask(documents, queries, [range(length)], window, device)
@@ -73,14 +73,14 @@ def positions_block_mask(
 ) -> BlockMask:
     """Block mask of queries and keys at some positions; as :func:`block_mask`.
 
-    Blocks are ruled out by the nearest and farthest pair of positions, so queries of a block should be neighbours, and
-    keys, too.
+    Blocks are excluded by their nearest and farthest pair of positions, so the queries of a block should be neighbours,
+    and its keys too.
 
     Args:
         documents: int64 [B, S]; ``None`` if a sample is one document.
         queries: their positions, in runs.
-        keys: their positions, likewise.
-        window: number of positions that a query sees, its own included; ``None`` for all.
+        keys: their positions, in runs.
+        window: number of positions that a query sees, including its own; ``None`` for all.
         device: device of queries and keys.
     """
     from torch.nn.attention.flex_attention import BlockMask
@@ -102,11 +102,11 @@ def positions_block_mask(
 
     first, last = _ranges(places[None])
     start, end = _ranges(others[None])  # [1, blocks]
-    farthest, nearest = last[:, :, None] - start[:, None], first[:, :, None] - end[:, None]  # [1, Q, K], of each pair
+    farthest, nearest = last[:, :, None] - start[:, None], first[:, :, None] - end[:, None]  # [1, Q, K], for each pair
     some, whole = farthest >= 0, nearest >= 0
     if window is not None:
         some, whole = some & (nearest < window), whole & (farthest < window)
-    if len(others) % BLOCK:  # what lies behind the keys is not seen
+    if len(others) % BLOCK:  # padding behind the keys is not visible
         whole = whole & (torch.arange(end.shape[1], device=device) < end.shape[1] - 1)
     if of_keys is not None and of_queries is not None:
         (low, high), (least, most) = _ranges(of_queries), _ranges(of_keys)  # [B, blocks]
@@ -128,7 +128,7 @@ def _places(runs: Sequence[range], device: torch.device) -> Tensor:
 
 
 def _ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest of [B, n] in each block, [B, blocks]."""
+    """Minimum and maximum of [B, n] in each block, [B, blocks]."""
     missing = -numbers.shape[1] % BLOCK
     blocks = torch.cat([numbers, numbers[:, -1:].expand(-1, missing)], dim=1).view(len(numbers), -1, BLOCK)
     return blocks.amin(-1), blocks.amax(-1)
@@ -137,15 +137,15 @@ def _ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:
 def visible_blocks(
     documents: Tensor | None, length: int, window: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Block mask's contents: blocks of the score matrix that are seen in part, and those seen as a whole.
+    """Block mask's contents: partly and wholly visible blocks of the score matrix.
 
-    A block counts as seen in part if the smallest and largest documents of its queries and keys do not rule that out.
-    Where documents follow each other in order, as packing numbers them, no block without a visible score does.
+    A block counts as partly visible unless the smallest and largest documents of its queries and keys exclude that. If
+    documents are numbered in order, as packing does, every such block has a visible score.
 
     Args:
         documents: integers [B, S]; ``None`` if a sample is one document.
         length: S.
-        window: number of positions that a query sees, its own included; ``None`` for all.
+        window: number of positions that a query sees, including its own; ``None`` for all.
         device: device of the results.
 
     Returns:
@@ -159,7 +159,7 @@ def visible_blocks(
         some = some & (BLOCK * behind - (BLOCK - 1) < window)
         whole = whole & (BLOCK * behind + (BLOCK - 1) < window)
     missing = count * BLOCK - length
-    if missing:  # what lies behind the sample is not seen
+    if missing:  # padding behind the sample is not visible
         whole = whole & (number[:, None] < count - 1)
     some, whole = some[None], whole[None]
     if documents is not None:
@@ -173,7 +173,7 @@ def visible_blocks(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of key blocks per query block, int32 [B, 1, Q]; and their places, first of all, int32 [B, 1, Q, Q]."""
+    """Number of key blocks per query block, int32 [B, 1, Q], and all places, those blocks first, int32 [B, 1, Q, Q]."""
     chosen = blocks[:, None].to(torch.int32)
     places = torch.argsort(chosen, dim=-1, descending=True, stable=True)
     return chosen.sum(dim=-1, dtype=torch.int32), places.to(torch.int32)

@@ -1,6 +1,6 @@
-"""Backend ``sdpa`` of ``attention_block``: the fused kernels of PyTorch's sdpa, where only positions hide keys.
+"""Backend ``sdpa`` of ``attention_block``: the fused kernels of PyTorch's sdpa, if only positions hide keys.
 
-The op is that of :mod:`d9d_parallel.context_parallel.blocks`, which says what its backends compute.
+See :mod:`d9d_parallel.context_parallel.blocks` for the op, and for what its backends compute.
 
 Shapes: B samples, S positions, Q queries and T keys of the block, N query heads, K key/value heads, D features of a
 head.
@@ -18,8 +18,8 @@ from torch import Tensor
 from d9d_nn.ops.attention import partial
 from d9d_nn.ops.attention.partial import rectangles
 
-#: Above flex: where positions alone hide keys, cuDNN's kernels are faster (2.1 ms where flex takes 3.2, samples of
-#: 4 x 4096 on an H200), and their backward computes nothing twice.
+#: Higher than flex: if only positions hide keys, cuDNN's kernels are faster (2.1 ms, flex 3.2 ms, with samples of 4 x
+#: 4096 on an H200), and their backward computes nothing twice.
 PRIORITY = 20
 
 
@@ -28,15 +28,15 @@ def supports(signature: OpSignature) -> Decision:
     if refusal := partial.refusal(signature):
         return Decision(accept=False, reason=refusal)
     if (window := signature.static.get("window")) is not None:
-        return Decision(accept=False, reason=f"computes no windows, here one is {window}")
+        return Decision(accept=False, reason=f"does not compute windows, here one is {window}")
     if signature.documents:
-        return Decision(accept=False, reason="the data packs documents, which it does not tell apart")
+        return Decision(accept=False, reason="the data packs documents, which it cannot separate")
     if signature.device == "cpu":
-        return Decision(accept=True, reason="by name only on a CPU; documents are an error when it is called")
+        return Decision(accept=True, reason="only by name on a CPU; a call with documents is an error")
     if signature.documents is None:
-        reason = "by name only where the data does not say whether it packs; documents are an error when it is called"
+        reason = "only by name, as the data does not state whether it packs; a call with documents is an error"
         return Decision(accept=True, reason=reason)
-    reason = "fused, torch picks the kernel; samples are of one document, so it reads no mask"
+    reason = "fused, torch chooses the kernel; samples are one document each, so it needs no mask"
     return Decision(accept=True, reason=reason, priority=PRIORITY)
 
 
@@ -46,10 +46,10 @@ def build(signature: OpSignature) -> SdpaBlocks:
 
 
 class SdpaBlocks:
-    """SDPA blocks: attention of blocks by fused kernels, in rectangles seen as a whole or up to a diagonal.
+    """SDPA blocks: attention of blocks by fused kernels, in rectangles that are visible wholly or up to a diagonal.
 
     Args:
-        of_one: leave documents unread: each sample is one, and no token sees what is behind it.
+        of_one: do not read documents: each sample is one document, and no token sees padding behind it.
     """
 
     def __init__(self, *, of_one: bool) -> None:
@@ -67,9 +67,9 @@ class SdpaBlocks:
 
         Args:
             queries: positions of the queries, in runs.
-            keys: positions of the keys, likewise.
+            keys: positions of the keys, in runs.
             documents: int64 [B, S]; ``None`` if a sample is one document.
-            window: number of positions that a query sees, its own included; ``None`` for all.
+            window: number of positions that a query sees, including its own; ``None`` for all.
             device: device of queries and keys.
 
         Raises:
@@ -77,17 +77,17 @@ class SdpaBlocks:
         """
         if window is not None or (documents is not None and not self._of_one):
             raise JobError(
-                "kernels.attention_block: sdpa reads no mask, but the microbatch has documents or the layer a window; "
+                "kernels.attention_block: sdpa has no mask, but the microbatch has documents or the layer a window; "
                 "choose flex, or the reference"
             )
         return [(one.queries, one.keys, one.causal) for one in rectangles(queries, keys)]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        """Attend in a rectangle, see :func:`d9d_nn.ops.attention.partial.attend`."""
+        """Compute attention in a rectangle, see :func:`d9d_nn.ops.attention.partial.attend`."""
         return partial.attend(query, key, value, causal=causal)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients by a rectangle, see :func:`d9d_nn.ops.attention.partial.attend_backward`."""
+        """Gradients from a rectangle, see :func:`d9d_nn.ops.attention.partial.attend_backward`."""
         return partial.attend_backward(grad, query, key, value, out, total, causal=causal)

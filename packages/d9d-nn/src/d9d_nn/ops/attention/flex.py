@@ -1,4 +1,4 @@
-"""Backend ``flex`` of ``attention``: blocks of the score matrix that nobody sees are skipped (torch FlexAttention).
+"""Backend ``flex`` of ``attention``: skips invisible blocks of the score matrix (torch FlexAttention).
 
 Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head.
 """
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _FLOATS = ("bfloat16", "float16", "float32")
-#: Above sdpa. On an H200 (4 x 4096, 16/8 heads of 128, forward and backward) sdpa with a mask takes 6.6 ms, flex 2.1
-#: with 14 documents in a sample and 1.2 with 41; without documents sdpa takes 2.1, flex 3.2. Queries of some positions
-#: need no mask of sdpa where nothing else hides keys; then sdpa is above.
+#: Higher than sdpa. On an H200 (4 x 4096, 16/8 heads of 128, forward and backward) sdpa with a mask takes 6.6 ms, flex
+#: 2.1 with 14 documents in a sample and 1.2 with 41; without documents sdpa takes 2.1, flex 3.2. For queries of some
+#: positions sdpa needs no mask if nothing else hides keys; then sdpa has a higher priority.
 PRIORITY = 15
-#: Widest head that its kernels were tried with.
+#: Widest head tested with its kernels.
 _WIDEST_HEAD = 256
 
 _log = logging.getLogger("d9d.attention")
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept FlexAttention for causal attention on CUDA; above sdpa where documents or windows leave some to skip."""
+    """Accept FlexAttention for causal attention on CUDA; above sdpa if documents or windows hide keys."""
     head_dim, window = signature.static.get("head_dim", 16), signature.static.get("window")
     if signature.device == "cpu":
-        return Decision(accept=False, reason="FlexAttention has no backward on the CPU; sdpa has")
+        return Decision(accept=False, reason="FlexAttention has no backward on the CPU; use sdpa")
     if signature.device != "cuda":
-        return Decision(accept=False, reason=f"is compiled for CUDA only, the device is {signature.device}")
+        return Decision(accept=False, reason=f"compiles for CUDA only, the device is {signature.device}")
     if signature.dtype not in _FLOATS:
         return Decision(accept=False, reason=f"needs one of {', '.join(_FLOATS)}, the model is {signature.dtype}")
     if not signature.static.get("causal", True):
@@ -47,20 +47,20 @@ def supports(signature: OpSignature) -> Decision:
     if head_dim < 16:
         return Decision(accept=False, reason=f"its kernels need head_dim of 16 or more, here it is {head_dim}")
     if not _skips(signature):
-        return Decision(accept=True, reason="samples are of one document and there is no window, so it skips nothing")
+        return Decision(accept=True, reason="samples are one document each, with no window, so it skips nothing")
     if signature.documents:
-        skips = "the data packs documents: skips what lies outside of them"
+        skips = "the data packs documents: skips keys of other documents"
     elif window is not None:
-        skips = f"skips what lies outside of windows of {window}"
+        skips = f"skips keys outside of windows of {window}"
     elif signature.documents is False:
-        skips = "ranks of cp hold the queries of some positions: skips keys that lie behind them"
+        skips = "ranks of cp hold the queries of some positions: skips later keys"
     else:
-        skips = "skips what lies outside of documents where microbatches have them, which the data does not say"
-    reason = f"{skips}, with no mask of S x S; compiled in the first step"
+        skips = "skips keys of other documents if microbatches pack them, which the data does not state"
+    reason = f"{skips}, without a mask of S x S; compiled in the first step"
     if window is None and not signature.static.get("own_queries"):
-        reason += "; a microbatch without documents runs as with sdpa"
+        reason += "; microbatches without documents use sdpa"
     if head_dim > _WIDEST_HEAD:
-        return Decision(accept=True, reason=f"{reason}; nobody tried head_dim above {_WIDEST_HEAD}")
+        return Decision(accept=True, reason=f"{reason}; not tested with head_dim above {_WIDEST_HEAD}")
     return Decision(accept=True, reason=reason, priority=PRIORITY)
 
 
@@ -72,7 +72,7 @@ def _skips(signature: OpSignature) -> bool:
 def build(signature: OpSignature) -> Callable[..., Tensor]:
     """Backend for this device, window and data; compiled on CUDA, when it is first called."""
     compiled = signature.device == "cuda"
-    # Where nothing is ever skipped it was asked for by name, maybe to be measured.
+    # If nothing is ever skipped, flex was chosen by name, perhaps to measure it.
     plain = sdpa.build(signature) if compiled and _skips(signature) else None
     return Flex(signature.static.get("window"), compiled=compiled, plain=plain, of_one=sdpa.of_one(signature))
 
@@ -81,10 +81,10 @@ class Flex:
     """FlexAttention backend of attention: ``flex_attention`` with a block mask.
 
     Args:
-        window: number of positions that a query sees, its own included; ``None`` for all.
-        compiled: whether to compile attention; not compiled, all scores exist at once and nothing is skipped.
-        plain: computes calls of which nothing would be skipped, with a mask of ``None``; by default flex does.
-        of_one: leave documents unread, see :func:`d9d_nn.ops.attention.sdpa.of_one`.
+        window: number of positions that a query sees, including its own; ``None`` for all.
+        compiled: whether to compile attention; otherwise all scores are in memory at once, and nothing is skipped.
+        plain: computes calls in which nothing would be skipped, with mask ``None``; by default flex does.
+        of_one: do not read documents, see :func:`d9d_nn.ops.attention.sdpa.of_one`.
     """
 
     def __init__(
@@ -95,19 +95,19 @@ class Flex:
         plain: Callable[..., Tensor] | None = None,
         of_one: bool = False,
     ) -> None:
-        # With torch's symbolic shapes, which take a second and are not needed to refuse.
+        # Imports torch's symbolic shapes, which takes a second and is not needed to refuse.
         from torch.nn.attention.flex_attention import flex_attention
 
         self._window = window
         self._plain = plain
         self._of_one = of_one
         self._attend: Callable[..., Any] = flex_attention
-        # With gradients and without: samples drawn between two steps, of other shapes, must not change the training's.
+        # With gradients and without: generation between two steps, with other shapes, must not recompile training.
         self._compiled = {grad: compiled_alone(flex_attention) for grad in (False, True)} if compiled else None
         self._done: set[bool] = set()
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> BlockMask | None:
-        """Make the block mask of scores that are seen in part or as a whole; ``None`` if nothing would be skipped."""
+        """Make the block mask of partly and wholly visible scores; ``None`` if nothing would be skipped."""
         if self._of_one:
             documents = None
         open_window = self._window is None or self._window >= length
@@ -127,17 +127,17 @@ class Flex:
             return self._plain(query, key, value, None)
         heads = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         grouped = query.shape[2] != key.shape[2]
-        if self._compiled is None or torch.compiler.is_compiling():  # then it is compiled with its block
+        if self._compiled is None or torch.compiler.is_compiling():  # compiled together with its block
             mixed: Tensor = self._attend(*heads, block_mask=mask, enable_gqa=grouped)
         else:
             mixed = self._attend_compiled(*heads, block_mask=mask, enable_gqa=grouped)
         return mixed.transpose(1, 2)
 
     def _attend_compiled(self, *heads: Tensor, **options: Any) -> Tensor:
-        """Call the compiled function; say how long the first call took, with its backward and without one."""
+        """Call the compiled function; log the time of the first call, with backward and without."""
         assert self._compiled is not None
         training, started = torch.is_grad_enabled(), time.perf_counter()
-        # Where somebody forces blocks to run eagerly, attention would hold all scores.
+        # If a caller forces eager mode, attention would hold all scores in memory.
         with compilable(), torch.compiler.set_stance("default"):
             mixed: Tensor = self._compiled[training](*heads, **options)
         if training not in self._done:
@@ -149,10 +149,10 @@ class Flex:
 
 
 def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Function that is compiled on its own.
+    """Function that is compiled separately.
 
-    Dynamo counts recompilations by code object, and beyond eight of them would compute all scores at once; so each
-    backend gets its own, or windows would count together. More is an error.
+    Dynamo counts recompilations per code object, and after eight of them would compute all scores at once. Each backend
+    therefore gets its own code object, so that windows do not count together; further recompilations are an error.
     """
     assert isinstance(function, FunctionType)
     code = function.__code__.replace(co_name=function.__name__)
@@ -165,10 +165,10 @@ def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
 def compilable() -> AbstractContextManager[None]:
     """Context in which Dynamo compiles: outside of the modes of selective checkpointing.
 
-    Inside of them it would run the function as it is, and all scores would exist at once. So attention is computed
-    again in the backward, whatever a checkpointed block keeps.
+    In these modes it would run the function uncompiled, with all scores in memory at once. So the backward always
+    computes attention again, whatever a checkpointed block stores.
     """
-    # Private, so a test pins it.
+    # Private, so a test checks it.
     from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 

@@ -1,8 +1,8 @@
-"""Attention to a part of the keys by PyTorch's fused kernels, with the logarithms of the sums that join such parts.
+"""Attention to a part of the keys by PyTorch's fused kernels, with the logarithms of sums that combine the parts.
 
-A softmax over all keys is made of softmaxes over parts of them: their outputs are weighted by the exponentials of the
+A softmax over all keys combines softmaxes over parts of them, with outputs weighted by the exponentials of the
 logarithms of their sums (Dao et al. 2022, "FlashAttention", section 3.1). The backward of a part needs the output and
-the sums of the whole, and nothing of other parts (section B.2); the kernels' backwards are called with those.
+the sums of the whole, and nothing from other parts (section B.2); they are passed to the kernels' backwards.
 
 Shapes: B samples, Q queries and T keys of the part, N query heads, K key/value heads (N = K * G), D features of a head.
 """
@@ -17,7 +17,7 @@ from d9d_core.kernel import OpSignature
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-#: Widest head of the flash kernels; torch takes cuDNN's up to 128 or more.
+#: Widest head of the flash kernels; torch uses cuDNN's up to 128 or more.
 _WIDEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 _CUDA_FLOATS = ("bfloat16", "float16")
@@ -28,7 +28,7 @@ def refusal(signature: OpSignature) -> str | None:
     """Reason why the kernels cannot compute parts of causal attention; ``None`` if they can."""
     head_dim = signature.static.get("head_dim")
     if signature.device not in ("cuda", "cpu"):
-        return f"its kernels are of CUDA and CPU, the device is {signature.device}"
+        return f"its kernels run on CUDA and CPU, the device is {signature.device}"
     floats = _CUDA_FLOATS if signature.device == "cuda" else _CPU_FLOATS
     if signature.dtype not in floats:
         return f"needs one of {', '.join(floats)} on {signature.device}, the model is {signature.dtype}"
@@ -41,12 +41,12 @@ def refusal(signature: OpSignature) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Rectangle of the score matrix in which queries see all keys, or those up to their own.
+    """Rectangle of the score matrix in which queries see all keys, or keys up to their own position.
 
     Attributes:
         queries: place of its queries.
         keys: place of its keys.
-        causal: query n sees keys 0 to n of it, and there are as many; otherwise each sees all.
+        causal: query n sees keys 0 to n, with as many keys as queries; otherwise each query sees all keys.
     """
 
     queries: slice
@@ -55,14 +55,14 @@ class Rectangle:
 
 
 def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangle]:
-    """Partial attention: rectangles of a causal mask without documents and windows, outside of which none is seen.
+    """Partial attention: rectangles that cover all visible scores of a causal mask without documents and windows.
 
     Args:
-        queries: positions of the queries, runs in ascending order that lie one behind the other.
-        keys: positions of the keys, likewise. A run of queries lies in one run of keys, or in none.
+        queries: positions of the queries, in runs of ascending order that do not overlap.
+        keys: positions of the keys, in runs. A run of queries lies in one run of keys, or in none.
 
     Raises:
-        ValueError: a run of queries lies in a run of keys in part only.
+        ValueError: a run of queries overlaps a run of keys only partly.
     """
     if list(queries) == list(keys):
         whole = slice(0, sum(len(run) for run in queries))
@@ -75,12 +75,12 @@ def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangl
             before += len(range(other.start, min(other.stop, run.start)))
             if other.start < run.stop and run.start < other.stop:
                 if not (other.start <= run.start and run.stop <= other.stop):
-                    raise ValueError(f"queries {run} lie in keys {other} in part only")
+                    raise ValueError(f"queries {run} overlap keys {other} only partly")
                 own = column + run.start - other.start
                 found.append(Rectangle(rows, slice(own, own + len(run)), causal=True))
             column += len(other)
         if before:
-            # Neighbouring runs that see the same keys are one call.
+            # One call computes neighbouring runs that see the same keys.
             last = next((one for one in found if not one.causal and one.queries.stop == row), None)
             if last is not None and last.keys.stop == before:
                 found.remove(last)
@@ -91,13 +91,13 @@ def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangl
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Partial attention: attend to a part of the keys by torch's fastest kernel for it. Not recorded by autograd.
+    """Partial attention: attend to a part of the keys with torch's fastest kernel. Not recorded by autograd.
 
     Args:
         query: [B, Q, N, D].
         key: [B, T, K, D].
         value: [B, T, K, D].
-        causal: query n sees keys 0 to n, and T = Q; otherwise each sees all.
+        causal: query n sees keys 0 to n, and T = Q; otherwise each query sees all keys.
 
     Returns:
         Output [B, Q, N, D], and logarithm of the sum of exponentials of the scores [B, Q, N], float32 or wider.
@@ -116,11 +116,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Partial attention, backward: gradients of queries, keys and values by one part of a larger attention.
+    """Partial attention, backward: gradients of queries, keys and values from one part of a larger attention.
 
     Args:
         grad: gradient of the larger attention's output, [B, Q, N, D].
-        query: as in :func:`attend`, like ``key``, ``value`` and ``causal``.
+        query: as in :func:`attend`, and so are ``key``, ``value`` and ``causal``.
         key: see ``query``.
         value: see ``query``.
         out: output of the larger attention, [B, Q, N, D].
@@ -131,14 +131,14 @@ def attend_backward(
         Gradients of query, key and value, in their dtypes.
     """
     heads = _heads(query), _heads(key), _heads(value)
-    if grad.stride() != out.stride() or out.stride(-1) != 1:  # cuDNN wants output and gradient in one layout
+    if grad.stride() != out.stride() or out.stride(-1) != 1:  # cuDNN needs output and gradient in one layout
         grad, out = grad.contiguous(), out.contiguous()
     both = _heads(grad), _heads(out)
     if query.device.type == "cpu":
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
         grads = backward(both[0], *heads, both[1], total.contiguous().transpose(1, 2), 0.0, causal)
     else:
-        # Without dropout nobody reads the state of a random generator, but its dtype is looked at.
+        # Without dropout the state of the random generator is not used, but its dtype is checked.
         sums, state = total.transpose(1, 2).contiguous(), query.new_empty((), dtype=torch.int64)
         lengths = (None, None, query.shape[1], key.shape[1])
         if _prefers_cudnn(*heads, causal=causal):
@@ -154,13 +154,13 @@ def attend_backward(
 
 
 def _heads(tensor: Tensor) -> Tensor:
-    """[B, S, heads, D] as [B, heads, S, D]; no fused kernel reads other strides than 1 along the features."""
+    """[B, S, heads, D] as [B, heads, S, D]; fused kernels need stride 1 along the features."""
     return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).transpose(1, 2)
 
 
 def _prefers_cudnn(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> bool:
-    """Whether torch would take cuDNN's kernel for these heads [B, N, Q, D]; the host knows without the device."""
+    """Whether torch would use cuDNN's kernel for these heads [B, N, Q, D]; does not wait for the device."""
     grouped = query.shape[1] != key.shape[1]
-    # Private, so a test pins it; public functions do not tell.
+    # Private, so a test checks it; no public function gives this.
     choice = torch._fused_sdp_choice(query, key, value, is_causal=causal, enable_gqa=grouped)  # noqa: SLF001
     return bool(choice == SDPBackend.CUDNN_ATTENTION.value)

@@ -1,8 +1,8 @@
-"""Causal attention of queries at some positions to all keys, in rectangles that fused kernels compute without a mask.
+"""Causal attention of queries at some positions to all keys, in rectangles for fused kernels without a mask.
 
-A rectangle is a custom op of torch, which ``torch.compile`` keeps whole: which kernel computes it is decided in the
-call. What joins rectangles (weights of outputs, sums of gradients, their places) is plain PyTorch outside of the ops,
-so that a compiled block does it in few passes over memory, together with the layers before and behind.
+A rectangle is a custom op of torch, which ``torch.compile`` does not split: the kernel is chosen in the call. Code that
+combines rectangles (weights of outputs, sums of gradients, their places) is plain PyTorch outside of the ops, so that a
+compiled block runs it in few passes over memory, together with neighbouring layers.
 
 Shapes: B samples, S positions, Q queries (P of a rectangle, T keys of it), N query heads, K key/value heads, D features
 of a head.
@@ -22,17 +22,17 @@ from torch.autograd.function import once_differentiable
 from d9d_nn.ops.attention import partial
 from d9d_nn.ops.attention.partial import Rectangle, rectangles
 
-#: First and last of the queries of a rectangle and of its keys, and whether it is causal: ops take plain numbers.
+#: Start and end of a rectangle's queries and keys, and whether it is causal, since ops take only plain numbers.
 Numbers = tuple[int, int, int, int, int]
-#: Piece of a dim: its length; and which rectangles reach it, each with its place among their own.
+#: Piece of a dim: its length, and the rectangles that cover it, each with its place inside the rectangle.
 Piece = tuple[int, tuple[tuple[int, int], ...]]
 
 
 class QueryRectangles:
-    """Rectangles of queries at some positions, in the place of a mask.
+    """Rectangles of queries at some positions, used instead of a mask.
 
     Args:
-        queries: positions of the queries, runs in ascending order.
+        queries: positions of the queries, in runs of ascending order.
         length: S.
     """
 
@@ -40,7 +40,7 @@ class QueryRectangles:
         found = rectangles(queries, [range(length)])
         count = sum(len(run) for run in queries)
         self.numbers: tuple[Numbers, ...] = tuple(map(_numbers, found))
-        #: Pieces of the queries, which are runs, and of the keys, that are reached by the same rectangles.
+        #: Pieces of the queries, which are runs, and of the keys; a piece is covered by the same rectangles throughout.
         self.rows: tuple[Piece, ...] = _pieces([one.queries for one in found], count)
         self.columns: tuple[Piece, ...] = _pieces([one.keys for one in found], length)
         assert sum(len(reached) for _, reached in self.rows) == len(found)  # as all keys are one run
@@ -54,10 +54,10 @@ class QueryRectangles:
             value: [B, S, K, D].
 
         Returns:
-            [B, Q, N, D], in 16 bits where autocast says so.
+            [B, Q, N, D], in the dtype of autocast if it is on.
         """
         device = query.device.type
-        if torch.is_autocast_enabled(device):  # it does not know these ops
+        if torch.is_autocast_enabled(device):  # autocast does not know these ops
             dtype = torch.get_autocast_dtype(device)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         out: Tensor = _Attention.apply(query, key, value, self.numbers, self.rows, self.columns)
@@ -97,7 +97,7 @@ class _Attention(torch.autograd.Function):
 
 @torch.library.custom_op("d9d_nn::attention_of_queries", mutates_args=())
 def forward(query: Tensor, key: Tensor, value: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Attention in a rectangle. Whole tensors come in: views of what is not in memory yet would be computed each.
+    """Attention in a rectangle. Takes whole tensors: a compiled block would compute each view of a tensor separately.
 
     Args:
         query: [B, Q, N, D].
@@ -112,7 +112,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, numbers: Sequence[int]) -
     one = _rectangle(numbers)
     inputs = query[:, one.queries], key[:, one.keys], value[:, one.keys]
     out, total = partial.attend(*inputs, causal=one.causal)
-    return out.contiguous(), total.transpose(1, 2).contiguous()  # CUDA's kernels write them so
+    return out.contiguous(), total.transpose(1, 2).contiguous()  # as CUDA's kernels write them
 
 
 @torch.library.custom_op("d9d_nn::attention_of_queries_backward", mutates_args=())
@@ -123,11 +123,11 @@ def backward(
 
     Args:
         grad: gradient of the output to all keys, [B, Q, N, D].
-        query: as in :func:`forward`, like ``key``, ``value`` and ``numbers``.
+        query: as in :func:`forward`, and so are ``key``, ``value`` and ``numbers``.
         key: see ``query``.
         value: see ``query``.
         out: output to all keys, [B, Q, N, D].
-        total: logarithms of the sums over all keys, of the rectangle's queries, [B, N, P].
+        total: logarithms of the sums over all keys, for the rectangle's queries, [B, N, P].
         numbers: see ``query``.
     """
     one = _rectangle(numbers)
@@ -147,7 +147,7 @@ def _rectangle(numbers: Sequence[int]) -> Rectangle:
 
 
 def _pieces(places: Sequence[slice], length: int) -> tuple[Piece, ...]:
-    """Cut a dim where a rectangle begins or ends."""
+    """Cut a dim at each start or end of a rectangle."""
     cuts = sorted({0, length, *(end for place in places for end in (place.start, place.stop))})
     return tuple(
         (
@@ -159,7 +159,7 @@ def _pieces(places: Sequence[slice], length: int) -> tuple[Piece, ...]:
 
 
 def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention of the same queries to the keys of both; outputs [B, P, N, D], logarithms of sums [B, N, P]."""
+    """Combine attention of the same queries to two parts; outputs [B, P, N, D], logarithms of sums [B, N, P]."""
     (out, total), (of_other, total_of_other) = one, other
     start = out.to(total.dtype)
     share = (total_of_other - total).sigmoid().transpose(1, 2).unsqueeze(-1)
@@ -172,11 +172,11 @@ def _added(parts: Sequence[Tensor], pieces: Sequence[Piece]) -> Tensor:
     found = []
     for length, reached in pieces:
         here = [parts[number][:, start : start + length] for number, start in reached]
-        if not here:  # nobody sees these keys
+        if not here:  # no query sees these keys
             found.append(parts[0].new_zeros(parts[0].shape[0], length, *parts[0].shape[2:]))
         elif len(here) > 2:
             found.append(reduce(torch.add, [part.to(_wide(part)) for part in here]).to(here[0].dtype))
-        else:  # the sum of two is rounded once in their own dtype
+        else:  # a sum of two is rounded only once in their dtype
             found.append(reduce(torch.add, here))
     return torch.cat(found, dim=1)
 

@@ -1,11 +1,11 @@
-"""Op ``attention``: causal softmax attention inside documents, with grouped key and value heads.
+"""Op ``attention``: causal softmax attention within documents, with grouped key and value heads.
 
 Shapes: B samples, S positions, N query heads, K key/value heads (N = K * G), D features of a head.
 
 The slot's static facts are ``head_dim``, ``query_heads``, ``key_value_heads``, ``causal`` and ``window``; a backend
-refuses a window it does not compute. A backend is a function ``(query, key, value, mask)``, where ``mask`` is
-``documents`` as :func:`attention` reads them, or, if the function has an attribute ``prepare``, what that returned; see
-:class:`d9d_nn.ops.attention.slot.AttentionSlot`.
+refuses windows that it cannot compute. A backend is a function ``(query, key, value, mask)``, where ``mask`` is
+``documents`` as in :func:`attention` or, if the function has an attribute ``prepare``, the return value of ``prepare``;
+see :class:`d9d_nn.ops.attention.slot.AttentionSlot`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def visible(
     window: int | None = None,
     queries: Tensor | None = None,
 ) -> Tensor:
-    """Reference mask of attention: keys that a query sees, its own and earlier positions, in its document and window.
+    """Reference mask of attention: a query sees its own and earlier positions in its document and window.
 
     Args:
         length: S.
         documents: int64 [B, S], number of the document of each token; ``None`` if a sample is one document.
         device: device of the result.
-        window: number of positions that a query sees, its own included; ``None`` for all.
+        window: number of positions that a query sees, including its own; ``None`` for all.
         queries: int64 [Q], positions of the queries; ``None`` for all.
 
     Returns:
@@ -53,7 +53,7 @@ def attention(
     """Reference attention: ``softmax(query @ key.T / sqrt(D), over visible keys) @ value``, in float32 or wider.
 
     Query head n reads key and value head ``n // G`` (Ainslie et al. 2023, "GQA", section 2.2). The scores of all pairs
-    exist at once: [B, N, S, S].
+    are in memory at once: [B, N, S, S].
 
     Args:
         query: [B, S, N, D].

@@ -16,7 +16,7 @@ from d9d_nn.ops.attention import partial
 from d9d_nn.ops.attention.queries import QueryRectangles
 from d9d_nn.ops.attention.reference import visible
 
-#: Above flex: where ranks of cp hold the queries of some positions, and nothing else hides keys, it reads no mask.
+#: Higher than flex: no mask is needed if ranks of cp hold queries of some positions, and nothing else hides keys.
 _QUERIES_PRIORITY = 20
 _FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
@@ -30,25 +30,23 @@ def supports(signature: OpSignature) -> Decision:
     if not signature.static.get("causal", True):
         return Decision(accept=False, reason="computes causal attention only")
     if signature.static.get("window") is not None:
-        masks = "a window makes it read a mask of S x S" + (", per sample with documents" * (not of_one(signature)))
+        masks = "a window needs a mask of S x S" + (", per sample with documents" * (not of_one(signature)))
     elif signature.static.get("own_queries") and _in_rectangles(signature):
-        reason = "fused, torch picks the kernel; queries of some positions attend in rectangles, without a mask"
+        reason = "fused, torch chooses the kernel; queries of some positions attend in rectangles, without a mask"
         return Decision(accept=True, reason=reason, priority=_QUERIES_PRIORITY)
     elif signature.static.get("own_queries"):
-        masks = "queries of some positions make it read a mask" + (
-            ", per sample with documents" * (not of_one(signature))
-        )
+        masks = "queries of some positions need a mask" + (", per sample with documents" * (not of_one(signature)))
     elif of_one(signature):
-        masks = "samples are of one document, so it reads no mask"
+        masks = "samples are one document each, so it needs no mask"
     else:
-        masks = "with documents it reads a mask of S x S per sample, without them none"
-    return Decision(accept=True, reason=f"fused, torch picks the kernel; {masks}", priority=10)
+        masks = "documents need a mask of S x S per sample, other data no mask"
+    return Decision(accept=True, reason=f"fused, torch chooses the kernel; {masks}", priority=10)
 
 
 def of_one(signature: OpSignature) -> bool:
-    """Whether a backend leaves ``documents`` unread: each sample is one document, and no token sees what is behind it.
+    """Whether a backend can ignore ``documents``: each sample is one document, and no token sees padding behind it.
 
-    On CUDA, where a mask rules the fast kernels out.
+    Only on CUDA, where the fast kernels accept no mask.
     """
     return signature.documents is False and signature.device == "cuda"
 
@@ -56,15 +54,15 @@ def of_one(signature: OpSignature) -> bool:
 def _in_rectangles(signature: OpSignature) -> bool:
     """Whether queries of some positions attend in rectangles that need no mask.
 
-    On CUDA; the kernels of a CPU read masks.
+    Only on CUDA; the kernels of a CPU accept masks.
     """
     return of_one(signature) and signature.static.get("window") is None and partial.refusal(signature) is None
 
 
 def build(signature: OpSignature) -> Callable[..., Tensor]:
     """Backend for this device, window and data."""
-    # On CUDA, the flash and cuDNN kernels read grouped heads, in 16 bits and without a mask. What is left would be the
-    # kernel that holds all scores, so for the others heads are repeated. On CPU all kernels read grouped heads.
+    # On CUDA, the flash and cuDNN kernels accept grouped heads, in 16 bits and without a mask. Otherwise torch would
+    # use the kernel that holds all scores, so heads are repeated. On CPU all kernels accept grouped heads.
     on_cuda = signature.device == "cuda"
     grouped = not on_cuda or signature.dtype in ("bfloat16", "float16")
     return Sdpa(
@@ -80,11 +78,11 @@ class Sdpa:
     """SDPA backend of attention: torch's ``scaled_dot_product_attention``.
 
     Args:
-        window: number of positions that a query sees, its own included; ``None`` for all.
-        grouped: whether the kernels that read no mask read grouped heads; if not, they are repeated.
-        grouped_with_mask: whether the kernels that read a mask read grouped heads.
-        of_one: leave documents unread, see :func:`of_one`.
-        in_rectangles: attend from queries of some positions in rectangles of the score matrix; by default with a mask.
+        window: number of positions that a query sees, including its own; ``None`` for all.
+        grouped: whether the kernels without a mask accept grouped heads; otherwise heads are repeated.
+        grouped_with_mask: whether the kernels with a mask accept grouped heads.
+        of_one: do not read documents, see :func:`of_one`.
+        in_rectangles: compute queries of some positions in rectangles of the score matrix, instead of with a mask.
     """
 
     def __init__(
@@ -115,7 +113,7 @@ class Sdpa:
     ) -> Tensor | QueryRectangles:
         """Make the mask of queries at some positions, in runs: bool [B, 1, Q, S] with documents, else [Q, S].
 
-        Or rectangles, which need no mask.
+        Returns rectangles instead if they need no mask.
         """
         if self._in_rectangles:
             return QueryRectangles(queries, length)
@@ -146,5 +144,5 @@ class Sdpa:
 
 
 def _repeat(heads: Tensor, groups: int) -> Tensor:
-    """Repeat each head G times in a row, [B, S, K, D] -> [B, S, K * G, D]."""
+    """Repeat each head G times in succession, [B, S, K, D] -> [B, S, K * G, D]."""
     return heads.repeat_interleave(groups, dim=2)

@@ -1,7 +1,7 @@
-"""Backends ``sdpa_flash``, ``sdpa_cudnn``, ``sdpa_efficient`` of ``attention``: ``sdpa`` held to one kernel.
+"""Backends ``sdpa_flash``, ``sdpa_cudnn``, ``sdpa_efficient`` of ``attention``: ``sdpa`` limited to one kernel.
 
-For those who measure kernels or must rule some out. None is ever chosen by itself: ``sdpa`` lets torch pick among the
-same kernels with the call's shapes in view.
+Used to measure kernels or to exclude some. They are never chosen automatically: with ``sdpa``, torch chooses among the
+same kernels by the shapes of the call.
 
 Shapes: B samples, S positions.
 """
@@ -26,12 +26,12 @@ class PinnedKernel:
     """Pinned SDPA: one kernel of PyTorch's sdpa, and the signatures that it computes.
 
     Attributes:
-        name: name of the kernel, as people say it.
-        dtypes: it computes in these.
-        widest_head: greatest number of features of a head.
-        head_multiple: the number of features is a multiple of this.
-        grouped: reads grouped heads where it reads no mask.
-        masks: reads a mask.
+        name: common name of the kernel.
+        dtypes: supported dtypes.
+        widest_head: maximum number of features of a head.
+        head_multiple: the number of features of a head must be a multiple of this.
+        grouped: accepts grouped heads if there is no mask.
+        masks: accepts a mask.
     """
 
     name: str
@@ -42,13 +42,13 @@ class PinnedKernel:
     masks: bool
 
     def supports(self, signature: OpSignature) -> Decision:
-        """Accept what the kernel computes, with priority 0."""
+        """Accept the signatures that the kernel computes, with priority 0."""
         if refusal := self._refusal(signature):
             return Decision(accept=False, reason=refusal)
-        masks = "; refuses documents when it is called, as it reads no mask"
+        masks = "; a call with documents is an error, as it has no mask"
         if self.masks or signature.documents is False:
             masks = ""
-        return Decision(accept=True, reason=f"{self.name} alone; only by name, as sdpa picks among all kernels{masks}")
+        return Decision(accept=True, reason=f"only {self.name}; only by name, as sdpa chooses among all kernels{masks}")
 
     def build(self, signature: OpSignature) -> Callable[..., Tensor]:
         """Backend for this window."""
@@ -57,7 +57,7 @@ class PinnedKernel:
     def _refusal(self, signature: OpSignature) -> str | None:
         head_dim = signature.static.get("head_dim")
         if signature.device != "cuda":
-            return f"{self.name} is a kernel of CUDA, the device is {signature.device}"
+            return f"{self.name} is a CUDA kernel, the device is {signature.device}"
         if signature.dtype not in self.dtypes:
             return f"{self.name} needs one of {', '.join(self.dtypes)}, the model is {signature.dtype}"
         if not signature.static.get("causal", True):
@@ -68,11 +68,11 @@ class PinnedKernel:
                 f"here it is {head_dim}"
             )
         if signature.static.get("window") is not None and not self.masks:
-            return f"a window needs a mask, and {self.name} reads none"
+            return f"a window needs a mask, which {self.name} does not have"
         if signature.static.get("own_queries") and not self.masks:
-            return f"ranks of cp hold the queries of some positions, which needs a mask, and {self.name} reads none"
+            return f"ranks of cp hold the queries of some positions, which {self.name} cannot mask"
         if signature.documents and not self.masks:
-            return f"the data packs documents, which needs a mask, and {self.name} reads none"
+            return f"the data packs documents, which {self.name} cannot mask"
         return None
 
 
@@ -85,7 +85,7 @@ class _Pinned(Sdpa):
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:
         if documents is not None and not self._kernel.masks and not self._of_one:
             raise JobError(
-                f"kernels.attention: {self._kernel.name} reads no mask, but the microbatch has documents; "
+                f"kernels.attention: {self._kernel.name} has no mask, but the microbatch has documents; "
                 "choose sdpa, sdpa_efficient or flex, or data of one document per sample"
             )
         return super().prepare(documents, length, device)
@@ -93,13 +93,13 @@ class _Pinned(Sdpa):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | QueryRectangles | None = None
     ) -> Tensor:
-        # No fused kernel reads other strides than 1 along the features, and there is no other kernel to fall back to.
+        # Fused kernels need stride 1 along the features, and there is no other kernel to fall back to.
         q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
         with sdpa_kernel(self._backend):
             return super().__call__(q, k, v, mask)
 
 
-# Widths: where forward and backward both run on every GPU since compute capability 8.0 (cuDNN goes further on some).
+# Widths that work forward and backward on every GPU from compute capability 8.0 (cuDNN supports more on some).
 FLASH = PinnedKernel("flash attention", ("bfloat16", "float16"), 256, 8, grouped=True, masks=False)
 CUDNN = PinnedKernel("cuDNN attention", ("bfloat16", "float16"), 128, 8, grouped=True, masks=True)
 EFFICIENT = PinnedKernel(

@@ -31,7 +31,7 @@ class AttentionSlot(OpSlot):
         query_heads: N.
         key_value_heads: K.
         head_dim: D.
-        window: number of positions that a query sees, its own included; ``None`` for all.
+        window: number of positions that a query sees, including its own; ``None`` for all.
     """
 
     def __init__(self, *, query_heads: int, key_value_heads: int, head_dim: int, window: int | None) -> None:
