@@ -48,15 +48,15 @@ def explained(small_job: Write, d9d: D9d, monkeypatch: pytest.MonkeyPatch) -> Ca
 def test_packed_documents_get_flex(explained: Any) -> None:
     chosen, flex, sdpa = explained(TEXT)
     assert chosen.startswith("attention: flex (d9d-nn")
-    assert "accepts, priority 15: the data packs documents: skips what lies outside of them" in flex
-    assert "accepts, priority 10: fused, torch picks the kernel; with documents it reads a mask of S x S" in sdpa
+    assert "accepts, priority 15: the data packs documents: skips keys of other documents" in flex
+    assert "accepts, priority 10: fused, torch chooses the kernel; documents need a mask of S x S" in sdpa
 
 
 def test_samples_of_one_document_get_sdpa_without_a_mask_unless_an_evaluation_packs(explained: Any) -> None:
     chosen, flex, sdpa = explained(DOCUMENTS)
     assert chosen.startswith("attention: sdpa (d9d-nn")
     assert "taken by name only: samples are of one document and there is no window" in flex
-    assert "samples are of one document, so it reads no mask" in sdpa
+    assert "samples are one document each, so it needs no mask" in sdpa
     chosen, flex, _ = explained(DOCUMENTS, evaluation={"every": 1, "sets": {"whole": DOCUMENTS, "packed": TEXT}})
     assert chosen.startswith("attention: flex (d9d-nn")
     assert "the data packs documents" in flex
@@ -68,7 +68,7 @@ def test_layers_with_windows_get_flex_and_the_others_sdpa(explained: Any) -> Non
     chosen = sorted(line for line in lines if line.startswith("attention: "))
     assert [line.partition(" (")[0] for line in chosen] == ["attention: flex", "attention: sdpa"]
     assert chosen[0].endswith("at layers.1.attention.core.attention")
-    assert any("skips what lies outside of windows of 16" in line for line in lines)
+    assert any("skips keys outside of windows of 16" in line for line in lines)
 
 
 @pytest.mark.parametrize(("data", "backend"), [(TEXT, "flex"), (DOCUMENTS, "sdpa")], ids=["packed", "of one document"])
@@ -84,7 +84,7 @@ def test_queries_of_some_positions_get_one_backend_on_all_stages(
         assert "accepts, priority 20" in sdpa
         assert "queries of some positions attend in rectangles, without a mask" in sdpa
     else:
-        assert "queries of some positions make it read a mask" in sdpa
+        assert "queries of some positions need a mask" in sdpa
 
 
 @pytest.mark.parametrize(("data", "backend"), [(TEXT, "flex"), (DOCUMENTS, "sdpa")], ids=["packed", "of one document"])
@@ -111,14 +111,14 @@ def test_on_a_cpu_a_ring_computes_blocks_by_the_reference(explained: Any) -> Non
     sections = {"mesh": {"cp": 2}, "parallel": [{"name": "context_parallel", "method": "ring"}]}
     chosen, flex, sdpa = explained(TEXT, device="cpu", precision={"parameters": "float32"}, ranks=2, **sections)
     assert chosen.startswith("attention_block: reference")
-    assert flex == "flex refuses: FlexAttention has no backward on the CPU; sdpa has"
-    assert sdpa == "sdpa refuses: the data packs documents, which it does not tell apart"
+    assert flex == "flex refuses: FlexAttention has no backward on the CPU; use sdpa"
+    assert sdpa == "sdpa refuses: the data packs documents, which it cannot separate"
 
 
 def test_on_a_cpu_it_is_sdpa(explained: Any) -> None:
     chosen, flex, _ = explained(TEXT, device="cpu", precision={"parameters": "float32"})
     assert chosen.startswith("attention: sdpa (d9d-nn")
-    assert flex == "flex refuses: FlexAttention has no backward on the CPU; sdpa has"
+    assert flex == "flex refuses: FlexAttention has no backward on the CPU; use sdpa"
 
 
 @pytest.mark.parametrize("method", ["all_gather", pytest.param("ulysses", marks=pytest.mark.full)])

@@ -287,7 +287,7 @@ def test_a_task_that_cannot_split_positions_is_refused(table: ModuleType, tmp_pa
 
 def test_a_kernel_that_attends_from_all_positions_is_refused(table: ModuleType, tmp_path: Path) -> None:
     said = refused(table, tmp_path, layout("all_gather"), kernels={"attention": "reference"}, steps=1)
-    assert "kernels.attention: 'reference' attends from all positions of a sample only" in said
+    assert "kernels.attention: 'reference' needs queries of all positions of a sample" in said
     said = refused(table, tmp_path, layout("ring"), kernels={"attention": "sdpa"}, steps=1)
     assert "kernels.attention: the job calls no op 'attention'" in said
 

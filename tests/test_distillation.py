@@ -137,7 +137,7 @@ def _tensors(directory: Path) -> list[torch.Tensor]:
 def test_a_teacher_of_another_vocabulary_is_refused(teacher: Path, tmp_path: Path) -> None:
     job = values(teacher, tmp_path)
     job["model"] |= {"vocab_size": 300}
-    with pytest.raises(JobError, match=r"task\.teacher: it has 257 token ids, the model has 300"):
+    with pytest.raises(JobError, match=r"task\.teacher: the teacher has 257 token ids, the model 300"):
         Job.from_values(job).build(lambda _: None)
 
 

@@ -180,17 +180,17 @@ def test_the_pinned_kernels_are_never_chosen_by_themselves(documents: bool | Non
 @pytest.mark.parametrize(
     ("signature", "chosen", "reason"),
     [
-        (cuda(documents=True), flex, "the data packs documents: skips what lies outside of them, with no mask"),
-        (cuda(documents=None), flex, "where microbatches have them, which the data does not say"),
-        (cuda(documents=False), sdpa, "samples are of one document, so it reads no mask"),
-        (cuda(documents=False, window=8), flex, "skips what lies outside of windows of 8"),
+        (cuda(documents=True), flex, "the data packs documents: skips keys of other documents, without a mask"),
+        (cuda(documents=None), flex, "if microbatches pack them, which the data does not state"),
+        (cuda(documents=False), sdpa, "samples are one document each, so it needs no mask"),
+        (cuda(documents=False, window=8), flex, "skips keys outside of windows of 8"),
         (cuda(documents=True, window=8), flex, "the data packs documents"),
-        (cuda("float32", documents=True), flex, "no mask of S x S; compiled in the first step"),
-        (cuda("float64", documents=True), sdpa, "with documents it reads a mask of S x S"),
-        (cuda(documents=True, head_dim=8), sdpa, "with documents it reads a mask of S x S"),
-        (cuda(documents=True, head_dim=512), sdpa, "with documents it reads a mask of S x S"),
-        (replace(CPU, documents=True), sdpa, "with documents it reads a mask of S x S"),
-        (replace(CPU, documents=False), sdpa, "with documents it reads a mask of S x S"),
+        (cuda("float32", documents=True), flex, "without a mask of S x S; compiled in the first step"),
+        (cuda("float64", documents=True), sdpa, "documents need a mask of S x S"),
+        (cuda(documents=True, head_dim=8), sdpa, "documents need a mask of S x S"),
+        (cuda(documents=True, head_dim=512), sdpa, "documents need a mask of S x S"),
+        (replace(CPU, documents=True), sdpa, "documents need a mask of S x S"),
+        (replace(CPU, documents=False), sdpa, "documents need a mask of S x S"),
     ],
     ids=str,
 )
@@ -216,9 +216,9 @@ def test_samples_of_one_document_need_no_mask_for_their_padding() -> None:
 @pytest.mark.parametrize(
     ("supports", "signature", "text"),
     [
-        (FLASH.supports, CPU, "flash attention is a kernel of CUDA, the device is cpu"),
-        (CUDNN.supports, CPU, "cuDNN attention is a kernel of CUDA, the device is cpu"),
-        (EFFICIENT.supports, CPU, "memory-efficient attention is a kernel of CUDA, the device is cpu"),
+        (FLASH.supports, CPU, "flash attention is a CUDA kernel, the device is cpu"),
+        (CUDNN.supports, CPU, "cuDNN attention is a CUDA kernel, the device is cpu"),
+        (EFFICIENT.supports, CPU, "memory-efficient attention is a CUDA kernel, the device is cpu"),
         (flex.supports, CPU, "no backward on the CPU"),
         (flex.supports, OpSignature("attention", "mps", "float32"), "compiled for CUDA only, the device is mps"),
         (FLASH.supports, cuda("float32"), "needs one of bfloat16, float16, the model is float32"),
@@ -228,9 +228,9 @@ def test_samples_of_one_document_need_no_mask_for_their_padding() -> None:
         (
             FLASH.supports,
             cuda(documents=True),
-            "the data packs documents, which needs a mask, and flash attention reads",
+            "the data packs documents, which flash attention cannot mask",
         ),
-        (FLASH.supports, cuda(window=8), "a window needs a mask, and flash attention reads none"),
+        (FLASH.supports, cuda(window=8), "a window needs a mask, which flash attention does not have"),
         (FLASH.supports, cuda(head_dim=512), "head_dim up to 256, a multiple of 8; here it is 512"),
         (CUDNN.supports, cuda(head_dim=136), "head_dim up to 128"),
         (EFFICIENT.supports, cuda(head_dim=60), "a multiple of 8; here it is 60"),
@@ -250,7 +250,7 @@ def test_backends_say_why_they_refuse(
 def test_windows_are_no_reason_to_refuse_for_kernels_that_read_masks() -> None:
     for supports in (CUDNN.supports, EFFICIENT.supports, flex.supports, sdpa.supports):
         assert supports(cuda(window=8)).accept
-    assert "a window makes it read a mask" in sdpa.supports(cuda(window=8)).reason
+    assert "a window needs a mask" in sdpa.supports(cuda(window=8)).reason
 
 
 def test_flash_says_what_to_do_with_documents() -> None:

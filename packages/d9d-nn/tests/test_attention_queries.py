@@ -248,7 +248,7 @@ def test_a_mask_of_all_queries_is_the_mask() -> None:
 def test_a_backend_that_attends_from_all_positions_only_is_refused() -> None:
     made = AttentionCore(query_heads=4, key_value_heads=2, head_dim=16)
     made.see_queries(Some())
-    said = "kernels.attention: 'mine' attends from all positions of a sample only.*choose sdpa or flex.*ulysses"
+    said = "kernels.attention: 'mine' needs queries of all positions of a sample.*choose sdpa or flex.*ulysses"
     with pytest.raises(BuildError, match=said):
         made.attention.bind("mine", attention)
     other = AttentionCore(query_heads=4, key_value_heads=2, head_dim=16)

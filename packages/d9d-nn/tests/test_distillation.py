@@ -94,8 +94,8 @@ TOKENIZER = '{"model": {"vocab": {"a": 0, "b": %d}}, "added_tokens": [{"content"
     ("theirs", "problem"),
     [
         (TOKENIZER % (1, 2), None),
-        (TOKENIZER % (2, 1), "'b' is 2 there and 1 here"),
-        ('{"model": {"vocab": {"a": 0, "b": 1}}}', "which lacks '<e>'"),
+        (TOKENIZER % (2, 1), "'b' is 2 for the teacher, 1 here"),
+        ('{"model": {"vocab": {"a": 0, "b": 1}}}', "and lacks '<e>'"),
         ('{"model": {"vocab": [["a", 0.5], ["b", 0.5], ["<e>", 0]]}}', None),
     ],
 )
@@ -112,7 +112,7 @@ def test_padded_matrices_may_differ_where_tokenizers_agree(tmp_path: Path, their
 
 def test_sizes_must_be_equal_where_there_is_no_tokenizer_to_compare(tmp_path: Path) -> None:
     model, teacher = SimpleNamespace(vocab_size=8), SimpleNamespace(vocab_size=9, pretrained=str(tmp_path))
-    assert "it has 9 token ids, the model has 8" in check_vocabularies(model, teacher)[0]
+    assert "the teacher has 9 token ids, the model 8" in check_vocabularies(model, teacher)[0]
     assert not check_vocabularies(model, SimpleNamespace(vocab_size=8, pretrained=None))
 
 

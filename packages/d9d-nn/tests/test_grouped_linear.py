@@ -170,8 +170,8 @@ def test_grouped_mm_compiles_whole() -> None:
     [
         (signature(dtype="float64"), "needs one of float32, bfloat16, float16"),
         (signature(device="mps"), "cpu and cuda"),
-        (signature(in_features=18), "in_features is 18, no multiple of 4 for float32"),
-        (signature(dtype="bfloat16", out_features=12), "out_features is 12, no multiple of 8 for bfloat16"),
+        (signature(in_features=18), "in_features is 18, not a multiple of 4 for float32"),
+        (signature(dtype="bfloat16", out_features=12), "out_features is 12, not a multiple of 8 for bfloat16"),
         (signature(device="cuda"), "for float32 it would loop"),
     ],
 )

@@ -94,5 +94,5 @@ def test_data_that_is_no_pairs_is_refused() -> None:
 
 
 def test_smoothing_without_meaning_is_refused() -> None:
-    with pytest.raises(ValidationError, match="label_smoothing has no meaning for the loss 'ipo'"):
+    with pytest.raises(ValidationError, match="label_smoothing has no effect with the loss 'ipo'"):
         DpoConfig(loss="ipo", label_smoothing=0.1)

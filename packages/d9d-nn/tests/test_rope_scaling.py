@@ -135,7 +135,7 @@ def test_other_scalings_do_not_read_lengths() -> None:
 
 
 def test_dynamic_scaling_of_one_pair_is_refused() -> None:
-    with pytest.raises(BuildError, match="dynamic scaling needs heads of more than one pair.*head_dim is 2"):
+    with pytest.raises(BuildError, match="dynamic scaling needs more than one pair.*head_dim is 2"):
         RotaryEmbedding(2, theta=100.0, scaling=DynamicScaling(factor=2, original_max_positions=8))
 
 

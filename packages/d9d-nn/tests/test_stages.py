@@ -71,9 +71,9 @@ def test_the_job_may_say_how_many_layers_each_stage_has() -> None:
         (Stage(0, 3), "2 layers cannot be split over 3 pipeline stages.* lower mesh.pp or pipeline.stages_per_rank"),
         (
             Stage(0, 2, (2,)),
-            "pipeline.layers has 1 numbers, and there are 2 stages; give one for each stage, or remove",
+            "pipeline.layers has 1 numbers, but there are 2 stages; give one for each stage, or remove",
         ),
-        (Stage(0, 2, (2, 1)), r"pipeline.layers is \[2, 1\], 3 in all, and the model has 2 layers; .* 2 in all"),
+        (Stage(0, 2, (2, 1)), r"pipeline.layers is \[2, 1\], 3 in all, but the model has 2 layers; .* 2 in all"),
         (Stage(0, 2, (2, 0)), r"pipeline.layers is \[2, 0\], 2 in all, .*give each stage one or more"),
     ],
 )

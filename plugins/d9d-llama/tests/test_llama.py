@@ -130,7 +130,7 @@ def test_words_are_no_truth_values() -> None:
     for family, name in (("Llama", "attention_bias"), ("Qwen2", "use_sliding_window")):
         form = getattr(hugging_face, f"{family}HuggingFace")()
         data = form.config_json(config_of(family), "float32")
-        with pytest.raises(CheckpointError, match=f"{name} is 'no', which is neither true nor false"):
+        with pytest.raises(CheckpointError, match=f"{name} is 'no'; it must be true or false"):
             form.config_from_json(data | {name: "no"})
 
 

@@ -227,7 +227,7 @@ def test_an_adapter_of_the_library_starts_a_run(base: Path, tmp_path: Path, tune
 @pytest.mark.parametrize(
     ("method", "text"),
     [
-        ({"r": 2}, r"init_from: .*: the adapter's r, rs_lora differ from the job's; the adapter has peft.r: 4, peft.alpha: 8"),
+        ({"r": 2}, r"init_from: .*'s r, rs_lora differ from the job's; the adapter has peft.r: 4, peft.alpha: 8"),
         ({"rs_lora": True}, "it has no base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight, "),
         ({"init_from": "nowhere"}, "peft.init_from: nowhere: "),
     ],

@@ -69,7 +69,7 @@ def test_positions_are_those_of_transformers(
 
 def test_a_scaling_that_loses_its_theta_is_refused_with_a_way_out() -> None:
     data = {key: value for key, value in FORMATS["Qwen3Config"][1].items() if key != "rope_theta"}
-    with pytest.raises(CheckpointError, match=r"rope_theta = 1000000\.0: it takes 10000\. Move the fields"):
+    with pytest.raises(CheckpointError, match=r"rope_theta = 1000000\.0, and uses 10000\. Move the fields"):
         DENSE.config_from_json(data | {"rope_scaling": YARN})
 
 

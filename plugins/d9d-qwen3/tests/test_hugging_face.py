@@ -396,11 +396,11 @@ def test_a_window_without_details_is_that_of_transformers() -> None:
         ({"rope_parameters": "default"}, "rope_parameters is 'default', not a mapping"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weights are quantized"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1; .* set it to 0"),
-        ({"num_hidden_layers": "28", "layer_types": None}, "of a kind that no qwen3 has there"),
-        ({"layer_types": 5}, "of a kind that no qwen3 has there"),
-        ({"architectures": 5}, "of a kind that no qwen3 has there"),
+        ({"num_hidden_layers": "28", "layer_types": None}, "a type that no qwen3 has there"),
+        ({"layer_types": 5}, "a type that no qwen3 has there"),
+        ({"architectures": 5}, "a type that no qwen3 has there"),
         ({"architectures": "LlamaForCausalLM"}, "architecture LlamaForCausalLM is not one"),
-        ({"d9d": [1]}, "of a kind that no qwen3 has there"),
+        ({"d9d": [1]}, "a type that no qwen3 has there"),
     ],
 )
 def test_configs_we_do_not_compute_are_refused(changes: dict[str, Any], text: str) -> None:

@@ -99,7 +99,7 @@ def test_head_dim_defaults_to_an_even_share() -> None:
     ("changes", "field", "text"),
     [
         ({"num_key_value_heads": 2}, "num_key_value_heads", "2 does not divide num_attention_heads = 3"),
-        ({"num_attention_heads": 4}, "head_dim", "hidden_size = 30 is no multiple of num_attention_heads = 4"),
+        ({"num_attention_heads": 4}, "head_dim", "hidden_size = 30 is not a multiple of num_attention_heads = 4"),
         ({"head_dim": 7}, "head_dim", "7 is odd"),
         ({"hidden_size": 0}, "hidden_size", "greater than 0"),
         ({"num_layers": -1}, "num_layers", "greater than 0"),

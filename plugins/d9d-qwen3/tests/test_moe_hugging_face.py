@@ -400,7 +400,7 @@ def test_fewer_experts_than_stored_are_refused() -> None:
     ("changes", "text"),
     [
         ({"model_type": "qwen3"}, "model_type is 'qwen3', expected 'qwen3_moe'"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "architecture Qwen3ForCausalLM is not one that qwen3_moe has"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "architecture Qwen3ForCausalLM is not one of qwen3_moe"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1; .* set it to 0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weights are quantized"),
@@ -410,7 +410,7 @@ def test_fewer_experts_than_stored_are_refused() -> None:
         ({"mlp_only_layers": [0, 1]}, "dense_layers: .*no layer of 2 is left .* take the model qwen3"),
         ({"decoder_sparse_step": 3}, "dense_layers: .*no layer of 2 is left"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-        ({"mlp_only_layers": 5}, "of a kind that no qwen3_moe has there"),
+        ({"mlp_only_layers": 5}, "a type that no qwen3_moe has there"),
         ({"use_sliding_window": True, "sliding_window": 4}, "max_window_layers is 2 and the window is 4; releases"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types names .* are full_attention"),
     ],

@@ -70,7 +70,7 @@ def test_the_jobs_split_is_followed_by_layers_boundaries_and_sums() -> None:
 def test_impossible_splits_are_refused() -> None:
     with pytest.raises(BuildError, match=r"2 layers cannot be split over 3 pipeline stages.* lower mesh\.pp"):
         Qwen3(tiny(), Stage(0, 3))
-    with pytest.raises(BuildError, match=r"pipeline\.layers is \[2, 1\], 3 in all, and the model has 2 layers"):
+    with pytest.raises(BuildError, match=r"pipeline\.layers is \[2, 1\], 3 in all, but the model has 2 layers"):
         Qwen3(tiny(), Stage(0, 2, (2, 1)))
 
 

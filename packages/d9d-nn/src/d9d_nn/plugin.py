@@ -1,4 +1,4 @@
-"""Declaration of the tasks, inference tasks, metrics, and the backends of ops that PyTorch has fused."""
+"""Declaration of the tasks, inference tasks, metrics, and backends of ops with fused PyTorch kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from d9d_core.plugin import CapabilitySpec, InferenceTaskSpec, KernelSpec, MetricSpec, Ref, TaskSpec, hookimpl
 
 D9D_API = 2
-#: What attention of torch runs, on all of a sample's positions or on some.
+#: Operators of torch's attention, on all positions of a sample or on some.
 _SDPA = ("aten._scaled_dot_product_*", "d9d_nn.attention_of_queries")
 
 
@@ -31,7 +31,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         build=Ref("d9d_nn.classification.task:Classification"),
         reads={"tokens": 2, "labels": 1},
         observes=frozenset({"class_logits", "labels"}),
-        # Which heads a model has is its config's choice, not its record's: the task's check looks there.
+        # The heads of a model depend on its config, not on its spec: the task's check reads the config.
     )
     yield TaskSpec(
         name="dpo",
@@ -44,7 +44,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
     )
     yield TaskSpec(
         name="distillation",
-        summary="The next-token distribution of a teacher in the same job; loss term divergence, maybe cross_entropy.",
+        summary="Next-token distribution of a teacher in the same job; terms divergence and maybe cross_entropy.",
         config=Ref("d9d_nn.distillation.config:DistillationConfig"),
         build=Ref("d9d_nn.distillation.task:Distillation"),
         reads={"tokens": 2, "targets": 2},
@@ -74,7 +74,7 @@ def d9d_inference_tasks() -> Iterable[InferenceTaskSpec]:
     """Inference tasks of language models."""
     for name, kind, summary in (
         ("log_probs", "LogProbs", "Log-probability of each row, or of each token."),
-        ("perplexity", "PerplexityRows", "Loss and perplexity of each row, and of all."),
+        ("perplexity", "PerplexityRows", "Loss and perplexity of each row, and of all rows."),
     ):
         yield InferenceTaskSpec(
             name=name,
@@ -86,7 +86,7 @@ def d9d_inference_tasks() -> Iterable[InferenceTaskSpec]:
         )
     yield InferenceTaskSpec(
         name="generations",
-        summary="Continuation of each row, a prompt: greedy, or drawn.",
+        summary="Continuation of each row, which is a prompt: greedy or sampled.",
         config=Ref("d9d_nn.inference.config:GenerationsConfig"),
         build=Ref("d9d_nn.inference.generations:Generations"),
         reads={"tokens": 2},
@@ -95,8 +95,8 @@ def d9d_inference_tasks() -> Iterable[InferenceTaskSpec]:
     for name, kind, module, summary in (
         ("classes", "Classes", "classes", "Class of each row, with the probabilities of all classes."),
         ("token_classes", "TokenClasses", "classes", "Class of each token of a row."),
-        ("rewards", "Rewards", "classes", "Score of each row by a reward model."),
-        ("embeddings", "Embeddings", "embeddings", "Vector of each row by an embedding head."),
+        ("rewards", "Rewards", "classes", "Score of each row from a reward model."),
+        ("embeddings", "Embeddings", "embeddings", "Vector of each row from an embedding head."),
         ("hidden_states", "HiddenStates", "hidden_states", "Outputs of chosen layers for each row."),
     ):
         yield InferenceTaskSpec(
@@ -129,10 +129,10 @@ def d9d_metrics() -> Iterable[MetricSpec]:
 
 @hookimpl
 def d9d_kernels() -> Iterable[KernelSpec]:
-    """Backends of ops that PyTorch has fused."""
+    """Backends of ops with fused PyTorch kernels."""
     yield KernelSpec(
         name="sdpa",
-        summary="torch scaled_dot_product_attention: fused, grouped heads, documents and windows by a mask.",
+        summary="torch scaled_dot_product_attention: fused, grouped heads; documents and windows with a mask.",
         op="attention",
         supports=Ref("d9d_nn.ops.attention.sdpa:supports"),
         build=Ref("d9d_nn.ops.attention.sdpa:build"),
@@ -141,16 +141,16 @@ def d9d_kernels() -> Iterable[KernelSpec]:
     for name, kernel in (("flash", "FLASH"), ("cudnn", "CUDNN"), ("efficient", "EFFICIENT")):
         yield KernelSpec(
             name=f"sdpa_{name}",
-            summary=f"sdpa held to torch's {name} kernel; CUDA only, never chosen by itself.",
+            summary=f"sdpa limited to torch's {name} kernel; CUDA only, never chosen automatically.",
             op="attention",
             supports=Ref(f"d9d_nn.ops.attention.sdpa_pinned:{kernel}.supports"),
             build=Ref(f"d9d_nn.ops.attention.sdpa_pinned:{kernel}.build"),
-            deterministic=name != "cudnn",  # says torch itself
+            deterministic=name != "cudnn",  # as documented by torch
             operators=_SDPA,
         )
     yield KernelSpec(
         name="flex",
-        summary="torch flex_attention: skips what documents and windows hide, no mask of S x S; CUDA only.",
+        summary="torch flex_attention: skips keys hidden by documents and windows, no mask of S x S; CUDA only.",
         requires=frozenset({"import:triton"}),
         op="attention",
         supports=Ref("d9d_nn.ops.attention.flex:supports"),
@@ -165,7 +165,7 @@ def d9d_kernels() -> Iterable[KernelSpec]:
     )
     yield KernelSpec(
         name="flex",
-        summary="torch flex_attention to some keys: skips what documents and windows hide; CUDA only.",
+        summary="torch flex_attention to some keys: skips keys hidden by documents and windows; CUDA only.",
         requires=frozenset({"import:triton"}),
         op="attention_block",
         supports=Ref("d9d_nn.ops.attention.block_flex:supports"),
@@ -180,7 +180,7 @@ def d9d_kernels() -> Iterable[KernelSpec]:
     )
     yield KernelSpec(
         name="recomputed",
-        summary="The gate of SwiGLU, computed again in the backward of compiled blocks instead of being kept.",
+        summary="The gate of SwiGLU, computed again in the backward of compiled blocks instead of stored.",
         op="silu_mul",
         supports=Ref("d9d_nn.ops.silu_mul:recomputed_supports"),
         build=Ref("d9d_nn.ops.silu_mul:recomputed_build"),
@@ -197,7 +197,7 @@ def d9d_kernels() -> Iterable[KernelSpec]:
 
 @hookimpl
 def d9d_capabilities() -> Iterable[CapabilitySpec]:
-    """Capability that the task ``causal_lm`` asks of a model."""
+    """Capability that the task ``causal_lm`` needs from a model."""
     yield CapabilitySpec(
         token="model:causal_lm",  # noqa: S106 - a capability token
         summary="the model's last stage turns hidden states and targets into token_loss; see d9d_nn.heads.causal_lm",

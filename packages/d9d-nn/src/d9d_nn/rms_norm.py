@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
     Args:
         features: size of the last dim.
         eps: added to the mean square.
-        residual: whether :meth:`branch` is what is called, so that kernels may add and normalise at once.
+        residual: whether callers use :meth:`branch`, so that one kernel may add and normalise.
         for_products: see :func:`~d9d_nn.ops.add_rms_norm.add_rms_norm_slot`.
     """
 
@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the norm, and at branches of addition and norm, unless somebody has replaced the forward."""
+        """Slot of the norm, and at branches also of addition and norm, unless the forward was replaced."""
         whole = {"add_rms_norm": self.add_rms_norm} if self._residual and self.is_plain() else {}
         return {"rms_norm": self.rms_norm, **whole}
 
@@ -47,18 +47,18 @@ class RMSNorm(nn.Module):
 
     @in_one_op("add_rms_norm")
     def branch(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Add what the last branch returned to the residual stream, and normalise the stream for the next branch.
+        """Add the output of the last branch to the residual stream, and normalise the stream for the next branch.
 
         Args:
             x: [..., features], the residual stream.
-            added: [..., features], what is added to it; ``None`` for nothing.
+            added: [..., features], added to it; ``None`` to add nothing.
 
         Returns:
-            The norm [..., features], and the residual stream [..., features] from here on.
+            The norm [..., features], and the new residual stream [..., features].
         """
         total = x if added is None else x + added
         return self(total), total
 
     def is_plain(self) -> bool:
-        """Whether nobody has put anything in the place of :meth:`forward`, so that a kernel may."""
+        """Whether :meth:`forward` was not replaced, so that a kernel may replace it."""
         return type(self).forward is RMSNorm.forward and "forward" not in vars(self)

@@ -11,16 +11,16 @@ from d9d_core.model import Stage
 
 
 def stage_layers(layers: int, stage: Stage, *, first: float = 0.0, last: float = 0.0) -> range:
-    """Layers of one stage. Stages are contiguous and each has a layer or more.
+    """Layers of one stage. Stages are contiguous, and each has at least one layer.
 
-    If the job does not say how many (:attr:`Stage.layers`), the costliest stage is as cheap as it can be; among equal
-    ways, earlier stages take more.
+    If the job does not state the numbers (:attr:`Stage.layers`), they minimise the cost of the most expensive stage;
+    among equal solutions, earlier stages have more layers.
 
     Args:
         layers: layers of the whole model, all of about the same cost.
         stage: pipeline stage.
-        first: cost of the first stage beside its layers, such as an embedding, in units of one layer.
-        last: cost of the last stage beside its layers, such as the heads.
+        first: additional cost of the first stage, such as an embedding, in units of one layer.
+        last: additional cost of the last stage, such as the heads, in units of one layer.
 
     Raises:
         BuildError: there are more stages than layers, or the job's numbers of layers do not fit the model.
@@ -31,7 +31,7 @@ def stage_layers(layers: int, stage: Stage, *, first: float = 0.0, last: float =
 
 
 def _balanced(layers: int, count: int, first: float, last: float) -> Sequence[int]:
-    """Numbers of layers balanced by cost: one for each stage, each further one for the cheapest so far."""
+    """Numbers of layers balanced by cost: one for each stage, and each further layer for the cheapest stage so far."""
     if count > layers:
         raise BuildError(
             f"{layers} layers cannot be split over {count} pipeline stages, each of which needs one; lower mesh.pp or "
@@ -56,12 +56,12 @@ def _given(layers: int, stage: Stage) -> Sequence[int]:
     assert counts is not None
     if len(counts) != stage.count:
         raise BuildError(
-            f"pipeline.layers has {len(counts)} numbers, and there are {stage.count} stages; give one for each stage, "
-            "or remove it to have them balanced"
+            f"pipeline.layers has {len(counts)} numbers, but there are {stage.count} stages; give one for each stage, "
+            "or remove it to balance stages automatically"
         )
     if sum(counts) != layers or min(counts) < 1:
         raise BuildError(
-            f"pipeline.layers is {list(counts)}, {sum(counts)} in all, and the model has {layers} layers; give each "
-            f"stage one or more, {layers} in all, or remove it to have them balanced"
+            f"pipeline.layers is {list(counts)}, {sum(counts)} in all, but the model has {layers} layers; give each "
+            f"stage one or more, {layers} in all, or remove it to balance stages automatically"
         )
     return counts

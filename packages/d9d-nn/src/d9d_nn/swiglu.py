@@ -36,7 +36,7 @@ class SwiGLU(nn.Module):
         self.swiglu = swiglu_slot(hidden_size, intermediate_size)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the gate, and of the whole layer unless somebody has changed one of its projections."""
+        """Slot of the gate, and of the whole layer unless one of its projections was changed."""
         whole = {"swiglu": self.swiglu} if all(map(is_plain, self._projections())) else {}
         return {"silu_mul": self.silu_mul, **whole}
 

@@ -1,4 +1,4 @@
-"""Part that the tasks on texts share: one loss term, a head, and how a microbatch of tokens reaches the ranks.
+"""Common part of tasks on texts: one loss term, a head, and the inputs of stages and ranks.
 
 Shapes: B samples, S positions.
 """
@@ -23,7 +23,7 @@ class TextTask:
     Attributes:
         term: loss term.
         head_kind: kind of head that the task trains.
-        further_inputs: fields of a microbatch that the model takes besides tokens, positions, documents and lengths.
+        further_inputs: inputs of the model other than tokens, positions, documents and lengths.
         config: config with ``head``, the head's name.
     """
 
@@ -38,7 +38,7 @@ class TextTask:
         return {self.term: 1.0}
 
     def check(self, model: Any, facts: State) -> None:
-        """Find the head, and compare vocabulary and sequence length of model and data, as far as both state them.
+        """Find the head, and compare vocabulary and sequence length of model and data, if both state them.
 
         Raises:
             JobError: the head cannot be found, or the data has token ids or positions that the model does not have.
@@ -46,15 +46,15 @@ class TextTask:
         check_language_model(model, self.head_kind, self.config.head, facts)
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
-        """Number of positions without padding, ignored targets included, of all rows."""
+        """Number of positions of all rows without padding, including ignored targets."""
         return count_positions(microbatch)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens enter the first one; positions, documents and lengths reach every stage."""
+        """Inputs of a stage: tokens go to the first one; positions, documents and lengths go to every stage."""
         return stage_inputs(microbatch, *self.further_inputs)
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions: each target is beside its token, and the loss is a sum over targets.
+        """This rank's positions, with a target for each token, since the loss is a sum over targets.
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.

@@ -35,7 +35,7 @@ class PoolsContext:
         yield ContextCall("reduce_scatter", size, "gradients of hidden states", backward=True)
 
     def of_all_positions(self, hidden: Tensor) -> Tensor:
-        """Hidden states [B, S, H] of all ranks. Collective over ``cp``, both ways."""
+        """Hidden states [B, S, H] of all ranks. Collective over ``cp``, forward and backward."""
         return hidden if self._context is None else self._context.gather(hidden)
 
 

@@ -44,12 +44,13 @@ def product(rows: Tensor, weight: Tensor, deferral: Deferral, parts: Product, bi
 
     Args:
         rows: rows to multiply.
-        weight: needs a gradient. What led to it, such as a cast, is recorded by autograd and passed later.
+        weight: needs a gradient. Autograd records the operations before it, such as a cast, and the backward passes
+            them later.
         deferral: deferral of the module's stage.
         parts: functions of the product and its gradients.
-        bias: bias that ``parts.forward`` adds to each row, to give it its gradient.
+        bias: bias that ``parts.forward`` adds to each row; only for its gradient.
     """
-    # The backward must come here also where only the weight needs it, which autograd does not see.
+    # The backward must run even if only the weight needs a gradient, which autograd does not see.
     alone = None if rows.requires_grad else rows.new_empty(0).requires_grad_()
     edge = get_gradient_edge(weight)
     out: Tensor = _Product.apply(rows, weight.detach(), bias, deferral, parts, edge, alone)
@@ -62,7 +63,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | 
     Args:
         x: [..., I].
         weight: [O, I].
-        bias: [O]; its gradient is never left, as a sum over rows is cheaper than to keep them.
+        bias: [O]; its gradient is never deferred, as a sum over rows is cheaper than keeping them.
         deferral: deferral of the module's stage, if it has one.
 
     Returns:
@@ -107,7 +108,7 @@ def _linear_plus(bias: Tensor | None) -> Product:
     return Product(
         forward=lambda x, weight: functional.linear(x, weight, bias),
         rows_gradient=lambda grad, weight: _flat(grad).mm(weight).view(*grad.shape[:-1], weight.shape[1]),
-        # As torch has it for x @ weight.T, so that it is the same bit for bit.
+        # As in torch for x @ weight.T, so that results are equal bit for bit.
         weight_gradient=lambda x, grad: _flat(grad).t().mm(_flat(x)),
     )
 
@@ -120,13 +121,13 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Argument of a linear layer, cast as autocast does, where it is on; casts are recorded."""
+    """Argument of a linear layer, cast as by autocast if it is on; autograd records the cast."""
     dtype = autocast_dtype(x)
     return x if dtype is None else x.to(dtype)
 
 
 def as_autocast_together(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Weights [..., I] cast as :func:`as_autocast` does, the casts one behind the other in memory."""
+    """Weights [..., I] cast as by :func:`as_autocast`, adjacent in memory."""
     dtypes = [autocast_dtype(weight) for weight in weights]
     if all(dtype in (None, weight.dtype) for dtype, weight in zip(dtypes, weights, strict=True)):
         return list(weights)
@@ -135,7 +136,7 @@ def as_autocast_together(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _CastTogether(torch.autograd.Function):
-    """Casts into one piece of memory. Autograd by itself would put gradients together, and cut them apart again."""
+    """Casts into one piece of memory. Without this class, autograd would concatenate gradients and split them again."""
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -149,7 +150,7 @@ class _CastTogether(torch.autograd.Function):
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Dtype that autocast gives an argument of a product; ``None`` where it leaves it alone, or is off."""
+    """Dtype that autocast casts an argument of a product to; ``None`` if it does not cast, or is off."""
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None

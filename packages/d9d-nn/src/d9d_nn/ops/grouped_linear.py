@@ -16,24 +16,25 @@ from d9d_nn.ops.deferred import Product, may_defer, product
 def grouped_linear(
     x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True, deferral: Deferral | None = None
 ) -> Tensor:
-    """Reference of grouped linear: ``out[rows of e] = x[rows of e] @ bank[e]`` by a loop. The host waits for counts.
+    """Reference of grouped linear: ``out[rows of e] = x[rows of e] @ bank[e]`` in a loop. The host waits for counts.
 
     An expert without rows has a gradient of zeros. Under autocast the product is computed in autocast's dtype.
 
     Args:
-        x: [R, I], sorted by expert: those of expert 0 first.
+        x: [R, I], sorted by expert: rows of expert 0 first.
         bank: [E, I, O], the matrices of all experts.
         counts: int32 or int64 [E] on the device of ``x``, rows of each expert; not negative.
-        spare_rows: rows beyond the sum of counts belong to nobody: they come out as zeros and have gradients of
-            zeros, whatever is in them. ``False`` promises that there are none, which saves backends the clearing.
-        deferral: while it is active, a backend may leave the gradient of the bank to it, or compute it at once.
+        spare_rows: whether there may be rows beyond the sum of counts: they belong to no expert, and give zeros and
+            gradients of zeros, whatever their content. ``False`` promises that there are none, so that backends need
+            not clear them.
+        deferral: while it is active, a backend may defer the gradient of the bank, or compute it at once.
 
     Returns:
         [R, O].
 
     Raises:
-        ValueError: counts add up to more than R, or to less without spare rows. Backends that leave counts on the
-            device cannot tell.
+        ValueError: counts add up to more than R, or to less without spare rows. Backends that keep counts on the device
+            cannot check this.
     """
     x, bank = autocast_operands(x, bank)
     sizes = counts.tolist()
@@ -41,7 +42,7 @@ def grouped_linear(
     if spare < 0 or (spare and not spare_rows):
         raise ValueError(
             f"grouped_linear: counts add up to {sum(sizes)}, but there are {len(x)} rows; "
-            "sort rows by expert and count each once, or pass spare_rows=True if some at the end belong to nobody"
+            "sort rows by expert and count each once, or pass spare_rows=True if the last rows belong to no expert"
         )
     split = [*sizes, spare]
     if may_defer(bank, deferral):
@@ -70,9 +71,9 @@ def _by_expert(split: list[int]) -> Product:
 
 
 def autocast_operands(x: Tensor, bank: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast both operands as autocast does for a linear layer; torch casts for ``@``, not for its kernels."""
+    """Cast both operands as autocast does for a linear layer; torch casts for ``@``, but not for its kernels."""
     device = x.device.type
-    # The meta device has no autocast. (is_autocast_available would say so, but torch 2.11 cannot compile it.)
+    # The meta device has no autocast. (torch 2.11 cannot compile is_autocast_available, which would check this.)
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         return x.to(dtype), bank.to(dtype)
@@ -85,18 +86,18 @@ def boundaries(x: Tensor, counts: Tensor, *, spare_rows: bool) -> tuple[Tensor, 
     Args:
         x: [R, I].
         counts: [E], rows of each expert.
-        spare_rows: whether there may be such rows; if not, the second result is ``None``.
+        spare_rows: whether there may be rows past the last end; if not, the second result is ``None``.
     """
     ends = counts.cumsum(0, dtype=torch.int32)
     return ends, (torch.arange(len(x), device=x.device) >= ends[-1]).unsqueeze(1) if spare_rows else None
 
 
 def packed(rows: Tensor) -> Tensor:
-    """Contiguous rows. Torch calls any tensor without elements contiguous, but its kernel insists on the strides."""
+    """Contiguous rows. Torch treats any tensor without elements as contiguous, but its kernel checks the strides."""
     return rows.contiguous() if len(rows) else rows.clone(memory_format=torch.contiguous_format)
 
 
 def clear(rows: Tensor, spare: Tensor | None) -> Tensor:
     """Rows [R, ...] with zeros where ``spare`` bool [R, 1] is true."""
-    # Not in place: compiled by torch 2.11, the gradients would be zeros.
+    # Not in place: with torch 2.11's compiler, the gradients would be zeros.
     return rows if spare is None else rows.masked_fill(spare, 0)

@@ -19,22 +19,22 @@ from d9d_nn.ops.deferred import Product, may_defer, product
 from d9d_nn.ops.grouped_linear import autocast_operands, boundaries, clear, packed
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: Bytes of a row, in and out, are a multiple of this.
+#: The bytes of a row, in and out, must be a multiple of this.
 _ALIGNMENT = 16
 #: Major compute capabilities of torch's kernel. On other GPUs torch loops over experts and waits for their offsets.
 _CAPABILITIES = (9, 10)
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept where torch computes this at all, and on CUDA where it does so without waiting for the device."""
+    """Accept signatures that torch can compute; on CUDA, only if it does not wait for the device."""
     if refusal := _refusal(signature):
         return Decision(accept=False, reason=refusal)
-    how = "one kernel, the host reads no counts" if signature.device == "cuda" else "torch's loop over experts"
+    how = "one kernel, counts stay on the device" if signature.device == "cuda" else "torch's loop over experts"
     return Decision(accept=True, reason=how, priority=10)
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function; it is the same for all signatures."""
+    """Backend function, the same for all signatures."""
     return grouped_mm
 
 
@@ -60,7 +60,7 @@ def _by_expert(ends: Tensor, spare: Tensor | None) -> Product:
 
 
 class _GroupedMM(torch.autograd.Function):
-    """Grouped product with gradients for any stride and zeros in spare rows, which torch's own gradient lacks."""
+    """Grouped product with gradients for any stride and zeros in spare rows, unlike torch's own gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bank: Tensor, ends: Tensor, spare: Tensor | None) -> Tensor:
@@ -91,7 +91,7 @@ def _bank_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
 def _refusal(signature: OpSignature) -> str | None:
     device, dtype = signature.device, signature.dtype
     if device not in ("cpu", "cuda"):
-        return f"torch has it for cpu and cuda, the device is {device}"
+        return f"torch computes it on cpu and cuda, the device is {device}"
     if dtype not in _BYTES:
         return f"needs one of {', '.join(_BYTES)}, the model is {dtype}"
     for name in ("in_features", "out_features"):
@@ -99,11 +99,12 @@ def _refusal(signature: OpSignature) -> str | None:
         if features * _BYTES[dtype] % _ALIGNMENT:
             multiple = _ALIGNMENT // _BYTES[dtype]
             return (
-                f"needs rows of whole {_ALIGNMENT} bytes: {name} is {features}, no multiple of {multiple} for {dtype}"
+                f"needs rows in multiples of {_ALIGNMENT} bytes: {name} is {features}, "
+                f"not a multiple of {multiple} for {dtype}"
             )
     if device == "cuda" and dtype != "bfloat16":
         return f"torch's kernel is for bfloat16; for {dtype} it would loop over experts and wait for the device"
-    # A laptop that checks a job for a cluster sees no GPU, and trusts.
+    # A laptop that checks a job for a cluster has no GPU, and assumes a suitable one.
     if device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _CAPABILITIES:
         major, minor = torch.cuda.get_device_capability()
         return (

@@ -1,4 +1,4 @@
-"""Op ``linear_cross_entropy``: output projection and loss of each token, without keeping all logits.
+"""Op ``linear_cross_entropy``: output projection and loss of each token, without all logits in memory.
 
 Shapes: T tokens, H features, V words of the vocabulary, C tokens of a chunk. The slot's static facts are ``features``
 and ``vocabulary``.
@@ -15,11 +15,11 @@ from torch.nn import functional
 
 #: Targets that are not predicted.
 IGNORE = -100
-#: Logits that may live from forward to backward: 512 MiB in float32. With more, they are computed twice.
+#: Logits that may be kept from forward to backward: 512 MiB in float32. More logits are computed twice.
 KEPT_ELEMENTS = 1 << 27
-#: A large GPU may keep more of them: one part in so many of its memory.
+#: A large GPU may keep more logits, up to its memory divided by this.
 _KEPT_PART = 20
-#: Probabilities that exist at once. A CPU loses nothing with few; a GPU needs large matrices.
+#: Probabilities in memory at once. Few do not slow down a CPU; a GPU needs large matrices.
 _CHUNK_ELEMENTS = {"cpu": 1 << 19}
 _CHUNK_ELEMENTS_ELSEWHERE = 1 << 28
 _LEAST_ROWS = 256
@@ -30,9 +30,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Reference of linear cross-entropy: ``-log_softmax(hidden @ weight.T)[target]`` per token, float32 or wider.
 
-    Tokens are processed in chunks. Few logits (at most :data:`KEPT_ELEMENTS`, or a twentieth of a GPU's memory) are
-    kept for the backward, in the dtype of ``hidden``; more are computed again there, chunk by chunk, which costs a
-    third of this op's work and bounds its memory.
+    Tokens are processed in chunks. If there are few logits (at most :data:`KEPT_ELEMENTS`, or a twentieth of a GPU's
+    memory), they are kept for the backward in the dtype of ``hidden``. Otherwise the backward computes them again,
+    chunk by chunk, which costs a third more work and limits the memory.
 
     Args:
         hidden: [..., H].
@@ -43,13 +43,13 @@ def linear_cross_entropy(
 
     Returns:
         float32 (float64 for float64 inputs) [...]; zero, with zero gradient, where the target is :data:`IGNORE`. There
-        the hidden state may be anything, NaN included: unlike in :func:`torch.nn.functional.cross_entropy`, nothing of
-        it reaches the gradient of the weight.
+        the hidden state may be anything, including NaN: unlike in :func:`torch.nn.functional.cross_entropy`, it never
+        affects the gradient of the weight.
     """
-    rows, keep = chunks_of(hidden, weight, targets, rows, keep)  # of the number format before autocast
+    rows, keep = chunks_of(hidden, weight, targets, rows, keep)  # for the dtype before autocast
     dtype = autocast_dtype(hidden)
     if dtype is not None:
-        # As autocast does for a linear layer; inside the function it would also change the dtypes of the backward.
+        # Cast as autocast does for a linear layer; casts inside the function would also change dtypes of the backward.
         with torch.autocast(hidden.device.type, enabled=False):
             return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, rows=rows, keep=keep)
     loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets, rows, keep, False)
@@ -61,7 +61,7 @@ def linear_cross_entropy_with_ranks(
 ) -> tuple[Tensor, Tensor]:
     """Linear cross-entropy, bit for bit as :func:`linear_cross_entropy`, and each target's rank among all words.
 
-    Ranks are counted from the logits of a chunk while they exist: for one more pass over them, and no matrix product.
+    Ranks are counted from the logits of each chunk, which costs one more pass over them, but no matrix product.
 
     Args:
         hidden: [..., H].
@@ -71,9 +71,10 @@ def linear_cross_entropy_with_ranks(
         keep: whether to keep the logits; ``None`` decides by their number.
 
     Returns:
-        The loss, and the ranks int64 [...]: how many logits are larger than the target's. So 0 is a right prediction,
-        and less than k one of the k most probable; words as probable as the target do not count against it. V where the
-        target's logit is NaN, and -1 where the target is :data:`IGNORE`. Counts of parts of the vocabulary add up.
+        The loss, and the ranks int64 [...]: the number of logits larger than the target's. So 0 is a correct
+        prediction, and less than k means that the target is one of the k most probable words; words as probable as the
+        target do not count. The rank is V where the target's logit is NaN, and -1 where the target is :data:`IGNORE`.
+        Counts over parts of the vocabulary add up.
     """
     rows, keep = chunks_of(hidden, weight, targets, rows, keep)
     dtype = autocast_dtype(hidden)
@@ -86,7 +87,7 @@ def linear_cross_entropy_with_ranks(
 
 @runtime_checkable
 class CountsRanks(Protocol):
-    """Function of a backend that counts ranks while it has the logits; for others, :func:`target_ranks` does."""
+    """Function of a backend that also counts ranks from its logits; for other backends, :func:`target_ranks` does."""
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Loss, see :func:`linear_cross_entropy`."""
@@ -98,13 +99,13 @@ class CountsRanks(Protocol):
 
 
 def target_ranks(hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None) -> Tensor:
-    """Ranks of :func:`linear_cross_entropy_with_ranks` alone, for losses that another backend computes; no graph."""
+    """Ranks of :func:`linear_cross_entropy_with_ranks` alone, for losses from another backend; without gradients."""
     with torch.no_grad():
         return linear_cross_entropy_with_ranks(hidden, weight, targets, rows=rows, keep=False)[1]
 
 
 def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    """Dtype that autocast gives products with ``hidden``; ``None`` where it is off."""
+    """Dtype that autocast gives products with ``hidden``; ``None`` if it is off."""
     device = hidden.device.type
     on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
@@ -123,7 +124,7 @@ def chunks_of(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None,
 
 
 def may_be_kept(hidden: Tensor) -> int:
-    """Number of logits that may live from forward to backward, in the dtype of ``hidden`` and on its device."""
+    """Number of logits that may be kept from forward to backward, in the dtype and on the device of ``hidden``."""
     if hidden.device.type != "cuda":
         return KEPT_ELEMENTS
     memory: int = torch.cuda.get_device_properties(hidden.device).total_memory
@@ -144,7 +145,7 @@ def _chunk_grad(logits: Tensor, words: Tensor, grad_loss: Tensor) -> Tensor:
     """Gradient ``(softmax(logits) - onehot(word)) * grad_loss``, [C, V] as the logits; grad_loss is [C, 1]."""
     grad = functional.softmax(logits, dim=-1, dtype=wide_of(logits.dtype))
     grad.scatter_add_(1, words, grad.new_full((1, 1), -1.0).expand_as(words))
-    # Into the narrow tensor at once: a product in place and a cast would read and write the wide one again.
+    # Write the narrow tensor directly: a product in place and a cast would read and write the wide tensor again.
     return torch.mul(grad, grad_loss, out=torch.empty_like(logits))
 
 
@@ -152,14 +153,14 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute ``total += a @ b``; total may be wider."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, out=total)
-    elif total.device.type == "cuda":  # which adds up in the wide format inside the product
+    elif total.device.type == "cuda":  # CUDA sums in the wide dtype inside the product
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
 
 
 def _chunk_ranks(logits: Tensor, words: Tensor) -> Tensor:
-    """Number [C] of logits [C, V] that are not at most that of the word int64 [C, 1]; a NaN is never at most it."""
+    """Number [C] of logits [C, V] that are not at most the word's logit, int64 [C, 1]; a NaN is never at most it."""
     return logits.shape[1] - (logits <= logits.gather(1, words)).sum(1)
 
 
@@ -170,12 +171,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         shape, targets = targets.shape, targets.flatten()
         predicted = targets != IGNORE
-        # Any valid index where masked below; other negative targets stay what they are, which is an index error.
+        # Any valid index for targets masked below; other negative targets do not change, and are an index error.
         words = targets.masked_fill(~predicted, 0).unsqueeze(1)
-        # Zero times NaN is NaN, in the gradient of the weight too. A copy of [T, H] is next to nothing beside [T, V].
+        # Zero times NaN is NaN, in the gradient of the weight too. A copy of [T, H] is small compared with [T, V].
         hidden = hidden.masked_fill(~predicted.unsqueeze(1), 0)
         kept = functional.linear(hidden, weight) if keep else None
-        # Filled through a view rather than returned as one: FSDP2 warns of modules that return views.
+        # Filled through a view, but not returned as one: FSDP2 warns about modules that return views.
         losses = hidden.new_empty(shape, dtype=wide_of(hidden.dtype))
         flat = losses.view(-1)
         ranks = torch.empty(shape, dtype=torch.int64, device=hidden.device) if ranked else None

@@ -30,12 +30,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def torch_supports(signature: OpSignature) -> Decision:
-    """Accept on CUDA, where ``torch.nn.functional.rms_norm`` is one fused kernel; in compiled modules by name only."""
+    """Accept on CUDA, where ``torch.nn.functional.rms_norm`` is one fused kernel; in compiled modules only by name."""
     if signature.device != "cuda":
         return Decision(accept=False, reason=f"fused on cuda only; on {signature.device} the reference is as fast")
     if signature.compiled:
-        # Head norms and rotations forward and backward, 4 x 8192, on an H200: 0.65 ms against 0.80 by this one.
-        return Decision(accept=True, reason="inductor fuses the reference with its neighbours; by name only")
+        # Head norms and rotations forward and backward, 4 x 8192, on an H200: 0.65 ms compiled, 0.80 with this kernel.
+        return Decision(accept=True, reason="inductor fuses the reference with its neighbours; only by name")
     return Decision(accept=True, reason="one fused kernel", priority=10)
 
 
@@ -43,7 +43,7 @@ def torch_build(_signature: OpSignature) -> Callable[..., Tensor]:
     """Backend by ``torch.nn.functional.rms_norm``."""
 
     def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # The kernel reads one dtype; under autocast the weight stays wider than what a projection returns.
+        # The kernel reads one dtype; under autocast the weight stays wider than the output of a projection.
         dtype = torch.promote_types(x.dtype, weight.dtype)
         return functional.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
 

@@ -24,23 +24,21 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def recomputed_supports(signature: OpSignature) -> Decision:
-    """Accept compiled modules: on CUDA by itself, where activations are what fills the memory."""
+    """Accept compiled modules; on CUDA automatically, since activations fill the memory there."""
     if not signature.compiled:
-        return Decision(
-            accept=False, reason="without a compiler, the product behind it keeps what it returns all the same"
-        )
+        return Decision(accept=False, reason="without a compiler, the next product keeps its result anyway")
     if signature.checkpointed:
-        # Torch 2.11 keeps the inputs of what is marked inside of a marked block.
-        return Decision(accept=False, reason="the backward computes the whole block again")
+        # In a checkpointed block, torch 2.11 keeps the inputs of checkpointed functions.
+        return Decision(accept=False, reason="the backward already computes the whole block again")
     if signature.device != "cuda":
-        return Decision(accept=True, reason="less memory for one pass more; by name only", priority=0)
+        return Decision(accept=True, reason="less memory for one more pass; only by name", priority=0)
     return Decision(
-        accept=True, reason="the backward computes it again in a pass that reads its inputs anyway", priority=5
+        accept=True, reason="the backward computes it again in a pass that already reads its inputs", priority=5
     )
 
 
 def recomputed_build(_signature: OpSignature) -> Callable[[Tensor, Tensor], Tensor]:
-    """Backend that the compiler is told not to keep for the backward."""
+    """Backend whose result the compiler does not keep for the backward."""
 
     def recomputed(gate: Tensor, up: Tensor) -> Tensor:
         out: Tensor = checkpoint(silu_mul, gate, up, use_reentrant=False, preserve_rng_state=False)

@@ -1,11 +1,11 @@
-"""Op ``vocabulary_parallel_cross_entropy``: output projection and loss where ranks share the words of the vocabulary.
+"""Op ``vocabulary_parallel_cross_entropy``: output projection and loss of words shared among ranks.
 
-No rank ever has the logits of all words: each computes those of its own, and what travels are three numbers per token
-(Shoeybi et al. 2019, "Megatron-LM", section 3, which fuses the head with the loss).
+No rank ever has the logits of all words: each rank computes the logits of its own words, and ranks exchange three
+numbers per token (Shoeybi et al. 2019, "Megatron-LM", section 3, which fuses the head with the loss).
 
-A backend computes the passes over the logits and leaves what travels to :func:`merge_statistics` and
-:func:`merge_ranks`, so that any one makes the collectives that the head declares. Its function takes what
-:class:`VocabularyParallelCrossEntropy` takes, a share, and returns the loss of it.
+A backend computes the passes over the logits, and calls :func:`merge_statistics` and :func:`merge_ranks` to
+communicate, so that every backend runs the collectives that the head declares. Its function has the arguments of
+:class:`VocabularyParallelCrossEntropy`, a share, and returns the loss function.
 
 Shapes: T tokens, H features, V words of a rank, C tokens of a chunk.
 """
@@ -36,18 +36,18 @@ class VocabularyParallelCrossEntropy:
 
     Args:
         first: first word of this rank's share.
-        group: the ranks that have the others.
+        group: the ranks that share the words.
 
     Attributes:
         first: first word of this rank's share.
-        group: the ranks that have the others.
+        group: the ranks that share the words.
     """
 
     def __init__(self, first: int, group: dist.ProcessGroup) -> None:
         self.first, self.group = first, group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyParallelCrossEntropy:
-        """Function itself: it has no state, and a group cannot be copied."""
+        """Return the function itself: it has no state, and a group cannot be copied."""
         return self
 
     def __call__(
@@ -64,10 +64,10 @@ class VocabularyParallelCrossEntropy:
 
         Returns:
             float32 (float64 for float64 inputs) [...], the same on all ranks. The gradient of ``hidden`` is this rank's
-            part of a sum over them.
+            part of a sum over all ranks.
 
         Raises:
-            IndexError: a target is no word; on a GPU the loss is NaN there.
+            IndexError: a target is not in the vocabulary; on a GPU, its loss is NaN instead.
         """
         return self.compute(hidden, weight, targets, rows, keep, ranked=False)[0]
 
@@ -83,7 +83,7 @@ class VocabularyParallelCrossEntropy:
     def compute(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute losses, and ranks if ``ranked``, else no elements. Collective over the ranks."""
+        """Compute losses, and ranks if ``ranked``, else an empty tensor. Collective over the ranks."""
         rows, keep = chunks_of(hidden, weight, targets, rows, keep)
         dtype = autocast_dtype(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -95,10 +95,10 @@ class VocabularyParallelCrossEntropy:
 
 
 class VocabularyParallelSlot(OpSlot):
-    """Slot of the op for one share of the words, which functions of backends are given once.
+    """Slot of the op for one share of the words; backends get the share when they are bound.
 
     Args:
-        share: this rank's.
+        share: share of this rank.
     """
 
     def __init__(self, share: VocabularyShare) -> None:
@@ -106,7 +106,7 @@ class VocabularyParallelSlot(OpSlot):
         self._share = share
 
     def bind(self, backend: str, function: Callable[..., Any]) -> None:
-        """Replace the function that calls go to by what ``function(first, group)`` returns."""
+        """Replace the called function by the result of ``function(first, group)``."""
         super().bind(backend, function(self._share.first, self._share.group))
 
 
@@ -114,7 +114,7 @@ class Merged(NamedTuple):
     """Statistics of the logits of all words, the same on all ranks. All but the losses are [T].
 
     Attributes:
-        losses: float32 or wider [...]; zero where nothing is predicted, NaN where a target is no word.
+        losses: float32 or wider [...]; zero where nothing is predicted, NaN where a target is not in the vocabulary.
         highest: largest logit.
         total: sum of ``exp(logit - highest)``.
         own: logit of the target.
@@ -132,19 +132,19 @@ def merge_statistics(
     """Merge the softmax statistics of all shares of the vocabulary, in two all-reduces. Collective over the group.
 
     Args:
-        highest: largest logit of the rank's words, float32 or wider [T]; at most every logit if it has none.
+        highest: largest logit of the rank's words, float32 or wider [T]; at most the smallest logit if it has no words.
         total: sum of ``exp(logit - highest)``, of the same dtype [T].
-        own: logit of the target where the rank has it, else 0, of the same dtype [T].
+        own: logit of the target if the rank has the word, else 0, of the same dtype [T].
         mine: whether the rank has the target, bool [T].
         targets: int64 [...], words of the whole vocabulary; ``IGNORE`` where nothing is predicted.
         group: the ranks that share the words.
 
     Raises:
-        IndexError: a target is no word, and the tensors are on a CPU.
+        IndexError: a target is not in the vocabulary, and the tensors are on a CPU.
     """
     most = highest.clone()
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    # Of a rank without words; an infinite maximum is a NaN in the loss, as in the reference.
+    # The total of a rank without words is 0. An infinite maximum gives a loss of NaN, as in the reference.
     sums = torch.stack([torch.where(total > 0, total * (highest - most).exp(), total), own, mine.to(own.dtype)])
     dist.all_reduce(sums, group=group)
     words = targets.flatten()
@@ -152,8 +152,8 @@ def merge_statistics(
     unknown = predicted & (sums[2] == 0)
     if not targets.is_cuda and unknown.any():
         raise IndexError(f"target {words[unknown][0]} is not in the vocabulary")
-    # On a GPU, which nobody waits for, the loss is NaN, and the step is refused.
-    # Filled through a view rather than returned as one: FSDP2 warns of modules that return views.
+    # On a GPU the host does not wait: the loss is NaN, and the step is refused.
+    # Filled through a view, but not returned as one: FSDP2 warns about modules that return views.
     losses = most.new_empty(targets.shape)
     flat = losses.view(-1)
     torch.sub(most + sums[0].log(), sums[1], out=flat).masked_fill_(~predicted, 0).masked_fill_(unknown, torch.nan)
@@ -164,8 +164,8 @@ def merge_ranks(counts: Tensor, targets: Tensor, group: dist.ProcessGroup) -> No
     """Add up the ranks of targets among the words of all shares, in place. Collective over the group.
 
     Args:
-        counts: int64, of the shape of ``targets``: how many logits of the rank's words are not at most the target's.
-            Becomes that of all words, and :data:`IGNORED_RANK` where nothing is predicted.
+        counts: int64, of the shape of ``targets``: number of logits of the rank's words that are not at most the
+            target's. Becomes the number for all words, and :data:`IGNORED_RANK` where nothing is predicted.
         targets: int64 [...].
         group: the ranks that share the words.
     """
@@ -177,12 +177,12 @@ def gather_words(logits: Tensor, words: int, share: VocabularyShare) -> Tensor:
     """All-gather logits of shares of the vocabulary. Collective over the share's group, forward only.
 
     Args:
-        logits: [..., V] of this rank's words; the first ranks have the most, as DTensors cut.
+        logits: [..., V] of this rank's words; the first ranks have the most words, as in DTensors.
         words: number of words of the whole vocabulary.
-        share: this rank's.
+        share: share of this rank.
 
     Returns:
-        [..., words]. All ranks are to compute the same from it: each keeps the gradient of its own words.
+        [..., words]. All ranks must compute the same from it: each keeps the gradient of its own words.
     """
     out: Tensor = _GatherWords.apply(logits, words, share)
     return out
@@ -231,7 +231,7 @@ class _Loss(torch.autograd.Function):
         total = own.clone()
         for chunk, logits in _logits(hidden, weight, kept, rows):
             highest[chunk] = logits.amax(1)
-            # Torch computes in the wider dtype of the two: no wide copy of the logits is made before.
+            # Torch computes in the wider of the two dtypes, without a wide copy of the logits.
             total[chunk] = (logits - highest[chunk].unsqueeze(1)).exp_().sum(1)
             own[chunk] = logits.gather(1, words[chunk]).squeeze(1).to(own.dtype).masked_fill(~mine[chunk], 0)
         losses, highest, total, own = merge_statistics(highest, total, own, mine, targets.view(shape), group)
@@ -255,7 +255,7 @@ class _Loss(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=wide_of(weight.dtype)) if ctx.needs_input_grad[1] else None
         for chunk, logits in _logits(hidden, weight, kept, ctx.rows):
-            # Where nothing is predicted, whatever came out is multiplied by zero; hidden states there are zeros.
+            # Where nothing is predicted, hidden states are zeros, and the gradient is multiplied by zero.
             grad = (logits - log_sum[chunk].unsqueeze(1)).exp_()
             grad.scatter_add_(1, words[chunk], -mine[chunk].to(grad.dtype).unsqueeze(1))
             grad_logits = torch.mul(grad, grad_token[chunk], out=torch.empty_like(logits))

@@ -1,7 +1,7 @@
-"""Slots of ops that stand for the lines of a method, such as a whole feed-forward layer.
+"""Slots of ops that replace a whole method, such as a feed-forward layer.
 
-The method reads like PyTorch, and is the reference. A kernel in its place reads the weights of the layers that the
-method calls; so it may compute only where the layers do nothing besides, and gets its arguments as autocast casts them.
+The method is plain PyTorch, and serves as the reference. A kernel that replaces it reads the weights of the layers that
+the method calls. So it runs only if these layers do nothing else, and gets its arguments already cast by autocast.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ R = TypeVar("R")
 
 
 class WholeSlot(OpSlot):
-    """Slot of an op for a whole method of a module, in the place of its lines; see :func:`in_one_op`.
+    """Slot of an op that replaces a whole method of a module; see :func:`in_one_op`.
 
     Args:
         op, reference, facts: see :class:`~d9d_core.kernel.OpSlot`.
         arguments: module and inputs of the method -> arguments of the op.
-        fits: module -> whether a backend computes what the lines would at this call.
+        fits: module -> whether a backend computes the same as the method in this call.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class WholeSlot(OpSlot):
 
 
 def in_one_op(name: str) -> Callable[[Callable[Concatenate[M, P], R]], Callable[Concatenate[M, P], R]]:
-    """Let a backend compute what a method computes, where one is bound and fits; else the method's lines are run.
+    """Call a backend instead of a method if one is bound and fits; otherwise run the method.
 
     Args:
-        name: attribute of the module that holds the :class:`WholeSlot`.
+        name: attribute of the module with the :class:`WholeSlot`.
     """
 
     def decorate(lines: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:

@@ -23,21 +23,21 @@ class DpoConfig(PluginConfig):
     normalize_length: bool = False
     """Divide the log-probability of each text by its number of tokens; ``ipo`` always does."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Probability that a pair is the wrong way round (Mitchell 2023, "cDPO"); for ``sigmoid``."""
+    """Probability that the texts of a pair are swapped (Mitchell 2023, "cDPO"); for ``sigmoid``."""
     reference: Literal["auto", "without_adapter", "copy", "stored"] = "auto"
-    """The frozen model: ``without_adapter``, the trained model without the terms of ``peft``, which needs no memory;
-    ``copy``, a copy of the model as the run starts; ``stored``, the model as the run starts, run once over all data
-    before the first step; ``auto``: ``without_adapter`` if there is one, else ``copy``."""
+    """The frozen model. ``without_adapter``: the trained model without the terms of ``peft``, which needs no memory.
+    ``copy``: a copy of the model at the start of the run. ``stored``: the model at the start of the run, run once over
+    all data before the first step. ``auto``: ``without_adapter`` if there is an adapter, else ``copy``."""
 
     @model_validator(mode="after")
     def _smoothing_has_an_effect(self) -> Self:
         if self.label_smoothing and self.loss != "sigmoid":
-            raise ValueError(f"label_smoothing has no meaning for the loss '{self.loss}'; set it to 0")
+            raise ValueError(f"label_smoothing has no effect with the loss '{self.loss}'; set it to 0")
         return self
 
 
 class PreferenceMetricConfig(PluginConfig):
-    """Metric of implicit rewards, their margin, and how often the chosen text has the higher one."""
+    """Metric of implicit rewards, their margin, and how often the chosen text has the higher reward."""
 
     name: Literal["preference"] = "preference"
     """Selects the plugin."""

@@ -16,17 +16,17 @@ _READS = ("chosen_rewards", "rejected_rewards")
 
 
 class PreferenceMetric:
-    """Metric of preferences over all pairs since the last reset: mean implicit rewards, margin, share of right orders.
+    """Metric of preferences since the last reset: mean implicit rewards, margin, share of pairs in the right order.
 
     Reads the observations ``chosen_rewards`` and ``rejected_rewards``, float [B] each, of the task ``dpo``.
 
     Args:
-        config: has no settings.
+        config: without settings.
     """
 
     def __init__(self, config: PreferenceMetricConfig) -> None:
         self.config = config
-        # Sums of chosen rewards, rejected rewards and right orders, and the number of pairs.
+        # Sums of chosen rewards, rejected rewards and pairs in the right order, and the number of pairs.
         self._sums, self._empty = torch.zeros(4, dtype=torch.float64), True
 
     @property
@@ -43,7 +43,7 @@ class PreferenceMetric:
         if missing := set(_READS) - observations.keys():
             raise JobError(
                 f"metrics: preference reads {' and '.join(sorted(missing))}, which the task does not observe; "
-                f"it has: {', '.join(observations) or 'nothing'}"
+                f"it observes: {', '.join(observations) or 'nothing'}"
             )
         chosen, rejected = (observations[name] for name in _READS)
         dtype = wide_dtype(chosen.device)
@@ -55,7 +55,7 @@ class PreferenceMetric:
         self._empty = False
 
     def state(self) -> dict[str, Tensor]:
-        """Sums of chosen rewards, rejected rewards and right orders, and the number of pairs: [4]."""
+        """Sums of chosen rewards, rejected rewards and pairs in the right order, and the number of pairs: [4]."""
         return {"sums": self._sums}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -76,5 +76,5 @@ class PreferenceMetric:
         }
 
     def reset(self) -> None:
-        """Zero the sums; they stay on their device, because moving them there again would wait for it."""
+        """Set the sums to zero, on their device: moving them there again would wait for it."""
         self._sums, self._empty = torch.zeros_like(self._sums), True

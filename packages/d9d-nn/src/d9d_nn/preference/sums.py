@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum of all ranks' tensors, on each of them. Collective over the group, both ways.
+    """Sum of the tensors of all ranks, on each rank. Collective over the group, forward and backward.
 
-    The loss of the job is the sum of what ranks compute from it, so that the gradients of all of them add up.
+    The loss of the job is the sum of the losses that ranks compute from it, so the gradients of all ranks are added up.
     """
     out: Tensor = _Sum.apply(tensor, group)
     return out

@@ -1,4 +1,4 @@
-"""Task ``dpo``: prefer one text of a pair to the other, compared with a frozen reference model.
+"""Task ``dpo``: prefer one text of a pair to the other, relative to a frozen reference model.
 
 Shapes: B pairs, S positions; rows 2i and 2i + 1 of a microbatch are the chosen and the rejected text of pair i.
 """
@@ -30,9 +30,9 @@ from d9d_nn.preference.sums import summed
 from d9d_nn.text_task import TextTask
 
 _TERM = "dpo"
-#: Number of targets of each text, int64 [2B], where a rank has some positions only.
+#: Number of targets of each text, int64 [2B], if a rank has only some positions.
 _TARGETS = "text_targets"
-#: Log-probabilities of the texts by the reference model, as the first pass adds them to a microbatch.
+#: Log-probabilities of the texts from the reference model; the first pass adds them to a microbatch.
 REFERENCE = "reference_logps"
 
 
@@ -55,7 +55,7 @@ class Dpo(TextTask):
         self._context: dist.ProcessGroup | None = None
 
     def attach(self, topology: Topology) -> None:
-        """Take note of the ranks that share positions. Collective over all ranks."""
+        """Find the group of ranks that share positions. Collective over all ranks."""
         if topology.sizes["cp"] > 1:
             self._context = topology.axes_group("cp")
 
@@ -65,7 +65,7 @@ class Dpo(TextTask):
         return {_TERM: counted if counts_samples(microbatch) else torch.zeros_like(counted)}
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's positions; log-probabilities are summed over the ranks, and one of them counts the pairs.
+        """This rank's positions; log-probabilities are summed over the ranks, and one rank counts the pairs.
 
         Raises:
             ValueError: the ranks cannot share the positions evenly.
@@ -80,7 +80,7 @@ class Dpo(TextTask):
         return FirstPass("frozen" if reference == "auto" else reference, where="task.reference")
 
     def first_inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of the reference model, which are those of the trained one.
+        """Inputs of the reference model, the same as the trained model's.
 
         Raises:
             JobError: the dataset gives no pairs of texts with targets.
@@ -89,17 +89,17 @@ class Dpo(TextTask):
         rows, samples = len(microbatch["tokens"]), len(microbatch["samples"])
         if rows != 2 * samples:
             raise JobError(
-                f"data: task 'dpo' reads two texts a sample, and the dataset gives {rows} rows for {samples} samples; "
+                f"data: task 'dpo' needs two texts per sample, the dataset gives {rows} rows for {samples} samples; "
                 "use a dataset of preferred and rejected texts"
             )
         return self.inputs(microbatch)
 
     def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Log-probabilities by the reference model, [B, 2]."""
+        """Log-probabilities from the reference model, [B, 2]."""
         return {REFERENCE: self._log_probabilities(outputs, microbatch).detach()}
 
     def complete(self, kept: Sequence[Mapping[str, Tensor]], ranks: DataRanks) -> Sequence[Mapping[str, Tensor]]:  # noqa: ARG002
-        """Log-probabilities as they are: a pair needs no other."""
+        """Return the log-probabilities unchanged: a pair does not depend on others."""
         return kept
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
@@ -121,7 +121,7 @@ class Dpo(TextTask):
         else:
             losses = (margin - 1 / (2 * config.beta)) ** 2
         loss = torch.where(_counted(microbatch), losses, 0).sum()
-        # Where another rank counts, zero gradients: its backward is collective.
+        # Zero gradients if another rank counts, since the backward is collective.
         return {_TERM: loss if counts_samples(microbatch) else 0 * loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
@@ -131,7 +131,7 @@ class Dpo(TextTask):
         return {"chosen_rewards": rewards[:, 0], "rejected_rewards": rewards[:, 1]}
 
     def _log_probabilities(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Tensor:
-        """Log-probability of each text, [B, 2]. Collective over ``cp``, both ways."""
+        """Log-probability of each text, [B, 2]. Collective over ``cp``, forward and backward."""
         loss = read_output(outputs, "token_loss", self.config.head).sum(-1)
         whole = loss if self._context is None else summed(loss, self._context)
         return -whole.view(len(microbatch["tokens"]) // 2, 2)

@@ -15,8 +15,8 @@ from d9d_nn.rope.scaling_frequencies import rotary_frequencies
 class Rotation:
     """Cosines and sines of each pair of features at each position, shared by all layers of a stage.
 
-    Neither a tuple nor a dataclass: FSDP's mixed precision casts the tensors that it finds in either, and rounded
-    angles would place distant tokens wrongly.
+    Neither a tuple nor a dataclass, since FSDP's mixed precision casts tensors in either, and rounded angles would give
+    wrong positions for distant tokens.
 
     Args:
         cos: float32 [B or 1, S, D/2]; YaRN multiplies it and the sine by its attention factor.
@@ -33,12 +33,12 @@ class Rotation:
 class RotaryEmbedding(nn.Module):
     """Rotary embedding of positions by angles ``position * theta ** (-2 i / D)`` for pair i (Su et al. 2021, 3.2.2).
 
-    Holds no buffer: the frequencies are a handful of numbers, and what is not stored needs no initialisation.
+    Has no buffers: the few frequencies are computed when needed, and so need no initialisation.
 
     Args:
         head_dim: D.
         theta: the longest wavelength is ``2 pi theta``.
-        scaling: change of frequencies for sequences longer than those of pretraining.
+        scaling: change of frequencies for sequences longer than in pretraining.
 
     Raises:
         BuildError: dynamic scaling of heads with a single pair.
@@ -48,7 +48,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         if scaling is not None and scaling.type == "dynamic" and head_dim <= 2:
             raise BuildError(
-                f"rope_scaling: dynamic scaling needs heads of more than one pair of features, head_dim is {head_dim}; "
+                f"rope_scaling: dynamic scaling needs more than one pair of features per head, head_dim is {head_dim}; "
                 "choose a larger head_dim, or linear scaling"
             )
         self.head_dim = head_dim
@@ -58,8 +58,8 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Rotation:
         """Compute the angles in float32.
 
-        Dynamic scaling depends on the length of a sample, without ``lengths`` on S. So every position of the sample
-        must be there, also on a rank that computes with a part of them.
+        Dynamic scaling depends on the length of a sample, which is S without ``lengths``. So all positions of the
+        sample must be given, even if a rank computes only some of them.
 
         Args:
             positions: int64 [B or 1, S].

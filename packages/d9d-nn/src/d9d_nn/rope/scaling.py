@@ -1,6 +1,6 @@
-"""Scaling of rotary positions to sequences longer than those of pretraining, as jobs and config.json state it.
+"""Scaling of rotary positions to sequences longer than in pretraining, for job files and config.json.
 
-Reads without torch; :mod:`d9d_nn.rope.scaling_frequencies` computes what is described here.
+Does not import torch; :mod:`d9d_nn.rope.scaling_frequencies` computes the frequencies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, Validation
 
 class _Scaling(Section):
     factor: float = Field(ge=1, allow_inf_nan=False)
-    """How many times longer sequences become."""
+    """Factor by which sequences become longer."""
 
 
 class LinearScaling(_Scaling):
@@ -28,21 +28,21 @@ class LinearScaling(_Scaling):
 class DynamicScaling(_Scaling):
     """Dynamic NTK: sequences longer than the original maximum get a larger theta, which depends on their length.
 
-    The length is that of the whole sample without its padding, so a document packed with others is not rotated as it is
-    alone, and a padded one is. (transformers takes the longest sample of a batch for all.)
+    The length counts the whole sample without padding, so packing changes the rotation of a document, and padding does
+    not. (transformers uses the longest sample of a batch for all samples.)
     """
 
     type: Literal["dynamic"] = "dynamic"
     """Selects the method."""
 
     original_max_positions: int = Field(gt=0)
-    """Longest sequence of pretraining; up to it nothing changes. Hugging Face: ``max_position_embeddings``."""
+    """Longest sequence of pretraining; shorter sequences do not change. Hugging Face: ``max_position_embeddings``."""
 
 
 class YarnScaling(_Scaling):
-    """YaRN: slow pairs are interpolated, fast ones are not (Peng et al. 2023, arXiv 2309.00071, section 3)."""
+    """YaRN: interpolates slow pairs, but not fast ones (Peng et al. 2023, arXiv 2309.00071, section 3)."""
 
-    model_config = ConfigDict(validate_default=True)  # or mscale alone would pass
+    model_config = ConfigDict(validate_default=True)  # otherwise mscale alone would pass
 
     type: Literal["yarn"] = "yarn"
     """Selects the method."""
@@ -51,16 +51,16 @@ class YarnScaling(_Scaling):
     """Longest sequence of pretraining."""
 
     beta_fast: float = Field(default=32.0, gt=0, allow_inf_nan=False)
-    """Pairs that turn more often than this within the original maximum stay as they are."""
+    """Pairs that turn more often than this within the original maximum do not change."""
 
     beta_slow: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Pairs that turn less often than this are interpolated; smaller than ``beta_fast``."""
 
     attention_factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Multiplies cosine and sine, so its square multiplies the scores; null takes what the paper fitted."""
+    """Multiplies cosine and sine, so its square multiplies the scores; null uses the formula fitted in the paper."""
 
     mscale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """With ``mscale_all_dim``, the attention factor is the quotient of the two fits (DeepSeek-V2)."""
+    """With ``mscale_all_dim``, the attention factor is the quotient of both formulas (DeepSeek-V2)."""
 
     mscale_all_dim: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """See ``mscale``; one without the other is refused."""
@@ -82,7 +82,7 @@ class YarnScaling(_Scaling):
         if (value is None) != (info.data.get("mscale") is None):
             raise ValueError("mscale and mscale_all_dim have an effect only together; give both or neither")
         if value is not None and info.data.get("attention_factor") is not None:
-            raise ValueError("attention_factor replaces what mscale and mscale_all_dim give; remove one or the other")
+            raise ValueError("attention_factor replaces mscale and mscale_all_dim; remove it or both of them")
         return value
 
 
@@ -99,7 +99,7 @@ class Llama3Scaling(_Scaling):
     """Wavelengths above ``original_max_positions / low_freq_factor`` are stretched by ``factor``."""
 
     high_freq_factor: float = Field(gt=0, allow_inf_nan=False)
-    """Wavelengths below ``original_max_positions / high_freq_factor`` stay as they are."""
+    """Wavelengths below ``original_max_positions / high_freq_factor`` do not change."""
 
     @field_validator("high_freq_factor")
     @classmethod
@@ -114,7 +114,7 @@ RopeScaling = Annotated[LinearScaling | DynamicScaling | YarnScaling | Llama3Sca
 
 _SCALING: TypeAdapter[LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling] = TypeAdapter(RopeScaling)
 
-#: what config.json has beside a scaling: other fields of ours, or the two spellings of its type.
+#: Fields of config.json next to a scaling: other fields of our config, or the two spellings of its type.
 _BESIDE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -125,30 +125,30 @@ def scaling_from_hugging_face(
     """Read the rope scaling from ``rope_parameters`` (before transformers 5: ``rope_scaling``) of a config.json.
 
     Args:
-        parameters: that mapping, empty if there is none. A ``rope_theta`` in it is left to the caller.
+        parameters: this mapping, empty if there is none. The caller reads a ``rope_theta`` in it.
         max_positions: ``max_position_embeddings`` of the same file.
 
     Returns:
         ``None`` for type ``default``.
 
     Raises:
-        CheckpointError: the method is unknown, rotates a part of each head only, or has impossible settings.
+        CheckpointError: the method is unknown, rotates only a part of each head, or has impossible settings.
     """
     where = "config.json: rope_parameters"
     part = parameters.get("partial_rotary_factor")
     if part not in (None, 1):
-        raise CheckpointError(f"{where}.partial_rotary_factor is {part!r}; heads are rotated whole here, as with 1.0")
+        raise CheckpointError(f"{where}.partial_rotary_factor is {part!r}; only whole heads can rotate, as with 1.0")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return None
-    # Files write null for what they leave to the default.
+    # Files write null for defaults.
     values = {key: value for key, value in parameters.items() if key not in _BESIDE and value is not None}
     original = values.pop(_ORIGINAL, max_positions)
     if kind != "linear":
         values["original_max_positions"] = max_positions if kind == "dynamic" else original
     if kind == "yarn":
         values.setdefault("factor", max_positions / original)
-        # transformers reads them in pairs and only where no attention factor is given.
+        # transformers reads them in pairs, and only if no attention factor is given.
         if "attention_factor" in values or not (values.get("mscale") and values.get("mscale_all_dim")):
             values = {key: value for key, value in values.items() if not key.startswith("mscale")}
     try:
@@ -161,9 +161,9 @@ def scaling_from_hugging_face(
 def scaling_to_hugging_face(
     scaling: LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | None,
 ) -> dict[str, Any]:
-    """Write the fields of ``rope_parameters`` of a config.json beside ``rope_theta``.
+    """Write the fields of ``rope_parameters`` of a config.json other than ``rope_theta``.
 
-    For ``dynamic``, ``max_position_embeddings`` must be its ``original_max_positions``: the file has no other place.
+    For ``dynamic``, ``max_position_embeddings`` must equal its ``original_max_positions``: the file has no other field.
     """
     if scaling is None:
         return {"rope_type": "default"}

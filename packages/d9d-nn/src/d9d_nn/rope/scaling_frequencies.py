@@ -19,7 +19,7 @@ def rotary_frequencies(
 ) -> tuple[Tensor, float]:
     """Frequencies of scaled RoPE: angle per position of each pair of features, and the factor of cosine and sine.
 
-    Nothing here waits for the device: everything but the pairs' indices is a number of the host.
+    Never waits for the device: everything except the pairs' indices is a number on the host.
 
     Args:
         head_dim: D.
@@ -29,7 +29,7 @@ def rotary_frequencies(
         device: device of the frequencies.
 
     Returns:
-        float32 [D/2], of ``dynamic`` with a length for each sample [B, 1, D/2]; and a factor for cosine and sine.
+        float32 [D/2], or [B, 1, D/2] for ``dynamic`` with a length for each sample; and a factor for cosine and sine.
     """
     if isinstance(scaling, DynamicScaling):
         return 1.0 / _stretched(theta, scaling, length, head_dim) ** _exponents(head_dim, device), 1.0
@@ -48,7 +48,7 @@ def _exponents(head_dim: int, device: torch.device) -> Tensor:
 
 
 def _stretched(theta: float, scaling: DynamicScaling, length: int | Tensor, head_dim: int) -> float | Tensor:
-    """Theta of samples of some length; float32 [B, 1, 1] for lengths [B]."""
+    """Theta for samples of a length; float32 [B, 1, 1] for lengths [B]."""
     if isinstance(length, Tensor):
         beyond: float | Tensor = length.to(wide_dtype(length.device)).clamp(min=scaling.original_max_positions)
     else:
@@ -66,7 +66,7 @@ def _yarn(plain: Tensor, scaling: YarnScaling, head_dim: int, theta: float) -> T
     low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    # transformers bounds the index of a pair by D - 1, not D/2 - 1; published models are tuned with that.
+    # transformers limits the index of a pair to D - 1, not D/2 - 1; published models were trained with this limit.
     low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low if high != low else 0.001
     pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=plain.device)

@@ -19,13 +19,13 @@ from d9d_nn.ops.attention.reference import attention
 
 
 class AttentionSlot(OpSlot):
-    """Slot of the op attention, as a layer calls it.
+    """Slot of the op attention for one layer.
 
-    A bound function may have an attribute ``prepare(documents, length, device) -> mask``. Then it is called with that
-    mask in place of documents. What a mask is, is the backend's affair: slots with equal ``mask_key`` may share it.
-    With ``prepare_queries(documents, queries, length, device) -> mask`` it can also attend from queries at some
-    positions, in runs (``range``), as context parallelism by ``all_gather`` asks for. The static fact ``own_queries``
-    is then true, so that a backend without it can refuse.
+    A bound function may have an attribute ``prepare(documents, length, device) -> mask``; it then gets this mask
+    instead of documents. Masks may be of any type, and slots with equal ``mask_key`` may share them. A function with
+    ``prepare_queries(documents, queries, length, device) -> mask`` can also compute queries at some positions, in runs
+    (``range``), as context parallelism by ``all_gather`` needs. The static fact ``own_queries`` is then true, so that
+    other backends can refuse.
 
     Args:
         query_heads: N.
@@ -50,20 +50,20 @@ class AttentionSlot(OpSlot):
 
     @property
     def mask_key(self) -> tuple[str, int | None]:
-        """Key of everything that a mask depends on, but for the documents."""
+        """Key of everything that a mask depends on except the documents."""
         return getattr(self._replacement, "backend", self.backend), self.static["window"]
 
     def refusal(self, function: Callable[..., Any]) -> str | None:
-        """Reason why a function cannot attend from the queries of this slot; ``None`` if it can."""
+        """Reason why a function cannot compute the queries of this slot; ``None`` if it can."""
         if self._share is None or self._replacement is not None or hasattr(function, "prepare_queries"):
             return None
-        return "attends from all positions of a sample only, but ranks of cp hold the queries of some"
+        return "needs queries of all positions of a sample, but ranks of cp hold only some"
 
     def bind(self, backend: str, function: Callable[..., Any]) -> None:
-        """Replace the function that calls go to, and with it how masks are made.
+        """Replace the called function, and the function that makes its masks.
 
         Raises:
-            BuildError: the slot has queries at some positions, and the function cannot attend from those.
+            BuildError: the slot has queries at some positions only, which the function cannot compute.
         """
         self._check(backend, function)
         super().bind(backend, function)
@@ -73,7 +73,7 @@ class AttentionSlot(OpSlot):
         """Make masks for a rank's own queries, and all keys.
 
         Raises:
-            BuildError: a backend that was bound cannot attend from queries at some positions, also of one bound later.
+            BuildError: a bound backend cannot compute queries at some positions; also raised for backends bound later.
         """
         self._share = share
         self.static = {**self.static, "own_queries": True}
@@ -81,16 +81,17 @@ class AttentionSlot(OpSlot):
             self._check(self.backend, self.function)
 
     def attend_by(self, function: Callable[..., Tensor]) -> None:
-        """Leave masks to a function that attends in the place of any backend.
+        """Use a function instead of any backend; it also makes the masks.
 
         Args:
-            function: may have ``prepare(documents, length, window, device)``, which makes the mask that its calls take,
-                and then has ``backend``, a name: masks of one name and window are alike. Without, there are no masks.
+            function: may have ``prepare(documents, length, window, device)``, which makes the mask for its calls, and
+                then needs a name in ``backend``: masks of the same name and window are equal. Without ``prepare``,
+                there are no masks.
         """
         self._replacement = function
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Any:
-        """Make the mask that calls take.
+        """Make the mask for calls.
 
         Args:
             documents: int64 [B, S]; ``None`` if a sample is one document.
@@ -103,7 +104,7 @@ class AttentionSlot(OpSlot):
         if self._share is None:
             return self._prepare(documents, length, device)
         self._check(self.backend, self.function)
-        # On the host, which so knows what is hidden from whom without asking the device.
+        # On the host, to find hidden keys without waiting for the device.
         queries = _runs(self._share.own(torch.arange(length).unsqueeze(0)).squeeze(0))
         return self.function.prepare_queries(documents, queries, length, device)  # type: ignore[attr-defined]
 
