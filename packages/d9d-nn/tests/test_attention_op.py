@@ -220,7 +220,7 @@ def test_samples_of_one_document_need_no_mask_for_their_padding() -> None:
         (CUDNN.supports, CPU, "cuDNN attention is a CUDA kernel, the device is cpu"),
         (EFFICIENT.supports, CPU, "memory-efficient attention is a CUDA kernel, the device is cpu"),
         (flex.supports, CPU, "no backward on the CPU"),
-        (flex.supports, OpSignature("attention", "mps", "float32"), "compiled for CUDA only, the device is mps"),
+        (flex.supports, OpSignature("attention", "mps", "float32"), "compiles for CUDA only, the device is mps"),
         (FLASH.supports, cuda("float32"), "needs one of bfloat16, float16, the model is float32"),
         (CUDNN.supports, cuda("float32"), "the model is float32"),
         (EFFICIENT.supports, cuda("float64"), "the model is float64"),
@@ -257,7 +257,7 @@ def test_flash_says_what_to_do_with_documents() -> None:
     function = FLASH.build(cuda())
     assert function.prepare(None, 8, torch.device("cpu")) is None
     with pytest.raises(
-        JobError, match="^kernels.attention: flash attention reads no mask.* choose sdpa, sdpa_efficient or flex"
+        JobError, match="^kernels.attention: flash attention has no mask.* choose sdpa, sdpa_efficient or flex"
     ):
         function.prepare(torch.zeros(1, 8, dtype=torch.long), 8, torch.device("cpu"))
 
