@@ -55,7 +55,7 @@ class LayerSums:
                 self._sums[name] = self._sums[name] + scaled if name in self._sums else scaled
 
     def to_send(self) -> dict[str, Tensor]:
-        """Sums that the next stage needs, those of at least one layer; [B, S, H] each."""
+        """Sums of at least one layer, which the next stage needs; [B, S, H] each."""
         return self._sums
 
     def means(self, norm_weight: Tensor) -> dict[Layers, Tensor]:

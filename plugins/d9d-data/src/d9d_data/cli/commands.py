@@ -18,7 +18,7 @@ from d9d_data.cli.samples import Sample, cut_off, marked, names_of_texts, sample
 
 app = typer.Typer(
     name="data", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    help="Show what a job trains on.",
+    help="Show the samples that a job trains on.",
 )  # fmt: skip
 
 

@@ -3,9 +3,9 @@
 See :mod:`d9d_parallel.context_parallel.blocks` for the op, and for what its backends compute.
 
 FlexAttention has no backward that accepts the sums of a larger attention, so the backward computes the block again,
-with autograd. The gradient of the block's output is that of the whole output times the block's weight; the rest is the
-gradient of the logarithm of the block's sum. This costs a third more work, but keeps neither outputs nor keys of other
-ranks in memory.
+with autograd. The block's output gets the gradient of the whole output times the block's weight, and the logarithm of
+the block's sum gets the rest. This costs a third more work, but keeps neither outputs nor keys of other ranks in
+memory.
 
 Shapes: B samples, S positions, Q queries and T keys of the block, N query heads, K key/value heads, D features of a
 head.
