@@ -75,7 +75,7 @@ def test_readmes_name_every_observation_of_a_task_and_who_reads_it(installed: Re
 
 def test_a_readme_says_of_every_backend_whether_it_is_taken_by_name_only(installed: Registry) -> None:
     rows = [line for page in PAGES for line in prose(page).splitlines() if line.startswith("|")]
-    never = {e.spec.name for e in installed.entries("kernel") if "never chosen automatically" in e.spec.summary.lower()}
+    never = {e.spec.name for e in installed.entries("kernel") if "never chosen by itself" in e.spec.summary.lower()}
     assert never >= {"sdpa_flash", "grouped_gemm"}
     told = {name for name in never for row in rows if f"{name}`" in row and "only by name" in row}
     assert told == never

@@ -137,7 +137,7 @@ def test_a_quoted_special_token_ends_no_turn(model: Path, stream: Open) -> None:
          "rejected has no assistant message"),
         ({"chosen": "ab", "rejected": "cd"}, "have no common beginning"),
         ({"chosen": "ab", "rejected": [said("assistant", "c")]}, "two strings or two lists of messages"),
-        (pair("a" * 60, "b", "c"), "nothing of chosen is left in 65 tokens, as its prompt has"),
+        (pair("a" * 60, "b", "c"), "no token of chosen is left in 65 tokens, as its prompt has"),
         (pair("a", "b" * 60 + "c", "b" * 60 + "d"), "are equal in the 65 tokens that are kept"),
         ({"prompt": "a", "chosen": [], "rejected": [said("assistant", "c")]}, "chosen is empty"),
         ({"prompt": 3, "chosen": "b", "rejected": "c"}, "prompt is a number"),

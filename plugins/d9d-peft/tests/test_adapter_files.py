@@ -228,7 +228,7 @@ def test_an_adapter_of_the_library_starts_a_run(base: Path, tmp_path: Path, tune
     ("method", "text"),
     [
         ({"r": 2}, r"init_from: .*'s r, rs_lora differ from the job's; the adapter has peft.r: 4, peft.alpha: 8"),
-        ({"rs_lora": True}, "it has no base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight, "),
+        ({"rs_lora": True}, "the adapter has no base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight, "),
         ({"init_from": "nowhere"}, "peft.init_from: nowhere: "),
     ],
 )
@@ -248,7 +248,7 @@ def test_an_adapter_of_another_kind_or_with_other_parts_is_refused_by_ia3(
     adapter = tmp_path / "runs" / "tuned" / "adapter"
     other = {**METHODS["ia3"], "feedforward": ["up_proj"], "init_from": str(adapter)}
     again = {"run": {"name": "again", "dir": str(tmp_path / "runs")}}
-    with pytest.raises(CheckpointError, match="it has no base_model.model.model.layers.0.mlp.up_proj.ia3_l"):
+    with pytest.raises(CheckpointError, match="the adapter has no base_model.model.model.layers.0.mlp.up_proj.ia3_l"):
         job_of(values(base, tmp_path, peft=other, **again), PLUGINS).build(lambda _: None)
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": ["lm_head"]}))

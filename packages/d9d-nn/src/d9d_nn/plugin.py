@@ -141,7 +141,7 @@ def d9d_kernels() -> Iterable[KernelSpec]:
     for name, kernel in (("flash", "FLASH"), ("cudnn", "CUDNN"), ("efficient", "EFFICIENT")):
         yield KernelSpec(
             name=f"sdpa_{name}",
-            summary=f"sdpa limited to torch's {name} kernel; CUDA only, never chosen automatically.",
+            summary=f"sdpa limited to torch's {name} kernel; CUDA only, never chosen by itself.",
             op="attention",
             supports=Ref(f"d9d_nn.ops.attention.sdpa_pinned:{kernel}.supports"),
             build=Ref(f"d9d_nn.ops.attention.sdpa_pinned:{kernel}.build"),
