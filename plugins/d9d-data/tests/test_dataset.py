@@ -202,11 +202,7 @@ def test_a_hugging_face_dataset_is_one() -> None:
             r"item 1 of items_of_the_user:uneven has the fields b, item 0 has a; give all items the same",
         ),
         ("late", {}, r"item 7 of items_of_the_user:late raised KeyError: 'tokens'"),
-        (
-            "sized",
-            {"padding": {}},
-            r"data.padding: field 'tokens' has shape \[.*set its padding value.* 'padding: \{tokens: 0\}'",
-        ),
+        ("sized", {"padding": {}}, r"data.padding: field 'tokens' .*set its padding value, .*'padding: \{tokens: 0\}'"),
         ("sized", {"bucket_window": 12}, r"data.bucket_window: 12 samples cannot be .* batches of 8; use 8 or 16"),
         ("counting", {"padding": {}, "bucket_window": 8}, r"data.bucket_window: the size of items is unknown"),
         ("sized", {"arguments": {"count": 5}, "bucket_window": 8}, r"a batch of 8 samples cannot be sorted out of 5"),
