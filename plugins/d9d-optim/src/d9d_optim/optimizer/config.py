@@ -217,7 +217,7 @@ class ScheduleFreeConfig(OptimizerConfig):
     name: Literal["schedule_free"] = "schedule_free"
     """Selects the plugin."""
     lr: float = Field(default=2.5e-3, ge=0, allow_inf_nan=False)
-    """Base learning rate; usually one to ten times that of AdamW with a schedule."""
+    """Base learning rate; usually one to ten times AdamW's with a schedule."""
     betas: tuple[Annotated[float, Field(gt=0, lt=1)], Beta] = (0.9, 0.999)
     """Weight of the average in the point where gradients are computed (above 0), and fraction of the average of squares
     kept per step."""

@@ -40,7 +40,7 @@ class FsdpReducer:
             self._root.set_requires_all_reduce(last)
 
     def after_weights(self) -> None:
-        """Add new gradients to those of earlier microbatches, in the accumulation format."""
+        """Add the new gradients to the sums of earlier microbatches, in the accumulation format."""
         keep_fsdp_gradients(self._root)
 
     def reduce(self) -> None:
