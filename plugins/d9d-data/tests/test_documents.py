@@ -201,7 +201,7 @@ def test_sizes_may_change_where_a_window_ends_within_an_epoch() -> None:
         before.next_pack()
     after.load_state(before.state())
     before.next_pack()
-    with pytest.raises(DataError, match="after 20 samples .* come twice"):
+    with pytest.raises(DataError, match="after 20 samples .* be repeated"):
         after.load_state(before.state())
 
 
@@ -231,7 +231,7 @@ def test_windows_that_cannot_be_are_refused_with_ones_that_can(window: int, mess
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:
     with pytest.raises(
-        DataError, match=r"^batch\.size: a batch of 6 .* train split has 2; use at most 2, or more data$"
+        DataError, match=r"^batch\.size: a batch of 6 .* train split has only 2; use at most 2, or more data$"
     ):
         stream([2, 3], batch_size=6)
 

@@ -279,7 +279,7 @@ def test_parts_of_other_kinds_are_refused(tmp_path: Path) -> None:
     twice = MixtureConfig(parts=(part, part))
     both = MixtureStream(twice, context, [Lone("x"), Lone("x")])
     assert both.next_pack()[0]["x"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    with pytest.raises(DataError, match=r"parts\[0\] \('toy_data'\) gives x, and parts\[1\] .* gives y; x, y cannot"):
+    with pytest.raises(DataError, match=r"parts\[0\] \('toy_data'\) gives x, and parts\[1\] .* gives y; x, y do not"):
         MixtureStream(twice, context, [Lone("x"), Lone("y")])
     ending = MixtureConfig(parts=(MixturePart(epochs=1, data=ToyDataConfig()),))
     with pytest.raises(DataError, match=r"parts\[0\]\.epochs: dataset 'toy_data' has an unknown number of samples"):

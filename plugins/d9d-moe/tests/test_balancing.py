@@ -331,7 +331,7 @@ def test_balancers_of_other_packages_take_part() -> None:
     ("balancing", "why"),
     [
         ((SequenceBalance(0.1), BatchBalance(0.1)), "two balancers add the loss term 'router_balance'"),
-        ((SignUpdate(0.1), SignUpdate(0.2)), "two balancers update the bias"),
+        ((SignUpdate(0.1), SignUpdate(0.2)), "two balancers update the selection bias"),
         (("auxiliary_loss",), "'auxiliary_loss' is neither"),
     ],
 )

@@ -29,7 +29,7 @@ def test_experts_of_another_format_than_their_inputs_are_refused(parallel: list[
     suite = _Spread()
     fsdp = {"name": "fsdp", "compute_dtype": "bfloat16", "ignore": ["*experts*"]}
     job = job_of(suite.job_values(mesh={"dp_shard": 2}, parallel=[fsdp, *parallel]), suite.plugins())
-    with pytest.raises(BuildError, match=r"'ignore' leaves 'layers.0.experts.gate_proj' in torch.float32"):
+    with pytest.raises(BuildError, match=r"'ignore' keeps 'layers.0.experts.gate_proj' in torch.float32"):
         job.plan()
 
 

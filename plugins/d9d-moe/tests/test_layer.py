@@ -230,7 +230,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     experts = GroupedSwiGLU(HIDDEN, INNER, 4, std=0.2, output_std=0.2)
     with pytest.raises(BuildError, match="among 8 experts, but there are 4"):
         MoELayer(TopKRouter(HIDDEN, 8, 2, std=0.2), experts, LocalDispatcher())
-    with pytest.raises(BuildError, match="nothing to gate"):
+    with pytest.raises(BuildError, match="shared_gate without shared_expert has no effect"):
         MoELayer(TopKRouter(HIDDEN, 4, 2, std=0.2), experts, LocalDispatcher(), shared_gate=Linear(HIDDEN, 1, std=0.2))
 
 
