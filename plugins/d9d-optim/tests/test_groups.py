@@ -48,7 +48,7 @@ def test_pattern_without_a_match_names_near_parameters() -> None:
 
 def test_pattern_far_from_everything_still_shows_names() -> None:
     named = {name: nn.Parameter(torch.zeros(1)) for name in "abcd"}
-    with pytest.raises(BuildError, match=r"near names: a, b, c \(\*"):
+    with pytest.raises(BuildError, match=r"similar names: a, b, c \(\*"):
         group_parameters(config(GroupRule(match="zzz", lr_scale=2)), named)
 
 
