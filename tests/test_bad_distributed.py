@@ -147,7 +147,7 @@ def wait_for(true: Callable[[], object], process: subprocess.Popen[str]) -> None
             "batch.size 5 fits no data-parallel layout of 2 processes, which share no divisor with it; use 4 or 6",
         ),
         ({**FSDP2, "batch": {"size": 4, "microbatch": 4}}, "is 2 samples each, not a multiple of batch.microbatch 4"),
-        ({"mesh": {"dp_shard": 2}}, "mesh.dp_shard is 2, but nothing in the job uses that axis"),
+        ({"mesh": {"dp_shard": 2}}, "mesh.dp_shard is 2, but no component of the job uses that axis"),
     ],
     ids=["other world", "odd batch", "large microbatch", "unused axis"],
 )

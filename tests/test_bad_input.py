@@ -107,7 +107,7 @@ def test_when_every_checkpoint_is_damaged_nothing_is_overwritten(d9d: D9d, small
         ("optimizer.name=adamww", "unknown optimizer 'adamww'; did you mean 'adamw' (d9d-optim"),
         (
             "task=embeddings",
-            "unknown task 'embeddings': it is the name of another kind, inference task; jobs with it run",
+            "unknown task 'embeddings': the name belongs to another kind, inference task; run jobs with it by",
         ),
         ("optimizer.learning_rate=1", "not a field of 'adamw' (d9d-optim"),
         ("optimizer.lr=-1", "optimizer.lr: "),

@@ -294,7 +294,7 @@ def test_a_kernel_that_attends_from_all_positions_is_refused(table: ModuleType, 
 
 def test_ranks_without_the_strategy_are_refused(table: ModuleType, tmp_path: Path) -> None:
     said = refused(table, tmp_path, Layout("cp 2", {"cp": 2}, ()))
-    assert "mesh.cp is 2, but nothing in the job uses that axis; add a strategy for it (context_parallel)" in said
+    assert "mesh.cp is 2, but no component of the job uses that axis; add a strategy for it (context_parallel)" in said
 
 
 def test_samples_drawn_beside_the_training_are_refused(table: ModuleType, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_jobs_are_checked_as_far_as_they_need_no_tensors(without_torch: dict[str
     ("override", "complaint"),
     [
         ("optimizer.lrr=1", "optimizer.lrr: not a field of 'adamw'"),
-        ("mesh.dp_shard=2", "mesh.dp_shard is 2, but nothing in the job uses that axis"),
+        ("mesh.dp_shard=2", "mesh.dp_shard is 2, but no component of the job uses that axis"),
         ("kernels.attention=spda", "kernels.attention: unknown kernel 'attention.spda'"),
         ("mesh.ep=2", "2 expert groups must cover whole inner axes"),
     ],

@@ -118,7 +118,7 @@ def test_check_judges_a_job_for_many_ranks_on_a_laptop(small_job: Write, d9d: D9
     job = str(small_job(mesh={"dp_replicate": 64, "dp_shard": 64}, batch={"size": 4096}))
     status, _, err = d9d("check", job, "--world-size", "4096")
     assert status == 2
-    assert "mesh.dp_replicate is 64, but nothing in the job uses that axis" in err
+    assert "mesh.dp_replicate is 64, but no component of the job uses that axis" in err
     status, _, err = d9d("check", job, "--world-size", "4095")
     assert status == 2
     assert "4096 ranks, but the job was started with 4095" in err

@@ -28,7 +28,7 @@ def test_more_layers_than_can_be_built(small_job: Callable[..., Path]) -> None:
 
 
 def test_more_microbatches_than_can_be_scheduled(small_job: Callable[..., Path]) -> None:
-    with pytest.raises(JobError, match=r"batch.size .* microbatches a step.*make batch.microbatch larger"):
+    with pytest.raises(JobError, match=r"batch.size .* microbatches per step.*make batch.microbatch larger"):
         Job.load(small_job(batch={"size": 10**18, "microbatch": 1})).check()
 
 

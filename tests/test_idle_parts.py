@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 
 Command = Callable[..., tuple[int, str, str]]
-ALONE = "splits nothing, as "
+ALONE = "has no effect, because "
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"parallel": ["replicate"]}, "parallel[0]: strategy 'replicate' splits nothing, as mesh.dp_replicate is 1"),
-        ({"parallel": ["compile", "tensor_parallel"]}, "parallel[1]: strategy 'tensor_parallel' splits nothing"),
+        (
+            {"parallel": ["replicate"]},
+            "parallel[0]: strategy 'replicate' has no effect, because mesh.dp_replicate is 1",
+        ),
+        ({"parallel": ["compile", "tensor_parallel"]}, "parallel[1]: strategy 'tensor_parallel' has no effect"),
         (
             {"pipeline": "1f1b"},
-            "pipeline: schedule '1f1b' splits nothing, as mesh.pp is 1; give it more ranks",
+            "pipeline: schedule '1f1b' has no effect, because mesh.pp is 1; give it more ranks",
         ),
     ],
 )
@@ -37,7 +40,7 @@ def test_a_part_that_splits_nothing_is_told(
 def test_a_run_says_so_at_its_start(d9d: Command, small_job: Callable[..., Path]) -> None:
     status, out, err = d9d("train", str(small_job(parallel=["replicate"], steps=1, checkpoint={}, lr_schedule=None)))
     assert status == 0, err
-    assert "warning: parallel[0]: strategy 'replicate' splits nothing" in out + err
+    assert "warning: parallel[0]: strategy 'replicate' has no effect" in out + err
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def complaint(world_size: int, **sections: Any) -> str:
 def advice(error: D9dError) -> Values:
     (note,) = error.__notes__
     first, _, text = note.partition("\n")
-    assert first == "to mend it, write in job:"
+    assert first == "to correct it, write in job:"
     values = yaml.safe_load(text)
     assert isinstance(values, dict)
     return values
@@ -79,7 +79,7 @@ def test_what_is_saved_of_a_job_has_plain_numbers() -> None:
     ("mesh", "text"),
     [
         ({"dp_shard": "auto", "dp_replicate": "auto"}, "mesh.dp_shard: auto on two axes: only one of dp_shard or"),
-        ({"tp": "auto"}, "mesh.tp: auto is for dp_shard or dp_replicate, which can take what is left"),
+        ({"tp": "auto"}, "mesh.tp: auto is possible for dp_shard or dp_replicate only"),
     ],
 )
 def test_only_one_data_parallel_axis_can_be_auto(mesh: Values, text: str) -> None:
@@ -141,8 +141,8 @@ def test_without_the_package_of_the_strategy_the_error_says_what_to_install() ->
             {"mesh": {"dp_shard": 3, "tp": 2}, "batch": {"size": 4}},
             [
                 "mesh: dp_shard=3 x tp=2 = 6 ranks, but the job was started with 8",
-                "mesh.dp_shard is 3, but nothing in the job uses that axis; add a strategy for it (fsdp or hsdp)",
-                "mesh.tp is 2, but nothing in the job uses that axis; add a strategy",
+                "mesh.dp_shard is 3, but no component of the job uses that axis; add a strategy for it (fsdp or hsdp)",
+                "mesh.tp is 2, but no component of the job uses that axis; add a strategy",
                 "batch.size 4 cannot be split over 3 data-parallel ranks; use 3 or 6",
             ],
             {"mesh": {"dp_shard": "auto"}, "parallel": ["fsdp"], "batch": {"size": 8}},
@@ -150,13 +150,13 @@ def test_without_the_package_of_the_strategy_the_error_says_what_to_install() ->
         (
             6,
             {"mesh": {"pp": 4, "dp_shard": "auto"}, "pipeline": "1f1b", "batch": {"size": 16, "microbatch": 1}},
-            ["mesh.dp_shard is auto, but the other axes take 4 processes at a time", "start 4 or 8 processes"],
+            ["mesh.dp_shard is auto, but 6 processes are not a multiple of 4", "start 4 or 8 processes"],
             None,
         ),
         (
             2,
             {"mesh": {"pp": 2}, "batch": {"size": 8}},
-            ["mesh.pp is 2, but nothing in the job uses that axis; add a schedule to 'pipeline', or set it to 1"],
+            ["mesh.pp is 2, but no component of the job uses that axis; add a schedule to 'pipeline', or set it to 1"],
             {"pipeline": "1f1b"},
         ),
         (
@@ -198,7 +198,7 @@ def test_problems_are_named_at_their_line(tmp_path: Path) -> None:
         JobFile.load(file, registry=INSTALLED, overrides=["mesh.tp=2"]).check(6)
     lines = str(caught.value).replace(str(file), "job.yaml").splitlines()
     assert [line.partition(": ")[0] for line in lines] == ["job.yaml:9", "--set mesh.tp", "job.yaml:11"]
-    assert caught.value.__notes__[0].startswith(f"to mend it, write in {file}:\n")
+    assert caught.value.__notes__[0].startswith(f"to correct it, write in {file}:\n")
 
 
 @settings(max_examples=60, deadline=None)
@@ -256,7 +256,7 @@ def test_an_error_of_the_command_line_ends_with_the_edit(
     path = small_job()
     status, _, err = d9d("train", str(path), "--nproc", "4", "--set", "batch.microbatch=4")
     assert status == 2
-    assert err.endswith(f"to mend it, write in {path}:\nbatch: {{size: 4, microbatch: 1}}\n")
+    assert err.endswith(f"to correct it, write in {path}:\nbatch: {{size: 4, microbatch: 1}}\n")
 
 
 def test_nproc_auto_starts_a_process_for_each_device(

@@ -102,7 +102,7 @@ def test_a_job_that_fits_is_described(tmp_path: Path) -> None:
 def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(values(SMALL)))
-    assert invoke("check", str(path), "--memory", "80")[1].startswith("--memory: '80' is no size")
+    assert invoke("check", str(path), "--memory", "80")[1].startswith("--memory: '80' is not a size")
 
 
 # --- d9d plan ---------------------------------------------------------------------------------------------------------

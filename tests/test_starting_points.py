@@ -86,7 +86,7 @@ def test_new_heads_are_named_and_an_adapter_goes_on_top(run: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused(run: Path) -> None:
     job = values(run.parents[1], run)
     job["model"]["name"] = "qwen3_moe"
-    with pytest.raises(JobError, match="its checkpoint is of model 'qwen3'; set model.name to that"):
+    with pytest.raises(JobError, match="its checkpoint is of model 'qwen3'; set model.name to this name"):
         Job.from_values(job)
 
 

@@ -91,8 +91,8 @@ def test_imports_are_looked_for_without_importing() -> None:
     assert one("import:json")[0] is True
     assert one("import:deep_ep") == (
         False,
-        "strategy 'expert_parallel' needs import:deep_ep: module deep_ep is not installed; the documentation of acme "
-        "says how to get it",
+        "strategy 'expert_parallel' needs import:deep_ep: module deep_ep is not installed; see the documentation of "
+        "acme for how to install it",
     )
 
 
@@ -125,16 +125,16 @@ def test_a_library_that_the_plugin_depends_on_comes_with_it_however_its_module_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("d9d_core.registry.capabilities.requires", lambda _: ["torch>=2", "acme-kernel>=1"])
-    assert one("import:acme_kernel")[1].endswith("'pip install acme' brings it")
-    assert one("import:acme_kernel.ops")[1].endswith("'pip install acme' brings it")
-    assert one("import:acme")[1].endswith("'pip install acme' brings it")
-    assert one("import:acme_kern")[1].endswith("says how to get it")
+    assert one("import:acme_kernel")[1].endswith("'pip install acme' installs it")
+    assert one("import:acme_kernel.ops")[1].endswith("'pip install acme' installs it")
+    assert one("import:acme")[1].endswith("'pip install acme' installs it")
+    assert one("import:acme_kern")[1].endswith("for how to install it")
 
 
 def test_a_library_that_a_marker_leaves_out_here_is_said_to_be_with_the_marker(monkeypatch: pytest.MonkeyPatch) -> None:
     line = 'acme-kernel>=1; sys_platform == "beos"'
     monkeypatch.setattr("d9d_core.registry.capabilities.requires", lambda _: ["torch>=2", line])
-    reason = 'acme leaves it out here: acme-kernel is supported where sys_platform == "beos"'
+    reason = 'acme omits it here: acme-kernel is supported only where sys_platform == "beos"'
     assert one("import:acme_kernel")[1].endswith(reason)
 
 
@@ -148,14 +148,14 @@ def test_doctor_says_which_components_lack_a_library_and_why(
     (said,) = [line for line in " ".join(capsys.readouterr().out.split()).split(" -- ") if "acme_kernel" in line][-1:]
     assert said.endswith(
         "plugin acme: without acme_kernel, not available: strategy 'one', strategy 'two'; "
-        'acme leaves it out here: acme-kernel is supported where sys_platform == "beos"'
+        'acme omits it here: acme-kernel is supported only where sys_platform == "beos"'
     )
 
 
 def test_a_token_nobody_declares_is_an_error() -> None:
     satisfied, reason = one("modle:blocks")
     assert satisfied is False
-    assert "nobody declares the token 'modle:blocks'; it may be misspelt, or a plugin is missing" in reason
+    assert "no plugin declares the token 'modle:blocks'; it may be misspelt, or a plugin is missing" in reason
 
 
 def test_a_declared_token_says_how_to_obtain_it() -> None:
@@ -168,7 +168,7 @@ def test_a_declared_token_says_how_to_obtain_it() -> None:
 def test_conflicts_are_refused() -> None:
     ((satisfied, reason),) = verdicts(strategy(conflicts={"model:blocks"}), Circumstances())  # type: ignore[misc]
     assert satisfied is False
-    assert "strategy 'expert_parallel' (acme) does not go together with 'model:blocks'" in reason
+    assert "strategy 'expert_parallel' (acme) conflicts with 'model:blocks'" in reason
 
 
 @pytest.mark.parametrize("token", ["modle:blocks", "model:block", "mesh:xp", "device:", "acme:thing"])
@@ -178,7 +178,7 @@ def test_a_token_nobody_declares_is_an_error_wherever_it_stands(field: str, toke
     (verdict,) = judge([Chosen("parallel[0]", found.find("strategy", "expert_parallel"))], found, Circumstances())
     assert verdict.satisfied is False
     if field != "requires" or not token.startswith("model:"):
-        assert f"nobody declares the token '{token}'" in verdict.reason
+        assert f"no plugin declares the token '{token}'" in verdict.reason
 
 
 def test_declared_tokens_may_be_provided_and_refused() -> None:
@@ -242,7 +242,7 @@ def test_a_malformed_reference_is_refused(target: str) -> None:
     [
         ("strategy:hsdp", "not there: the job has no strategy hsdp"),
         ("mesh:ep", "not there: mesh.ep is 1"),
-        ("acme:fast_links", "not there: nothing in the job provides it"),
+        ("acme:fast_links", "not there: no component of the job provides it"),
     ],
 )
 def test_a_refused_token_that_does_not_hold_gives_no_advice_to_add_it(token: str, reason: str) -> None:

@@ -65,5 +65,5 @@ def test_sizes_are_read_with_their_unit(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["80", "GiB", "-1GiB", "0GB", "80gib", "1e3GB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(JobError, match="is no size; write a number with GiB or GB behind it"):
+    with pytest.raises(JobError, match="is not a size; write a number and a unit"):
         bytes_of(text)

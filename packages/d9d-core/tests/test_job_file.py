@@ -55,7 +55,9 @@ def test_python_takes_config_objects_and_no_names() -> None:
         steps=3, model=ToyModelConfig(), data=ToyDataConfig(), task=ToyTaskConfig(), optimizer=ToyOptimizerConfig()
     )
     assert job.use(REGISTRY).check().selection.model.spec.name == "toy_model"
-    with pytest.raises(ValueError, match=r"names are resolved by Job.load; in Python, give the model's config object"):
+    with pytest.raises(
+        ValueError, match=r"names are resolved by Job.load only; in Python, give the config object of the model"
+    ):
         Job(steps=3, model="toy_model", data=ToyDataConfig(), task=ToyTaskConfig(), optimizer=ToyOptimizerConfig())  # type: ignore[arg-type]
 
 
@@ -141,7 +143,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
 def test_a_broken_config_reference_is_an_error_at_its_place(tmp_path: Path) -> None:
     for config, cause in (
         ("nowhere:C", "failed to load: ModuleNotFoundError("),
-        ("json:loads", "is no subclass of d9d_core.config.PluginConfig"),
+        ("json:loads", "is not a subclass of d9d_core.config.PluginConfig"),
         ("d9d_testing.toy.config:ToyTaskConfig", "has the name 'toy_task'; write name: Literal['uu'] = 'uu'"),
     ):
         path = tmp_path / "job.yaml"
@@ -168,7 +170,7 @@ def task_plugin(config: str) -> SimpleNamespace:
         ),
         (
             "evaluation: {every: 2, data: toy_data, sets: {a: toy_data}}\n",
-            "job.yaml:6: evaluation.data: 'sets' already names a; make this one of them, or remove one of the two",
+            "job.yaml:6: evaluation.data: 'sets' already names a; move 'data' into 'sets', or remove one of the two",
         ),
         ("steps: true\n", "job.yaml:6: steps: input should be a number, got True"),
         ("batch: {size: true}\n", "job.yaml:6: batch.size: input should be a number, got True"),
@@ -290,10 +292,10 @@ def test_overrides_set_nested_fields(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("optimizer.lr", "--set optimizer.lr: write section.field=value, for example --set optimizer.lr=3e-4"),
-        ("steps.x=1", "--set steps.x=1: there is no steps.x to set: steps has no fields"),
-        ("metrics[3]=a", "--set metrics[3]=a: there is no metrics[3] to set: metrics is a list; its next entry is [1]"),
-        ("metrics.x=a", "--set metrics.x=a: there is no metrics.x to set: metrics is a list; its next entry is [1]"),
-        ("optimizer[0]=a", "--set optimizer[0]=a: there is no optimizer[0] to set: optimizer is no list"),
+        ("steps.x=1", "--set steps.x=1: cannot set steps.x: steps has no fields"),
+        ("metrics[3]=a", "--set metrics[3]=a: cannot set metrics[3]: metrics is a list; its next entry is [1]"),
+        ("metrics.x=a", "--set metrics.x=a: cannot set metrics.x: metrics is a list; its next entry is [1]"),
+        ("optimizer[0]=a", "--set optimizer[0]=a: cannot set optimizer[0]: optimizer is not a list"),
         ("optimizer.lrr=1", "--set optimizer.lrr: optimizer.lrr: not a field of 'toy_optimizer'"),
         ("optimizer.lr=[1", "--set optimizer.lr:1: expected ',' or ']'"),
     ],
@@ -379,7 +381,7 @@ def test_epochs_stand_in_place_of_steps(tmp_path: Path) -> None:
     assert (job.epochs, job.steps) == (1.5, None)
     assert Job.from_values(job.resolved(), registry=job.registry) == job
     assert complaint(tmp_path, text + "steps: 3\n") == (
-        "job.yaml:6: steps: 'epochs: 1.5' already says how long the run is; remove one of them"
+        "job.yaml:6: steps: 'epochs: 1.5' already gives the length of the run; remove one of them"
     )
     for wrong in ("0", "-1", ".inf", ".nan"):
         assert complaint(tmp_path, text.replace("1.5", wrong)).startswith("job.yaml:1: epochs: input should be ")

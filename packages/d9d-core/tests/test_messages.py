@@ -110,7 +110,7 @@ def test_a_config_that_no_record_of_a_run_could_hold_is_said_so(install: Callabl
 
 def test_an_unknown_op_is_called_so() -> None:
     with pytest.raises(
-        PluginError, match=r"^kernels.bogus: unknown op 'bogus', .*; ops with kernels: adamw, add_rms_norm, attention, "
+        PluginError, match=r"^kernels.bogus: unknown op 'bogus': .*; ops with kernels: adamw, add_rms_norm, attention, "
     ):
         Registry.of().find_kernel("bogus", "x")
 

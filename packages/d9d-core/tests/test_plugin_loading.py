@@ -78,14 +78,14 @@ def test_a_kind_that_nothing_offers_says_what_to_do_next(install: Install) -> No
     with pytest.raises(PluginError) as error:
         find("lora", "peft method")
     assert str(error.value) == (
-        "unknown peft method 'lora': nothing that is installed offers a peft method, and no package of d9d does; "
+        "unknown peft method 'lora': no installed plugin offers a peft method, and no package of d9d does; "
         "install a plugin that does, or write one (docs/writing-a-plugin.md: d9d_peft_methods)"
     )
 
 
 def test_a_kind_that_only_absent_packages_of_d9d_offer_names_them(install: Install) -> None:
     assert message("zzz") == (
-        "unknown strategy 'zzz': nothing that is installed offers a strategy; packages of d9d do: "
+        "unknown strategy 'zzz': no installed plugin offers a strategy; packages of d9d do: "
         "expert_parallel (pip install d9d-mixture)"
     )
 
@@ -209,7 +209,7 @@ def test_a_missing_api_statement_is_reported(install: Install) -> None:
         ("@hookimpl\ndef d9d_strategies(extra): yield strategy('a')", "has an invalid hook"),
         (
             "@hookimpl\ndef d9d_strategies(): return strategy('a')",
-            "returns one StrategySpec from d9d_strategies; write yield in place of return, or return a list",
+            "returns one StrategySpec from d9d_strategies; use yield instead of return, or return a list",
         ),
         (
             "@hookimpl\ndef d9d_strategies(): strategy('a')",

@@ -48,7 +48,7 @@ def test_policies_combine_to_the_stricter() -> None:
         ),
         (
             PluginPolicy(block=frozenset({"d9d-core"})),
-            "plugins.block: d9d-core cannot be blocked; what it declares is always loaded",
+            "plugins.block: d9d-core cannot be blocked; d9d's own packages are always loaded",
         ),
     ],
 )

@@ -53,20 +53,20 @@ def test_leaving_out_any_action_is_noticed(data: st.DataObject) -> None:
     ("old", "new", "problem"),
     [
         ("B0.0", "", "B0.0 missing on rank 0: a stage computes each microbatch once"),
-        (" R1", "", "R1 is missing on rank 1: put it after the last gradients of stage 1"),
+        (" R1", "", "R1 is missing on rank 1: add it after the last gradients of stage 1"),
         ("S>0.0", "", "S>0.0 is missing on rank 0: stage 1 is on rank 1, so rank 0 sends it"),
         ("R>1.0", "", "R>1.0 is missing on rank 1: stage 0 is on rank 0, so rank 1 receives it"),
         ("S<1.0", "", "S<1.0 is missing on rank 1: stage 0 is on rank 0, so rank 1 sends it"),
         ("R<0.0", "", "R<0.0 is missing on rank 0: stage 1 is on rank 1, so rank 0 receives it"),
         ("B1.0 S<1.0", "B1.0 S<1.0 S>1.0", "S>1.0 on rank 1: there is no stage 2; remove it"),
-        ("F0.0 S>0.0", "S>0.0 F0.0", "S>0.0 comes before F0.0 on rank 0, which it needs; move it behind"),
-        ("R>1.0 F1.0", "F1.0 R>1.0", "F1.0 comes before R>1.0 on rank 1, which it needs; move it behind"),
-        ("R<0.0 B0.0", "B0.0 R<0.0", "B0.0 comes before R<0.0 on rank 0, which it needs; move it behind"),
-        ("F1.0 B1.0", "B1.0 F1.0", "B1.0 comes before F1.0 on rank 1, which it needs; move it behind"),
-        ("B1.0 S<1.0", "S<1.0 B1.0", "S<1.0 comes before B1.0 on rank 1, which it needs; move it behind"),
-        ("B0.0 R0", "R0 B0.0", "R0 comes before B0.0 on rank 0, which it needs; move it behind"),
+        ("F0.0 S>0.0", "S>0.0 F0.0", "S>0.0 comes before F0.0 on rank 0, but depends on it; move it after F0.0"),
+        ("R>1.0 F1.0", "F1.0 R>1.0", "F1.0 comes before R>1.0 on rank 1, but depends on it; move it after R>1.0"),
+        ("R<0.0 B0.0", "B0.0 R<0.0", "B0.0 comes before R<0.0 on rank 0, but depends on it; move it after R<0.0"),
+        ("F1.0 B1.0", "B1.0 F1.0", "B1.0 comes before F1.0 on rank 1, but depends on it; move it after F1.0"),
+        ("B1.0 S<1.0", "S<1.0 B1.0", "S<1.0 comes before B1.0 on rank 1, but depends on it; move it after B1.0"),
+        ("B0.0 R0", "R0 B0.0", "R0 comes before B0.0 on rank 0, but depends on it; move it after B0.0"),
         ("F1.0 B1.0", "F1.0+B1.0", "F1.0+B1.0 on rank 1 overlaps two computations of which one needs the other"),
-        ("B1.0", "B1.0 I1.0", "B1.0 on rank 1 computes all gradients, but I1.0 or W1.0 is there too; remove either"),
+        ("B1.0", "B1.0 I1.0", "B1.0 on rank 1 computes all gradients, but I1.0 or W1.0 is there too; remove one"),
         ("B1.0", "I1.0", "W1.0 missing on rank 1: a stage computes each microbatch once"),
         ("B1.0", "W1.0", "I1.0 missing on rank 1: a stage computes each microbatch once"),
         ("F0.0", "F0.0 F0.0", "F0.0 appears twice, on rank 0 and rank 0; remove one"),
@@ -82,17 +82,17 @@ def test_a_mistake_is_named_with_its_rank(old: str, new: str, problem: str) -> N
 
 def test_gradients_of_weights_come_after_those_of_inputs_and_before_the_reduction() -> None:
     early = check(SPLIT.replace("I1.0 S<1.0 W1.0", "W1.0 I1.0 S<1.0"))
-    assert early == ["W1.0 comes before I1.0 on rank 1, which it needs; move it behind"]
+    assert early == ["W1.0 comes before I1.0 on rank 1, but depends on it; move it after I1.0"]
     late = check(SPLIT.replace("W1.0 R1", "R1 W1.0"))
-    assert late == ["R1 comes before W1.0 on rank 1, which it needs; move it behind"]
+    assert late == ["R1 comes before W1.0 on rank 1, but depends on it; move it after W1.0"]
 
 
 def test_neighbouring_stages_of_a_rank_send_nothing_but_keep_their_order() -> None:
     assert check(SHARED.replace("F1.0 F2.0", "F2.0 F1.0"), 3) == [
-        "F2.0 comes before F1.0 on rank 1, which it needs; move it behind"
+        "F2.0 comes before F1.0 on rank 1, but depends on it; move it after F1.0"
     ]
     assert check(SHARED.replace("B2.0 R2 B1.0", "B1.0 B2.0 R2"), 3) == [
-        "B1.0 comes before B2.0 on rank 1, which it needs; move it behind"
+        "B1.0 comes before B2.0 on rank 1, but depends on it; move it after B2.0"
     ]
     assert check(SHARED.replace("F1.0 F2.0", "F1.0 S>1.0 F2.0"), 3) == [
         "S>1.0 on rank 1: stage 2 is on the same rank; remove it"
@@ -119,7 +119,7 @@ def test_ranks_that_wait_for_one_another_are_named() -> None:
     (problem,) = check(cycle, 2, 2)
     assert problem == (
         "deadlock with room for 1 tensor(s) from one rank to another: rank 0 at B0.1 waits for S<1.1 on rank 1; "
-        "rank 1 at F1.1 waits for S>0.1 on rank 0: move one of these actions before what its rank waits at"
+        "rank 1 at F1.1 waits for S>0.1 on rank 0: move one of these actions before the action at which its rank waits"
     )
 
 
@@ -150,9 +150,11 @@ def test_inference_has_forwards_only() -> None:
     forward = "F0.0 S>0.0\nR>1.0 F1.0"
     assert check(forward, training=False) == []
     assert check(forward) != []
-    assert check(f"{forward} R1", training=False) == ["R1 on rank 1 reduces gradients, but nothing trains; remove it"]
+    assert check(f"{forward} R1", training=False) == [
+        "R1 on rank 1 reduces gradients, but the program has no training; remove it"
+    ]
     (problem, _, _, _) = check(TWO, training=False)
-    assert problem == "there is a backward of 0.0 on rank 0, but nothing trains; remove it"
+    assert problem == "there is a backward of 0.0 on rank 0, but the program has no training; remove it"
 
 
 def test_stages_are_found_where_they_are_computed() -> None:
@@ -166,7 +168,7 @@ def test_a_schedule_that_is_wrong_is_refused_before_it_runs() -> None:
 
     with pytest.raises(BuildError, match=r"invalid program for 1 microbatch.*B0\.0 missing on rank 0.*choose another"):
         checked_programs(forgetful, 2, 1)
-    with pytest.raises(BuildError, match=r"2 programs for 3 rank\(s\); a schedule makes one for each"):
+    with pytest.raises(BuildError, match=r"2 programs for 3 rank\(s\); a schedule must make one per rank"):
         checked_programs(lambda ranks, microbatches: parse_programs(TWO), 3, 1)
 
 

@@ -57,11 +57,11 @@ def test_programs_read_back_as_they_were(programs: list[tuple[Action, ...]]) -> 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("X0.1", "'X0.1' is no action; actions of stage 0 and microbatch 3 are F0.3 B0.3"),
-        ("F0", "'F0' is no action"),
-        ("R0.1", "'R0.1' is no action"),
-        ("B0.1+F0.2", "is no overlapped pair: it takes a forward and a backward, such as F0.3"),
-        ("F0.1+F0.2", "is no overlapped pair"),
+        ("X0.1", "'X0.1' is not an action; actions of stage 0 and microbatch 3 are F0.3 B0.3"),
+        ("F0", "'F0' is not an action"),
+        ("R0.1", "'R0.1' is not an action"),
+        ("B0.1+F0.2", "is not an overlapped pair of a forward and a backward, such as F0.3"),
+        ("F0.1+F0.2", "is not an overlapped pair"),
     ],
 )
 def test_what_is_no_action_is_said(text: str, problem: str) -> None:

@@ -52,7 +52,7 @@ def test_a_structure_is_filled_again() -> None:
     values, structure = flatten(TREE)
     assert structure.unflatten(values) == TREE
     assert structure.unflatten(range(5))["a"] == [0, (1, 2)]
-    with pytest.raises(ValueError, match="has 5 leaves, 2 values"):
+    with pytest.raises(ValueError, match="has 5 leaves, but 2 values"):
         structure.unflatten([1, 2])
 
 

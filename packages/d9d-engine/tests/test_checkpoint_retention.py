@@ -90,8 +90,8 @@ def test_multiples_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"keep": None, "keep_every": 4, "every": 2}, "keeps all checkpoints, so keep_every changes nothing"),
-        ({"keep": None, "best": {}}, "keeps all checkpoints, so best changes nothing"),
+        ({"keep": None, "keep_every": 4, "every": 2}, "keeps all checkpoints, so keep_every has no effect"),
+        ({"keep": None, "best": {}}, "keeps all checkpoints, so best has no effect"),
         ({"keep_every": 4}, "keep_every 4 must be a multiple of every, which is None"),
         ({"keep_every": 4, "every": 3}, "keep_every 4 must be a multiple of every, which is 3"),
     ],

@@ -155,7 +155,7 @@ def test_plugins_show_prints_fields_defaults_and_meanings(here: Run) -> None:
     assert "0.05" in out
     result = here("plugins", "show", "nothing")
     assert result.returncode == 2
-    assert "error: nothing is called 'nothing'; names: batch" in result.stderr
+    assert "error: no record is called 'nothing'; names: batch" in result.stderr
 
 
 def test_plugins_check_finds_references_that_do_not_load(here: Run, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_record_without_a_config_spoils_no_command(here: Run) -> None:
     assert result.returncode == 0, result.stderr
     schema = json.loads(result.stdout.rpartition("}")[0] + "}")
     assert schema["properties"]["task"]["anyOf"][0] == {"enum": ["toy_task"]}
-    assert "task 'uu' (unsound.py): its config json:loads is no subclass of" in result.stderr
+    assert "task 'uu' (unsound.py): its config json:loads is not a subclass of" in result.stderr
     assert "task 'absent' (unsound.py): its config nowhere:C failed to load" in result.stderr
 
     result = here("plugins", "check", "unsound.py", "--plugin", "unsound.py", "--json")
@@ -209,13 +209,13 @@ def test_a_record_without_a_config_spoils_no_command(here: Run) -> None:
     problems = [finding["problem"] for finding in json.loads(result.stdout.rpartition("}")[0] + "}")["problems"]]
     assert len(problems) == 2
     assert problems[0].startswith("task 'absent': config nowhere:C failed to load: ModuleNotFoundError")
-    assert problems[1].startswith("task 'uu' (unsound.py): its config json:loads is no subclass of")
+    assert problems[1].startswith("task 'uu' (unsound.py): its config json:loads is not a subclass of")
 
     for arguments in (["plugins", "show", "uu"], ["plugins", "show", "uu", "--json"], ["train", "job.yaml"]):
         override = ["--set", "task=uu"] if arguments[0] == "train" else []
         result = here(*arguments, *override, "--plugin", "unsound.py")
         assert result.returncode == 2, arguments
-        assert "its config json:loads is no subclass of" in result.stderr
+        assert "its config json:loads is not a subclass of" in result.stderr
         assert "Traceback" not in result.stderr
 
 

@@ -195,14 +195,14 @@ def test_a_schedule_that_forgets_an_action_is_refused(job: MakeJob, forgets: str
 
 
 def test_several_stages_without_a_schedule_are_an_error(job: MakeJob) -> None:
-    text = "mesh.pp is 2, but nothing in the job uses that axis; add a schedule to 'pipeline', or set it to 1"
+    text = "mesh.pp is 2, but no component of the job uses that axis; add a schedule to 'pipeline', or set it to 1"
     with pytest.raises(JobError, match=text):
         job(mesh={"pp": 2}).plan()
 
 
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "cp", "tp"])
 def test_a_mesh_axis_that_nothing_uses_is_an_error(job: MakeJob, axis: str) -> None:
-    with pytest.raises(JobError, match=f"mesh.{axis} is 2, but nothing in the job uses that axis; add a strategy"):
+    with pytest.raises(JobError, match=f"mesh.{axis} is 2, but no component of the job uses that axis; add a strategy"):
         job(mesh={axis: 2}).plan()
 
 

@@ -134,5 +134,5 @@ def test_handlers_of_a_base_class_come_first_and_once() -> None:
 
 
 def test_what_is_no_observer_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"is no observer; give it subscriptions\(\), or mark a function"):
+    with pytest.raises(TypeError, match=r"is not an observer; give it subscriptions\(\), or decorate a function"):
         Events([print])

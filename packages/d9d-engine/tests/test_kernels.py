@@ -300,7 +300,7 @@ def test_equal_offers_are_all_considered_and_the_first_distribution_wins() -> No
     [
         ({"requires": {"device:cuda>=9.0"}}, "kernel 'fast' needs device:cuda>=9.0: training runs on cpu"),
         ({"requires": {"import:deep_ep"}}, "kernel 'fast' needs import:deep_ep: module deep_ep is not installed"),
-        ({"conflicts": {"device:cpu"}}, "does not go together with 'device:cpu', which holds here"),
+        ({"conflicts": {"device:cpu"}}, "conflicts with 'device:cpu', which holds here"),
     ],
 )
 def test_a_backend_runs_only_where_its_capabilities_hold(tokens: dict[str, Any], reason: str) -> None:

@@ -71,7 +71,7 @@ def test_a_subscriber_that_fails_ends_the_run_after_a_save(
     assert subscriber.calls == 1
     if isinstance(caught.value, TrainingError):
         assert f"{__file__}:" in str(caught.value)
-        assert f"raised {error!r}, which is meant to end a process" in str(caught.value)
+        assert f"raised {error!r}, which would end the process" in str(caught.value)
         assert caught.value.exit_code == 1
     assert len(steps_of(failing)) == 1
     assert 0 < steps_of(failing)[0] < 4
@@ -131,5 +131,5 @@ def test_a_component_that_exits_while_it_is_built_is_named(
         raise copy(error)  # raising adds to an exception's traceback
 
     monkeypatch.setattr(ToyRecorder, "__init__", fail)
-    with pytest.raises(TrainingError, match="which is meant to end a process"):
+    with pytest.raises(TrainingError, match="which would end the process"):
         job(subscribers=[{"name": "toy_recorder", "path": str(tmp_path / "events")}]).build()

@@ -44,7 +44,7 @@ def test_a_metric_that_reads_what_the_task_does_not_observe_is_refused_by_name(j
     with pytest.raises(JobError) as error:
         run.check(1)
     assert str(error.value).startswith("metrics[0]: metric 'toy_metric' (acme) reads logits, which task 'toy_task' (")
-    assert str(error.value).endswith("does not observe; it observes: absolute")
+    assert str(error.value).endswith("does not observe; the task observes: absolute")
 
 
 def test_a_metric_may_read_less_and_a_task_need_not_say_what_it_observes(job: MakeJob) -> None:
@@ -71,13 +71,13 @@ def test_tensors_that_records_do_not_name_are_undecided(job: MakeJob) -> None:
 @pytest.mark.parametrize(("hook", "field"), [("d9d_tasks", "reads"), ("d9d_datasets", "gives")])
 @pytest.mark.parametrize("tensors", [{"x"}, "x", {"x": "2"}])
 def test_tensors_of_records_have_numbers_of_dims(hook: str, field: str, tensors: Any) -> None:
-    with pytest.raises(TypeError, match=f"{field} is .*; give the number of dims of each tensor, such as"):
+    with pytest.raises(TypeError, match=f"{field} is .*; map each tensor to its number of dims, such as"):
         changed(hook, **{field: tensors})
 
 
 def test_a_task_that_reads_a_tensor_of_other_dims_is_refused(job: MakeJob) -> None:
     with pytest.raises(
-        JobError, match=r"data: task 'toy_task' .* reads mask of 2 dims, and dataset .* mask of 1 dim; "
+        JobError, match=r"data: task 'toy_task' .* reads mask of 2 dims, but dataset .* mask of 1 dim; "
     ):
         job().use(changed("d9d_tasks", reads={"mask": 2})).check(1)
 
@@ -125,7 +125,7 @@ def without(cls: type, member: str) -> type:
         ("d9d_peft_methods", without(ToyPeft, "merge"), "peft method 'toy_peft' (acme): ToyPeft lacks merge() of"),
         ("d9d_strategies", without(ToyStrategy, "apply"), "strategy 'toy_strategy' (acme): ToyStrategy lacks apply()"),
         ("d9d_tasks", lambda _config: None, "task 'toy_task' (acme): build returned nothing; return the component"),
-        ("d9d_models", lambda _config, _stage: 5, "(acme): build returned a int, which is no torch.nn.Module"),
+        ("d9d_models", lambda _config, _stage: 5, "(acme): build returned a int, which is not a torch.nn.Module"),
         ("d9d_tasks", lambda: None, "(acme): stand_ins:build cannot be called with (config): "),
     ],
 )  # fmt: skip
@@ -161,7 +161,7 @@ WRONG: list[tuple[str, type, str, Any, str]] = [
         "coefficients, of which 'error' returned a str, not Real",
     ),
     ("d9d_tasks", ToyTask, "coefficients", {}, "coefficients is empty; a task has at least one loss term"),
-    ("d9d_tasks", ToyTask, "check", 5, "ToyTask.check is no method; it must be one"),
+    ("d9d_tasks", ToyTask, "check", 5, "ToyTask.check is not a method; make it one"),
     (
         "d9d_metrics",
         ToyMetric,
@@ -190,7 +190,7 @@ WRONG: list[tuple[str, type, str, Any, str]] = [
         ToyRecorder,
         "subscriptions",
         lambda self: [int],
-        "has <class 'int'>; write pairs of an event type",
+        "contains <class 'int'>; return pairs of an event type",
     ),
     (
         "d9d_subscribers",

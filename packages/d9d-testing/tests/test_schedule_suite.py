@@ -60,7 +60,7 @@ FAULTS = [
         "1 ranks, 2 microbatches, {'fault': 'changes'}: rank 0",
     ),
     ("takes anything", "test_too_few_microbatches_are_refused", "DID NOT RAISE"),
-    ("prints nothing", "test_programs_survive_being_printed", "'?' is no action"),
+    ("prints nothing", "test_programs_survive_being_printed", "'?' is not an action"),
 ]
 
 

@@ -129,7 +129,7 @@ def test_without_the_library_they_are_refused(registry: Any, monkeypatch: pytest
     offers = registry("d9d_cce.plugin")
     judge = Judge([], offers, Circumstances(device="cuda"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
-    with pytest.raises(BuildError, match="needs import:cut_cross_entropy: .*'pip install d9d-cce' brings it"):
+    with pytest.raises(BuildError, match="needs import:cut_cross_entropy: .*'pip install d9d-cce' installs it"):
         bind_kernels([("", Head())], offers, {"linear_cross_entropy": "cce"}, "cuda", "bfloat16", judge.verdicts)
 
 

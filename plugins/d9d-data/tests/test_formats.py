@@ -165,7 +165,7 @@ def test_addresses_are_read_through_fsspec(open_stream: Any) -> None:
         with pytest.raises(DataError, match=r"data\.sources\[0\]: .*memory://nothing"):
             open_stream("memory://nothing")
         with pytest.raises(
-            ValidationError, match=r"sources\.0\s+Value error, no driver knows addresses of 'nowhere://'"
+            ValidationError, match=r"sources\.0\s+Value error, fsspec has no driver for addresses of 'nowhere://'"
         ):
             open_stream("nowhere://x")
     finally:

@@ -121,5 +121,5 @@ def test_each_reason_says_that_it_is_by_name_only(op: str) -> None:
 
 def test_without_the_library_they_are_refused(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
-    with pytest.raises(BuildError, match="needs import:liger_kernel: .*'pip install d9d-liger' brings it"):
+    with pytest.raises(BuildError, match="needs import:liger_kernel: .*'pip install d9d-liger' installs it"):
         bound(registry, {"rope": "liger"})

@@ -159,7 +159,7 @@ PP2 = {"mesh": {"pp": 2}}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "no schedule": (
         PP2,
-        "mesh.pp is 2, but nothing in the job uses that axis; add a schedule to 'pipeline', or set it to 1",
+        "mesh.pp is 2, but no component of the job uses that axis; add a schedule to 'pipeline', or set it to 1",
     ),
     "more stages than layers": (
         {"mesh": {"pp": 4}, "pipeline": "zero_bubble_v"},
@@ -202,7 +202,7 @@ WRONG_PLUGINS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a model in one piece": (
         {"model": {"name": "whole_model", "blocks": 4}, "pipeline": "1f1b"},
         [
-            "pipeline: '1f1b' cuts the model into 2 stages, which model 'whole_model' (",
+            "pipeline: '1f1b' cuts the model into 2 stages, but model 'whole_model' (",
             "lacks the trait 'model:pipeline'",
         ],
     ),
@@ -215,7 +215,7 @@ WRONG_PLUGINS: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "pipeline: invalid program for 8 microbatch(es): B1.2 missing on rank 1: a stage computes each microbatch "
             "once",
-            "The schedule is wrong, not the job: choose another, or repair its plugin",
+            "This is an error of the schedule: choose another one, or repair its plugin",
         ],
     ),
     "a deadlock": (
@@ -225,14 +225,14 @@ WRONG_PLUGINS: dict[str, tuple[dict[str, Any], list[str]]] = {
             "rank 0 at ",
             " waits for ",
             " on rank 1",
-            "The schedule is wrong, not the job: choose another, or repair its plugin",
+            "This is an error of the schedule: choose another one, or repair its plugin",
         ],
     ),
     "actions that nothing runs": (
         {"pipeline": "silent"},
         [
-            "pipeline: 'silent' asks for ReceiveActivation, ReceiveGradient, SendActivation, SendGradient, which "
-            "nothing can run: its plugin declares no 'handlers'",
+            "pipeline: 'silent' has actions without a handler: ReceiveActivation, ReceiveGradient, SendActivation, "
+            "SendGradient; declare 'handlers' in its plugin",
         ],
     ),
 }

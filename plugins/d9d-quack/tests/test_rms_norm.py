@@ -107,7 +107,7 @@ def test_a_job_gets_it_by_name_only(registry: Any) -> None:
 def test_without_the_library_it_is_refused(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "quack", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
-    with pytest.raises(BuildError, match="needs import:quack: .*'pip install d9d-quack' brings it"):
+    with pytest.raises(BuildError, match="needs import:quack: .*'pip install d9d-quack' installs it"):
         bound(registry, {"rms_norm": "quack"})
 
 

@@ -1,4 +1,4 @@
-"""Base of metrics whose state is named sums, maxima and minima."""
+"""Base class of metrics whose state consists of named sums, maxima and minima."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ _OPERATIONS: Mapping[Operation, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Accumulator:
-    """Accumulator of one tensor of a metric's state.
+    """Declaration of one tensor in a metric's state.
 
     Attributes:
-        operation: how values are taken in, and merged over ranks.
-        shape: of the tensor; 0-d by default.
-        dtype: ``float64`` becomes ``float32`` on devices that have no wider floats; counts are ``int64``, which stay
-            exact where float32 stops at 16,777,216.
+        operation: how a new value is combined with the total, and how totals are merged over ranks.
+        shape: shape of the tensor; 0-d by default.
+        dtype: dtype of the tensor. ``float64`` becomes ``float32`` on devices without float64. Use ``int64`` for
+            counts:
+            it stays exact above 16,777,216, where float32 does not.
     """
 
     operation: Operation = "sum"
@@ -38,17 +39,18 @@ class Accumulator:
     dtype: torch.dtype = torch.float64
 
     def neutral(self) -> Tensor:
-        """Tensor that changes nothing when it is merged: zeros, or the least or greatest value of the dtype."""
+        """Initial value, neutral in a merge: zeros, or the least or greatest value of the dtype."""
         return torch.full(self.shape, _start(self.dtype, self.operation), dtype=self.dtype)
 
 
 class AccumulatedMetric:
-    """Base class of a metric (:class:`d9d_core.metric.Metric`) whose whole state is accumulators.
+    """Base class of a metric (:class:`d9d_core.metric.Metric`) whose whole state consists of accumulators.
 
-    A subclass names its accumulators, and writes ``update`` and ``compute``; :mod:`d9d_core.metric` has an example.
+    A subclass declares its accumulators and implements ``update`` and ``compute``; :mod:`d9d_core.metric` has an
+    example.
 
     Args:
-        accumulators: by name.
+        accumulators: name -> accumulator.
     """
 
     def __init__(self, **accumulators: Accumulator) -> None:
@@ -61,15 +63,17 @@ class AccumulatedMetric:
         return {name: one.operation for name, one in self._accumulators.items()}
 
     def accumulate(self, **values: Tensor | float) -> None:
-        """Take in a value for each of these accumulators: add it, or keep the larger or smaller one.
+        """Combine a value with each named accumulator: add it, or keep the larger or smaller one.
 
-        The state moves to the device of the values. Nothing waits for it.
+        The state moves to the device of the values. The call does not synchronize with the device.
 
         Args:
-            values: tensors of the accumulator's shape, or 0-d ones; or numbers, which go where the tensors are.
+            values: accumulator name -> 0-d tensor, tensor of the accumulator's shape, or number. Numbers are placed on
+                the
+                device of the tensors.
 
         Raises:
-            JobError: a tensor has another shape than its accumulator.
+            JobError: a tensor is neither 0-d nor of its accumulator's shape.
         """
         devices = [value.device for value in values.values() if isinstance(value, Tensor)]
         for name, value in values.items():
@@ -90,22 +94,22 @@ class AccumulatedMetric:
         return self._state[name]
 
     def state(self) -> dict[str, Tensor]:
-        """Accumulated tensors by name."""
+        """Name -> accumulated tensor."""
         return dict(self._state)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from saved or merged tensors."""
+        """Replace the accumulated tensors by saved or merged ones."""
         self._state = {name: state[name] for name in self._state}
 
     def reset(self) -> None:
-        """Begin anew. Tensors stay on their device, because moving them there again would wait for it."""
+        """Set every accumulator to its initial value, on its present device, because a move would synchronize."""
         for name, one in self._accumulators.items():
             total = self._state[name]
             self._state[name] = torch.full_like(total, _start(total.dtype, one.operation))
 
 
 def _start(dtype: torch.dtype, operation: Operation) -> float:
-    """Value that changes nothing when it is merged."""
+    """Initial value of an accumulator, which leaves any merged value unchanged."""
     if operation == "sum":
         return 0
     if dtype.is_floating_point:

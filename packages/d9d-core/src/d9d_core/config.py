@@ -1,6 +1,6 @@
-"""Base classes of all configs: frozen, no unknown fields, and errors that suggest the right name.
+"""Base classes of all configs: frozen; unknown fields are errors, which suggest similar names.
 
-Start here: :class:`PluginConfig` is the base of a component's config; :class:`Section` that of a mapping inside one::
+Start here: :class:`PluginConfig` is the base of a component's config, :class:`Section` the base of a nested mapping::
 
     from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ Start here: :class:`PluginConfig` is the base of a component's config; :class:`S
         name: Literal["smooth_lm"] = "smooth_lm"
         '''Selects this task.'''
         smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
-        '''Share of the probability that is spread evenly over the vocabulary.'''
+        '''Probability mass that is distributed evenly over the vocabulary.'''
 
 A model's config is a :class:`ModelConfig`, a pipeline schedule's a :class:`ScheduleConfig`. A field for another
 component is ``Annotated[PluginConfig, Named("dataset")]`` (:class:`d9d_core.job_file.open_union.Named`).
@@ -45,33 +45,33 @@ __all__ = [
     "LoadsCode", "ModelConfig", "PathOrAddress", "PathText", "PluginConfig", "ScheduleConfig", "Section", "closest",
 ]  # fmt: skip
 
-#: Place of a value in a job file.
+#: Path of keys and indices to a value in a job file.
 Location = tuple[int | str, ...]
-#: Of the whole numbers that tensors and clocks count in.
+#: Largest whole number: tensors and clocks use 64-bit integers.
 _LARGEST = 2**63 - 1
-#: What ``pathlib`` makes of an address; no drive of Windows, which has one letter.
+#: Address after conversion by ``pathlib``, which drops a slash. Drives of Windows, of one letter, do not match.
 _ADDRESS_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-_NO_ADDRESS = "an address is not supported here; give a path of this machine, such as one where the storage is mounted"
+_NO_ADDRESS = "an address is not supported here; give a local path, such as one where the storage is mounted"
 
 
 def dotted(location: Sequence[int | str]) -> str:
-    """``('parallel', 0, 'degree')`` as ``parallel[0].degree``."""
+    """Location as text: ``('parallel', 0, 'degree')`` becomes ``parallel[0].degree``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     return text.removeprefix(".")
 
 
 def closest(word: object, known: Iterable[str]) -> str | None:
-    """The known word nearest to ``word``, if any is near."""
+    """Known word that is most similar to ``word``; ``None`` if none is similar."""
     return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)), None)
 
 
 def line_error(kind: str, text: str, loc: tuple[int | str, ...] = (), value: Any = None) -> InitErrorDetails:
-    """One line of a validation error, with our own text."""
+    """Line of a pydantic validation error with a text of our own."""
     return InitErrorDetails(type=PydanticCustomError(kind, "{text}", {"text": text}), loc=loc, input=value)
 
 
 def speakable(value: Any) -> Any:
-    """Values as JSON can hold them: it has no infinity; as a string it is read back."""
+    """Value with non-finite floats as strings, because JSON has no infinity; a job file may hold these strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -80,7 +80,7 @@ def speakable(value: Any) -> Any:
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an address such as ``s3://bucket/run``, and no path of this machine."""
+    """Whether a text is an address such as ``s3://bucket/run`` rather than a local path."""
     return "://" in text
 
 
@@ -99,20 +99,20 @@ def _has_driver(text: str) -> str:
         if unknown:
             near = closest(unknown[0], available_protocols())
             hint = f"; did you mean '{near}://'?" if near else ""
-            raise ValueError(f"no driver knows addresses of '{unknown[0]}://'{hint}; fsspec lists what there is")
+            raise ValueError(f"fsspec has no driver for addresses of '{unknown[0]}://'{hint}")
     return text
 
 
-#: Text that is a path of this machine; an address is refused. A field of type ``Path`` refuses addresses by itself.
+#: Text of a local path; an address is refused. A field of type ``Path`` refuses addresses by itself.
 PathText = Annotated[str, AfterValidator(_is_path)]
-#: Text that is a path of this machine, or an address that fsspec has a driver for.
+#: Text of a local path, or an address that fsspec has a driver for.
 PathOrAddress = Annotated[str, AfterValidator(_has_driver)]
 
 
-def _unfit(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Iterator[InitErrorDetails]:
-    """Values that pydantic reads and nothing else would: true as 1, more than 64 bits, infinity in untyped values.
+def _refused_values(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Iterator[InitErrorDetails]:
+    """Yield errors for values that pydantic accepts but d9d does not.
 
-    Addresses as paths, too, which would be folders called ``s3:``.
+    These are booleans as numbers, integers above 64 bits, infinity in untyped values, and addresses as paths.
     """
     # pydantic's strict mode would also refuse the numbers that YAML leaves as strings, such as 1e3.
     if isinstance(given, bool) and type(read) in (int, float):
@@ -120,26 +120,26 @@ def _unfit(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Iterator[I
     elif type(read) is int and abs(read) > _LARGEST:
         yield line_error("too_large", f"a whole number has at most 64 bits, up to {_LARGEST}", loc, given)
     elif len(loc) > 1 and type(read) is float and not math.isfinite(read):
-        # Only a field's type tells the text "inf", which stands for infinity in saved jobs, from a text.
+        # Only a field's type separates the text "inf", which stands for infinity in saved jobs, from other text.
         yield line_error("not_finite", "input should be a finite number", loc, given)
     elif isinstance(read, Path) and (is_address(str(given)) or _ADDRESS_AS_PATH.match(str(given))):
         yield line_error("an_address", _NO_ADDRESS, loc, given)
     elif isinstance(given, Mapping) and isinstance(read, Mapping):
         for key in given.keys() & read.keys():
-            yield from _unfit(given[key], read[key], (*loc, key))
+            yield from _refused_values(given[key], read[key], (*loc, key))
     elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
         for index, pair in enumerate(zip(given, read, strict=False)):
-            yield from _unfit(*pair, (*loc, index))
+            yield from _refused_values(*pair, (*loc, index))
 
 
 class LoadsCode:
-    """Mark of a field whose text is imported: ``build: Annotated[str, LoadsCode()]``.
+    """Marker of a field whose text is imported: ``build: Annotated[str, LoadsCode()]``.
 
-    A job file that lies in a stranger's directory must not set such a field, see :mod:`d9d_core.job_file.saved_job`.
-    Every config that imports by a value of the job file has to mark the field.
+    Every config that imports by a value of the job file must mark the field: a job file in a downloaded directory must
+    not set it, see :mod:`d9d_core.job_file.saved_job`.
 
     Args:
-        imports: which texts are imported; all by default.
+        imports: function that returns whether a text is imported; by default, every text is.
     """
 
     def __init__(self, imports: Callable[[str], bool] = lambda _text: True) -> None:
@@ -147,12 +147,12 @@ class LoadsCode:
 
 
 class Section(BaseModel):
-    """Base of the job file's sections: frozen; refuses unknown fields, and true, false, huge and infinite numbers.
+    """Base of the job file's sections: frozen; refuses unknown fields, booleans as numbers, huge and infinite numbers.
 
-    A field that admits infinity says so: ``Annotated[float, Field(allow_inf_nan=True, gt=0)]``.
+    A field that accepts infinity is declared ``Annotated[float, Field(allow_inf_nan=True, gt=0)]``.
     """
 
-    # Numbers are finite unless a field admits others, which are dumped as they are and not as null.
+    # Numbers are finite unless a field accepts others; these are dumped as constants, not as null.
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -164,7 +164,7 @@ class Section(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _say_what_is_wrong(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+    def _reword_errors(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         try:
             section = handler(value)
         except ValidationError as error:
@@ -172,14 +172,14 @@ class Section(BaseModel):
             raise ValidationError.from_exception_data(cls.__name__, lines) from None
         given = value if isinstance(value, Mapping) else {}
         read = {name: getattr(section, name) for name in cls.model_fields if name in given}
-        if lines := list(_unfit(given, read)):
+        if lines := list(_refused_values(given, read)):
             raise ValidationError.from_exception_data(cls.__name__, lines)
         return section
 
     @classmethod
     def _reword(cls, line: Any, info: ValidationInfo) -> InitErrorDetails:
         kind, text, loc = line["type"], line["msg"], line["loc"]
-        # Nested sections have reworded their own lines already; those have longer locations or our own type.
+        # Nested sections have already reworded their own lines, which have longer locations or our own error type.
         if kind == "extra_forbidden" and len(loc) == 1:
             near = closest(loc[0], cls.model_fields)
             hint = f"did you mean '{near}'?" if near else f"fields: {', '.join(cls.model_fields)}"
@@ -207,7 +207,7 @@ class PluginConfig(Section):
 
     @property
     def selector(self) -> str:
-        """How a job file selects exactly this: ``name`` or ``distribution/name``."""
+        """Name by which a job file selects exactly this component: ``name`` or ``distribution/name``."""
         return f"{self._distribution}/{self.name}" if self._distribution else self.name
 
     @classmethod
@@ -217,9 +217,9 @@ class PluginConfig(Section):
 
 
 class ModelConfig(PluginConfig):
-    """Base of the configs of models that can start from published weights.
+    """Base of the configs of models that can start from pretrained weights.
 
-    With ``pretrained``, fields that the job file leaves out are those of the ``config.json`` or checkpoint there.
+    With ``pretrained``, fields that the job file leaves out are read from its ``config.json`` or checkpoint.
 
     Attributes:
         free_on_resume: fields that a resumed run may change, because no saved tensor depends on them.
@@ -228,17 +228,18 @@ class ModelConfig(PluginConfig):
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
 
     pretrained: PathOrAddress | None = None
-    """Start from these weights: a directory in Hugging Face layout, or an fsspec address of one; the directory of a
-    run, or one of its checkpoints; null draws them."""
+    """Pretrained weights: a directory in Hugging Face layout, or an fsspec address of one; the directory of a run, or
+    one
+    of its checkpoints; null initialises weights randomly."""
 
     def check_resume(self, saved: Mapping[str, Any]) -> None:
-        """Refuse values of the free fields with which this model could not take over the tensors of the saved one.
+        """Refuse values of the free fields that do not fit the tensors of the saved model.
 
         Args:
-            saved: the fields of the model whose checkpoint is resumed from; its other fields are those of this model.
+            saved: all fields of the saved model; its other fields equal this model's fields.
 
         Raises:
-            ValueError: why, beginning with the field.
+            ValueError: a value does not fit; the message begins with the field.
         """
 
 
@@ -246,4 +247,4 @@ class ScheduleConfig(PluginConfig):
     """Base of the configs of pipeline schedules."""
 
     layers: tuple[PositiveInt, ...] | None = None
-    """Layers of each stage, in order; null balances stages by what their layers, the embedding and the heads cost."""
+    """Number of layers of each stage, in order; null balances stages by the cost of layers, embedding and heads."""

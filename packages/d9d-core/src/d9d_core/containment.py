@@ -1,4 +1,4 @@
-"""Containment of foreign code: the exceptions it may raise, and the process state that it may not keep changed."""
+"""Containment of plugin code: catches its exceptions and restores process state that it changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 __all__ = ["FOREIGN_FAILURES"]
 
-#: What code of a plugin may raise. SystemExit is among it: a plugin must not end d9d as if all had gone well.
+#: Exceptions of plugin code that d9d catches. SystemExit is included: a plugin must not end d9d as if it had succeeded.
 FOREIGN_FAILURES = (Exception, SystemExit)
 
 _leave = os._exit
@@ -20,7 +20,7 @@ _leave = os._exit
 def exits_raised() -> Iterator[None]:
     """Make ``os._exit`` raise SystemExit inside the block: in the main thread, and with status 0 in any thread.
 
-    d9d's own calls come from other threads, with other statuses. Child processes end with it as always.
+    Other calls exit as usual: d9d's own, which come from other threads with other statuses, and child processes.
     """
     own, before = os.getpid(), os._exit
 
@@ -39,7 +39,7 @@ def exits_raised() -> Iterator[None]:
 
 @contextmanager
 def directory_kept() -> Iterator[None]:
-    """Return to the working directory after the block: paths of a job, such as ``run.dir``, are relative to it."""
+    """Restore the working directory after the block: paths of a job, such as ``run.dir``, are relative to it."""
     try:
         before = Path.cwd()
     except OSError:  # it was deleted

@@ -1,7 +1,7 @@
-"""Cost descriptions of models, strategies, optimizers and schedules, from which layouts are planned. Imports no torch.
+"""Costs of models, strategies, optimizers and schedules, from which layouts are planned. Imports no torch.
 
-A model describes the blocks of a pipeline stage, each as a list of ops: FLOPs, bytes that move between the device's
-memory and its processors, and bytes that the backward needs. All numbers are those of one rank and one microbatch.
+A model describes the blocks of a pipeline stage, each as a list of ops with FLOPs, bytes of memory traffic, and bytes
+kept for the backward. All numbers hold for one rank and one microbatch.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ __all__ = [
     "Share", "StageCost", "StageTimes", "StrategyCost", "Weight",
 ]  # fmt: skip
 
-#: Which rate of a device bounds an op beside that of its memory: dense products, grouped ones, attention, or none.
+#: Rate of a device that bounds an op, in addition to memory bandwidth: dense or grouped products, attention, or none.
 OpKind = Literal["product", "grouped_product", "attention", "memory"]
-#: Collectives, and the transfer between two ranks.
+#: Collectives, and the point-to-point transfer between two ranks.
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Share of one rank in the work on one microbatch, whose cost is described.
+    """Share of one rank in the work on one microbatch.
 
     Attributes:
         samples: samples of the microbatch.
         length: positions of a whole sample.
         tensor, context, experts: sizes of the axes ``tp``, ``cp`` and ``ep``.
-        width: bytes of a number of the activations.
-        compiled: blocks are compiled, so that elementwise ops are fused.
-        memory: bytes of the device, for ops that keep more where there is more.
+        width: bytes per element of the activations.
+        compiled: whether blocks are compiled, so that elementwise ops are fused.
+        memory: bytes of device memory, for ops that keep more if there is more memory.
     """
 
     samples: int
@@ -48,25 +48,25 @@ class Share:
 
     @property
     def tokens(self) -> float:
-        """Positions of the microbatch that this rank sees, those that it shares with other ranks of ``tp`` included."""
+        """Positions of the microbatch on this rank, before ``tp`` splits them."""
         return self.samples * self.length / self.context
 
 
-#: Kinds of parameters, of which fine-tuning methods choose: matrices of linear layers, tables of words, projections to
-#: words, stacks of one matrix for each expert, and all others.
+#: Kinds of parameters, which fine-tuning methods select by: matrices of linear layers, embedding tables, output
+#: projections, stacks with one matrix per expert, and all others.
 WeightKind = Literal["linear", "embedding", "head", "bank", "other"]
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Weight in a description of costs: a parameter that an op computes with.
+    """Parameter that an op computes with.
 
     Attributes:
         name: qualified name within its block, such as ``attention.q_proj.weight``; outside of blocks, within the model.
-        shape: on one rank of ``tp`` and ``ep``; of a matrix, features out and in, as torch has them.
-        kind: what it is.
-        cut: dimension that ``tp`` splits, if it does.
-        trains: whether it does; a fine-tuning method freezes it otherwise.
+        shape: shape on one rank of ``tp`` and ``ep``; a matrix has shape [out features, in features], as in torch.
+        kind: kind of the parameter.
+        cut: dimension that ``tp`` splits; ``None`` if there is none.
+        trains: whether the weight is trained, not frozen by a fine-tuning method.
     """
 
     name: str
@@ -77,19 +77,19 @@ class Weight:
 
     @property
     def numbers(self) -> int:
-        """Number of its parameters on one rank, before data parallelism shards them."""
+        """Number of elements on one rank, before data parallelism shards them."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Shape of an attention on one rank, from which a strategy tells what ranks of ``cp`` exchange.
+    """Shape of an attention op on one rank; strategies derive the communication over ``cp`` from it.
 
     Attributes:
-        rows: queries of own positions, which are as many as the own keys.
+        rows: number of query positions of this rank, equal to its number of key positions.
         query_heads, key_value_heads: heads of this rank.
-        features: features of a head.
-        width: bytes of a number.
+        features: features per head.
+        width: bytes per element.
     """
 
     rows: float
@@ -101,19 +101,19 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """Cost of an op.
+    """Cost of an op on one rank for one microbatch.
 
     Attributes:
-        name: of the op, for tables.
-        kind: what it is bound by.
-        flops, backward_flops: operations of forward and backward; a multiply and an add are two.
-        traffic, backward_traffic: bytes read and written.
+        name: name of the op, for tables.
+        kind: rate of the device that bounds the op.
+        flops, backward_flops: FLOPs of forward and backward; a multiply-add counts as two.
+        traffic, backward_traffic: bytes read from and written to device memory.
         kept: bytes kept from the forward for the backward.
         rows: rows that its weights are applied to.
-        weights: its parameters, for optimizers and fine-tuning methods whose costs depend on them.
-        workspace: the part of the workspace of its block that only gradients of its weights need.
-        kept_for_weights: the part of ``kept`` that only gradients of its weights need, if that is not all or nothing.
-        attention: shape of an attention across positions; ``None`` of other ops.
+        weights: parameters of the op, for optimizers and fine-tuning methods whose costs depend on them.
+        workspace: bytes of the block's workspace that only gradients of these weights need.
+        kept_for_weights: bytes of ``kept`` that only gradients of these weights need, if not all or none.
+        attention: shape of an attention across positions; ``None`` for other ops.
     """
 
     name: str
@@ -131,23 +131,23 @@ class OpCost:
 
     @property
     def attended(self) -> float:
-        """Bytes of what an attention returns, and of the float32 sums of its softmax; 0 of other ops."""
+        """Bytes of an attention's output and its float32 softmax statistics; 0 for other ops."""
         shape = self.attention
         return 0.0 if shape is None else shape.rows * shape.query_heads * (shape.width * shape.features + 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Exchange in the cost of a block: a collective along one mesh axis.
+    """Communication in the cost of a block: a collective along one mesh axis.
 
     Attributes:
-        operation: which one.
+        operation: type of the collective.
         axis: mesh axis of its ranks.
-        size: bytes: of the gathered tensor, of the one before a reduce-scatter or all-reduce, or of all that one rank
-            sends.
-        ranks: ranks of the collective, if it is not among all of the axis.
-        stride: distance of neighbours among them along the axis.
-        count: how often it is made.
+        size: bytes of the gathered tensor, of the tensor before a reduce-scatter or all-reduce, or of all data that one
+            rank sends.
+        ranks: number of ranks of the collective, if it does not span the whole axis.
+        stride: distance between neighbouring ranks of the collective along the axis.
+        count: number of repetitions.
     """
 
     operation: Operation
@@ -160,24 +160,25 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """Cost of a block, or of several blocks that are alike.
+    """Cost of a block, or of several equal blocks.
 
     Attributes:
-        name: for tables.
-        ops: its ops.
-        parameters: parameters on this rank before data parallelism shards them.
-        expert_parameters: further ones, of experts, which the view ``expert`` of the mesh spreads.
-        input: bytes of its input, which is all that activation checkpointing keeps.
-        workspace: further bytes at the peak of its backward.
-        exchanges, backward_exchanges: collectives of forward and backward, for which computation waits unless a
-            strategy overlaps them (:attr:`StrategyCost.overlaps`).
-        beside, backward_beside: those that travel while attention is computed.
+        name: name for tables.
+        ops: ops of the block.
+        parameters: number of parameters on this rank, before data parallelism shards them.
+        expert_parameters: number of further parameters, of experts, sharded over the view ``expert`` of the mesh.
+        input: bytes of the block's input, which is all that activation checkpointing keeps.
+        workspace: further bytes at the peak of the block's backward.
+        exchanges, backward_exchanges: collectives of forward and backward. Computation waits for them unless a strategy
+            overlaps them (:attr:`StrategyCost.overlaps`).
+        beside, backward_beside: collectives that overlap with the computation of attention.
         count: number of such blocks in the stage.
-        is_block: it is a block of the trait ``model:blocks``, which strategies recompute, compile and shard one by one;
-            embeddings and heads are not.
-        names: qualified names of the blocks, as many as ``count``, which those of their weights follow; none where
-            the weights have whole names.
-        frozen, frozen_experts: numbers of ``parameters`` and ``expert_parameters`` that do not train.
+        is_block: whether this is a block of the trait ``model:blocks``, which strategies recompute, compile and shard
+            one
+            by one; embeddings and heads are not.
+        names: qualified names of the blocks, ``count`` of them; prefixed to the names of weights. Empty if weights have
+            qualified names already.
+        frozen, frozen_experts: numbers of ``parameters`` and ``expert_parameters`` that are not trained.
     """
 
     name: str
@@ -198,17 +199,17 @@ class BlockCost:
 
     @property
     def has_backward(self) -> bool:
-        """Whether gradients pass through the block at all."""
+        """Whether gradients pass through the block."""
         return any(op.backward_flops or op.backward_traffic for op in self.ops)
 
     @property
     def kept(self) -> float:
-        """Bytes that the ops of one of the blocks keep for the backward."""
+        """Bytes that the ops of one block keep for the backward."""
         return sum(op.kept for op in self.ops)
 
     @property
     def attended(self) -> float:
-        """Bytes of :attr:`OpCost.attended` of one of the blocks."""
+        """Sum of :attr:`OpCost.attended` over the ops of one block, in bytes."""
         return sum(op.attended for op in self.ops)
 
 
@@ -217,8 +218,8 @@ class StageCost:
     """Cost of a pipeline stage.
 
     Attributes:
-        blocks: in the order of the forward.
-        boundary: bytes of what it sends to the next stage for a microbatch; 0 for the last.
+        blocks: blocks in the order of the forward.
+        boundary: bytes that the stage sends to the next stage for a microbatch; 0 for the last.
     """
 
     blocks: tuple[BlockCost, ...]
@@ -227,12 +228,12 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class ContextCost:
-    """Cost of an attention whose positions ranks of ``cp`` share.
+    """Cost of an attention op whose positions are split over ``cp``.
 
     Attributes:
-        ops: in the place of the attention alone.
+        ops: ops that replace the attention op.
         exchanges, backward_exchanges, beside, backward_beside: see :class:`BlockCost`.
-        workspace: further bytes at the peak of the backward of its block.
+        workspace: further bytes at the peak of the block's backward.
     """
 
     ops: tuple[OpCost, ...]
@@ -248,21 +249,24 @@ class StrategyCost:
     """Effect of a strategy on the cost of a job.
 
     Attributes:
-        shards: parameters, gradients and optimizer state are sharded over the data-parallel view of the mesh.
-        gathers: whole parameters in the format of computation exist beside those that the optimizer updates: never,
-            from the forward of their block to its backward, or for both of them anew.
-        reduces: when gradients are reduced over data-parallel ranks: beside the backward of each microbatch; of each
-            one to shards, and of the last one over replicas; or beside that of the last one, whole up to then.
-        in_place: where neither ``dp_shard`` nor ``cp`` nor ``pp`` has several ranks, nothing is gathered or copied;
-            gradients are reduced where they are, beside the backward of the last microbatch.
-        compute_width, reduce_width: bytes of a number of parameters in computation, and of gradients in reductions.
-        offloads: parameters, gradients and optimizer state are in the host's memory.
-        compiled: blocks are compiled.
-        recomputed: part of the blocks that the backward computes again.
-        keeps_attention: what attention returns is kept in these.
-        context: cost of an attention on so many ranks of ``cp``; it raises ``BuildError`` where they cannot share the
-            heads. Functions that do the same should be equal, so that plans compute each once.
-        overlaps: axes whose exchanges in blocks travel part by part beside the products of their block.
+        shards: whether parameters, gradients and optimizer state are sharded over the data-parallel view of the mesh.
+        gathers: how often full parameters are all-gathered in the compute dtype: never; once, and kept from the block's
+            forward to its backward; or twice, once for each of the two.
+        reduces: when gradients are reduced over data-parallel ranks. ``each``: during the backward of each microbatch.
+            ``replicas_last``: to shards in each microbatch, over replicas in the last one. ``last``: during the
+                backward
+            of the last microbatch; full gradients are kept until then.
+        in_place: whether, if each of ``dp_shard``, ``cp`` and ``pp`` has one rank, nothing is gathered or copied and
+            gradients are reduced in place, during the backward of the last microbatch.
+        compute_width, reduce_width: bytes per element of parameters in computation, and of gradients in reductions.
+        offloads: whether parameters, gradients and optimizer state are in host memory.
+        compiled: whether blocks are compiled.
+        recomputed: fraction of the blocks that the backward recomputes.
+        keeps_attention: whether recomputed blocks keep the output of attention.
+        context: function from an attention op and the size of ``cp`` to the op's cost; it raises ``BuildError`` if the
+            ranks cannot split the heads. Functions with the same effect should be equal, so that plans evaluate each
+            once.
+        overlaps: axes whose collectives in blocks overlap, in chunks, with the matrix products of their block.
     """
 
     shards: bool = False
@@ -279,7 +283,7 @@ class StrategyCost:
     overlaps: frozenset[str] = frozenset()
 
     def __or__(self, other: StrategyCost) -> StrategyCost:
-        """Effect of both: what the other one leaves as it is by default stays as here."""
+        """Merge two effects; fields of ``other`` at their default keep the value of this effect."""
         default = StrategyCost()
         changed = {f.name: getattr(other, f.name) for f in fields(other)}
         return replace(self, **{name: value for name, value in changed.items() if value != getattr(default, name)})
@@ -287,14 +291,15 @@ class StrategyCost:
 
 @dataclass(frozen=True, slots=True)
 class AdapterCost:
-    """Cost of what a fine-tuning method does with one weight, for one microbatch; all else of the model is frozen.
+    """Cost that a fine-tuning method adds to one weight, for one microbatch; the rest of the model is frozen.
 
     Attributes:
-        trains: the weight itself trains.
-        parameters: parameters that the method adds, on this rank as the weight; they train.
-        flops, backward_flops: operations of the products that it adds.
-        traffic, backward_traffic: bytes that it reads and writes besides.
-        kept: bytes that it keeps for the backward besides.
+        trains: whether the weight itself is trained.
+        parameters: number of trainable parameters that the method adds, on a rank that holds the given part of the
+            weight.
+        flops, backward_flops: FLOPs of the added matrix products.
+        traffic, backward_traffic: further bytes read and written.
+        kept: further bytes kept for the backward.
     """
 
     trains: bool = False
@@ -306,29 +311,30 @@ class AdapterCost:
     kept: float = 0.0
 
     def __add__(self, other: AdapterCost) -> AdapterCost:
-        """Cost of two methods on the same weight."""
+        """Cost of two methods that act on the same weight."""
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "trains"}
         return AdapterCost(trains=self.trains or other.trains, **sums)
 
 
-#: Cost by a weight's whole name, the weight, the rows of its op, and the share: :attr:`d9d_core.plugin.PeftSpec.cost`
-#: of one config.
+#: Function from a weight's qualified name, the weight, the rows of its op, and the share to the added cost:
+#: :attr:`d9d_core.plugin.PeftSpec.cost` of one config.
 AdapterCosts = Callable[[str, Weight, float, Share], AdapterCost]
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
-    """Cost of an optimizer for each parameter.
+    """Cost of an optimizer, per parameter.
 
     Attributes:
-        state: bytes of its state.
+        state: bytes of optimizer state.
         traffic: bytes that an update reads and writes, gradient and parameter included.
-        workspace: bytes that exist during an update, of all parameters at once.
-        workspace_of_one: bytes that exist while the largest weight is updated, for each of its parameters.
-        flops: operations of products in bfloat16.
-        exchanged: bytes that go to the one rank that updates a whole matrix, and come back, where ranks share it.
-        of_weight: cost for each parameter of a weight by its whole name and the shape of all of it, which then counts
-            in place of this one; ``None`` if all cost the same.
+        workspace: bytes that exist during an update, for all parameters at once.
+        workspace_of_one: bytes that exist while the largest weight is updated, per element of this weight.
+        flops: FLOPs of matrix products in bfloat16.
+        exchanged: bytes sent to the one rank that updates a whole sharded matrix, and sent back.
+        of_weight: function from a weight's qualified name and full shape to its cost, which replaces this cost;
+            ``None``
+            if all weights cost the same.
     """
 
     state: float
@@ -347,19 +353,19 @@ class ModelCosts(Protocol):
         """Cost of a :class:`~d9d_core.model.Stage` of the model.
 
         Raises:
-            BuildError: the share cannot be, such as of heads that ``tp`` does not divide.
+            BuildError: the share is impossible, for example because ``tp`` does not divide the number of heads.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Times of the stages of a pipeline for one microbatch, in seconds.
+    """Times of a pipeline's stages for one microbatch, in seconds.
 
     Attributes:
-        forward, backward: stage -> time; the backward is a whole one.
-        weight: stage -> the part of the backward that weight gradients take.
-        transfer: time of one tensor from one rank to another.
+        forward, backward: time of each stage; the backward includes input and weight gradients.
+        weight: time of the weight gradients of each stage, part of the backward.
+        transfer: time to send one tensor from one rank to another.
     """
 
     forward: Sequence[float]
@@ -368,5 +374,5 @@ class StageTimes:
     transfer: float = 0.0
 
 
-#: Signature of :attr:`d9d_core.plugin.ScheduleSpec.simulate`: seconds of a step of the programs of all ranks.
+#: Signature of :attr:`d9d_core.plugin.ScheduleSpec.simulate`: seconds of one step with the programs of all ranks.
 Simulate = Callable[[Sequence[Program], StageTimes], float]

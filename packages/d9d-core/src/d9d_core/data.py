@@ -18,36 +18,38 @@ Start here: a dataset's ``build(config, context: DataContext)`` returns a :class
         def load_state(self, state): self.pack = state["pack"]
         def save_assets(self, directory): ...
 
-Tensors cross seams by name (``Mapping[str, Tensor]``), so that a dataset, a task and a model of three authors meet
-without sharing classes. The names for language modelling, used by first-party packages (B samples, S positions):
+Tensors are passed by name (``Mapping[str, Tensor]``), so that a dataset, a task and a model of three authors work
+together without shared classes. The names for language modelling, used by first-party packages (B samples, S
+positions):
 
     tokens     int64 [B, S]   input token ids
     targets    int64 [B, S]   token ids to predict; -100 where nothing is predicted
     positions  int64 [B, S]   position inside the document
-    documents  int64 [B, S]   number of the document inside the sample; tokens see their own document only
-    lengths    int64 [B]      tokens of a right-padded sample; absent if there is no padding, which counts nowhere
-    labels     int64 [B]      class of the sample; -100 where it does not count
+    documents  int64 [B, S]   index of the document inside the sample; tokens attend to their own document only
+    lengths    int64 [B]      tokens of a right-padded sample, whose padding is ignored; absent without padding
+    labels     int64 [B]      class of the sample; -100 for samples that are not counted
 
-Training reads a stream without end. Evaluation and inference make one pass (:attr:`DataContext.one_pass`): every sample
-once, in the order of the sources, whatever the config says about shuffling. A stream opened so keeps to this:
+Training reads an endless stream. Evaluation and inference make one pass (:attr:`DataContext.one_pass`): every sample
+once, in the order of the sources, even if the config shuffles. A stream opened for one pass follows these rules:
 
-- Its facts have ``rows``, the number of rows, which are what an output has a line for: samples, the documents in packed
-  samples, or the texts of a sample with several; and ``samples``. A stream without the fact ``rows`` cannot make one
-  pass, and whoever asked refuses it.
-- Pack p holds the samples [p * batch_size, (p + 1) * batch_size), of which rank r of R has the r-th of R equal runs.
-  After the last sample come fillers, so an epoch may be smaller than a batch; packs after the last are fillers alone.
-- Every microbatch has ``rows``, int64 [B] for a first dimension of B: number of the first row in that place, or -1 for
-  a filler. Fillers come last in their microbatch; what is in them is valid, without targets where there are targets.
-  Texts that are compared with each other have ``lengths`` 0 there: whoever compares leaves them out.
-  With T texts a sample, text t of sample s is row s * T + t. If the fact ``packed`` is true, a place holds several
-  rows: ``documents`` [B, S] numbers them from 0, ``ends`` [B, N] says where each ends, 0 behind the last, and
-  ``lengths`` [B] where padding begins.
-- A rank's run may be arranged to save padding, within blocks that do not depend on the ranks, of which a run has a
-  whole number: which samples share a microbatch, and its padded length, are the same for any number of ranks.
+- Its facts include ``samples`` and ``rows``, the number of output rows. A row is a sample, a document of a packed
+  sample,
+  or one text of a sample with several texts. A stream without the fact ``rows`` cannot make one pass and is refused.
+- Pack p holds the samples [p * batch_size, (p + 1) * batch_size); rank r of R has the r-th of R equal runs of them.
+  After the last sample come fillers, so an epoch may be smaller than a batch; packs after the last hold only fillers.
+- Every microbatch has ``rows``, int64 [B] for a first dimension of B: the row number of each entry, the first one if
+  the entry is packed, or -1 for a filler. Fillers come last in their microbatch. Their values are valid; targets are
+  -100. Texts that are compared with each other have ``lengths`` 0 in fillers, so that comparisons leave them out.
+  With T texts per sample, text t of sample s is row s * T + t. If the fact ``packed`` is true, an entry holds several
+  rows: ``documents`` [B, S] numbers them from 0, ``ends`` [B, N] holds the end of each, then zeros, and ``lengths``
+  [B] is the position where padding begins.
+- A rank's run may be reordered to save padding, within blocks that do not depend on the number of ranks and of which a
+  run has a whole number. So the samples of a microbatch, and its padded length, are the same for any number of ranks.
 - ``state()`` may be loaded on another number of ranks, at any pack.
 
-A dataset counts the records of its sources that it does not give whole: the fact ``cut_documents`` those that lost a
-part because they are too long, ``dropped`` those that are left out. :attr:`DataContext.note` gets a line at each start.
+A dataset counts the records of its sources that it shortens or drops: the fact ``cut_documents`` is the number of
+documents that were too long and lost a part, ``dropped`` the number of records that are left out.
+:attr:`DataContext.note` prints a line about them at each start.
 """
 
 from __future__ import annotations
@@ -64,9 +66,11 @@ __all__ = [
     "packs_documents", "sample_lengths",
 ]  # fmt: skip
 
-#: Tokens of a text that are inputs. ``own``: those that the dataset trains with, where a predicted last token is none;
-#: ``with_end``: all of them and the end of text; ``as_encoded``: those that the tokenizer gives, without an end of text
-#: that the dataset adds; ``without_end``: all but the end of text. A text that a dataset cannot give so is refused.
+#: Tokens of a text that become inputs. ``own``: the inputs of the dataset's own training, which may lack the last
+#: token,
+#: a target only; ``with_end``: all tokens and the end of text; ``as_encoded``: the tokenizer's output, without an end
+#: of
+#: text added by the dataset; ``without_end``: all but the end of text. A dataset refuses texts that it cannot give so.
 TextInputs = Literal["own", "with_end", "as_encoded", "without_end"]
 
 
@@ -75,15 +79,16 @@ class DataContext:
     """Facts of the job that a data stream needs.
 
     Attributes:
-        seed: data order depends on this and on the number of consumed samples, on nothing else.
+        seed: seed of the data order, which depends on the seed and the number of consumed samples only.
         batch_size: samples of one optimizer step, over all ranks.
         microbatch_size: samples of one microbatch on one rank.
-        rank, ranks: the slice of each pack this process gets, along the data-parallel axis.
-        cache_dir: where prepared data may be kept between runs.
-        note: prints one line about long work, such as tokenisation.
-        pretrained: directory or address of the weights that the model starts from, if it does.
+        rank, ranks: index of this process's slice of each pack, and number of slices, along the data-parallel axes.
+        cache_dir: directory for prepared data, kept between runs.
+        note: function that prints one line about long work, such as tokenisation.
+        pretrained: directory or address of the pretrained weights; ``None`` without them.
         one_pass: give every sample once, in the order of the sources, then fillers; see the module.
-        inputs: tokens of a text that are inputs, see :data:`TextInputs`. A head gets those that it is trained with.
+        inputs: tokens of a text that become inputs, see :data:`TextInputs`. They must match the inputs a head was
+            trained with.
     """
 
     seed: int
@@ -99,14 +104,14 @@ class DataContext:
 
 
 class DataStream(Protocol):
-    """An endless, resumable stream of packs for one data-parallel rank; in one pass, fillers have no end."""
+    """Endless, resumable stream of packs for one data-parallel rank; in one pass, it ends with endless fillers."""
 
     @property
     def facts(self) -> State:
-        """Facts about the data, such as ``vocab_size``, ``sequence_length`` or ``unigram_entropy``; alike on all ranks.
+        """Facts about the data, such as ``vocab_size``, ``sequence_length`` or ``unigram_entropy``; equal on all ranks.
 
         ``samples`` is the number of samples of an epoch, if there are epochs: a job with ``epochs`` needs it. ``rows``
-        is the number of rows in one pass, and says that the stream makes one.
+        is the number of rows in one pass; a stream that has it can make one pass.
         """
         ...
 
@@ -115,7 +120,7 @@ class DataStream(Protocol):
         ...
 
     def state(self) -> State:
-        """Position of the stream: after a load, :meth:`next_pack` returns exactly the packs not yet taken."""
+        """Position of the stream: after it is loaded, :meth:`next_pack` returns exactly the packs not yet taken."""
         ...
 
     def load_state(self, state: State) -> None:
@@ -127,7 +132,7 @@ class DataStream(Protocol):
         ...
 
     def save_assets(self, directory: Path) -> None:
-        """Write what an exported model needs from the data, such as tokenizer files."""
+        """Write files of the data that an exported model needs, such as tokenizer files."""
         ...
 
 
@@ -136,9 +141,9 @@ class SampleLengths:
     """Lengths of the microbatches of a dataset, in positions.
 
     Attributes:
-        multiple: every microbatch is as long as a multiple of this.
-        most: length that none exceeds; ``None`` if only the data tells.
-        texts: texts of each sample, every one a row of the microbatch.
+        multiple: divisor of the length of every microbatch.
+        most: upper bound of the lengths; ``None`` if it depends on the data.
+        texts: texts per sample, each a row of the microbatch.
     """
 
     multiple: int
@@ -147,53 +152,53 @@ class SampleLengths:
 
     @property
     def fixed(self) -> int | None:
-        """Length of all microbatches, if they are equally long."""
+        """Common length of all microbatches; ``None`` if lengths may differ."""
         return self.most if self.most == self.multiple else None
 
 
 @runtime_checkable
 class StatesLengths(Protocol):
-    """Config of a dataset that says how long microbatches may be, so that a layout is refused before the first one."""
+    """Config of a dataset that states the lengths of microbatches, so that a layout is refused before data is read."""
 
     @property
     def sample_lengths(self) -> SampleLengths | None:
-        """Lengths of microbatches; ``None`` if only the data can tell."""
+        """Lengths of microbatches; ``None`` if they depend on the data."""
         ...
 
 
 def sample_lengths(dataset: object) -> SampleLengths | None:
-    """Lengths of the microbatches of a dataset, by its config; ``None`` if it does not say."""
+    """Lengths of a dataset's microbatches, from its config; ``None`` if the config does not state them."""
     return dataset.sample_lengths if isinstance(dataset, StatesLengths) else None
 
 
 @runtime_checkable
 class ChoosesTensors(Protocol):
-    """Config of a dataset whose fields decide which tensors a microbatch has, in place of its record's ``gives``."""
+    """Config of a dataset whose fields decide which tensors a microbatch has; replaces its record's ``gives``."""
 
     @property
     def gives(self) -> Mapping[str, int]:
-        """Tensors that every microbatch has -> their number of dims."""
+        """Names of the tensors in every microbatch -> number of dimensions."""
         ...
 
 
 @runtime_checkable
 class PacksDocuments(Protocol):
-    """Config of a dataset that says whether samples hold several documents, so that kernels are chosen for it."""
+    """Config of a dataset that states whether samples hold several documents, so that suitable kernels are chosen."""
 
     @property
     def packs_documents(self) -> bool | None:
-        """Whether samples hold several documents; false if each is one, with nothing but padding behind it.
+        """Whether samples hold several documents; false if each holds one document and padding.
 
-        ``None`` if only the data can tell.
+        ``None`` if this depends on the data.
         """
         ...
 
 
 def packs_documents(*datasets: object) -> bool | None:
-    """Whether samples of some of these datasets hold several documents; ``None`` if none surely does, and not all say.
+    """Whether samples of any of these datasets hold several documents; ``None`` if unknown.
 
     Args:
-        datasets: their configs.
+        datasets: configs of datasets.
     """
     answers = [dataset.packs_documents if isinstance(dataset, PacksDocuments) else None for dataset in datasets]
     return True if True in answers else None if None in answers else False

@@ -1,9 +1,9 @@
-"""Deferral of weight gradients: they are computed later than the gradients of inputs.
+"""Deferral of weight gradients: ops compute them later than input gradients.
 
-A pipeline can send a gradient on as soon as that of a stage's inputs is known, and fill waiting times with those of its
-weights (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). An op takes part by handing the gradient of its
-weight to a :class:`Deferral`, which computes it at once or later. Nothing is patched: an op without a deferral leaves
-everything to autograd.
+A pipeline stage can send the gradient of its inputs as soon as it is known, and compute weight gradients in idle times
+(Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). An op takes part by passing the computation of its
+weight gradient to a :class:`Deferral`, which runs it at once or later. Nothing is patched: an op without a deferral
+leaves all gradients to autograd.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.autograd.graph import GradientEdge, Node
 __all__ = ["Deferral", "DeferredWeights"]
 
 _Item = tuple[GradientEdge, Callable[[], Tensor]]
-#: Bytes of gradients that may exist at once before they are added to those of the parameters.
+#: Bytes of weight gradients to compute before they are added to the parameters' gradients.
 _TOGETHER = 32 * 2**20
 
 
 class DeferredWeights:
-    """Weight gradients that one backward deferred: computed once, at any later time.
+    """Weight gradients deferred by one backward: computed once, at any later time.
 
-    Inputs of the ops and gradients of their outputs stay alive until then, and nothing else does.
+    Only the ops' inputs and the gradients of their outputs are kept alive until then.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class DeferredWeights:
     def run(self) -> None:
         """Compute the deferred gradients, in the order of the backward, and add them to the parameters' gradients.
 
-        Autograd takes it from the op's weight to the parameters, so casts, concatenations and hooks on the way count. A
-        parameter with several contributions gets them as one, as in an unsplit backward. Memory is freed weight by
-        weight, small ones together.
+        Autograd propagates each gradient from the op's weight to the parameters, through casts, concatenations and
+        hooks. A parameter with several contributions receives their sum at once, as in an unsplit backward. Memory is
+        freed weight by weight; small weights are processed together.
         """
         groups = _by_parameter(self._items)
         self._items = []
@@ -54,14 +54,15 @@ class DeferredWeights:
 class Deferral:
     """Collector of the weight gradients that the ops of one pipeline stage defer.
 
-    Modules get it with the trait :class:`d9d_core.traits.DefersWeights` and hand it to their ops.
+    Modules receive it through the trait :class:`d9d_core.traits.DefersWeights` and pass it to their ops.
 
-    For autograd, such an op has no weight: it gets a detached one. Were there an edge to it, autograd would follow it
-    with zeros or nothing, and free what the later gradient needs on its way.
+    Such an op receives a detached weight. With a graph edge to the weight, autograd would follow the edge in the first
+    backward and free tensors that the later weight gradient needs.
 
     Attributes:
-        wanted: whether the backward of what runs forward now is going to be collected. If not, an op had better leave
-            its weight to autograd, which takes less of the host's time.
+        wanted: whether weight gradients of the current forward's backward will be collected. If false, an op should
+            leave
+            its weight to autograd, which costs less host time.
     """
 
     def __init__(self) -> None:
@@ -70,15 +71,17 @@ class Deferral:
         self._ignoring = False
 
     def add(self, weight: GradientEdge, compute: Callable[[], Tensor]) -> None:
-        """Defer a weight gradient. Called by ops in their backward, in whichever thread autograd runs it.
+        """Defer a weight gradient. Called by ops in their backward, in any autograd thread.
 
-        It is computed now, and added to the parameters' gradients by a backward of its own, unless backwards are being
-        collected.
+        Outside of :meth:`collect`, the gradient is computed at once, and a separate backward adds it to the parameters'
+        gradients.
 
         Args:
-            weight: of the op's weight, taken in its forward (:func:`torch.autograd.graph.get_gradient_edge`).
-            compute: returns the gradient, in shape and dtype of the weight. Called without a graph being recorded. It
-                holds detached tensors only, or it would keep the graph alive.
+            weight: gradient edge of the op's weight, taken in its forward
+                (:func:`torch.autograd.graph.get_gradient_edge`).
+            compute: returns the gradient, in shape and dtype of the weight. Called in no-grad mode. It must hold
+                detached
+                tensors only, or it would keep the graph alive.
         """
         if self._ignoring:
             return
@@ -89,7 +92,7 @@ class Deferral:
 
     @contextmanager
     def collect(self) -> Iterator[DeferredWeights]:
-        """Collect the weight gradients of the backwards inside the block in the result."""
+        """Collect the weight gradients that backwards inside the block defer."""
         self._left = left = DeferredWeights()
         try:
             yield left
@@ -98,7 +101,7 @@ class Deferral:
 
     @contextmanager
     def ignore(self) -> Iterator[None]:
-        """Leave out the weight gradients of backwards inside the block: another one has deferred them already."""
+        """Discard the weight gradients of backwards inside the block, because another backward has deferred them."""
         self._ignoring = True
         try:
             yield
@@ -107,10 +110,10 @@ class Deferral:
 
 
 def _run(groups: list[list[_Item]]) -> None:
-    """Compute the first groups and add them; frees each item as soon as it is computed.
+    """Compute the first groups and add them to the gradients; frees each item as soon as it is computed.
 
-    Each call of autograd takes the host 9 us, whatever the size of the gradients, so these wait for
-    each other up to :data:`_TOGETHER`.
+    Each autograd call costs 9 us of host time for any size of gradients, so groups are batched up to
+    :data:`_TOGETHER` bytes.
     """
     edges: list[GradientEdge] = []
     gradients: list[Tensor] = []
@@ -124,12 +127,12 @@ def _run(groups: list[list[_Item]]) -> None:
                 gradients.append(compute())
                 size += gradients[-1].nbytes
                 del compute  # it holds the item's tensors
-    # Several may share nodes on the way to parameters; what is retained goes with the edges.
+    # Groups may share graph nodes on the way to parameters, so the graph is retained; it is freed with the edges.
     torch.autograd.backward(edges, gradients, retain_graph=True)
 
 
 def _by_parameter(items: Sequence[_Item]) -> list[list[_Item]]:
-    """Groups of items; those that reach a common parameter are in one."""
+    """Groups of items; items that reach a common parameter are in one group."""
     groups: dict[int, list[_Item]] = {}
     group_of: dict[Node, int] = {}
     for index, item in enumerate(items):

@@ -1,16 +1,16 @@
 """Errors that d9d raises on purpose.
 
-    D9dError                      the base; the command line prints it without a traceback and exits with 2
+    D9dError                      base class; the command line prints it without a traceback and exits with 2
     ├── JobError                  the job file: unreadable, malformed, wrong values, impossible combinations
     ├── PluginError               a plugin: absent, ambiguous, broken, incompatible, wrongly declared
     ├── DataError                 the training data: missing, empty, unreadable, too small
-    ├── BuildError                the model, its strategies and kernels cannot be put together
-    ├── CheckpointError           a checkpoint cannot be written, read, or belongs to something else
+    ├── BuildError                the model, its strategies and kernels do not fit together
+    ├── CheckpointError           a checkpoint cannot be written or read, or belongs to another model
     │   └── SaveError             the storage failed during a save; exit status 1: another attempt may succeed
-    └── TrainingError             the run itself went wrong; exit status 1
+    └── TrainingError             a failure during training; exit status 1
         └── NonFiniteError        a loss or gradient was NaN or infinite and the policy is ``error``
 
-Texts say where (file, line, field, parameter), why, which distribution is concerned, and what to do next.
+Messages say where (file, line, field, parameter), why, which distribution is affected, and what to do next.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = [
 
 
 class D9dError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of all errors that d9d raises on purpose."""
 
     exit_code = 2
-    #: The exception of foreign code (a plugin) behind this error, if its traceback helps.
+    #: Exception of plugin code that caused this error, if its traceback is useful; ``None`` otherwise.
     origin: BaseException | None = None
 
 
 class JobError(D9dError):
-    """The job file, or an override of it, is wrong. One message line per problem."""
+    """The job file, or an override, is invalid. The message has one line per problem."""
 
 
 class PluginError(D9dError):
@@ -42,7 +42,7 @@ class DataError(D9dError):
 
 
 class BuildError(D9dError):
-    """The components named in the job cannot be put together."""
+    """The components named in the job do not fit together."""
 
 
 class CheckpointError(D9dError):
@@ -50,26 +50,26 @@ class CheckpointError(D9dError):
 
 
 class SaveError(CheckpointError):
-    """The storage failed while a checkpoint was written: a full disk, an input/output error. It may pass."""
+    """The storage failed while a checkpoint was written (full disk, input/output error); a retry may succeed."""
 
     exit_code = 1
 
 
 class TrainingError(D9dError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
     exit_code = 1
 
 
 class NonFiniteError(TrainingError):
-    """A loss or a gradient was NaN or infinite; that step changed nothing."""
+    """A loss or gradient was NaN or infinite; the step left the training state unchanged."""
 
 
 def interrupt_behind(error: BaseException) -> bool:
-    """Whether it was an interrupt, which code that makes a class has turned into this exception.
+    """Whether an exception stands for Ctrl-C that arrived while a class was being created.
 
-    Up to Python 3.11, what ``__set_name__`` of a class's attribute raises, as of each ``cached_property``, becomes the
-    cause of a RuntimeError; while pydantic builds a validator, an interrupt becomes an error of the schema.
+    Up to Python 3.11, an interrupt in ``__set_name__``, which each ``cached_property`` has, becomes the cause of a
+    RuntimeError. While pydantic builds a validator, an interrupt becomes a SchemaError.
     """
     if type(error).__name__ == "SchemaError":
         return "KeyboardInterrupt" in str(error)

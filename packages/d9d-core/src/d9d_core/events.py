@@ -1,36 +1,36 @@
-"""Events of the training loop for subscribers: frozen, delivered in the order in which they happen.
+"""Events of the training loop for subscribers: frozen, delivered in order.
 
-    EventsReady         events of one's own can be emitted
+    EventsReady         a subscriber can emit its own events
     JobConfigured       the job is validated; nothing is built
-    ModelPlanned        the model is assembled without memory
+    ModelPlanned        the model is assembled on the meta device
     DataReady           the data stream is open
-    ModelReady          the model is built and initialised; a checkpoint is not loaded yet
+    ModelReady          the model is built and initialised; no checkpoint is loaded yet
     OptimizerReady      the optimizer and its state exist
-    ForwardReady        the model can run on data of one's own, in any handler of TrainingStarts or later
+    ForwardReady        handlers of TrainingStarts and later events can run the model on their own data
     TrainingStarts      weights, data position and counters are final; the first step follows
     StepStarts          a pack is on the device
       ForwardBackwardStarts, ForwardBackwardEnds
       OptimizerStepStarts, OptimizerStepEnds
-    StepEnds            with the step's device tensors; reading them waits for the GPU
-    ValuesLogged        host values of an earlier step, when they have arrived
+    StepEnds            with the step's device tensors; reading their values synchronizes with the GPU
+    ValuesLogged        host values of an earlier step, once they have been copied
     EvaluationStarts, EvaluationEnds
     CheckpointStarts, CheckpointSaved
     SleepStarts, SleepEnds, WakeStarts, WakeEnds
-                        the trainer's memory on the device is released, and taken back
+                        the trainer's device memory is released, and later restored
     TrainingFinished    all steps are done
     TrainingStopped     interrupted; the state is saved
-    TrainingFailed      an exception ends the run; it is raised again afterwards
+    TrainingFailed      an exception ends the run; it is raised again after this event
 
-Of an inference job:
+Events of an inference job:
 
     JobConfigured, ModelPlanned, DataReady, ModelReady
-    InferenceStarts     progress is known; the first pack follows
+    InferenceStarts     the position is known; the first pack follows
     PackStarts, PackEnds
-    RowsWritten         rows are on the disk, and a kill loses none of them
+    RowsWritten         rows are on disk and survive a kill
     InferenceFinished, InferenceStopped, InferenceFailed
 
-A subscriber that raises ends the run: observers are part of the job. It is not called again; between TrainingStarts and
-TrainingFinished, all ranks finish the same step and save before the exception is raised, whatever it is.
+A subscriber that raises ends the run, and is not called again. Between TrainingStarts and TrainingFinished, all ranks
+finish the same step and save before its exception is raised.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class SaveReport:
     """Report of a finished save.
 
     Attributes:
-        step: optimizer steps done when it was taken.
-        location: where it is.
-        stall_seconds: how long it kept training from going on, on this rank.
-        write_seconds: how long it took to write.
-        bytes: its size, over all ranks.
-        warning: an older checkpoint could not be removed, and why.
+        step: number of optimizer steps in the checkpoint.
+        location: path or address of the checkpoint.
+        stall_seconds: time for which the save blocked training on this rank.
+        write_seconds: time that writing took.
+        bytes: size of the checkpoint, over all ranks.
+        warning: message that an older checkpoint could not be removed; ``None`` if there is none.
     """
 
     step: int
@@ -84,13 +84,13 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step as device tensors, equal on all ranks: nothing here waits for the GPU.
+    """Result of a step as device tensors, equal on all ranks. Making them does not synchronize with the GPU.
 
     Attributes:
         loss: float32 0-d, the weighted loss over the full batch.
-        terms: the unscaled mean of each loss term, by name.
-        grad_norm: float32 0-d, before clipping.
-        finite: bool 0-d; where false, the step changed nothing.
+        terms: loss term -> its mean before the coefficient is applied.
+        grad_norm: float32 0-d, gradient norm before clipping.
+        finite: bool 0-d; where false, the step left the training state unchanged.
         tokens: 0-d, tokens (or samples) of the step over all ranks.
         stop: bool 0-d, whether any rank was asked to stop.
     """
@@ -105,10 +105,10 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EventsReady:
-    """Events of one's own can be emitted from now on.
+    """Subscribers can emit their own events from now on.
 
     Attributes:
-        emit: calls the handlers of an :class:`~d9d_core.subscriber.OwnEvent`.
+        emit: function that calls the handlers of an :class:`~d9d_core.subscriber.OwnEvent`.
     """
 
     emit: Callable[[OwnEvent], None]
@@ -123,7 +123,7 @@ class JobConfigured:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlanned:
-    """The model is assembled on the meta device, with all strategies; nothing is allocated or read."""
+    """The model is assembled on the meta device, with all strategies; no memory is allocated, no weights are read."""
 
     job: BaseJob
 
@@ -140,10 +140,9 @@ class ModelReady:
     """The model is built and initialised.
 
     Attributes:
-        stage: what this rank has of it: the full model, or its pipeline stages as one module.
-        stage_holders: which pipeline rank holds which tensor, as
-            :class:`d9d_weights.sharding.stage_holders.StageHolders`; ``None`` if each
-            holds all.
+        stage: part of the model on this rank: the full model, or its pipeline stages as one module.
+        stage_holders: mapping from tensors to the pipeline ranks that hold them, a
+            :class:`d9d_weights.sharding.stage_holders.StageHolders`; ``None`` if each rank holds all tensors.
     """
 
     stage: nn.Module
@@ -159,13 +158,13 @@ class OptimizerReady:
 
 @dataclass(frozen=True, slots=True)
 class ForwardReady:
-    """The model can run forward on data of one's own between steps.
+    """Subscribers can run the model forward on their own data between steps.
 
-    That is in handlers of ``TrainingStarts`` and ``StepEnds``, and of what lies between two steps.
+    Handlers of ``TrainingStarts``, of ``StepEnds``, and of the events between two steps may do so.
 
     Attributes:
-        forward: runs it, without a trace in the training; collective over all ranks.
-        topology: this process among others.
+        forward: function that runs the forward without effect on training; collective over all ranks.
+        topology: coordinates, meshes and groups of this process.
     """
 
     forward: ForwardPass
@@ -177,9 +176,9 @@ class TrainingStarts:
     """Training starts or continues; ``step`` steps are done already.
 
     Attributes:
-        step: steps that are done.
-        total_steps: of the whole run.
-        log: takes values of the subscriber's own from now on, until training ends.
+        step: number of steps that are done.
+        total_steps: steps of the whole run.
+        log: log for the subscriber's own values, until training ends.
     """
 
     step: int
@@ -204,16 +203,16 @@ class ForwardBackwardStarts:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardEnds:
-    """Every backward was issued; gradients are not reduced or clipped yet."""
+    """Every backward was launched; gradients are not reduced or clipped yet."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStepStarts:
-    """Gradients are final and clipped; the optimizer steps next.
+    """Gradients are final and clipped; the optimizer step follows.
 
-    Where nobody subscribes to this event or the next, the optimizer may clip inside of its step instead.
+    If this event and the next have no subscriber, the optimizer may clip inside its step instead.
     """
 
     step: int
@@ -236,7 +235,7 @@ class StepEnds:
 
 @dataclass(frozen=True, slots=True)
 class ValuesLogged:
-    """Host values after ``step`` steps (1-based), as the trackers get them."""
+    """Host values after ``step`` steps (1-based), as passed to the trackers."""
 
     step: int
     values: Mapping[str, float]
@@ -251,7 +250,7 @@ class EvaluationStarts:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEnds:
-    """An evaluation ended, with the measured values."""
+    """An evaluation ended with these values."""
 
     step: int
     values: Mapping[str, float]
@@ -266,10 +265,10 @@ class CheckpointStarts:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """The checkpoint exists; if it was written beside the training, some steps later.
+    """A checkpoint is complete. An asynchronous save ends some steps after it started.
 
     Attributes:
-        report: which step, where, how large, how long training waited and how long writing took.
+        report: step, location, size and times of the save.
     """
 
     report: SaveReport
@@ -277,7 +276,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class SleepStarts:
-    """Sleep begins after ``step`` steps: what the tags stand for is about to leave the device."""
+    """Sleep begins after ``step`` steps: the memory groups named by the tags are about to leave the device."""
 
     step: int
     tags: tuple[str, ...]
@@ -285,7 +284,7 @@ class SleepStarts:
 
 @dataclass(frozen=True, slots=True)
 class SleepEnds:
-    """Sleep has begun: so many bytes of tensors have left the device, and nobody may use them."""
+    """Sleep has begun: ``bytes`` of tensors have left the device and must not be used until they wake."""
 
     step: int
     tags: tuple[str, ...]
@@ -294,7 +293,7 @@ class SleepEnds:
 
 @dataclass(frozen=True, slots=True)
 class WakeStarts:
-    """Waking begins: what the tags stand for is about to return."""
+    """Waking begins: the memory groups named by the tags are about to return to the device."""
 
     step: int
     tags: tuple[str, ...]
@@ -302,7 +301,7 @@ class WakeStarts:
 
 @dataclass(frozen=True, slots=True)
 class WakeEnds:
-    """Waking has ended: so many bytes of tensors are on the device again, as they were."""
+    """Waking has ended: ``bytes`` of tensors are on the device again, with the values they had."""
 
     step: int
     tags: tuple[str, ...]
@@ -325,7 +324,7 @@ class TrainingStopped:
 
 @dataclass(frozen=True, slots=True)
 class TrainingFailed:
-    """The run ends with ``error``."""
+    """The run ends with the exception ``error``."""
 
     step: int
     error: BaseException
@@ -333,7 +332,7 @@ class TrainingFailed:
 
 @dataclass(frozen=True, slots=True)
 class InferenceStarts:
-    """Inference starts or continues; the first ``samples`` of ``total_samples`` are done already."""
+    """Inference starts or continues; ``samples`` of ``total_samples`` are done already."""
 
     samples: int
     total_samples: int
@@ -341,7 +340,7 @@ class InferenceStarts:
 
 @dataclass(frozen=True, slots=True)
 class PackStarts:
-    """The pack that begins with sample number ``first`` is on the device."""
+    """The pack whose first sample has index ``first`` is on the device."""
 
     first: int
     pack: Pack
@@ -349,21 +348,21 @@ class PackStarts:
 
 @dataclass(frozen=True, slots=True)
 class PackEnds:
-    """All forwards of the pack that begins with sample number ``first`` were issued."""
+    """All forwards of the pack whose first sample has index ``first`` were launched."""
 
     first: int
 
 
 @dataclass(frozen=True, slots=True)
 class RowsWritten:
-    """Rows of the first ``samples`` samples are on the disk; told on the first rank only."""
+    """Rows of the first ``samples`` samples are on disk; emitted on the first rank only."""
 
     samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceFinished:
-    """All rows are written and joined."""
+    """All rows are written and joined to one file."""
 
     samples: int
 
@@ -377,13 +376,13 @@ class InferenceStopped:
 
 @dataclass(frozen=True, slots=True)
 class InferenceFailed:
-    """The run ends with ``error``; rows of the first ``samples`` samples are written."""
+    """The run ends with the exception ``error``; rows of the first ``samples`` samples are written."""
 
     samples: int
     error: BaseException
 
 
-#: Types of all events, in the order in which a run emits them first.
+#: Types of all events, in the order of their first emission in a run.
 CATALOGUE: tuple[type[Any], ...] = (
     EventsReady,
     JobConfigured,

@@ -1,4 +1,4 @@
-"""Failures as the user reads them: messages of errors raised on purpose, and where in a plugin others came from."""
+"""Error messages for the user, and the plugin code in which other exceptions were raised."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from d9d_core.registry.policy import FOUNDATION
 
 __all__ = ["describe"]
 
-#: Characters of one part of a traceback.
+#: Most characters of one entry of a traceback.
 _LONGEST = 2000
 _FOUNDATION = ("d9d_weights", *sorted(name.replace("-", "_") for name in FOUNDATION))
-#: Packages whose frames stand between the command line and a plugin.
+#: Packages whose frames lie between the command line and a plugin.
 _OWN = (*_FOUNDATION, "pluggy", "importlib")
 
 
 def describe(error: D9dError) -> str:
-    """The lines of an error raised on purpose and its notes, after the traceback of a plugin's failure behind it."""
+    """Message lines of an error and its notes, preceded by the traceback of the plugin failure that caused it."""
     origin = "" if error.origin is None else _foreign_traceback(error.origin)
     lines = [f"error: {line}" for line in str(error).splitlines()]
     return origin + "\n".join([*lines, *getattr(error, "__notes__", ())])
@@ -33,12 +33,12 @@ def describe(error: D9dError) -> str:
 
 @contextmanager
 def exits_are_errors(kind: type[D9dError] = TrainingError) -> Iterator[None]:
-    """Raise SystemExit and its like, where code of a plugin raises them inside the block, as errors that name it.
+    """Convert SystemExit and similar exceptions, raised by plugin code inside the block, to errors with its name.
 
-    Ctrl-C, and what d9d itself raises to end the process, pass.
+    Ctrl-C, and exceptions by which d9d itself ends the process, pass unchanged.
 
     Raises:
-        D9dError: of the given kind.
+        D9dError: an error of the given kind.
     """
     try:
         yield
@@ -51,16 +51,16 @@ def exits_are_errors(kind: type[D9dError] = TrainingError) -> Iterator[None]:
 
 
 def ended_by(source: str, error: BaseException, kind: type[D9dError] = TrainingError) -> D9dError:
-    """Error that stands for an exception with which a plugin wanted to end the process."""
+    """Error that replaces an exception by which a plugin tried to end the process."""
     made = kind(
-        f"{source} raised {shown(error)}, which is meant to end a process; a plugin raises an Exception instead"
+        f"{source} raised {shown(error)}, which would end the process; a plugin must raise an Exception instead"
     )
     made.origin = error
     return made
 
 
 def source_of(error: BaseException) -> str | None:
-    """Plugin whose code raised an exception, with file and line; ``None`` if it was d9d itself."""
+    """Plugin whose code raised an exception, with file and line; ``None`` if d9d's own code raised it."""
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_between(frame)]
     if not frames or _package(frames[-1][0]) in _FOUNDATION:
         return None
@@ -69,7 +69,7 @@ def source_of(error: BaseException) -> str | None:
         for candidate in installed.scan()
         if candidate.origin.distribution not in FOUNDATION
     }
-    # Whatever library the plugin calls: it is the plugin that d9d has called.
+    # The innermost frame of a plugin, even if the exception comes from a library that the plugin calls.
     frame, line = next((found for found in reversed(frames) if _package(found[0]) in plugins), frames[-1])
     where = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
     origin = plugins.get(_package(frame))
@@ -77,10 +77,10 @@ def source_of(error: BaseException) -> str | None:
 
 
 def _foreign_traceback(error: BaseException) -> str:
-    """The traceback of an error in a plugin, without d9d's own frames; empty if there are no others."""
+    """Traceback of an error in a plugin, without d9d's own frames; empty if no frames remain."""
     own = [Path(file).parent for name in _OWN if (file := getattr(sys.modules.get(name), "__file__", None))]
     found = traceback.TracebackException.from_exception(error)
-    # <...> is code without a file: importlib's, and the constructors of records.
+    # Files named <...> are code without a file: importlib's, and the constructors of records.
     frames = [f for f in found.stack if not f.filename.startswith("<")]
     frames = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in own)]
     found.stack[:] = frames
@@ -96,5 +96,5 @@ def _package(frame: FrameType) -> str:
 
 
 def _is_between(frame: FrameType) -> bool:
-    # Python's own, and what calls code of plugins or raises for it.
+    # Python's own frames, and frames of the module that loads plugins' references.
     return _package(frame) in sys.stdlib_module_names or frame.f_globals.get("__name__") == ref.__name__

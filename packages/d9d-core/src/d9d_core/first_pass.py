@@ -1,4 +1,4 @@
-"""Tasks whose loss needs a first forward over the whole pack, by the model itself or by a frozen one."""
+"""Tasks whose loss needs a first forward over the whole pack, by the trained model or a frozen one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ class FirstPass:
     """Choice of the model that runs a first pass.
 
     Attributes:
-        by: ``model``: the trained model as it is, with the draws (dropout) of the second pass. ``without_adapter``: the
-            trained model without the terms of its fine-tuning method. ``copy``: a frozen copy of the model as the run
-            starts. ``stored``: the model as the run starts, once for all samples and before the first step; it needs
-            ``samples`` int64 [B] in microbatches, the number of each sample in the dataset, and the fact ``samples``.
-            ``frozen``: ``without_adapter`` if that is possible, else ``copy``. ``other``: the model ``other``.
-        other: config of that model, with ``pretrained``.
-        where: field of the job file that decides, for messages.
+        by: model of the first pass. ``model``: the trained model, with the random draws (dropout) of the second pass.
+            ``without_adapter``: the trained model with its adapter disabled. ``copy``: a frozen copy of the model at
+                the
+            start of the run. ``stored``: the model at the start of the run, evaluated once on all samples before the
+            first
+            step; microbatches need ``samples`` int64 [B], the index of each sample in the dataset, and the data stream
+            needs the fact ``samples``. ``frozen``: ``without_adapter`` if possible, else ``copy``. ``other``: the model
+            given by ``other``.
+        other: config of another model, with ``pretrained``.
+        where: field of the job file that makes this choice, for messages.
     """
 
     by: PassModel
@@ -38,28 +41,28 @@ class FirstPass:
 
 
 class DataRanks(Protocol):
-    """Ranks that see different samples, as the second half of a first pass sees them."""
+    """Communication between the ranks that see different samples, for the second half of a first pass."""
 
     @property
     def rank(self) -> int:
-        """Number of this rank among them."""
+        """Index of this rank in the group."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Tensors of all ranks, [n, ...] each, in a row: [ranks * n, ...]. Collective over these ranks."""
+        """Concatenate the ranks' tensors, [n, ...] each, to [ranks * n, ...]. Collective over these ranks."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum of the ranks' tensors, in place. Collective over these ranks."""
+        """Sum the ranks' tensors in place. Collective over these ranks."""
         ...
 
 
 @runtime_checkable
 class TwoPassTask(Protocol):
-    """Optional side of a :class:`~d9d_core.task.Task`: a first pass over the pack, without gradients.
+    """Optional protocol of a :class:`~d9d_core.task.Task`: a first pass over the pack, without gradients.
 
-    Its tensors are added to the microbatches, for ``losses`` and ``observations``. They exist only on the ranks that
-    have the last stage, so ``weights``, ``count`` and ``inputs`` do without. Evaluations make a first pass too.
+    The first pass adds tensors to the microbatches, for ``losses`` and ``observations``. They exist only on ranks that
+    hold the last stage, so ``weights``, ``count`` and ``inputs`` must not read them. Evaluations make a first pass too.
     """
 
     @property
@@ -68,19 +71,20 @@ class TwoPassTask(Protocol):
         ...
 
     def first_inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Keyword arguments of that model for this microbatch."""
+        """Keyword arguments of the first-pass model for a microbatch."""
         ...
 
     def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Tensors to keep of that model's outputs for this microbatch, by the names they get in it; detached.
+        """Tensors to keep of the first-pass outputs: name in the microbatch -> detached tensor.
 
-        With ``stored``, one number or row for each sample: [B, ...].
+        With ``stored``, each tensor has shape [B, ...], one entry per sample.
         """
         ...
 
     def complete(self, kept: Sequence[Mapping[str, Tensor]], ranks: DataRanks) -> Sequence[Mapping[str, Tensor]]:
-        """Tensors to add to each microbatch of the pack, from what was kept of all; often just that.
+        """Tensors to add to each microbatch of the pack, from the kept tensors of all microbatches.
 
-        Collective over the ranks that see different samples, if it communicates. Not called with ``stored``.
+        Most tasks return ``kept`` unchanged. If the method communicates, it is collective over the ranks that see
+        different samples. It is not called with ``stored``.
         """
         ...

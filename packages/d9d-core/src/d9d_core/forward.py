@@ -1,4 +1,4 @@
-"""Forward of the model in training on microbatches of one's own."""
+"""Forward pass of the model under training on a caller's own microbatches."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ __all__ = ["ForwardPass"]
 
 
 class ForwardPass(Protocol):
-    """Forward of the model as it is now: in evaluation mode, without gradients, and without a trace in the training.
+    """Forward pass of the current model: in evaluation mode, without gradients, without effect on the training.
 
-    Parameters, modes, random generators and the position of the data are afterwards what they were.
+    Parameters, modes, random generators and the position of the data are restored afterwards.
     """
 
     @property
     def least_microbatches(self) -> int:
-        """Least number of microbatches that the pipeline's schedule takes."""
+        """Smallest number of microbatches that the pipeline schedule accepts."""
         ...
 
     def __call__(self, pack: Pack, outputs: Callable[[Mapping[str, Tensor], Microbatch], None]) -> None:
-        """Run forward over microbatches. Collective over all ranks, which give packs of the same shapes.
+        """Run the forward on microbatches. Collective over all ranks; all packs must have equal shapes.
 
-        Ranks that share parameters must agree in how often they call; those of one pipeline give the same pack.
+        Ranks that share parameters must make the same number of calls; ranks of one pipeline must pass equal packs.
 
         Args:
-            pack: microbatches on the device, each with ``tokens`` int64 [B, S] for the first stage; what else they
-                hold, such as ``lengths`` int64 [B] of right-padded samples, reaches every stage by its name.
-            outputs: called with what the last stage returns for each microbatch, on the ranks that have that stage.
+            pack: microbatches on the device, each with ``tokens`` int64 [B, S] for the first stage. Further tensors,
+                such
+                as ``lengths`` int64 [B] of right-padded samples, are passed to every stage by name.
+            outputs: called with the last stage's outputs and the microbatch, on the ranks that hold the last stage.
         """
         ...

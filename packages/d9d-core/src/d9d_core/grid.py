@@ -1,7 +1,7 @@
 """Arithmetic of the process grid: coordinates, views and groups of ranks. Imports no torch.
 
-Ranks are numbered row by row over the base axes, outermost first. A view cuts the same numbers into other dimensions,
-so a group of ranks along any dimension of any view follows from sizes alone: 4,096 ranks are planned on a laptop.
+Ranks are numbered in row-major order over the base axes, outermost first. A view cuts the same numbers into other
+dimensions, so the group of a rank along any dimension of any view follows from sizes alone, without processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from d9d_core.plugin import ViewSpec
 
 __all__ = ["AXES", "Grid"]
 
-#: Base axes, outermost first. ``ep`` is laid over the innermost ones and does not multiply the world size.
+#: Base axes, outermost first. ``ep`` overlaps with the innermost ones and does not multiply the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -76,10 +76,10 @@ class Grid:
         return rank
 
     def group(self, rank: int, dims: Iterable[str]) -> tuple[int, ...]:
-        """Group of the ranks that differ from ``rank`` along ``dims`` only, itself included, ascending.
+        """Ranks that differ from ``rank`` along ``dims`` only, ``rank`` included, in ascending order.
 
         Raises:
-            BuildError: there is no such dimension.
+            BuildError: the grid lacks one of the dimensions.
         """
         chosen, own = set(dims), self.coordinate(rank)
         if unknown := sorted(chosen - self.sizes.keys()):

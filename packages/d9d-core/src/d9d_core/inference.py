@@ -39,74 +39,74 @@ __all__ = [
     "Writer", "WritesText",
 ]  # fmt: skip
 
-#: Rows of a table by column: name -> one value for each row. Values are what JSON can hold, or lists of numbers.
+#: Rows of a table by column: name -> one value per row. Values are JSON values or lists of numbers.
 Columns = Mapping[str, Sequence[Any]]
-#: Column that every inference task fills: the number of the row in the input, from 0.
+#: Column that every inference task fills: index of the row in the input, from 0.
 ROW = "row"
 
 
 class InferenceTask(Protocol):
-    """Inference task: from a microbatch to model inputs, and from outputs to rows.
+    """Inference task: converts microbatches to model inputs, and outputs to rows.
 
-    It keeps nothing from one microbatch to the next, so that a run continues after a kill on any number of ranks: what
-    is to be known over all rows are sums (:meth:`tally`), which the engine adds up and saves with the rows.
+    It keeps no state between microbatches, so that a run continues after a kill on any number of ranks. Statistics over
+    all rows are sums (:meth:`tally`), which the engine adds up and saves with the rows.
     """
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """Columns of the output, in order: name -> what a value is. The first one is ``row``."""
+        """Columns of the output, in order: name -> description of a value. The first one is ``row``."""
         ...
 
     def check(self, model: Any, facts: State) -> None:
-        """Compare the model's config with the facts of the data, before anything is computed.
+        """Check the model's config against the facts of the data, before anything is computed.
 
         Args:
-            model: its config.
-            facts: what the data stream knows of itself; nothing while a job is planned.
+            model: config of the model.
+            facts: facts of the data stream; empty while a job is planned.
 
         Raises:
-            D9dError: they do not go together, for example a model without the head that the task reads.
+            D9dError: they do not fit, for example because the model lacks the head that the task reads.
         """
         ...
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Keyword arguments of the model for this microbatch."""
+        """Keyword arguments of the model for a microbatch."""
         ...
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Tensors to keep of a microbatch, by name: on its device, [B, ...] each, where B samples come in.
+        """Tensors of a microbatch to keep: name -> device tensor [B, ...] for B samples.
 
-        All else is freed at once. Nothing here may wait for the device.
+        All other outputs are freed at once. The method must not synchronize with the device.
         """
         ...
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
-        """Rows of what was kept of a microbatch, now in the host's memory; called in a thread beside the computation.
+        """Make rows of the kept tensors of a microbatch, now in host memory. Called in a thread during computation.
 
         Args:
-            kept: samples that are no fillers, [b, ...] each; ``rows`` int64 [b] among them is the number of the first
-                row of each sample (see :attr:`d9d_core.data.DataContext.one_pass`).
+            kept: tensors [b, ...] of the b samples that are not fillers. Among them, ``rows`` int64 [b] is the index
+                of the first row of each sample (see :attr:`d9d_core.data.DataContext.one_pass`).
         """
         ...
 
     def tally(self, rows: Columns) -> Mapping[str, float]:
-        """Sums over these rows that :meth:`finalize` needs; always of the same names."""
+        """Sums over these rows that :meth:`finalize` needs; the names are the same in every call."""
         ...
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Values over all rows, by name, of the sums over all rows; shown at the end and saved beside the rows."""
+        """Values by name, from the sums over all rows; printed at the end and saved with the output."""
         ...
 
 
 @runtime_checkable
 class ReadsModules(Protocol):
-    """Optional side of an :class:`InferenceTask`: it reads what modules inside of the model return.
+    """Optional protocol of an :class:`InferenceTask` that reads outputs of modules inside the model.
 
-    :meth:`InferenceTask.process` finds them among the outputs, as ``module/<name>``, wherever their stage runs.
+    :meth:`InferenceTask.process` receives them among the outputs as ``module/<name>``, from any pipeline stage.
     """
 
     def modules(self, names: Sequence[str]) -> Sequence[str]:
-        """Names of the modules to read, of all names in the full model. Each returns a tensor.
+        """Names of the modules to read, chosen from all module names of the full model. Each returns a tensor.
 
         Raises:
             D9dError: the model has no such modules.
@@ -116,40 +116,38 @@ class ReadsModules(Protocol):
 
 @runtime_checkable
 class ReadsTexts(Protocol):
-    """Optional side of an :class:`InferenceTask`: its head is trained with these tokens of a text as inputs."""
+    """Optional protocol of an :class:`InferenceTask` whose head was trained with certain tokens of a text as inputs."""
 
     @property
     def text_inputs(self) -> TextInputs:
-        """Tokens of a text that are inputs, which the dataset is asked for.
-
-        See :attr:`d9d_core.data.DataContext.inputs`.
-        """
+        """Tokens of a text that the dataset must give as inputs, see :attr:`d9d_core.data.DataContext.inputs`."""
         ...
 
 
 @runtime_checkable
 class JoinsPositions(SplitsPositions, Protocol):
-    """Optional side of an :class:`InferenceTask`: ranks of ``cp`` compute their own positions of each sample.
+    """Optional protocol of an :class:`InferenceTask` that supports context parallelism.
 
-    :meth:`InferenceTask.inputs` and :meth:`InferenceTask.process` get a rank's part of a microbatch, and
-    :meth:`InferenceTask.rows` what is kept of whole samples, on one of these ranks.
+    Each rank of ``cp`` computes some positions of each sample.
+    :meth:`InferenceTask.inputs` and :meth:`InferenceTask.process` receive the rank's positions of a microbatch;
+    :meth:`InferenceTask.rows` receives the tensors of whole samples, on one rank of ``cp``.
     """
 
     @property
     def of_positions(self) -> frozenset[str]:
-        """Names of what is kept of positions, [B, S / R, ...] on each of R ranks; all else is the same on all."""
+        """Names of the kept tensors with a sequence dimension, [B, S / R, ...] on R ranks; others are equal on all."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Continuation of token sequences, one token after the other.
+    """Settings for the autoregressive continuation of token sequences.
 
     Attributes:
-        max_new_tokens: most tokens of a continuation.
-        temperature: divides the logits before a token is drawn; 0 takes the most probable one.
-        seed: of the draws, which depend on it, on the number of the row and on that of the new token alone.
-        stop: tokens that end a sequence; ``None`` for those that end a text of the model and its data.
+        max_new_tokens: largest number of new tokens.
+        temperature: divisor of the logits before a token is sampled; 0 takes the most probable token.
+        seed: seed of the samples, which depend only on it, the index of the row and the index of the new token.
+        stop: token ids that end a sequence; ``None`` for the end-of-text tokens of the model and the data.
     """
 
     max_new_tokens: int
@@ -160,33 +158,33 @@ class Continuation:
 
 @runtime_checkable
 class ContinuesRows(Protocol):
-    """Optional side of an :class:`InferenceTask`: the model continues each sample before :meth:`InferenceTask.process`.
+    """Optional protocol of an :class:`InferenceTask`: the model continues samples before :meth:`InferenceTask.process`.
 
-    That takes a forward for each new token. Each sample is one sequence, ``tokens`` [B, S] of which ``lengths`` [B] are
-    no padding. :meth:`InferenceTask.inputs` gets these two alone, with the new tokens so far.
-    :meth:`InferenceTask.process` gets the microbatch of the data, and as outputs ``new_tokens`` int64
-    [B, max_new_tokens], -1 behind the last, and ``ended`` bool [B], whether that is one of those that end a sequence.
+    Each new token takes a forward. A sample is one sequence: ``tokens`` [B, S], of which the first ``lengths`` [B] are
+    not padding. :meth:`InferenceTask.inputs` receives only these two tensors, extended by the new tokens so far.
+    :meth:`InferenceTask.process` receives the microbatch of the data, and as outputs ``new_tokens`` int64
+    [B, max_new_tokens], -1 after the last new token, and ``ended`` bool [B], whether a stop token ended the sequence.
     """
 
     @property
     def continuation(self) -> Continuation:
-        """Length of the continuations, and choice of their tokens."""
+        """Settings of the continuation."""
         ...
 
     def logits(self, outputs: Mapping[str, Tensor]) -> Tensor | None:
-        """Logits [B, S, V] among the outputs of the model; ``None`` if it gives none, which is an error everywhere."""
+        """Logits [B, S, V] from the model's outputs; ``None`` if there are none, which is an error on every rank."""
         ...
 
 
 @runtime_checkable
 class WritesText(Protocol):
-    """Optional side of an :class:`InferenceTask`: it writes token ids as text."""
+    """Optional protocol of an :class:`InferenceTask` that writes token ids as text."""
 
     def use_text_of(self, text_of: Callable[[Sequence[int]], str] | None) -> None:
-        """Take what makes a text of token ids, without special tokens, before the first row.
+        """Receive the function that decodes token ids to text, without special tokens. Called before the first row.
 
         Args:
-            text_of: of the tokenizer of the data or of the weights; ``None`` where there is none. It may be called in
+            text_of: decoder of the data's or the weights' tokenizer; ``None`` without a tokenizer. It may be called in
                 another thread.
         """
         ...
@@ -195,19 +193,20 @@ class WritesText(Protocol):
 class Writer(Protocol):
     """Writer of a file format, for the output of inference jobs.
 
-    Rows arrive in parts, from any rank and in any order; whole parts are joined in order when all rows are there. So
-    what was written survives a kill.
+    Rows arrive in parts, from any rank and in any order, and each part becomes a file. When all rows are written, the
+    parts
+    are joined in order. So written rows survive a kill.
     """
 
     @property
     def suffix(self) -> str:
-        """Suffix of its files, with the dot."""
+        """Suffix of the format's files, with the dot."""
         ...
 
     def write(self, path: Path, rows: Columns) -> None:
-        """Write a part: a file of its own, with at least one row. Equal rows make equal bytes."""
+        """Write a part with at least one row to its own file. Equal rows must give equal bytes."""
         ...
 
     def join(self, parts: Sequence[Path], path: Path) -> None:
-        """Join parts, in this order, to one file, without holding more than one part in memory."""
+        """Join parts in this order to one file, with at most one part in memory."""
         ...

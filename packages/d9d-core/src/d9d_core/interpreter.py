@@ -1,7 +1,7 @@
-"""Python processes that d9d starts: they import from the working directory only where this process does.
+"""Commands of Python child processes, which import from the working directory only if this process does.
 
-``python -m`` and ``python -c`` look for modules in the working directory first. The command ``d9d`` does not: it may be
-run in a model directory of somebody else, with a ``typing.py`` beside the weights.
+``python -m`` and ``python -c`` search the working directory first. The command ``d9d`` does not: it may run in a
+downloaded model directory that contains a malicious ``typing.py``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _SAFE = "PYTHONSAFEPATH"
 
 
 def python_command() -> list[str]:
-    """Command of a Python that finds the modules that this process finds, to be followed by ``-m`` or ``-c``."""
+    """Python command, to be followed by ``-m`` or ``-c``, that finds the same modules as this process."""
     return [sys.executable] if _imports_from_working_directory() else [sys.executable, "-P"]
 
 
 @contextmanager
 def children_import_as_here() -> Iterator[None]:
-    """Have processes that a library starts within the block, as ``multiprocessing`` does, find the same modules."""
+    """Make child processes that a library such as ``multiprocessing`` starts inside the block find the same modules."""
     if _SAFE in os.environ or _imports_from_working_directory():
         yield
         return

@@ -1,4 +1,4 @@
-"""Job files that were read and validated, together with the registry that their names refer to. Imports no torch."""
+"""Validated job files, together with the registry that resolves their names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["JobFile"]
 
 
 class LoadedJob(BaseJob):
-    """Job of any kind, with the registry that its names refer to. Made by :meth:`load`, or of config objects."""
+    """Job of any kind with the registry that resolves its names. Made by :meth:`load` or from config objects."""
 
     _registry: Registry | None = PrivateAttr(default=None)
     _source: Source = PrivateAttr(default_factory=Source)
@@ -48,15 +48,15 @@ class LoadedJob(BaseJob):
         """Read and validate a job file.
 
         Args:
-            path: YAML, TOML or JSON.
-            registry: meaning of names; by default, what is installed and the file's ``plugins`` section admits.
-            overrides: ``section.field=value``.
+            path: YAML, TOML or JSON file.
+            registry: registry that resolves names; by default, installed plugins that the section ``plugins`` allows.
+            overrides: assignments ``section.field=value``.
             policy: further restrictions on plugins.
-            world_size: number of processes, for a mesh with ``auto`` and for a file without one; by default, of the
-                processes that were started, as far as they are known.
+            world_size: number of processes, for a mesh with ``auto`` and for a file without a mesh; by default, the
+                number of started processes, if known.
 
         Raises:
-            JobError: the file is wrong; one line per problem.
+            JobError: the file is invalid; one line per problem.
             PluginError: a required or single-file plugin cannot be loaded.
         """
         document = Document.read(Path(path)).override(overrides)
@@ -73,17 +73,17 @@ class LoadedJob(BaseJob):
         policy: PluginPolicy | None = None,
         world_size: int | None = None,
     ) -> Self:
-        """Read the job file that lies in a directory as data: it runs no code and opens no address.
+        """Read the job file in a downloaded directory as data: it runs no code and opens no address.
 
         Args:
-            saved: the file, and the command that trusts it.
+            saved: the file, and the command that would trust it.
             registry: as for :meth:`load`.
-            overrides: ``section.field=value``, which are trusted.
-            policy: restrictions on plugins, and the plugin files that the command line names.
+            overrides: assignments ``section.field=value``, which are trusted.
+            policy: restrictions on plugins, and the plugin files of the command line.
             world_size: as for :meth:`load`.
 
         Raises:
-            JobError: the file is wrong, or names a plugin file, code to import, or an address.
+            JobError: the file is invalid, or names a plugin file, code to import, or an address.
             PluginError: a required plugin cannot be loaded.
         """
         document = saved.read(overrides)
@@ -96,15 +96,15 @@ class LoadedJob(BaseJob):
     def from_values(
         cls, values: Mapping[str, Any], *, registry: Registry | None = None, world_size: int | None = None
     ) -> Self:
-        """Validate the values of a job file that were read or made elsewhere.
+        """Validate the values of a job file that were read or created elsewhere.
 
         Args:
-            values: mappings, lists and scalars, as a file would hold them.
-            registry: meaning of names; by default, what is installed and the ``plugins`` section admits.
-            world_size: number of processes, for a mesh with ``auto`` and for values without one; by default, one.
+            values: mappings, lists and scalars, as in a job file.
+            registry: registry that resolves names; by default, installed plugins that the section ``plugins`` allows.
+            world_size: number of processes, for a mesh with ``auto`` and for values without a mesh; by default, one.
 
         Raises:
-            JobError: a value is wrong; one line per problem.
+            JobError: a value is invalid; one line per problem.
             PluginError: a required or single-file plugin cannot be loaded.
         """
         document = Document(dict(values))
@@ -116,38 +116,38 @@ class LoadedJob(BaseJob):
         try:
             return validate_job(cls, source.document, registry).use(registry, source)
         except JobError as error:
-            if source.note is not None:  # such as of a strategy that is not installed
+            if source.note is not None:  # for example, the chosen layout needs a strategy that is not installed
                 error.add_note(source.note)
             raise
 
     @classmethod
     def _started(cls) -> int | None:
-        """Number of processes that were started; core does not know."""
+        """Number of started processes; unknown in d9d-core, which starts none."""
         return None
 
     @property
     def source(self) -> Source:
-        """Source of the job: its file, and which axis of its mesh was ``auto``."""
+        """Source of the job: its file, and the axis of its mesh that was ``auto``."""
         return self._source
 
     @property
     def registry(self) -> Registry:
-        """Records that the job's names refer to; discovered on first use if the job was made from config objects."""
+        """Registry that resolves the job's names; discovered on first use if the job was made from config objects."""
         if self._registry is None:
             self._registry = discover(self.plugins.policy())
         return self._registry
 
     def use(self, registry: Registry, source: Source | None = None) -> Self:
-        """Take names from this registry instead of what is installed, and name this source in messages."""
+        """Resolve names by this registry instead of the installed plugins, and refer to ``source`` in messages."""
         self._registry = registry
         self._source = source or self._source
         return self
 
     def open_data(self, context: DataContext) -> DataStream:
-        """Open the data that the job trains on, for one data-parallel rank.
+        """Open the training data for one data-parallel rank.
 
         Raises:
-            D9dError: it cannot be opened.
+            D9dError: the data cannot be opened.
         """
         stream: DataStream = instantiate(choose(self.registry, "dataset", "data", self.data), self.data, context)
         return stream
@@ -156,7 +156,7 @@ class LoadedJob(BaseJob):
         """Views of the mesh that the loaded plugins declare, by name.
 
         Raises:
-            PluginError: several plugins declare one name.
+            PluginError: several plugins declare the same name.
         """
         names = {entry.spec.key for entry in self.registry.entries("view")}
         views = {}
@@ -167,13 +167,13 @@ class LoadedJob(BaseJob):
         return views
 
     def check_layout(self, world_size: int) -> Any:
-        """Records behind the job's names, whose mesh, views, strategies, schedule and batch fit a number of processes.
+        """Select the records of the job's names; check mesh, views, strategies, schedule and batch for ``world_size``.
 
         Returns:
             :class:`~d9d_core.job_file.resolve.Parts` of the job's kind.
 
         Raises:
-            D9dError: one line for each thing that is wrong, and a note with the edit that mends it.
+            D9dError: one line per problem, and a note with an edit that solves it.
         """
         selection = select_parts(self, self.registry)
         check_layout(self, selection, self.registry, world_size, self._source)
@@ -182,19 +182,19 @@ class LoadedJob(BaseJob):
         return selection
 
     def resolve(self, world_size: int) -> Resolution[Any]:
-        """Records behind the job's names, checked against each other, the mesh and the number of processes.
+        """Select the records of the job's names and check them against each other, the mesh and ``world_size``.
 
         Raises:
-            D9dError: the job cannot run on this many processes.
+            D9dError: the job cannot run with this number of processes.
         """
         selection: Parts = self.check_layout(world_size)
         return resolve(self, selection, self.registry, Circumstances(self.mesh.sizes()))
 
     def check(self, world_size: int | None = None) -> Resolution[Any]:
-        """Check all that needs no tensors: names, values, capabilities, views, the schedule's programs.
+        """Check everything that needs no tensors: names, values, capabilities, views, the schedule's programs.
 
         Args:
-            world_size: number of processes; by default, what the mesh needs.
+            world_size: number of processes; by default, the number that the mesh needs.
 
         Raises:
             D9dError: the job cannot run.
@@ -203,8 +203,7 @@ class LoadedJob(BaseJob):
 
 
 class JobFile(LoadedJob, JobConfig):
-    """A validated job file. Made by :meth:`load`, or directly from config objects.
+    """Validated job file of training. Made by :meth:`load` or from config objects.
 
-    It can be checked here, as far as names, values, capabilities, the mesh and the pipeline schedule go; d9d-engine's
-    ``Job`` runs it.
+    It can check names, values, capabilities, the mesh and the pipeline schedule. d9d-engine's ``Job`` can also run.
     """

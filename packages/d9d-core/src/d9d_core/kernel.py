@@ -1,7 +1,7 @@
-"""Op slots: calls of a model whose kernel is chosen later.
+"""Op slots: calls of a model whose kernel is chosen after the model is built.
 
 Start here: a module holds an :class:`OpSlot` for each op it calls. A backend answers an :class:`OpSignature` with a
-:class:`Decision`, and builds the function::
+:class:`Decision`, and builds the kernel function::
 
     import torch
     from d9d_core.kernel import Decision, OpSignature, OpSlot
@@ -17,8 +17,8 @@ Start here: a module holds an :class:`OpSlot` for each op it calls. A backend an
     if supports(OpSignature("silu", "cpu", "float32")).accept:
         slot.bind("by_hand", build(OpSignature("silu", "cpu", "float32")))
 
-The slot starts with the op's readable reference; the kernel selector of the engine may bind another backend, once,
-while the job is built. The bound function is a constant for the compiler.
+The slot starts with the op's PyTorch reference; the kernel selector of the engine may bind another backend, once,
+while the job is built. For the compiler, the bound function is a constant.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ __all__ = ["Decision", "OpSignature", "OpSlot"]
 
 @dataclass(frozen=True, slots=True)
 class OpSignature:
-    """Signature of an op's call, for the choice of a kernel: all that is known before it happens.
+    """Signature of an op's calls, from which a backend decides: all facts known before the calls.
 
     Attributes:
         op: name of the op, for example ``attention``.
         device: device type, for example ``cuda``.
-        dtype: dtype of the tensors, for example ``bfloat16``; in optimizers, of most parameters.
-        static: whatever else is fixed when the module is built, for example ``{"head_dim": 128, "causal": True}``.
-        compiled: whether the module is compiled: its compiler fuses what it can look into, such as the reference, with
-            the operations around it, and calls a kernel of somebody else's as it is.
-        documents: whether samples of the job's data hold several documents. If not, ``documents`` of a microbatch tells
-            padding behind a sample apart, which causal attention need not know. ``None`` if its datasets do not say
+        dtype: dtype of the tensors, for example ``bfloat16``; in optimizers, the dtype of most parameters.
+        static: further facts fixed when the module is built, for example ``{"head_dim": 128, "causal": True}``.
+        compiled: whether the module is compiled: the compiler fuses transparent code, such as the reference, with
+            neighbouring operations, and calls opaque kernels unchanged.
+        documents: whether samples of the job's data hold several documents. If false, ``documents`` of a microbatch
+            only
+            marks padding after a sample, which causal attention can ignore. ``None`` if the datasets do not state it
             (:class:`d9d_core.data.PacksDocuments`).
-        checkpointed: whether the module is in a block that the backward computes again.
+        checkpointed: whether the module is in a block that the backward recomputes.
     """
 
     op: str
@@ -58,10 +59,10 @@ class OpSignature:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Answer of a backend to a signature. Of those that accept, the highest priority above 0 wins.
+    """Answer of a backend to a signature. Among accepting backends, the highest priority above 0 is chosen.
 
-    The reference has priority 0. A backend that answers 0 or less is taken by name only: when ``kernels`` of the job
-    asks for it.
+    The reference has priority 0. An accepting backend with priority 0 or less is used only if ``kernels`` of the job
+    names it.
     """
 
     accept: bool
@@ -70,19 +71,19 @@ class Decision:
 
 
 class OpSlot:
-    """Slot of one op in one module, bound to a backend, the op's kernel.
+    """Slot of one op in one module, bound to a kernel function.
 
     Args:
         op: name of the op.
-        reference: its PyTorch reference, which runs on every device.
-        parts: ops that the module calls in its place where no backend is bound. A job that names a backend of one of
-            them, and none of this op, gets the parts.
-        instead: ops whose slots strategies may put in the place of this one. A rank does not see what happens to stages
-            of others, and so takes a job that names a backend of one of these.
-        static: what a backend needs to know to decide.
+        reference: PyTorch reference of the op, which runs on every device.
+        parts: ops that the module calls instead if no backend is bound. A job that names a backend of one of these ops,
+            and none of this op, uses the parts.
+        instead: ops whose slots may replace this slot under some strategies. Because a rank does not see replacements
+            in other ranks' stages, it accepts a job that names a backend of one of these ops.
+        static: further facts that backends decide by.
 
     Attributes:
-        operators: patterns over the torch operators of the bound backend, see
+        operators: patterns of the torch operators in the bound backend, see
             :attr:`d9d_core.plugin.KernelSpec.operators`.
     """
 
@@ -104,17 +105,17 @@ class OpSlot:
         self._function = reference
 
     def refusal(self, function: Callable[..., Any]) -> str | None:  # noqa: ARG002 - for slots that ask more
-        """Reason why calls cannot go to a function, for slots whose calls ask more of it; ``None`` if they can."""
+        """Reason why a function cannot be bound to this slot, for slots with further demands; ``None`` if it can."""
         return None
 
     def bind(self, backend: str, function: Callable[..., Any]) -> None:
-        """Replace the function that calls go to."""
+        """Replace the bound function."""
         self.backend = backend
         self._function = function
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The bound function. Some ops say which further methods a backend's may have."""
+        """The bound function. For some ops, a backend's function has further methods."""
         return self._function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ Start here: :class:`Metric`, which :class:`d9d_core.accumulators.AccumulatedMetr
         def compute(self):
             return {"hits": self["hits"] / self["samples"]}
 
-A :class:`StageMetric` reads the model's modules in place of a task's observations.
+A :class:`StageMetric` reads tallies of the model's modules instead of a task's observations.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = ["ChoosesObservations", "Metric", "StageMetric", "Table", "Vector"]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Table of a metric: a logged value with two dimensions, such as the load of each expert of each layer.
+    """Logged value of a metric with two dimensions, such as the load of each expert of each layer.
 
     Attributes:
-        values: [rows, columns]; NaN where there is nothing.
-        row: what a row is, for example ``layer``.
-        column: what a column is.
-        unit: what a value is.
-        neutral: the value in the middle of a picture's colours; ``None`` if there is no such value.
-        rows: what each row is called, for example the number of its layer; empty if they are counted from 0.
+        values: [rows, columns]; NaN for missing values.
+        row: meaning of a row, for example ``layer``.
+        column: meaning of a column.
+        unit: unit or meaning of a value.
+        neutral: value at the middle of a colour scale; ``None`` if there is no such value.
+        rows: names of the rows, for example layer numbers; empty to count rows from 0.
 
     Raises:
-        ValueError: there are names, but not one for each row.
+        ValueError: the number of names differs from the number of rows.
     """
 
     values: Tensor
@@ -64,16 +64,16 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """Vector of a metric with names: logged as one series for each of its values, ``<series>/<name>``.
+    """Logged vector of a metric with named values; each value is logged as a series ``<series>/<name>``.
 
-    A plain 1-D tensor is logged in the same way, its values counted from 0.
+    A plain 1-D tensor is logged in the same way, with indices from 0 as names.
 
     Attributes:
-        values: [N]; N is the same in every period.
-        names: the names of the values, all different.
+        values: [N]; N is the same in every logging interval.
+        names: names of the values, all different.
 
     Raises:
-        ValueError: there is not one name for each value, or a name twice.
+        ValueError: the number of names differs from the number of values, or a name is repeated.
     """
 
     values: Tensor
@@ -85,7 +85,7 @@ class Vector:
                 f"a vector of shape {list(self.values.shape)} has {len(self.names)} names; give one for each value"
             )
         if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
-            raise ValueError(f"several values of a vector are named {', '.join(twice)}; give each a name of its own")
+            raise ValueError(f"several values of a vector are named {', '.join(twice)}; give each a different name")
 
 
 class Metric(Protocol):
@@ -93,58 +93,58 @@ class Metric(Protocol):
 
     @property
     def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
-        """Reductions of the states over ranks, by state name."""
+        """State name -> reduction over ranks."""
         ...
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
-        """Take in one microbatch, on the device, without waiting for it."""
+        """Accumulate one microbatch, on the device, without synchronization."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """Accumulated state. Names, shapes and dtypes are the same from construction on: it is loaded into."""
+        """Accumulated state. Names, shapes and dtypes are fixed at construction, so that a state can be loaded."""
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a (merged or saved) state, on the device where it is."""
+        """Continue from a merged or saved state, on the state's device."""
         ...
 
     def compute(self) -> Mapping[str, Tensor | Vector | Table]:
-        """Values of the present state, as device tensors: series name -> 0-d value, 1-D values (or a vector) or table.
+        """Values of the present state, as device tensors: series name -> 0-d tensor, 1-D tensor, vector or table.
 
-        On a GPU this may run on another stream than the updates, in an instance of the metric that is never updated and
-        loads merged states only.
+        On a GPU, this may run on another stream than the updates, in a separate instance of the metric that only loads
+        merged states.
         """
         ...
 
     def reset(self) -> None:
-        """Reset the state to that of an empty period."""
+        """Reset the state to its initial values, for the next interval."""
         ...
 
 
 @runtime_checkable
 class StageMetric(Protocol):
-    """A metric over what a model's modules tally (:class:`d9d_core.traits.HasTallies`).
+    """Metric over the tallies of a model's modules (:class:`d9d_core.traits.HasTallies`).
 
-    In place of what the task observes, it takes in each tally of a microbatch as ``"<module name>/<tally>"``: those of
-    one pipeline stage at a time.
+    Its ``update`` receives tallies instead of the task's observations: ``"<module name>/<tally>"`` -> tensor, of a
+    microbatch in one pipeline stage at a time.
     """
 
     def attach(self, stage: nn.Module) -> None:
-        """Look at the full model, once and before anything else, so that the state has its final shapes.
+        """Inspect the full model, once and before other calls, so that the state gets its final shapes.
 
         Stages of other pipeline ranks are on the meta device.
 
         Raises:
-            BuildError: the model has nothing to observe.
+            BuildError: the model has no such tallies.
         """
         ...
 
 
 @runtime_checkable
 class ChoosesObservations(Protocol):
-    """Config of a metric whose fields name the observations that it reads, in place of its record's ``reads``."""
+    """Config of a metric whose fields choose the observations to read; replaces its record's ``reads``."""
 
     @property
     def reads(self) -> Set[str]:
-        """Names of the task's observations that the metric cannot do without."""
+        """Names of the task's observations that the metric requires."""
         ...

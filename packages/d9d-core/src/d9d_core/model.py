@@ -1,7 +1,7 @@
-"""Models: stages as model plugins are asked to build them, and optional protocols of their modules.
+"""Models: the stage that a model plugin builds, and optional protocols of its modules.
 
 Start here: a model's ``build(config, stage)`` returns an ``nn.Module`` for a :class:`Stage`, under the meta device. Its
-modules with parameters say how they are filled (:class:`d9d_core.traits.LateInit`)::
+modules with parameters initialise them later (:class:`d9d_core.traits.LateInit`)::
 
     import torch
     from torch import nn
@@ -18,7 +18,7 @@ modules with parameters say how they are filled (:class:`d9d_core.traits.LateIni
             return {"y": self.slope * x}
 
 All other protocols are optional. :class:`ContextShare`, :class:`SplitsContext`, :class:`SeesContext` and
-:class:`SharesAttention` go with the trait :class:`~d9d_core.traits.ContextParallelizable`, the others with
+:class:`SharesAttention` complement the trait :class:`~d9d_core.traits.ContextParallelizable`, the others the trait
 :class:`~d9d_core.traits.TensorParallelizable`.
 """
 
@@ -42,10 +42,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage of a model to build: number ``index`` of ``count``.
+    """Pipeline stage of a model to build: number ``index`` of ``count``.
 
     Attributes:
-        layers: how many layers each stage has, if the job says so; ``None`` leaves it to the model.
+        layers: number of layers of each stage, if the job sets it; ``None`` lets the model balance the stages.
     """
 
     index: int = 0
@@ -65,115 +65,115 @@ class Stage:
 
 @runtime_checkable
 class HasHeads(Protocol):
-    """Protocol, beside the trait of tensor parallelism, of a module some of whose children compute whole heads."""
+    """Optional protocol for tensor parallelism: a module some of whose children compute whole attention heads."""
 
     def tensor_parallel_heads(self) -> Mapping[str, int]:
-        """Numbers of heads of children of style ``COLUMN``, keyed by relative name.
+        """Number of heads of each child of style ``COLUMN``, by relative name.
 
-        Ranks share them evenly; where there are fewer heads than ranks, several ranks compute the same head.
+        Ranks divide the heads evenly; if there are fewer heads than ranks, several ranks compute the same head.
         """
         ...
 
 
-#: Kind of a module inside a linear layer: ``in`` is linear and reads the layer's input, ``out`` is linear and adds to
-#: its output; ``in_scale`` and ``out_scale`` have a weight with a number for each feature of its input or output.
+#: Role of a module inside a linear layer. ``in`` is linear and reads the layer's input; ``out`` is linear and adds to
+#: the layer's output; ``in_scale`` and ``out_scale`` have a weight with one element per input or output feature.
 TermKind = Literal["in", "out", "in_scale", "out_scale"]
 
 
 @runtime_checkable
 class HasLinearTerms(Protocol):
-    """Protocol, beside the trait of tensor parallelism, of a linear layer with further modules inside."""
+    """Optional protocol for tensor parallelism: a linear layer that contains further modules, such as an adapter."""
 
     def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
-        """Children by relative name, see :data:`TermKind`."""
+        """Relative name of each contained module -> its role, see :data:`TermKind`."""
         ...
 
 
 @runtime_checkable
 class SplitsFeatures(Protocol):
-    """Protocol, beside :class:`HasLinearTerms`, of a layer that reads weights of its terms, besides calling them."""
+    """Optional protocol next to :class:`HasLinearTerms`: the layer also reads weights of its contained modules."""
 
     def split_features(self, own: Callable[[Tensor], Tensor], add_up: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Hold a share of the output or the input features from now on.
+        """Compute with a share of the output or input features from now on.
 
         Args:
-            own: part of a weight of one of its terms that this rank computes with, with its gradient.
-            add_up: sum over the ranks of what each has of one shape, where they share the input features; forward
-                only, and collective over them.
+            own: returns this rank's part of a contained module's weight; differentiable.
+            add_up: sums tensors of equal shape over the ranks, if they split the input features; forward only,
+                collective over the ranks.
         """
         ...
 
 
 @runtime_checkable
 class SharesInputs(Protocol):
-    """Protocol, beside :class:`HasLinearTerms`, of a layer that draws random numbers for its inputs (dropout)."""
+    """Optional protocol next to :class:`HasLinearTerms`: the layer draws random numbers for its inputs (dropout)."""
 
     def share_inputs(self, part: int, parts: int) -> None:
-        """Take note that this rank's inputs are one of equal parts of the input features, from now on.
+        """Treat this rank's inputs as part ``part`` of ``parts`` equal parts of the input features from now on.
 
-        Generators are at the same place on all ranks: a layer that draws for all features, and uses its own part of the
-        numbers, draws what one process draws.
+        Generators have the same state on all ranks: a layer that draws numbers for all features and uses its own part
+        computes the same as a single process.
 
         Args:
-            part: number of the part.
-            parts: how many there are.
+            part: index of the part.
+            parts: number of parts.
         """
         ...
 
 
 @runtime_checkable
 class LendsProduct(Protocol):
-    """Protocol, beside the trait of tensor parallelism, of a linear layer whose product may be computed elsewhere.
+    """Optional protocol for tensor parallelism: a linear layer whose matrix product another module may compute.
 
-    There it overlaps with the exchange of its rows or outputs, and is one with those of layers that read the same rows.
-    Of a row-wise layer, the product and what its terms of kind ``in`` return are then sums over the ranks, at this
-    rank's positions, to which the layer adds the rest.
+    That module overlaps the product with communication of the layer's inputs or outputs, and fuses products that read
+    the same inputs. For a row-wise layer, the product and the outputs of contained modules of role ``in`` are then sums
+    over the ranks, at this rank's positions, to which the layer adds its other terms.
     """
 
     @property
     def deferral(self) -> Deferral | None:
-        """Deferral of the weight's gradient, which whoever computes the product keeps to."""
+        """Deferral of the weight's gradient, to be used by the function that computes the product."""
         ...
 
     def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:
-        """Ask a function for the product ``rows @ weight.T``, from now on; biases and terms stay with the layer.
+        """Let a function compute the product ``rows @ weight.T`` from now on; the layer adds biases and other terms.
 
         Args:
-            compute: rows [..., in features] -> product, with its gradients; ``None`` leaves it to the layer.
+            compute: rows [..., in features] -> product, differentiable; ``None`` leaves the product to the layer.
 
         Returns:
-            Whether it will be asked: a layer that computes in a format of its own has another product.
+            Whether the layer will call the function; false if it computes in another number format.
         """
         ...
 
 
 @runtime_checkable
 class SplitsSequence(Protocol):
-    """Protocol, beside the trait of tensor parallelism, of a stage whose hidden states may hold some positions only."""
+    """Optional protocol for tensor parallelism: a stage that supports sequence-parallel hidden states."""
 
     def split_sequence(self, ranks: int) -> None:
-        """Take note that hidden states, also those that cross stage boundaries, hold S / ``ranks`` positions each."""
+        """Expect S / ``ranks`` positions in hidden states from now on, also at stage boundaries."""
         ...
 
 
 class SequenceShare(Protocol):
-    """Share of the positions on one rank of ``tp``, for modules that need something of all of them."""
+    """Split of the positions over ``tp``, for modules that need information from all positions."""
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Gather [B, S / tp, ...] of all ranks to [B, S, ...], from which all of them compute the same. Collective."""
+        """All-gather [B, S / tp, ...] to [B, S, ...] for identical computation on all ranks. Collective over ``tp``."""
         ...
 
     def own(self, tensor: Tensor) -> Tensor:
-        """This rank's positions [B, S / tp, ...] of [B, S, ...]."""
+        """Positions of this rank, [B, S / tp, ...], from [B, S, ...]."""
         ...
 
 
 @runtime_checkable
 class SeesSequence(Protocol):
-    """Protocol, beside the trait of tensor parallelism, of a module of style ``SEQUENCE`` that looks across them."""
+    """Optional protocol for tensor parallelism: a module of style ``SEQUENCE`` that also needs other positions."""
 
     def see_sequence(self, share: SequenceShare) -> None:
-        """Take a share of the positions as input and output from now on, and all of them for what needs them."""
+        """Expect this rank's positions in inputs and outputs from now on, and gather all positions if necessary."""
         ...
 
 
@@ -182,9 +182,9 @@ class VocabularyShare:
     """Share of the vocabulary on one rank.
 
     Attributes:
-        first: first word of the share.
-        words: number of its words, which may be none.
-        group: the ranks that hold the others.
+        first: first token id of the share.
+        words: number of token ids in the share, possibly zero.
+        group: process group of the ranks that split the vocabulary.
     """
 
     first: int
@@ -192,59 +192,59 @@ class VocabularyShare:
     group: Any
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyShare:
-        """Share itself: copies of a head talk to the same ranks, and a group cannot be copied."""
+        """Return the same object: copies of a head use the same ranks, and a process group cannot be copied."""
         return self
 
 
 @runtime_checkable
 class SplitsVocabulary(Protocol):
-    """Protocol, beside the trait of tensor parallelism, of a head whose weight may be a share of the vocabulary."""
+    """Optional protocol for tensor parallelism: a head whose weight may be split over the vocabulary."""
 
     def split_vocabulary(self, share: VocabularyShare) -> None:
-        """Compute, from now on, with a share of the words, and return what all ranks together would.
+        """Compute with a share of the vocabulary from now on; outputs must equal a single process's outputs.
 
-        The gradient of the hidden states is then a partial sum.
+        The gradient of the hidden states is then a partial sum over the ranks.
         """
         ...
 
 
 class PositionShare(Protocol):
-    """Share of each sample's positions on one rank of ``cp``. It is no run of positions: which they are, it knows."""
+    """Split of each sample's positions over ``cp``. A rank's positions need not be contiguous."""
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that share the positions of a sample."""
+        """Number of ranks that split the positions of a sample."""
         ...
 
     def own(self, tensor: Tensor) -> Tensor:
-        """This rank's positions [B, S / cp, ...] of [B, S, ...], on the same device.
+        """Positions of this rank, [B, S / cp, ...], from [B, S, ...], on the same device.
 
         Raises:
-            ValueError: the ranks cannot share S positions evenly.
+            ValueError: the ranks cannot split S positions evenly.
         """
         ...
 
 
 class ContextShare(PositionShare, Protocol):
-    """Share of the positions, with a way to those of the other ranks."""
+    """Split of the positions over ``cp``, with an all-gather."""
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Gather [B, S / cp, ...] of all ranks to [B, S, ...], in the order of the sample.
+        """All-gather [B, S / cp, ...] to [B, S, ...], in the order of the sample.
 
-        Ranks compute different things from it, or each its part of the same: gradients of all of them add up.
-        Collective over ``cp``, forward and backward.
+        The backward sums the gradients of all ranks, which compute different things from the result or different parts
+        of the same thing. Collective over ``cp``, in forward and backward.
         """
         ...
 
 
 @runtime_checkable
 class SplitsContext(Protocol):
-    """Protocol, beside the trait of context parallelism, of a stage whose inputs may hold a rank's positions only."""
+    """Optional protocol for context parallelism: a stage that supports inputs with only this rank's positions."""
 
     def split_context(self, share: ContextShare) -> None:
-        """Take a rank's own positions from now on: tokens and all else [B, S / cp], but ``documents`` [B, S].
+        """Expect this rank's positions from now on: inputs are [B, S / cp], but ``documents`` is [B, S].
 
-        Masks are made for all S positions, as attention cores are told which of them are their queries'.
+        Masks cover all S positions, because attention cores are told which of them their queries are.
 
         Raises:
             BuildError: the stage computes something that needs all positions.
@@ -254,21 +254,21 @@ class SplitsContext(Protocol):
 
 @runtime_checkable
 class SeesContext(Protocol):
-    """Protocol, beside the trait of context parallelism, of a module that looks across positions, and is no core."""
+    """Optional protocol for context parallelism: a module, not an attention core, that needs all positions."""
 
     def see_context(self, share: ContextShare) -> None:
-        """Take a share of the positions as input and output from now on, and all of them for what needs them.
+        """Expect this rank's positions in inputs and outputs from now on, and gather all positions if necessary.
 
-        Sums that it counts are of its own positions. Losses are of all of them, on each rank.
+        Tallies count this rank's positions only. Losses are computed over all positions, on each rank.
         """
         ...
 
 
 @runtime_checkable
 class SharesAttention(Protocol):
-    """Protocol, beside the trait of context parallelism, of a core that computes a part of the attention of a sample.
+    """Optional protocol for context parallelism: an attention core that computes part of a sample's attention.
 
-    A core without it gets all positions, and some of the heads.
+    A core without this protocol receives all positions and some of the heads.
     """
 
     def attention_heads(self) -> tuple[int, int]:
@@ -280,18 +280,21 @@ class SharesAttention(Protocol):
         ...
 
     def see_queries(self, share: ContextShare) -> None:
-        """Take a rank's own queries [B, S / cp, N, D], and keys and values [B, S, K, D], from now on."""
+        """Expect this rank's queries [B, S / cp, N, D], and all keys and values [B, S, K, D], from now on."""
         ...
 
     def attend_by(self, function: Callable[..., Tensor]) -> None:
-        """Let a function attend from now on, in the place of any backend.
+        """Replace the attention backend by a function from now on.
 
         Args:
-            function: ``(query, key, value, documents, window)`` with [B, S / cp, heads, D] each, ``documents`` int64
-                [B, S] or ``None`` if a sample is one document, and the number of positions that a query sees or
-                ``None`` for all earlier ones; returns what the query heads see, [B, S / cp, N, D]. If it has
-                ``prepare(documents, length, window, device)``, it may get what that returned in the place of
-                ``documents``, made once for all layers. If it has op slots (:class:`d9d_core.traits.HasOps`), the core
-                lists them as its own, and adds what it knows of its attention to their static facts.
+            function: ``(query, key, value, documents, window)``: query, key and value have shape
+                [B, S / cp, heads, D]; ``documents`` is int64 [B, S], or ``None`` if a sample is one document;
+                ``window`` is
+                the number of positions that a query sees, or ``None`` for all earlier ones. Returns [B, S / cp, N, D].
+                If
+                the function has ``prepare(documents, length, window, device)``, ``documents`` may be replaced by its
+                result, which is computed once for all layers. If the function has op slots
+                (:class:`d9d_core.traits.HasOps`), the core lists them as its own, and adds facts about its attention to
+                their static facts.
         """
         ...

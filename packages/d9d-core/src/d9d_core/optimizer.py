@@ -42,59 +42,61 @@ __all__ = ["AveragesWeights", "DeclaresCollectives", "DividesGradients", "LrSche
 
 
 class Optimizer(Protocol):
-    """Optimizer of parameters in place. Its state is keyed by parameter name, so any layout can resume from any other.
+    """In-place optimizer. Its state is keyed by parameter name, so that a run can resume with another layout.
 
-    It is given the trained parameters of the full model, so that its rules mean the same on every rank. Those of other
-    pipeline ranks are on the meta device and never have a gradient; the state made for them is there too.
+    An optimizer receives the trained parameters of the full model, so that its rules mean the same on every rank.
+    Parameters of other pipeline ranks, and their state, are on the meta device and never have gradients.
 
-    Parameters and gradients may be DTensors; state made with ``torch.zeros_like`` then is sharded like them. An update
-    that is elementwise works on :func:`d9d_core.tensors.local` of each. One that needs more than single elements, such
-    as whole matrices, communicates inside of :meth:`step`, over the meshes of its parameters: all ranks of a mesh step
-    together and have gradients of the same parameters, so collectives in the parameters' order match.
+    Parameters and gradients may be DTensors; state made with ``torch.zeros_like`` is then sharded like its parameter.
+    Elementwise updates use :func:`d9d_core.tensors.local` of each tensor. Updates that need more, such as whole
+    matrices,
+    communicate inside :meth:`step`, over the meshes of the parameters. All ranks of a mesh call :meth:`step` together
+    and
+    have gradients of the same parameters, so collectives issued in the order of the parameters match.
 
-    What only some optimizers do are protocols of their own: :class:`DividesGradients`, :class:`AveragesWeights`.
+    Features of only some optimizers are separate protocols: :class:`DividesGradients`, :class:`AveragesWeights`.
     """
 
     def init_state(self) -> None:
-        """Materialise all state, so that it can be loaded into."""
+        """Allocate all state, so that a checkpoint can be loaded into it."""
         ...
 
     def step(self, gate: Tensor) -> None:
-        """Update the parameters from ``parameter.grad``. One without a gradient is left alone.
+        """Update parameters in place from ``parameter.grad``; parameters without a gradient do not change.
 
         Args:
-            gate: 0-d bool tensor on the parameters' device; where it is false, neither parameters nor state change.
+            gate: 0-d bool tensor on the parameters' device; where false, parameters and state keep their values.
         """
         ...
 
     def set_lr_factor(self, factor: float) -> None:
-        """Multiply the base learning rate of every group for the coming steps."""
+        """Set the factor on the base learning rate of every group for the next steps."""
         ...
 
     @property
     def lr(self) -> float:
-        """Present learning rate of the first group."""
+        """Current learning rate of the first group."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """Parameter groups in words, for ``d9d explain``: group -> settings and parameter names."""
+        """Parameter groups, for ``d9d explain``: group -> settings and parameter names."""
         ...
 
     def state(self) -> Mapping[str, Tensor]:
-        """Optimizer state, ``"<parameter name>/<slot>"`` -> tensor. They are its own: loading copies into them."""
+        """Optimizer state: ``"<parameter name>/<slot>"`` -> tensor. No copies: a load writes into the tensors."""
         ...
 
 
 @runtime_checkable
 class DividesGradients(Optimizer, Protocol):
-    """Optimizer that clips gradients inside of its step, which saves a pass over them.
+    """Optimizer that clips gradients inside its step, which saves a pass over them.
 
-    The trainer asks for it where nobody reads gradients between clipping and the step. Results are those of gradients
-    that were divided before; the quotients of narrow ones need not be rounded to their dtype.
+    The trainer uses this if no subscriber reads gradients between clipping and the step. Results equal an update with
+    gradients divided in advance, except that quotients of low-precision gradients need not be rounded to their dtype.
     """
 
     def divide_gradients(self, divisor: Tensor) -> None:
-        """Divide the gradients of the coming step, and of no later one.
+        """Divide the gradients of the next step only.
 
         Args:
             divisor: 0-d float32 on the parameters' device, at least 1; NaN where the step's gate is false.
@@ -104,30 +106,30 @@ class DividesGradients(Optimizer, Protocol):
 
 @runtime_checkable
 class AveragesWeights(Optimizer, Protocol):
-    """Optimizer whose trained weights are not those that it takes gradients at."""
+    """Optimizer whose weights for evaluation and export, such as an average, differ from the trained parameters."""
 
     @property
     def average(self) -> tuple[str, float]:
-        """Slot s of the state and number w with which the weights to evaluate are ``(1 - w) parameter + w s``.
+        """Slot s of the state and number w: the weights to evaluate are ``(1 - w) parameter + w s``.
 
-        So readers of a checkpoint compute them, in the slot's dtype.
+        Readers of a checkpoint compute them by this formula, in the slot's dtype.
         """
         ...
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
-        """Let the parameters hold the weights to evaluate and to export inside the block.
+        """Write the weights for evaluation and export into the parameters inside the block.
 
-        After it they have their bits again. No step is made inside.
+        The previous values are restored bit for bit after the block. No step is made inside it.
         """
         ...
 
 
 @runtime_checkable
 class DeclaresCollectives(Protocol):
-    """Optimizer that says what its step communicates, for ``d9d explain``."""
+    """Optimizer that lists the collectives of its step, for ``d9d explain``."""
 
     def collectives(self) -> Iterable[Collective] | None:
-        """Collectives of a step on this rank, if every parameter has a gradient; ``None`` if that is not known."""
+        """Collectives of a step on this rank, if every parameter has a gradient; ``None`` if unknown."""
         ...
 
 
@@ -135,5 +137,5 @@ class LrSchedule(Protocol):
     """Learning-rate schedule: the factor on the base rate as a pure function of the step."""
 
     def __call__(self, step: int) -> float:
-        """Factor of step ``step`` (0-based)."""
+        """Factor for step ``step`` (0-based)."""
         ...

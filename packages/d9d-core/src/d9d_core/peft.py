@@ -1,6 +1,6 @@
 """Parameter-efficient fine-tuning methods.
 
-Start here: :class:`PeftMethod` changes a stage and returns the names of the parameters that train::
+Start here: :class:`PeftMethod` changes a stage and returns the names of its trainable parameters::
 
     class Biases:
         def __init__(self, config): ...
@@ -29,52 +29,53 @@ class PeftMethod(Protocol):
     """Parameter-efficient fine-tuning method."""
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
-        """Change the stage in place and return the names of the parameters that train; all others are frozen.
+        """Change the stage in place and return the names of the trainable parameters; all others are frozen.
 
         Raises:
-            BuildError: nothing matched.
+            BuildError: the method's patterns match no module or parameter.
         """
         ...
 
     def merge(self, stage: nn.Module) -> None:
-        """Fold what was injected back into the original parameters, for export.
+        """Merge the added tensors into the original parameters, for export.
 
-        Called for every export; the stage, its tensors and this object are put back afterwards, bit for bit.
+        Called for every export; afterwards, the stage, its tensors and this object are restored bit for bit.
         """
         ...
 
 
 @runtime_checkable
 class StartsFromWeights(Protocol):
-    """Start of a fine-tuning method whose tensors begin as functions of the model's weights."""
+    """Optional protocol of a fine-tuning method that initialises its tensors from the model's weights."""
 
     def start(self, stage: nn.Module) -> None:
-        """Fill what was added, from the model's weights as training starts from them.
+        """Initialise the added tensors from the model's initial weights.
 
-        Called once, when these are there, drawn or pretrained; an adapter or a checkpoint is loaded afterwards.
-        Parameters may be sharded. Collective over the ranks that share them.
+        Called once, after these weights were drawn or loaded; an adapter or a checkpoint is loaded afterwards.
+        Parameters may be sharded. Collective over the ranks that shard them.
 
         Args:
-            stage: a stage with the method injected, or several as one module.
+            stage: a stage with the method injected, or several stages as one module.
         """
         ...
 
 
 @runtime_checkable
 class SwitchesOff(Protocol):
-    """Switch of a fine-tuning method that only adds to a model; one that trains the model's own parameters has none.
+    """Optional protocol of a fine-tuning method that only adds to a model, so that it can be disabled.
 
-    So a model is its own reference: a task that compares the tuned model with the one it started from needs no copy.
+    Tasks that compare the tuned model with the original one then need no copy of the model.
     """
 
     def off(self, stage: nn.Module) -> AbstractContextManager[None]:
-        """Compute as the model did before injection, inside the block.
+        """Compute like the original model inside the block.
 
-        It holds for a forward without gradients, or with its backward inside the block too; also where blocks are
-        compiled (once more for this case) or parameters are sharded. Blocks may nest. Names, tensors and what trains
-        stay as they are. An attribute that a forward reads is enough; in a hook, compiled code would not see it change.
+        The block may contain a forward without gradients, or a forward and its backward. It also works with compiled
+        blocks, which are compiled once more for this case, and with sharded parameters. Blocks may nest. Names, tensors
+        and the set of trained parameters do not change. Implement it by an attribute that the forward reads: compiled
+        code would not notice a change in a hook.
 
         Args:
-            stage: a stage with the method injected, or several as one module.
+            stage: a stage with the method injected, or several stages as one module.
         """
         ...

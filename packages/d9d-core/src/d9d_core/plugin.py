@@ -1,6 +1,6 @@
-"""Records: frozen declarations of what a plugin offers, its references and its hooks.
+"""Records: frozen declarations of the components that a plugin offers, with references to their code, and hooks.
 
-Start here: a ``plugin.py`` states its API and yields a record from a hook; a :class:`Ref` names the code behind it::
+Start here: a ``plugin.py`` states its API version and yields records from hooks; a :class:`Ref` names code::
 
     from d9d_core.plugin import Ref, TaskSpec, hookimpl
 
@@ -15,11 +15,11 @@ Start here: a ``plugin.py`` states its API and yields a record from a hook; a :c
             build=Ref("d9d_nn.causal_lm.task:CausalLM"),
         )
 
-A record is cheap to build. Code that needs torch or pydantic is a :class:`Ref`, loaded when the job asks for it. The
-signatures behind the references are protocols; each record says which one.
+A record is cheap to build. Code that needs torch or pydantic is named by a :class:`Ref` and loaded when a job uses it.
+Signatures of the code are protocols; each record names its protocol.
 
-Capabilities are flat tokens: ``requires`` must hold for the job, ``provides`` adds tokens to it, ``conflicts`` must not
-hold. This module imports neither torch nor pydantic.
+Capabilities are flat tokens: tokens in ``requires`` must hold for the job, ``provides`` adds tokens to the job, and
+tokens in ``conflicts`` must not hold. This module imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 #: The annotation of a field that holds a reference.
 _REFERENCE = re.compile(r"\bRef\b")
 
-#: Marks the functions of a plugin.py that implement a hook.
+#: Decorator of the functions in a plugin.py that implement a hook.
 hookimpl = pluggy.HookimplMarker("d9d")
 #: Order in which strategies act on a freshly built stage, first to last.
 ANCHORS = ("inject", "convert", "tensor", "context", "expert", "checkpointing", "compile", "data")
-#: Where a strategy stands relative to its anchor.
+#: Place of a strategy relative to its anchor.
 POSITIONS = ("before", "at", "after")
-#: Namespaces of capability tokens whose words core defines, so that no plugin declares any.
+#: Namespaces of capability tokens that only core defines; plugins cannot declare tokens in them.
 RESERVED = ("mesh", "strategy", "device", "import")
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Reference ``"package.module:attribute"``: a plugin's declaration names heavy code without importing it.
+    """Reference ``"package.module:attribute"``, by which a record names code without importing it.
 
     Raises:
         ValueError: the text does not have that form.
@@ -81,8 +81,8 @@ class Ref:
 
         Raises:
             ImportError: the module cannot be imported.
-            AttributeError: it has no such attribute.
-            KeyboardInterrupt: of the user.
+            AttributeError: the module has no such attribute.
+            KeyboardInterrupt: the user pressed Ctrl-C during the import.
         """
         module, _, path = self.target.partition(":")
         try:
@@ -107,9 +107,9 @@ def _tokens(value: Iterable[str], what: str = "capability tokens") -> frozenset[
 
 
 def _check_dims(record: str, tensors: Mapping[str, int]) -> None:
-    """Refuse tensors without a number of dims, such as a set of names."""
+    """Refuse tensors without a number of dimensions, for example a set of names."""
     if not isinstance(tensors, Mapping) or not all(type(dims) is int for dims in tensors.values()):
-        raise TypeError(f"{record} is {tensors!r}; give the number of dims of each tensor, such as {{'tokens': 2}}")
+        raise TypeError(f"{record} is {tensors!r}; map each tensor to its number of dims, such as {{'tokens': 2}}")
 
 
 def _check_summary(who: str, summary: str) -> None:
@@ -124,10 +124,10 @@ class Spec:
     """Base of the records that a plugin declares.
 
     Attributes:
-        name: how a job file selects it: lower case, digits, underscores, optionally ``.v2``.
+        name: name by which a job file selects the component: lower case, digits, underscores, optionally ``.v2``.
         summary: one line for ``d9d plugins show``.
         requires: capability tokens that must hold.
-        provides: capability tokens that hold once this is selected.
+        provides: capability tokens that hold in jobs that select this record.
         conflicts: capability tokens that must not hold.
     """
 
@@ -150,7 +150,7 @@ class Spec:
 
     @property
     def key(self) -> str:
-        """Name of the record, unique among those of one kind."""
+        """Name of the record, unique among records of its kind."""
         return self.name
 
     def _check_no_reference(self, name: str, value: object, optional: bool) -> None:
@@ -162,7 +162,7 @@ class Spec:
         if not hasattr(value, "__qualname__"):
             raise TypeError(f"{where} {value!r}; give it a Ref")
         kind = "class" if isinstance(value, type) else "function"
-        # A single file has no name that it could write down.
+        # A single-file plugin has no fixed module name to write.
         target = f"{value.__module__}:{value.__qualname__}"
         written = f'f"{{__name__}}:{value.__qualname__}"' if value.__module__.startswith("d9d_file_") else repr(target)
         raise TypeError(
@@ -177,14 +177,14 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredSpec(Spec):
-    """A record with its own section in the job file.
+    """Record of a component with its own section in the job file.
 
     Attributes:
         config: a :class:`d9d_core.config.PluginConfig` subclass whose ``name`` is this record's name.
-        build: what makes the component from the config; its signature depends on the kind.
-        composite: whether components of other plugins are inside: fields of the config are open unions,
-            ``Annotated[PluginConfig, Named("dataset")]``. ``build`` then has a further argument, the last one: a
-            function that builds such a component of its config and the arguments of its kind.
+        build: function or class that makes the component from the config; its signature depends on the kind.
+        composite: whether the component contains components of other plugins: fields of the config are open unions,
+            ``Annotated[PluginConfig, Named("dataset")]``. ``build`` then has a further, last argument: a function that
+            builds such a component from its config and the arguments of its kind.
     """
 
     config: Ref
@@ -218,10 +218,10 @@ class StrategySpec(ConfiguredSpec):
         anchor: the point in :data:`ANCHORS` it belongs to.
         position: before, at or after that anchor.
         axes: mesh axes it makes use of, if they have more than one rank.
-        cost: ``(config) -> StrategyCost``, imported without torch, for ``d9d plan``; ``None`` changes no cost but what
-            the axes do.
+        cost: ``(config) -> StrategyCost``, imported without torch, for ``d9d plan``; ``None`` if the strategy changes
+            costs only through its axes.
         alternatives: ``(config) -> Sequence[config]``, imported without torch: further settings that ``d9d plan``
-            tries; those of data parallelism where a step has several microbatches, others where a job has it.
+            tries; for data-parallel strategies if a step has several microbatches, for others if the job has them.
     """
 
     anchor: str
@@ -244,12 +244,13 @@ class ScheduleSpec(ConfiguredSpec):
     """A pipeline schedule. ``build(config) -> Schedule``, imported without torch.
 
     Attributes:
-        handlers: ``(config, executor: Executor) -> Mapping[type[Action], Handler]`` for the actions that core does not
-            run: ``Ref("d9d_pipeline.runtime.handlers:handlers")`` runs all of those that core defines.
+        handlers: ``(config, executor: Executor) -> Mapping[type[Action], Handler]`` for actions that core itself does
+            not
+            run: ``Ref("d9d_pipeline.runtime.handlers:handlers")`` handles all actions that core defines.
         simulate: ``(programs, times: StageTimes) -> float``, seconds of a step, imported without torch, for ``d9d
             plan``: ``Ref("d9d_pipeline.simulator.seconds:seconds")`` simulates any schedule.
-        ordered_transfers: whether a step still ends if each transfer waits for those that its rank launched before it,
-            in either direction; then the streams of transfers may share the hardware queues of a GPU.
+        ordered_transfers: whether a step completes even if each transfer waits for all transfers that its rank launched
+            before, in both directions; then the streams of transfers may share hardware queues of a GPU.
     """
 
     handlers: Ref | None = None
@@ -262,12 +263,13 @@ class TaskSpec(ConfiguredSpec):
     """Record by which a plugin declares a task. ``build(config) -> Task``.
 
     Attributes:
-        observes: names of what :meth:`d9d_core.task.Task.observations` returns, so that a metric that cannot work
-            with the task is refused before anything is built; ``None`` if they are not known here.
-        on_demand: further names, of what is there if a metric reads it and the model can compute it
-            (:class:`d9d_core.traits.ObservesOnDemand`), or if the data has it.
-        reads: tensors of a microbatch that the task cannot do without -> their number of dims, so that a dataset that
-            does not give them is refused before it is opened; empty if they are not known here.
+        observes: names of the observations that :meth:`d9d_core.task.Task.observations` always returns, so that a
+            metric
+            that needs others is refused before anything is built; ``None`` if unknown.
+        on_demand: names of further observations: returned if a metric reads them and the model can compute them
+            (:class:`d9d_core.traits.ObservesOnDemand`) or the data has them.
+        reads: tensors of a microbatch that the task requires -> number of dimensions, so that a dataset without them is
+            refused before it is opened; empty if unknown.
     """
 
     observes: Set[str] | None = None
@@ -284,10 +286,10 @@ class TaskSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceTaskSpec(ConfiguredSpec):
-    """An inference task. ``build(config) -> InferenceTask``.
+    """Record by which a plugin declares an inference task. ``build(config) -> InferenceTask``.
 
     Attributes:
-        reads: as :attr:`TaskSpec.reads`.
+        reads: see :attr:`TaskSpec.reads`.
     """
 
     reads: Mapping[str, int] = field(default_factory=dict)
@@ -299,7 +301,7 @@ class InferenceTaskSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class WriterSpec(ConfiguredSpec):
-    """A format of the output of inference jobs. ``build(config) -> Writer``."""
+    """An output format of inference jobs. ``build(config) -> Writer``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,8 +309,9 @@ class DatasetSpec(ConfiguredSpec):
     """A dataset. ``build(config, context: DataContext) -> DataStream``.
 
     Attributes:
-        gives: tensors that every microbatch has -> their number of dims; ``None`` if they are not known here.
-            ``"inner"``: the tensors that all datasets inside of its config give. A config whose fields decide it is a
+        gives: tensors in every microbatch -> number of dimensions; ``None`` if unknown. ``"inner"``: the tensors that
+            all
+            datasets inside the config give. A config whose fields decide this is a
             :class:`d9d_core.data.ChoosesTensors`.
     """
 
@@ -325,8 +328,9 @@ class MetricSpec(ConfiguredSpec):
     """A metric over the task's observations. ``build(config) -> Metric``.
 
     Attributes:
-        reads: names of the task's observations that it cannot do without; empty if it reads what modules tally, or if
-            its config says which they are (:class:`d9d_core.metric.ChoosesObservations`).
+        reads: names of the task's observations that the metric requires; empty if it reads tallies of modules, or if
+            its
+            config chooses them (:class:`d9d_core.metric.ChoosesObservations`).
     """
 
     reads: Set[str] = frozenset()
@@ -346,9 +350,10 @@ class PeftSpec(ConfiguredSpec):
     """A fine-tuning method. ``build(config) -> PeftMethod``.
 
     Attributes:
-        cost: ``(config, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost`` of one weight by its
-            whole name, imported without torch, for ``d9d plan``. That of a composite record gets a function of the same
-            arguments as its last one, which is the cost of any method inside.
+        cost: ``(config, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost`` of one weight, given its
+            qualified name, imported without torch, for ``d9d plan``. For a composite record, the function has a
+            further,
+            last argument: a function with the same arguments that returns the cost of any nested method.
     """
 
     cost: Ref | None = None
@@ -359,7 +364,7 @@ class OptimizerSpec(ConfiguredSpec):
     """An optimizer. ``build(config, parameters: Mapping[str, nn.Parameter]) -> Optimizer``.
 
     Attributes:
-        cost: ``(config, width: int) -> OptimizerCost`` of a parameter of so many bytes, imported without torch, for
+        cost: ``(config, width: int) -> OptimizerCost`` for parameters of ``width`` bytes, imported without torch, for
             ``d9d plan``.
     """
 
@@ -381,14 +386,16 @@ class KernelSpec(Spec):
     """Record by which a plugin declares a kernel: a backend of one op.
 
     Attributes:
-        op: the op it implements, for example ``attention``.
+        op: name of the op, for example ``attention``.
         supports: ``(OpSignature) -> Decision``; decides from the static signature alone.
-        build: ``(OpSignature) -> Callable``; the function that replaces the op's reference.
-        deterministic: it computes the same bits each time, at least where ``torch.use_deterministic_algorithms`` is on;
-            a job that is ``deterministic`` refuses one that does not.
-        operators: patterns over names of torch's operators, such as ``aten._scaled_dot_product_*``, one of which
-            computes what the op returns. Checkpointed blocks keep their outputs where a job says so by the op's name;
-            empty: they cannot.
+        build: ``(OpSignature) -> Callable``; returns the function that replaces the op's reference.
+        deterministic: whether the kernel computes the same bits each time, at least under
+            ``torch.use_deterministic_algorithms``; a job with ``deterministic: true`` refuses other kernels.
+        operators: patterns of torch operator names, such as ``aten._scaled_dot_product_*``, that match the operator
+            which
+            computes the op's result. If a job lists the op, checkpointed blocks keep the outputs of these operators;
+            empty
+            if that is impossible.
     """
 
     op: str
@@ -399,7 +406,7 @@ class KernelSpec(Spec):
 
     @property
     def key(self) -> str:
-        """Name of the record as ``op.name``: two ops may have backends of one name."""
+        """Name of the record as ``op.name``, because backends of two ops may have the same name."""
         return f"{self.op}.{self.name}"
 
 
@@ -412,13 +419,13 @@ class HealthCheckSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class JobCheckSpec(Spec):
-    """A further check of a job, made by ``d9d check`` after names, values and capabilities.
+    """An additional check of a job, run by ``d9d check`` after names, values and capabilities.
 
     Attributes:
-        run: function of the :class:`~d9d_core.job.JobFile` and the number of processes (``None``: what the mesh needs).
-            It prints what it found and raises :class:`~d9d_core.errors.D9dError` if the job cannot run.
+        run: function of the :class:`~d9d_core.job.JobFile` and the number of processes (``None``: as the mesh needs).
+            It prints its findings and raises :class:`~d9d_core.errors.D9dError` if the job cannot run.
         memory: whether ``run`` has a third argument: bytes of a device's memory that the job must fit into, or
-            ``None`` if the user named none (``d9d check --memory``).
+            ``None`` without ``d9d check --memory``.
     """
 
     run: Ref
@@ -427,20 +434,20 @@ class JobCheckSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSpec(Spec):
-    """An extra sub-command of ``d9d``. ``app`` is a ``typer.Typer``, imported when the command is used."""
+    """A sub-command of ``d9d``. ``app`` is a ``typer.Typer``, imported when the command is used."""
 
     app: Ref
 
 
 @dataclass(frozen=True, slots=True)
 class ViewDim:
-    """Dimension of a view: its size is the product of mesh axes, divided by the axes that lie over them.
+    """Dimension of a view. Its size is the product of some mesh axes, divided by the axes that overlap them.
 
     Attributes:
-        name: what meshes call it.
-        axes: mesh axes whose sizes multiply.
-        over: mesh axes that are laid over these and replace them. One that is larger than the product covers all
-            of it and goes on over the next dimension outwards that names it.
+        name: name of the dimension in device meshes.
+        axes: mesh axes whose sizes are multiplied.
+        over: mesh axes that overlap ``axes`` and replace them. An axis larger than the product covers all of it and
+            continues in the next outer dimension whose ``over`` contains the axis.
     """
 
     name: str
@@ -453,7 +460,7 @@ class ViewSpec(Spec):
     """A view of the grid of ranks: the same ranks in the same order, cut into other dimensions.
 
     Attributes:
-        dims: outermost first; the product of their sizes is the number of processes.
+        dims: dimensions, outermost first; the product of their sizes is the number of processes.
     """
 
     dims: tuple[ViewDim, ...]
@@ -461,12 +468,12 @@ class ViewSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class CapabilitySpec:
-    """Record by which a plugin declares a capability token of its own, so that it is not taken for a typing error.
+    """Record by which a plugin declares its own capability token, so that the token is not mistaken for a typing error.
 
     Attributes:
-        token: ``namespace:word``. The namespace is the plugin's own, or ``model`` for something that models of several
-            plugins may offer. Core's other namespaces (``mesh``, ``strategy``, ``device``, ``import``) are reserved.
-        summary: what it means, and how to obtain it when it is missing.
+        token: ``namespace:word``. The namespace is the plugin's own, or ``model`` for a property that models of several
+            plugins may have. Core's other namespaces (``mesh``, ``strategy``, ``device``, ``import``) are reserved.
+        summary: meaning of the token, and how to obtain it if it is missing.
     """
 
     token: str
@@ -481,5 +488,5 @@ class CapabilitySpec:
 
     @property
     def key(self) -> str:
-        """Name of the record: the token, so that capabilities are listed like other records."""
+        """Key of the record, equal to the token."""
         return self.token

@@ -1,6 +1,6 @@
-"""Pipeline schedules: actions of one rank in one optimizer step, as frozen data. Imports no torch.
+"""Pipeline schedules: the actions of each rank in one optimizer step, as frozen data. Imports no torch.
 
-Start here: a :class:`Schedule` is a function from ranks and microbatches to a :data:`Program` for each rank::
+Start here: a :class:`Schedule` is a function from the numbers of ranks and microbatches to a :data:`Program` per rank::
 
     from d9d_core.schedule import Backward, Forward, ReceiveActivation, ReceiveGradient, Reduce
     from d9d_core.schedule import SendActivation, SendGradient
@@ -18,13 +18,12 @@ Start here: a :class:`Schedule` is a function from ranks and microbatches to a :
             yield Reduce(rank)
         return [tuple(program(rank)) for rank in range(ranks)]
 
-The program of a single stage is forward and backward of each microbatch in turn, then the reduction; gradient
-accumulation is the same program with more microbatches. The optimizer step is no action: it is one line of the training
-step, after all programs have ended, because clipping needs the gradients of every stage.
+The program of a single stage runs forward and backward of each microbatch in turn, then the reduction; gradient
+accumulation is the same program with more microbatches. The optimizer step is not an action: it follows after all
+programs have ended, because clipping needs the gradients of every stage.
 
-Every action prints as a letter, its stage and its microbatch: ``F2.5``. A send carries the index of the stage that
-produces the tensor, a receive the index of the stage that needs it: ``S>2.5`` on one rank is ``R>3.5`` on another, and
-``S<3.5`` is ``R<2.5``.
+An action is printed as a letter, its stage and its microbatch: ``F2.5``. A send carries the producing stage's index, a
+receive the consuming stage's: ``S>2.5`` on one rank is ``R>3.5`` on another, and ``S<3.5`` is ``R<2.5``.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Action:
     """Base of all actions.
 
     Attributes:
-        stage: whose part of the model this is about; a stage of the rank that runs the action.
+        stage: index of a stage on the rank that runs the action.
     """
 
     stage: int
@@ -53,10 +52,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchAction(Action):
-    """Base of the actions for one microbatch.
+    """Base of the actions on one microbatch.
 
     Attributes:
-        mark: what it prints as.
+        mark: printed letter of the action type.
     """
 
     mark: ClassVar[str]
@@ -82,14 +81,14 @@ class Backward(MicrobatchAction):
 
 @dataclass(frozen=True, slots=True)
 class InputBackward(MicrobatchAction):
-    """Compute the gradients of the stage's inputs; those of its weights wait for :class:`WeightBackward`."""
+    """Compute the gradients of the stage's inputs; :class:`WeightBackward` computes the weight gradients later."""
 
     mark = "I"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBackward(MicrobatchAction):
-    """Compute the gradients of the stage's weights that :class:`InputBackward` left."""
+    """Compute the weight gradients that :class:`InputBackward` left out."""
 
     mark = "W"
 
@@ -124,7 +123,7 @@ class ReceiveGradient(MicrobatchAction):
 
 @dataclass(frozen=True, slots=True)
 class Overlap(Action):
-    """Run a forward and a backward of other microbatches or stages at the same time."""
+    """Run a forward and a backward of different microbatches or stages at the same time."""
 
     stage: int = field(init=False, repr=False)
     forward: Forward
@@ -139,30 +138,30 @@ class Overlap(Action):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Action):
-    """Start the reductions of a stage's gradients over other ranks: all of them are there."""
+    """Start the reduction of a stage's gradients over other ranks, once all its gradients are computed."""
 
     def __str__(self) -> str:
         return f"R{self.stage}"
 
 
-#: The actions of one rank, in order.
+#: Actions of one rank, in order.
 Program = tuple[Action, ...]
 
 
 class Schedule(Protocol):
-    """A program generator: a pure function, so that programs can be printed, checked and simulated without a GPU."""
+    """Generator of programs: a pure function, so that programs can be printed, checked and simulated without a GPU."""
 
     def __call__(self, ranks: int, microbatches: int, /) -> Sequence[Program]:
-        """Programs of all pipeline ranks. How many stages there are, and on which ranks, is up to the schedule.
+        """Programs of all pipeline ranks. The schedule chooses the number of stages and their ranks.
 
         Raises:
-            ValueError: the schedule cannot do that; the text says what it can do, such as the least microbatches.
+            ValueError: the schedule does not support these numbers; the message says which it supports.
         """
         ...
 
 
 def single_stage(stages: int, microbatches: int) -> Sequence[Program]:
-    """Program of a model that is not split.
+    """Program of a model with a single stage.
 
     Raises:
         ValueError: there are several stages.
@@ -174,17 +173,17 @@ def single_stage(stages: int, microbatches: int) -> Sequence[Program]:
 
 
 def compute_parts(action: Action) -> tuple[Action, ...]:
-    """Forward and backward of an overlapped pair; of any other action, that action."""
+    """Forward and backward of an overlapped pair; a tuple of the action itself for other actions."""
     return (action.forward, action.backward) if isinstance(action, Overlap) else (action,)
 
 
 def count_stages(programs: Sequence[Program]) -> int:
-    """Number of stages of the programs: one more than the highest they name."""
+    """Number of stages of the programs: the highest index plus one."""
     return 1 + max((action.stage for program in programs for action in program), default=-1)
 
 
 def forward_only(program: Program) -> Program:
-    """Forward actions of a program, for evaluation. Their order stays, so a sound program stays sound."""
+    """Forward actions of a program in the same order, for evaluation. The result of a valid program is valid."""
     kept: list[Action] = []
     for action in program:
         kept += [part for part in compute_parts(action) if isinstance(part, _OF_FORWARD)]

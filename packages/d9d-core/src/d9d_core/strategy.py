@@ -15,7 +15,7 @@ Start here: :class:`Strategy` changes a built stage and returns an :class:`Appli
                 block.requires_grad_(False)
             return Applied(modules=tuple(blocks), collectives=no_collectives)
 
-A strategy that shards or replicates parameters names the :class:`GradientOwner` of each reduction it takes over.
+A strategy that shards or replicates parameters lists the :class:`GradientOwner` of each reduction that it takes over.
 """
 
 from __future__ import annotations
@@ -36,31 +36,30 @@ __all__ = [
 ]  # fmt: skip
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "receive"]
-"""Kind of a collective, or of one side of an exchange between two ranks."""
+"""Kind of a collective, or of one side of a point-to-point transfer."""
 Pass = Literal["forward", "backward", "input_backward"]
-"""Pass of a microbatch through a stage; an ``input_backward`` leaves the gradients of weights for later."""
+"""Pass of a microbatch through a stage; an ``input_backward`` defers the weight gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Collective, as strategies tell theirs for ``d9d explain``: calls in a step of one operation, ranks and size.
+    """Calls of one collective in a step, declared by a strategy for ``d9d explain``: operation, ranks and size.
 
-    Bytes are those of one rank's call: of what an all-gather returns, of what a reduce-scatter or an all-to-all takes,
-    of what an all-reduce reduces and of what a send or a receive carries. A call among one rank sends nothing and is
-    left out.
+    ``bytes`` counts one rank's call: the result of an all-gather, the input of a reduce-scatter, all-to-all or
+    all-reduce, the tensor of a send or a receive. Calls over a single rank communicate nothing and are left out.
 
     Attributes:
         kind: operation.
-        group: mesh dimensions that its ranks lie along, for people, such as ``fsdp``.
-        ranks: numbers of all of its ranks, in order; of a send or a receive, this rank's and the other's.
-        bytes: bytes of one call; ``None`` where only the data tells.
+        group: name of the mesh dimensions of its ranks for output, such as ``fsdp``.
+        ranks: all of its ranks, in order; for a send or a receive, this rank and the peer.
+        bytes: bytes of one call; ``None`` if they depend on the data.
         count: number of calls in a step.
-        purpose: what travels, in words, such as ``parameters of layers.0``.
-        module: qualified name of the module whose forward makes the calls, so that those of a checkpointed block are
-            counted again for its second forward; ``None`` if no second forward repeats them.
-        approximate: ``bytes`` follow from values that a step has and a plan lacks, such as the choices of a router.
-        at_most: ``count`` is the most that there can be, as in the second forward of a checkpointed block, which ends
-            with the last tensor that the backward needs.
+        purpose: description of the data, such as ``parameters of layers.0``.
+        module: qualified name of the module whose forward makes the calls, so that calls of a checkpointed block are
+            counted again for its recomputation; ``None`` if no recomputation repeats them.
+        approximate: whether ``bytes`` is an estimate, because it depends on values such as the choices of a router.
+        at_most: whether ``count`` is an upper bound: the recomputation of a checkpointed block stops at the last tensor
+            that the backward needs.
     """
 
     kind: Kind
@@ -76,16 +75,17 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Shape of a step on one rank and stage, from which a strategy tells what it communicates.
+    """Shape of a step on one rank and stage, from which a strategy derives its collectives.
 
     Attributes:
         passes: the rank's forwards and backwards on this stage, in order.
-        samples: number of rows in a microbatch, one for each text of a sample.
-        positions: positions of a sample on a rank of ``cp``, those of all ranks of ``tp`` together; ``None`` where only
-            the data tells.
-        itemsize: bytes of a number in the forward.
-        approximate: sizes of activations are guesses: autocast chooses formats, or microbatches differ in length and
-            ``positions`` are the most.
+        samples: number of rows in a microbatch; each text of a sample is a row.
+        positions: positions of a sample on a rank of ``cp``, before ``tp`` splits them; ``None`` if they depend on the
+            data.
+        itemsize: bytes per element in the forward.
+        approximate: whether sizes of activations are estimates, because autocast chooses dtypes, or because
+            microbatches
+            differ in length and ``positions`` is the maximum.
     """
 
     passes: tuple[Pass, ...]
@@ -96,25 +96,25 @@ class StepShape:
 
     @property
     def forwards(self) -> int:
-        """Number of forwards in the step, one for each microbatch."""
+        """Number of forwards in the step, one per microbatch."""
         return self.passes.count("forward")
 
     @property
     def backwards(self) -> int:
-        """Number of backwards in the step; those of inputs alone count, those of weights do not."""
+        """Number of backwards in the step: full and input backwards, without weight backwards."""
         return len(self.passes) - self.forwards
 
     @property
     def split_backward(self) -> bool:
-        """Whether weight gradients come later than those of inputs, so that nothing can be reduced before the end."""
+        """Whether weight gradients are computed after input gradients, so that reductions must wait until the end."""
         return "input_backward" in self.passes
 
     def bytes_of(self, numbers: float, itemsize: int | None = None) -> int | None:
-        """Bytes of a tensor with so many numbers for each position of a microbatch; ``None`` if those are not known.
+        """Bytes of a tensor with ``numbers`` elements per position of a microbatch; ``None`` if positions are unknown.
 
         Args:
-            numbers: of one position.
-            itemsize: bytes of a number; those of the forward by default.
+            numbers: elements per position.
+            itemsize: bytes per element; by default, as in the forward.
         """
         if self.positions is None:
             return None
@@ -122,10 +122,10 @@ class StepShape:
 
 
 class Communication(Protocol):
-    """Declaration of what a strategy communicates in a step, for :attr:`d9d_core.strategy.Applied.collectives`."""
+    """Declaration of a strategy's collectives in a step, for :attr:`d9d_core.strategy.Applied.collectives`."""
 
     def __call__(self, step: StepShape, /) -> Iterable[Collective]:
-        """List the calls of this rank on one stage. Asked once all strategies were applied; communicates nothing."""
+        """List the calls of this rank on one stage, after all strategies were applied. Communicates nothing itself."""
         ...
 
 
@@ -136,10 +136,10 @@ def no_collectives(step: StepShape, /) -> Sequence[Collective]:  # noqa: ARG001 
 
 @runtime_checkable
 class CommunicatesAlone(Protocol):
-    """Protocol of a module that communicates among ranks that a strategy gave it, such as a share of the vocabulary."""
+    """Protocol of a module that communicates over ranks given by a strategy, such as a head with a split vocabulary."""
 
     def forward_collectives(self, step: StepShape) -> Iterable[tuple[Kind, int | None]]:
-        """Operation and bytes of each collective of one forward on a microbatch; backward there are none."""
+        """Operation and bytes of each collective in one forward on a microbatch; the backward must have none."""
         ...
 
 
@@ -149,10 +149,10 @@ class ContextCall:
 
     Attributes:
         kind: operation.
-        bytes: bytes of the call, as :class:`Collective` counts them; ``None`` where only the data tells.
-        what: what travels, in words.
-        backward: it belongs to each backward; otherwise to each forward.
-        at_most: microbatches may do without it.
+        bytes: bytes of the call, as in :class:`Collective`; ``None`` if they depend on the data.
+        what: description of the data.
+        backward: whether the call belongs to the backward instead of the forward.
+        at_most: whether some microbatches may skip the call.
     """
 
     kind: Kind
@@ -164,7 +164,7 @@ class ContextCall:
 
 @runtime_checkable
 class CommunicatesInContext(Protocol):
-    """Protocol of a :class:`~d9d_core.model.SeesContext` that says what it communicates among ranks of ``cp``."""
+    """Protocol of a :class:`~d9d_core.model.SeesContext` that lists its collectives over ``cp``."""
 
     def context_collectives(self, step: StepShape) -> Iterable[ContextCall]:
         """Collectives of a microbatch, after :meth:`~d9d_core.model.SeesContext.see_context`."""
@@ -173,11 +173,11 @@ class CommunicatesInContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GradientOwner:
-    """Owner of the reduction of one parameter's gradient over one mesh axis, and its operation.
+    """Owner of the reduction of one parameter's gradient over one mesh axis, and the reduction's operation.
 
-    A parameter that belongs to a view (:attr:`Applied.views`) has that view's dimensions in place of the axes. Owner
-    ``none``: the gradient needs no reduction over the axis. Where ranks of the axis see different samples and hold the
-    same part of the parameter, its replicas then drift apart, which takes :attr:`Applied.resynchronise`.
+    For a parameter that belongs to a view (:attr:`Applied.views`), ``axis`` is a dimension of the view. Owner ``none``:
+    the gradient is not reduced over the axis. If ranks of the axis see different samples and hold the same part of the
+    parameter, its replicas then diverge, and the strategy must set :attr:`Applied.resynchronise`.
     """
 
     parameter: str
@@ -187,55 +187,56 @@ class GradientOwner:
 
 
 class Reducer(Protocol):
-    """Reducer of a strategy: reduces gradients over ranks while a backward runs; it is told which one is coming."""
+    """Reducer of a strategy: reduces gradients over ranks during a backward, and is notified before each backward."""
 
     def before_backward(self, last: bool, complete: bool = True) -> None:
-        """Prepare for a backward of the stage, which is about to start.
+        """Prepare for the next backward of the stage.
 
         Args:
-            last: it is the last of the step; when it has ended, all gradients are reduced or being reduced.
-            complete: it computes all gradients of its microbatch. If not, those of weights follow some time later, so
-                nothing may be reduced before :meth:`reduce`, and ``last`` is false.
+            last: whether this is the last backward of the step; when it ends, reductions of all gradients have started.
+            complete: whether the backward computes all gradients of its microbatch. If false, weight gradients follow
+                later, so nothing may be reduced before :meth:`reduce`, and ``last`` is false.
         """
         ...
 
     def after_weights(self) -> None:
-        """Take note that deferred weight gradients of one microbatch were added to those of earlier ones."""
+        """Note that deferred weight gradients of one microbatch were added to the gradients of earlier ones."""
         ...
 
     def reduce(self) -> None:
-        """Reduce what waits: all gradients are there. Only called if some backward of the step was not complete."""
+        """Reduce the remaining gradients, all of which exist. Called only if the step had incomplete backwards."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Report of what a strategy did. One that changed no module is an error: nothing in a job file does nothing.
+    """Result of applying a strategy. A strategy that changed no module is an error: every setting must have an effect.
 
     Attributes:
-        modules: qualified names of the modules it changed; the stage itself is ``""``.
-        gradients: the reductions it takes responsibility for.
-        views: parameter -> the view of the mesh that it is sharded over, if that is none of the base axes.
-        reducers: what must know when a backward starts.
-        compute_dtype: what it converts parameters and inputs to for the forward, if it does.
-        on_host: names of the parameters that live in the host's memory, whatever the device.
-        unmatched: what the config asks for and this stage lacks, such as a pattern that no parameter has, and the text
-            of the error if no other stage has it either.
-        sequence_ranks: ranks that positions of hidden states are split over, also where stages hand them on; the model
-            is a :class:`~d9d_core.model.SplitsSequence`.
-        cuda_graphs: the modules' forward and backward are recorded as CUDA graphs, whose outputs live until the next
-            step begins; a job whose layout breaks that is refused.
-        outside_graph: qualified names of the modules whose ops run outside of compiled graphs, whatever is compiled
-            around them: their kernels are those of code that runs as written.
-        notes: lines for ``d9d explain``, such as what was left as it is, and why.
-        collectives: tells what the strategy communicates in a step, for ``d9d explain``;
-            :func:`~no_collectives` if nothing. ``None``: it does not tell, and ``explain``
-            says so.
-        resynchronise: makes all replicas of parameters and of optimizer state equal again, of a strategy that lets them
-            drift apart between steps, such as local SGD. Collective over all ranks; called before each save,
-            evaluation and export, which hold one replica only. Without it such a strategy is refused.
-        check_kernels: called when the stage's ops have their kernels, which come after strategies; raises a
-            :class:`~d9d_core.errors.BuildError` if these cannot do what was asked of the strategy.
+        modules: qualified names of the changed modules; the stage itself is ``""``.
+        gradients: reductions that the strategy takes over.
+        views: parameter -> view of the mesh over which it is sharded, if not over base axes.
+        reducers: objects to notify before each backward.
+        compute_dtype: dtype to which the strategy converts parameters and inputs for the forward; ``None`` if it does
+            not.
+        on_host: names of the parameters in host memory, on any device.
+        unmatched: settings that this stage has no match for, such as a pattern of parameter names -> error text, raised
+            if no other stage has a match either.
+        sequence_ranks: ranks over which positions of hidden states are split, also at stage boundaries; the model is a
+            :class:`~d9d_core.model.SplitsSequence`.
+        cuda_graphs: whether the modules' forward and backward are recorded as CUDA graphs, whose outputs live until the
+            next step begins; a job whose layout needs them longer is refused.
+        outside_graph: qualified names of the modules whose ops run outside compiled graphs even if the code around them
+            is
+            compiled: they use kernels for uncompiled code.
+        notes: lines for ``d9d explain``, for example about parts left unchanged, and why.
+        collectives: function that lists the strategy's collectives in a step, for ``d9d explain``;
+            :func:`~no_collectives` if there are none; ``None`` if unknown, which ``explain`` reports.
+        resynchronise: function that makes all replicas of parameters and optimizer state equal, required of a strategy
+            that lets them diverge between steps, such as local SGD. Collective over all ranks; called before each save,
+            evaluation and export, which use only one replica.
+        check_kernels: function called when kernels are bound to the stage's ops, after all strategies; raises
+            :class:`~d9d_core.errors.BuildError` if the kernels do not support the strategy.
     """
 
     modules: tuple[str, ...]
@@ -255,12 +256,12 @@ class Applied:
 
 
 class Strategy(Protocol):
-    """Parallel strategy: changes a built stage in place; parameter names stay what they were."""
+    """Parallel strategy: changes a built stage in place; names of parameters do not change."""
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Apply to the stage, on the meta device. Collective over all ranks if it takes a mesh from the topology.
+        """Change the stage, on the meta device. Collective over all ranks if it gets a mesh from the topology.
 
         Raises:
-            BuildError: the stage lacks what the strategy needs.
+            BuildError: the stage lacks a trait or module that the strategy needs.
         """
         ...

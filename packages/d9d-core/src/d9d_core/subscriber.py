@@ -1,6 +1,6 @@
 """Subscribers: observers of the training loop's events.
 
-Start here: :class:`Subscribes` with :func:`subscribe` in front of methods; the events are in :mod:`d9d_core.events`::
+Start here: :class:`Subscribes` and the decorator :func:`subscribe`; the events are in :mod:`d9d_core.events`::
 
     from d9d_core.events import StepEnds, TrainingStarts
     from d9d_core.subscriber import Subscribes, subscribe
@@ -29,14 +29,14 @@ from d9d_core.types import State
 __all__ = ["EndsTraining", "OwnEvent", "StatefulSubscriber", "Subscriber", "Subscribes", "subscribe"]
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
-#: Attribute of a function in which :func:`subscribe` keeps event types.
+#: Attribute of a function in which :func:`subscribe` stores event types.
 _MARK = "d9d_events"
 
 
 class OwnEvent:
-    """Base of events of one's own, which are emitted with the function that :class:`~d9d_core.events.EventsReady` has.
+    """Base class for a plugin's own events, emitted with :attr:`d9d_core.events.EventsReady.emit`.
 
-    They are best frozen dataclasses, and are delivered like all others::
+    Frozen dataclasses are recommended. Own events are delivered like all others::
 
         @dataclass(frozen=True)
         class RolloutsReady(OwnEvent):
@@ -45,7 +45,7 @@ class OwnEvent:
 
 
 def subscribe(*events: type[Any]) -> Callable[[Handler], Handler]:
-    """Mark a method of a :class:`Subscribes`, or a function that is an observer itself, as a handler of event types.
+    """Decorator that makes a method of a :class:`Subscribes`, or a function, the handler of some event types.
 
     ::
 
@@ -64,10 +64,10 @@ def subscribe(*events: type[Any]) -> Callable[[Handler], Handler]:
 
 
 class Subscribes:
-    """Base of subscribers whose handlers are methods with :func:`subscribe` in front."""
+    """Base class of subscribers whose handlers are methods decorated with :func:`subscribe`."""
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
-        """Pairs of an event type and the method that handles it, in the order of the class; a base's come first."""
+        """Pairs of an event type and its handler, in the order of the class; methods of base classes come first."""
         names = [name for kind in reversed(type(self).__mro__) for name in vars(kind)]
         for name in dict.fromkeys(names):
             for event in getattr(getattr(type(self), name), _MARK, ()):
@@ -75,10 +75,10 @@ class Subscribes:
 
 
 def subscriptions_of(observer: object) -> Iterator[tuple[type[Any], Callable[[Any], None]]]:
-    """Pairs of an event type and its handler: of a subscriber, or of a function that is marked by :func:`subscribe`.
+    """Pairs of an event type and its handler, from a subscriber or a function decorated with :func:`subscribe`.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: the object is neither.
     """
     if callable(observer) and (events := getattr(observer, _MARK, ())):
         yield from ((event, observer) for event in events)
@@ -86,7 +86,7 @@ def subscriptions_of(observer: object) -> Iterator[tuple[type[Any], Callable[[An
         yield from observer.subscriptions()
     else:
         raise TypeError(
-            f"{observer!r} is no observer; give it subscriptions(), or mark a function: @subscribe(StepEnds)"
+            f"{observer!r} is not an observer; give it subscriptions(), or decorate a function: @subscribe(StepEnds)"
         )
 
 
@@ -95,32 +95,32 @@ class Subscriber(Protocol):
     """Observer of the training loop."""
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
-        """Pairs of an event type from :mod:`d9d_core.events` and the function it calls."""
+        """Pairs of an event type from :mod:`d9d_core.events` and its handler."""
         ...
 
 
 @runtime_checkable
 class StatefulSubscriber(Protocol):
-    """Subscriber with a state that checkpoints keep, so that a resumed run goes on as if nothing had happened."""
+    """Subscriber with a state that checkpoints save, so that a resumed run continues with it."""
 
     def state(self) -> State:
-        """Present state, which JSON can hold; the same on all ranks."""
+        """Current state as JSON values, equal on all ranks."""
         ...
 
     def load_state(self, state: State) -> None:
-        """Continue from a saved state, before training starts; what does not fit any more is to be ignored."""
+        """Continue from a saved state, before training starts. Ignore parts of it that no longer apply."""
         ...
 
 
 @runtime_checkable
 class EndsTraining(Protocol):
-    """Subscriber that may end the run before its last step; it is saved and exported as a finished one."""
+    """Subscriber that may end the run before its last step; the run is then saved and exported as finished."""
 
     @property
     def reason_to_end(self) -> str | None:
-        """Reason to end the run, for people; ``None`` to go on.
+        """Reason to end the run, for output; ``None`` to continue.
 
-        Asked after each step and when a run is resumed. All ranks have to decide alike: from values that are equal on
-        all of them, such as logged losses and evaluations, and not from times.
+        Read after each step and when a run is resumed. All ranks must agree, so decide by values that are equal on all
+        ranks, such as logged losses and evaluations, not by times.
         """
         ...

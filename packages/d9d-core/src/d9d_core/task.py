@@ -1,7 +1,7 @@
-"""Tasks: model inputs from a microbatch, loss sums from the model's outputs.
+"""Tasks: compute model inputs from a microbatch, and loss sums from the model's outputs.
 
-Start here: :class:`Task`, and :class:`StageInputs`, which it makes of a microbatch. The loop divides the summed losses
-by the summed weights of all microbatches and ranks::
+Start here: :class:`Task`, and :class:`StageInputs`, which a task makes of a microbatch. The training loop divides the
+summed losses by the summed weights of all microbatches and ranks::
 
     from d9d_core.task import StageInputs
     from torch.nn.functional import mse_loss
@@ -17,7 +17,7 @@ by the summed weights of all microbatches and ranks::
         def losses(self, outputs, microbatch): return {"mse": mse_loss(outputs["y"], microbatch["y"], reduction="sum")}
         def observations(self, outputs, microbatch): return {}
 
-The other protocols are optional: a task that has their methods gets their calls.
+All other protocols are optional: the training loop calls their methods if a task has them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class StageInputs:
     """Keyword arguments of a stage's forward.
 
     Attributes:
-        first: for the first stage only; later stages get the previous stage's outputs instead.
-        shared: for every stage.
-        kept: what is computed here once and needed again: ``losses`` and ``observations`` find these tensors among the
-            outputs, in training, evaluation and inference. The model never sees them.
+        first: arguments of the first stage only; later stages receive the previous stage's outputs instead.
+        shared: arguments of every stage.
+        kept: tensors computed here for later use: ``losses`` and ``observations`` receive them among the outputs, in
+            training, evaluation and inference. The model never receives them.
     """
 
     first: Mapping[str, Tensor]
@@ -59,35 +59,35 @@ class StageInputs:
 
 @runtime_checkable
 class LanguageModelTask(Protocol):
-    """Task of which a loss term says how probable the data is; evaluations report its perplexity."""
+    """Task with a loss term that is a negative log-likelihood; evaluations report its perplexity."""
 
     @property
     def likelihood(self) -> str:
-        """Name of the term whose mean is the negative log-likelihood of a token, in nats."""
+        """Name of the loss term whose mean is the negative log-likelihood of a token, in nats."""
         ...
 
 
 @runtime_checkable
 class StatefulTask(Protocol):
-    """Task with a state that checkpoints keep, such as a coefficient that it adapts."""
+    """Task with a state that checkpoints save, such as an adaptive coefficient."""
 
     def state(self) -> State:
-        """Present state, which JSON can hold; the same on all ranks."""
+        """Current state as JSON values, equal on all ranks."""
         ...
 
     def load_state(self, state: State) -> None:
-        """Continue from a saved state, before training starts; what does not fit any more is to be ignored."""
+        """Continue from a saved state, before training starts. Ignore parts of it that no longer apply."""
         ...
 
 
 @runtime_checkable
 class SeesSteps(Protocol):
-    """Task that depends on how far the training is, such as one with a coefficient that is warmed up."""
+    """Task that depends on the step number, for example to warm up a coefficient."""
 
     def begin_step(self, step: int) -> None:
-        """Take note of the step (0-based) whose microbatches follow; evaluations are of the step last begun.
+        """Receive the number of the next step (0-based); an evaluation belongs to the step last begun.
 
-        What follows from the step alone needs no state. The number of all steps is in
+        Values that follow from the step number need no state. The total number of steps is in
         :class:`~d9d_core.events.TrainingStarts`.
         """
         ...
@@ -95,127 +95,129 @@ class SeesSteps(Protocol):
 
 @runtime_checkable
 class UsesTopology(Protocol):
-    """Task that wants to know the process among others, for instance to communicate."""
+    """Task that needs the process topology, for example to communicate."""
 
     def attach(self, topology: Topology) -> None:
-        """Take the process topology, once and before anything is built."""
+        """Receive the process topology, once and before anything is built."""
         ...
 
 
 @runtime_checkable
 class OwnsMetrics(Protocol):
-    """Task with metrics of its own, besides those of the job; they read its observations."""
+    """Task with its own metrics in addition to the job's; they read its observations."""
 
     def metrics(self) -> Mapping[str, Metric]:
-        """New metrics by name, for training or for one evaluation set; names of the job's metrics get ``task/``."""
+        """New metrics by name, for training or for one evaluation set.
+
+        A name of the job's metrics is prefixed ``task/``.
+        """
         ...
 
 
 @runtime_checkable
 class HasHparams(Protocol):
-    """Task with hyperparameters that the job file does not show, such as what it derives from the data."""
+    """Task with hyperparameters that are not in the job file, such as values derived from the data."""
 
     def hparams(self) -> State:
-        """Hyperparameters for the trackers, besides ``run.hparams``, which counts where both have a name."""
+        """Hyperparameters for the trackers; ``run.hparams`` takes precedence if names are equal."""
         ...
 
 
 @runtime_checkable
 class FinishesTraining(Protocol):
-    """Task with something to do at the end."""
+    """Task that does some work at the end of training."""
 
     def finalize(self) -> None:
-        """End the training: all steps are done and saved, the export follows. Called on all ranks."""
+        """Finish training, after all steps are done and saved, before the export. Called on all ranks."""
         ...
 
 
 @runtime_checkable
 class SplitsPositions(Protocol):
-    """Task whose losses ranks of ``cp`` may compute from their own positions of each sample.
+    """Task that supports context parallelism: a rank of ``cp`` computes losses from its own positions of a sample.
 
-    Most are sums over positions. A task of whole samples gets them from a head that gathers positions
-    (:class:`~d9d_core.model.SeesContext`), or communicates itself, and lets one of these ranks count each sample.
+    Most losses are sums over positions. A task with a loss per sample uses a head that gathers positions
+    (:class:`~d9d_core.model.SeesContext`), or communicates itself, and counts each sample on one rank of ``cp`` only.
     """
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
-        """This rank's part of a microbatch: all methods of the task get it in place of the whole.
+        """This rank's part of a microbatch; all methods of the task receive it instead of the whole microbatch.
 
-        ``documents`` stays whole, for the masks of attention, and so does ``lengths``. Called on the host, where
-        microbatches are read.
+        ``documents``, which attention masks need, and ``lengths`` are not split. Called on the host, where microbatches
+        are read.
 
         Raises:
-            ValueError: the ranks cannot share the positions evenly.
+            ValueError: the ranks cannot split the positions evenly.
         """
         ...
 
 
 @runtime_checkable
 class WeighsOutputs(Protocol):
-    """Task whose loss has a weight that only the model's outputs tell, such as the number of tokens it accepts.
+    """Task whose loss weight depends on the model's outputs, for example on the number of accepted tokens.
 
-    The loss of a step is ``(sum of the term) / (sum of the weights)``, over all microbatches and ranks. Gradients of
-    the sums cannot be scaled before the weight is known, so they are scaled after the last backward: one more pass over
-    all gradients in each step, and gradients add up unscaled. ``weights`` of such a task are not asked for. It has one
-    loss term, and the model's modules have none.
+    The loss of a step is ``(sum of the term) / (sum of the weights)``, over all microbatches and ranks. Because the
+    weight is unknown before, gradients accumulate unscaled and are scaled after the last backward, in one more pass
+    over
+    all gradients. Such a task has one loss term, modules of its model have none, and ``weights`` is not called.
     """
 
     def weight(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Tensor:
-        """Weight of the loss term in this microbatch, 0-d; asked after ``losses``, on the last stage."""
+        """Weight of the loss term in this microbatch, 0-d; called after ``losses``, on the last stage."""
         ...
 
 
 class Task(Protocol):
-    """Task of a training: from a microbatch to model inputs, and from outputs to loss sums.
+    """Training task: computes model inputs from a microbatch, and loss sums from outputs.
 
     The loss of a step is the sum over its terms of ``coefficient * (sum of the term) / (global weight of the term)``.
-    Weights depend on the microbatch alone, so they are known before the first backward and no pass over gradients is
-    needed. A term of zero weight contributes zero.
+    Weights depend on the microbatch alone, so they are known before the first backward and gradients need no later
+    scaling. A term of zero weight contributes zero.
 
-    A task may have more: :class:`StatefulTask`, :class:`SeesSteps`, :class:`UsesTopology`, :class:`OwnsMetrics`,
+    Optional protocols: :class:`StatefulTask`, :class:`SeesSteps`, :class:`UsesTopology`, :class:`OwnsMetrics`,
     :class:`HasHparams`, :class:`FinishesTraining`, :class:`WeighsOutputs`, :class:`SplitsPositions`,
-    :class:`LanguageModelTask`; and with ``subscriptions()`` it is a
-    :class:`~d9d_core.subscriber.Subscriber`, too.
+    :class:`LanguageModelTask`. A task with ``subscriptions()`` is also a :class:`~d9d_core.subscriber.Subscriber`.
     """
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """Coefficients of the loss terms, by term."""
+        """Loss term -> coefficient."""
         ...
 
     def check(self, model: Any, facts: State) -> None:
-        """Compare the model's config with the facts of the data, before anything is built.
+        """Check the model's config against the facts of the data, before anything is built.
 
         Args:
-            model: its config.
-            facts: what the data stream knows of itself, which may be little; nothing while a job is planned.
+            model: config of the model.
+            facts: facts of the data stream, possibly few; empty while a job is planned.
 
         Raises:
-            D9dError: they do not go together, for example a vocabulary larger than the model's.
+            D9dError: they do not fit, for example because the data's vocabulary is larger than the model's.
         """
         ...
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
-        """Number of tokens without padding (or of samples) of this microbatch, for the series ``tokens``.
+        """Number of tokens without padding (or of samples) in a microbatch, for the series ``tokens``.
 
-        From shapes alone; or, where some positions are padding, a 0-d integer tensor on the microbatch's device.
+        Computed from shapes alone; or, if there is padding, a 0-d integer tensor on the microbatch's device.
         """
         ...
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Weights of the loss terms in this microbatch: 0-d tensors on its device, by term."""
+        """Loss term -> its weight in this microbatch, a 0-d tensor on the microbatch's device."""
         ...
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Keyword arguments of the model for this microbatch.
+        """Keyword arguments of the model for a microbatch.
 
-        If there is padding, ``lengths`` int64 [B] is among them, and loss terms of the model's modules leave it out.
+        If there is padding, they include ``lengths`` int64 [B], so that loss terms of the model's modules ignore it.
         """
         ...
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Sums of the loss terms over this microbatch: 0-d float32 with a graph; finite also where nothing counts."""
+        """Loss term -> its sum over the microbatch: 0-d float32 with a graph; finite even if no position counts."""
         ...
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Observations for metrics, by name; detached."""
+        """Name -> detached tensor for metrics."""
         ...

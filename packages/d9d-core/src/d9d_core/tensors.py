@@ -1,4 +1,4 @@
-"""Local shards and full tensors of DTensors, the dtype of wide sums, and pictures as PNG."""
+"""Local shards and full tensors of DTensors, the dtype of long sums, and PNG encoding."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ __all__ = ["beside", "encode_png", "full", "is_dtensor", "local", "local_numel",
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor. Imports nothing: without its module, which takes a second, there are none."""
+    """Whether a tensor is a DTensor. Does not import DTensor, which takes a second: no DTensor exists before."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Local shard of a DTensor on this rank, sharing its memory; any other tensor itself."""
+    """Local shard of a DTensor on this rank, sharing its memory; other tensors are returned unchanged."""
     if not is_dtensor(tensor):
         return tensor
-    if not torch.is_grad_enabled():  # the way of each step; entering no_grad costs more than all the rest
+    if not torch.is_grad_enabled():  # the usual case in a step; entering no_grad costs more than the rest
         return tensor.to_local()
     with torch.no_grad():
         return tensor.to_local()
 
 
 def local_numel(tensors: Iterable[Tensor]) -> int:
-    """Number of elements of tensors that this rank holds."""
+    """Number of elements that this rank holds of some tensors."""
     return sum(local(tensor).numel() for tensor in tensors)
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Full tensor on every rank. Collective over the ranks of a DTensor's mesh."""
+    """Full tensor of a DTensor, on every rank; other tensors unchanged. Collective over the DTensor's mesh."""
     if not is_dtensor(tensor):
         return tensor
-    with torch.no_grad(), _several_gathers_are_meant():
+    with torch.no_grad(), _without_gather_warning():
         return tensor.full_tensor()
 
 
 def beside(tensor: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """Tensors that operations take together with another: whole ones where they are not split over the same ranks.
+    """Make ``others`` usable in one operation with ``tensor``.
 
-    Collective over the ranks of DTensors of another mesh than that of ``tensor``.
+    If any of them has another device mesh, all ``others`` are gathered to full tensors and replicated on ``tensor``'s
+    mesh. Collective over the ranks of their meshes.
     """
     if not any(map(is_dtensor, (tensor, *others))):
         return others
@@ -67,8 +68,8 @@ def beside(tensor: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def _several_gathers_are_meant() -> Iterator[None]:
-    """Keeps torch from warning, on every rank, that what is split over two dimensions is gathered in two steps."""
+def _without_gather_warning() -> Iterator[None]:
+    """Suppress torch's warning, on every rank, about two gathers for a tensor sharded over two mesh dimensions."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -79,7 +80,7 @@ def _several_gathers_are_meant() -> Iterator[None]:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Dtype of sums over very many values: float64, where the device has it."""
+    """Dtype for sums over very many values: float64 if the device supports it, else float32."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -91,7 +92,7 @@ def encode_png(picture: Tensor) -> bytes:
     """
     height, width, _ = picture.shape
     rows = picture.contiguous().reshape(height, 3 * width).numpy()
-    lines = b"".join(b"\0" + row.tobytes() for row in rows)  # filter 0: each row as it is
+    lines = b"".join(b"\0" + row.tobytes() for row in rows)  # filter type 0: unfiltered rows
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, true colour, not interlaced
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 6)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in chunks)

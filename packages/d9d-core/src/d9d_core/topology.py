@@ -1,4 +1,4 @@
-"""Process topology, as strategies and handlers of schedules see it.
+"""Process topology: the interface for strategies and handlers of schedules.
 
 :class:`d9d_engine.distributed.mesh.Topology` implements it.
 """
@@ -21,7 +21,7 @@ __all__ = ["Topology"]
 class Topology(Protocol):
     """Protocol of the topology: mesh axes, this process's coordinates and device, its device meshes and groups.
 
-    Groups exist once something asks for them, so all ranks ask for the same ones in the same order.
+    A process group is created on first use, so all ranks must request the same groups in the same order.
     """
 
     @property
@@ -31,7 +31,7 @@ class Topology(Protocol):
 
     @property
     def rank(self) -> int:
-        """Number of this process."""
+        """Global rank of this process."""
         ...
 
     @property
@@ -41,12 +41,12 @@ class Topology(Protocol):
 
     @property
     def local_rank(self) -> int:
-        """Number of this process on its machine."""
+        """Rank of this process on its machine."""
         ...
 
     @property
     def node_rank(self) -> int:
-        """Number of this machine."""
+        """Index of this machine."""
         ...
 
     @property
@@ -66,14 +66,14 @@ class Topology(Protocol):
 
     @property
     def simulated(self) -> bool:
-        """Whether the other processes do not exist, because the job is only being checked."""
+        """Whether the other processes do not exist, because the job is only checked."""
         ...
 
     def grid(self, view: str) -> Grid:
-        """Sizes of a view of the mesh.
+        """Grid of a view of the mesh.
 
         Raises:
-            BuildError: no plugin declares it.
+            BuildError: no plugin declares the view.
         """
         ...
 
@@ -98,11 +98,11 @@ class Topology(Protocol):
 
         Args:
             axes: base axes.
-            purpose: a group of its own for each purpose, so that what it carries never waits for what others do.
-            blocks: the most thread blocks that its kernels take, if they do on this device.
+            purpose: name of a separate group, so that its collectives do not wait for collectives of other groups.
+            blocks: most thread blocks for the group's kernels, on devices that support this limit.
         """
         ...
 
     def positions_group(self, axis: str, positions: Sequence[int]) -> dist.ProcessGroup | None:
-        """Process group of some positions along a base axis, or of all other positions if this process is there."""
+        """Process group of the given positions along a base axis, or of all other ones if this process is there."""
         ...

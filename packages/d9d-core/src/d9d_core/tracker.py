@@ -1,4 +1,4 @@
-"""Trackers: destinations of logged values; and the log by which tasks and subscribers reach them.
+"""Trackers: destinations of logged values; and the log through which tasks and subscribers write to them.
 
 Start here: :class:`Tracker` opens a :class:`TrackerRun`, which takes numbers by series name::
 
@@ -13,9 +13,9 @@ Start here: :class:`Tracker` opens a :class:`TrackerRun`, which takes numbers by
         def state(self): return {}
         def close(self, status): self.file.close()
 
-For each further kind of values that a run has a place for, it has one method more: ``write_tables``
-(:class:`TakesTables`), ``write_histograms``, ``write_texts``, ``write_pictures``, ``write_files``. A run without one
-never sees such values. Names with tags are :class:`SeriesName`, which is plain text for backends that know no tags.
+For further kinds of values, a run implements optional methods: ``write_tables`` (:class:`TakesTables`),
+``write_histograms``, ``write_texts``, ``write_pictures``, ``write_files``. A run without such a method never receives
+these values. Names with tags are :class:`SeriesName`, which is plain text for backends without tags.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ __all__ = [
     "storable",
 ]  # fmt: skip
 
-#: Picture: uint8 [height, width, 3], red, green and blue.
+#: Picture: uint8 [height, width, 3], red, green and blue channels.
 Picture: TypeAlias = "Tensor"
-#: Bytes of the longest name in UTF-8. Trackers name files by series, and file systems take 255.
+#: Bytes of the longest name in UTF-8. Trackers name files by series, and file systems allow 255 bytes.
 LONGEST_NAME = 200
 _LONGEST_TAG = 60  # of three tags
-_STEP = "step"  # the column that every tracker has already
+_STEP = "step"  # column name that every tracker uses itself
 _DIGEST = 8  # hexadecimal digits
 
 
 class SeriesName(str):
-    """Name of a series with tags; as text, the values of the tags and the name joined by ``/``: ``train/loss``.
+    """Name of a series with tags; as text, the tags' values and the base name joined by ``/``: ``train/loss``.
 
     Attributes:
-        base: the name without tags: ``loss``.
-        tags: values by tag: ``{"stage": "train"}``.
+        base: name without tags: ``loss``.
+        tags: tag -> value: ``{"stage": "train"}``.
     """
 
     __slots__ = ("base", "tags")
@@ -69,15 +69,15 @@ class SeriesName(str):
 
 
 def split_tags(name: str) -> tuple[str, Mapping[str, str]]:
-    """Split the name of a series into the name without tags, and its tags, of which most have none."""
+    """Split the name of a series into its base name and its tags; most names have no tags."""
     return (name.base, name.tags) if isinstance(name, SeriesName) else (name, {})
 
 
 def storable(name: str) -> str:
-    """Name of a series as trackers get it; labels of a corpus may have made it from anything.
+    """Name of a series with problematic characters escaped; labels of a dataset may contain any.
 
-    Characters that do not print, parts that are no names in a path (``.``, ``..``, nothing) and the name ``step`` are
-    written with ``%`` and the code point in hexadecimal; a long name is shortened. Two names stay two names. Tags are
+    Non-printing characters, path components without a name (``.``, ``..``, empty) and the name ``step`` are written
+    with ``%`` and the code point in hexadecimal; a long name is shortened. Different names stay different. Tags are
     kept.
     """
     base, tags = split_tags(name)
@@ -89,7 +89,7 @@ def storable(name: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Text of at most ``most`` bytes in UTF-8; one that is cut ends in a digest, so that two texts stay two texts."""
+    """Text of at most ``most`` bytes in UTF-8; a cut text ends in a digest, so that different texts stay different."""
     content = text.encode()
     if len(content) <= most:
         return text
@@ -98,7 +98,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def _printable(name: str) -> str:
-    # A percent sign that could be read as one of these codes becomes a code itself.
+    # A percent sign before a hexadecimal digit could be read as an escape, so it is escaped.
     coded = re.sub(r"%(?=[0-9A-F])", "%25", name)
     coded = "".join(letter if letter.isprintable() else _code(letter) for letter in coded)
     return "/".join(_part(part) for part in coded.split("/"))
@@ -107,7 +107,7 @@ def _printable(name: str) -> str:
 def _part(part: str) -> str:
     if not part:
         return _code("/")
-    dots = 1 if part == "." else 2 if part.startswith("..") else 0  # MLflow takes ``..a`` for a way out, too
+    dots = 1 if part == "." else 2 if part.startswith("..") else 0  # MLflow also refuses names such as ``..a``
     return "".join(map(_code, part[:dots])) + part[dots:]
 
 
@@ -116,7 +116,7 @@ def _code(letter: str) -> str:
 
 
 def flatten(values: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
-    """Flatten nested values to names such as ``optimizer/lr``; lists of plain values stay whole."""
+    """Flatten nested values to names such as ``optimizer/lr``; lists of scalars stay whole."""
     flat: dict[str, Json] = {}
     for name, value in values.items():
         inner = value
@@ -128,15 +128,15 @@ def flatten(values: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Histogram: how many values lie in each of the bins of equal width between two bounds.
+    """Histogram: counts of values in bins of equal width between two bounds.
 
     Attributes:
         counts: [bins], at least one.
-        low: lower bound of the first bin; a number, or a 0-d tensor where the device knows it.
-        high: upper bound of the last bin, alike.
+        low: lower bound of the first bin; a number or a 0-d device tensor.
+        high: upper bound of the last bin; a number or a 0-d device tensor.
 
     Raises:
-        ValueError: the counts are no vector.
+        ValueError: ``counts`` is not a vector with at least one element.
     """
 
     counts: Tensor
@@ -146,7 +146,7 @@ class Histogram:
     def __post_init__(self) -> None:
         if self.counts.ndim != 1 or not len(self.counts):
             shape = list(self.counts.shape)
-            raise ValueError(f"counts of a histogram have shape {shape}; give one count for each bin, at least one")
+            raise ValueError(f"counts of a histogram have shape {shape}; give one count per bin, at least one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +154,15 @@ class RunInfo:
     """Facts about the run for trackers.
 
     Attributes:
-        name: the run's name.
-        directory: the run's directory.
+        name: name of the run.
+        directory: directory of the run.
         description: free text from the job file.
-        config: the resolved job.
+        config: resolved job.
         total_steps: optimizer steps of the whole run.
-        resumed_step: steps already done and saved, 0 for a new run. Entries of later steps must disappear; a backend
-            that removes nothing keeps those it has and passes over what is written again.
-        hparams: hyperparameters from the job file, which may be nested.
-        tags: words from the job file by which runs are found.
+        resumed_step: number of steps done and saved, 0 for a new run. The tracker must remove entries of later steps; a
+            backend that cannot remove entries keeps them and ignores entries that are written again.
+        hparams: hyperparameters from the job file, possibly nested.
+        tags: labels from the job file by which runs can be found.
     """
 
     name: str
@@ -176,13 +176,14 @@ class RunInfo:
 
 
 class TrackerRun(Protocol):
-    """Open run of a tracker. A failing tracker is reported once and never ends the training.
+    """Open run of a tracker. Failures of a tracker are reported once and never end the training.
 
-    Each tracker has a thread, in which all calls to it are made, in order. Training waits for them only before a
-    checkpoint, at most ten seconds each for ``flush`` and ``state`` (thirty while the run opens), and at most thirty at
-    the end of the run. One that takes more than two seconds gets a fifth of one until it is quicker. What a tracker has
-    not flushed by then, the checkpoint keeps: numbers, texts and histograms. A resumed run then opens it with an
-    earlier ``resumed_step``, and writes them again.
+    Each tracker has a thread that makes all calls to it, in order. Training waits for the tracker only before a
+    checkpoint, at most ten seconds each for ``flush`` and ``state`` (thirty while the run opens), and at most thirty
+    seconds at the end of the run. After a call of more than two seconds, the limit is 0.2 s until the tracker is faster
+    again. The checkpoint stores numbers, texts and histograms that a tracker has not flushed by then. A resumed run
+    opens
+    the tracker with an earlier ``resumed_step`` and writes them again.
     """
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -193,41 +194,41 @@ class TrackerRun(Protocol):
         """Make everything written so far survive a crash; called before each checkpoint.
 
         Returns:
-            ``False`` if that takes longer than is worth waiting for: the checkpoint keeps what no flush has confirmed,
-            and the next one flushes again. Anything else confirms it.
+            ``False`` if flushing takes too long to wait for: the checkpoint stores the unconfirmed values, and the next
+            checkpoint calls this method again. Any other result confirms the flush.
         """
         ...
 
     def state(self) -> State:
-        """State from which :meth:`Tracker.open` continues this run, such as a run id."""
+        """State from which :meth:`Tracker.open` continues this run, for example a run id."""
         ...
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        """End the run."""
+        """End the run with a status."""
         ...
 
 
 @runtime_checkable
 class TakesTables(Protocol):
-    """Tracker run that takes tables too. One that does not never sees any."""
+    """Tracker run that accepts tables."""
 
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
-        """Write tables after ``step`` steps (1-based), by name; they are in the host's memory."""
+        """Write tables after ``step`` steps (1-based), by name; they are in host memory."""
         ...
 
 
 @runtime_checkable
 class TakesHistograms(Protocol):
-    """Tracker run that takes histograms too. One that does not never sees any."""
+    """Tracker run that accepts histograms."""
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Write histograms after ``step`` steps, by name: counts in the host's memory, bounds as numbers."""
+        """Write histograms after ``step`` steps, by name: counts in host memory, bounds as numbers."""
         ...
 
 
 @runtime_checkable
 class TakesTexts(Protocol):
-    """Tracker run that takes texts too. One that does not never sees any."""
+    """Tracker run that accepts texts."""
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Write texts after ``step`` steps, by name."""
@@ -236,7 +237,7 @@ class TakesTexts(Protocol):
 
 @runtime_checkable
 class TakesPictures(Protocol):
-    """Tracker run that takes pictures too. One that does not never sees any."""
+    """Tracker run that accepts pictures."""
 
     def write_pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         """Write pictures after ``step`` steps, by name: uint8 [height, width, 3], red, green and blue, on the host."""
@@ -245,10 +246,10 @@ class TakesPictures(Protocol):
 
 @runtime_checkable
 class TakesFiles(Protocol):
-    """Tracker run that takes files too. One that does not never sees any."""
+    """Tracker run that accepts files."""
 
     def write_files(self, step: int, files: Mapping[str, Path]) -> None:
-        """Keep copies of files as they are after ``step`` steps, by name."""
+        """Store copies of files, by name, as they are after ``step`` steps."""
         ...
 
 
@@ -256,27 +257,28 @@ class Tracker(Protocol):
     """Destination of logged values."""
 
     def open(self, run: RunInfo, state: State | None) -> TrackerRun:
-        """Start a run, or continue the one whose ``state`` a checkpoint kept."""
+        """Start a run, or continue the run whose ``state`` a checkpoint saved."""
         ...
 
 
 class RunLog(Protocol):
-    """Log of a run, which all its trackers get, each as far as it takes such values.
+    """Log of a run, passed to all its trackers that support the kind of value.
 
-    Values belong to the present step: the one whose forward and backward run now, or the last one between two steps.
-    Tensors may be on the device. They are copied when they are logged, and reach the trackers some steps later, when
-    the copy is done; nothing waits for the device, and the tensors may change at once. Nothing is kept on ranks other
-    than the first, which has the trackers: what shall be about all ranks is to be reduced before.
+    Values belong to the current step: the one whose forward and backward run now, or the last one between two steps.
+    Tensors may be on the device. They are copied asynchronously when they are logged, so they may be changed at once,
+    and
+    reach the trackers some steps later. Only the first rank has trackers; other ranks drop values, so reduce values
+    over ranks before logging them.
 
-    A name is taken once in a step for each kind and tags; of several values, trackers may keep any. With tags, such as
-    ``{"stage": "train"}``, trackers that know none join them to the name: ``train/loss``.
+    Log a name once per step for each kind and tags; of several values, a tracker may keep any. Trackers without tags
+    join tags such as ``{"stage": "train"}`` to the name: ``train/loss``.
     """
 
     def scalar(self, name: str, value: float | Tensor, tags: Mapping[str, str] | None = None) -> None:
         """Log a number, or a tensor with one element.
 
         Raises:
-            ValueError: it has more than one element.
+            ValueError: the tensor has another number of elements.
         """
         ...
 
@@ -289,10 +291,10 @@ class RunLog(Protocol):
         ...
 
     def picture(self, name: str, value: Picture, tags: Mapping[str, str] | None = None) -> None:
-        """Log a picture: uint8 [height, width, 3], red, green and blue.
+        """Log a picture: uint8 [height, width, 3], red, green and blue channels.
 
         Raises:
-            ValueError: it has another shape or dtype.
+            ValueError: the picture has another shape or dtype.
         """
         ...
 
@@ -301,18 +303,18 @@ class RunLog(Protocol):
         ...
 
     def file(self, name: str, path: Path, tags: Mapping[str, str] | None = None) -> None:
-        """Log a file. Trackers read it later, in threads of theirs: it stays as it is until the run ends.
+        """Log a file. Trackers read it later, in their threads, so it must not change until the run ends.
 
         Raises:
-            ValueError: there is no such file.
+            ValueError: the file does not exist.
         """
         ...
 
 
 @runtime_checkable
 class LogsValues(Protocol):
-    """Task that logs values of its own."""
+    """Task that logs its own values."""
 
     def take_log(self, log: RunLog) -> None:
-        """Keep the log for later; called once, before training starts, on all ranks."""
+        """Store the log for later use; called once, before training starts, on all ranks."""
         ...

@@ -1,7 +1,7 @@
-"""Traits: small protocols by which a model's modules describe themselves to strategies and to the loop.
+"""Traits: small protocols by which a model's modules describe themselves to strategies and to the training loop.
 
 Start here: :class:`LateInit`, which every module with parameters needs, and :class:`HasBlocks`, the repeated blocks
-that most strategies act on::
+on which most strategies act::
 
     from torch import nn
 
@@ -13,9 +13,10 @@ that most strategies act on::
         def blocks(self):
             return {f"layers.{name}": layer for name, layer in self.layers.items()}
 
-A strategy walks the modules of a stage and asks for the trait it needs. ``ModelSpec.provides`` states the same as
-tokens (``model:blocks``), so that a missing trait is an error before anything is built; the model conformance suite
-checks that both agree.
+A strategy walks the modules of a stage and looks for the trait it needs. ``ModelSpec.provides`` declares the same
+traits
+as tokens (``model:blocks``), so that a missing trait is an error before anything is built; the conformance suite for
+models checks that both agree.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class LossTerm:
     """Loss term that a module adds to a step: ``coefficient * (its sum over the batch) / (global weight)``.
 
     Attributes:
-        coefficient: factor of the term in the total.
-        per: what the sum is over and the mean is of: ``sample``, or ``position`` of a sample. Where the task's inputs
-            have ``lengths`` (:mod:`d9d_core.data`), positions beyond them and samples of length zero do not count.
+        coefficient: factor of the term in the total loss.
+        per: unit over which the term is summed and averaged: ``sample``, or ``position`` of a sample. If the task's
+            inputs have ``lengths`` (:mod:`d9d_core.data`), padding positions and samples of length zero do not count.
     """
 
     coefficient: float
@@ -70,16 +71,16 @@ class LossTerm:
 
 @runtime_checkable
 class LateInit(Protocol):
-    """``model:late_init``: the module owns parameters or buffers and can fill them after materialisation."""
+    """``model:late_init``: the module owns parameters or buffers and can initialise them after materialisation."""
 
     def reset_parameters(self) -> None:
-        """Fill this module's own parameters and buffers (not its children's), with torch's default generator."""
+        """Initialise this module's own parameters and buffers (not its children's), with torch's default generator."""
         ...
 
 
 @runtime_checkable
 class HasBlocks(Protocol):
-    """``model:blocks``: the module is mostly a chain of alike blocks."""
+    """``model:blocks``: the module is mostly a chain of similar blocks."""
 
     def blocks(self) -> Mapping[str, nn.Module]:
         """Blocks in order of execution, keyed by their name relative to this module."""
@@ -88,13 +89,13 @@ class HasBlocks(Protocol):
 
 @runtime_checkable
 class TensorParallelizable(Protocol):
-    """``model:tensor_parallel``: the module says how its children may be split over ``tp``.
+    """``model:tensor_parallel``: the module declares how its children may be split over ``tp``.
 
     Between the modules of a stage, positions are split: each rank holds S / tp of them. A module with children of style
-    ``COLUMN`` gets all positions in its first argument; its ``ROW`` children return a rank's own positions again. So do
-    embeddings of style ``VOCAB``, which get all tokens; other modules of style ``VOCAB``, and those of style ``WHOLE``,
-    get all positions in their first argument and return whatever they return. Every parameter of the stage belongs to a
-    child with a style. What else modules may say is in :mod:`d9d_core.model`.
+    ``COLUMN`` receives all positions in its first argument; its ``ROW`` children return the rank's own positions. So do
+    embeddings of style ``VOCAB``, which receive all tokens. Other modules of style ``VOCAB``, and modules of style
+    ``WHOLE``, receive all positions in their first argument, and their output is not changed. Every parameter of the
+    stage must belong to a child with a style. :mod:`d9d_core.model` has further, optional protocols.
     """
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
@@ -104,10 +105,10 @@ class TensorParallelizable(Protocol):
 
 @runtime_checkable
 class ContextParallelizable(Protocol):
-    """``model:context_parallel``: the module knows where tokens of one sequence look at each other."""
+    """``model:context_parallel``: the module names the submodules in which tokens attend to each other."""
 
     def attention_cores(self) -> Mapping[str, nn.Module]:
-        """Attention cores, which get queries, keys and values, keyed by relative name."""
+        """Attention cores by relative name: modules that receive queries, keys and values."""
         ...
 
 
@@ -116,42 +117,42 @@ class HasExperts(Protocol):
     """``model:experts``: the module sends each token to some of its experts.
 
     Attributes:
-        dispatcher: brings tokens to the experts and back; replaced by a strategy that spreads experts over ranks.
+        dispatcher: object that sends tokens to the experts and combines outputs; replaced by expert parallelism.
     """
 
     dispatcher: Dispatcher
 
     def expert_banks(self) -> Mapping[str, nn.Module]:
-        """Expert banks, keyed by relative name: modules of whose parameters dimension 0 is the expert."""
+        """Expert banks by relative name: modules whose parameters have the expert index as dimension 0."""
         ...
 
 
 class Routing(Protocol):
-    """Protocol, beside the trait of experts, of a routing: T tokens, E experts, k experts of a token."""
+    """Result of a router for T tokens and E experts, k experts per token; complements the trait of experts."""
 
     @property
     def indices(self) -> Tensor:
-        """Experts of each token, int64 [T, k]; E, one past the last expert, stands for none, with a weight of zero."""
+        """Experts of each token, int64 [T, k]. Index E, one past the last expert, means none; its weight is zero."""
         ...
 
     @property
     def weights(self) -> Tensor:
-        """Factors of the experts in a token's output, [T, k]; float32 or wider."""
+        """Weights of the experts' outputs in a token's output, [T, k]; float32 or wider."""
         ...
 
     @property
     def counts(self) -> Tensor:
-        """Rows of each expert, int64 [E], on the device of the indices."""
+        """Number of rows of each expert, int64 [E], on the device of the indices."""
         ...
 
     @property
     def limit(self) -> int | None:
-        """Most rows of any expert, known from shapes alone; ``None`` if nothing limits them."""
+        """Largest possible number of rows per expert, from shapes alone; ``None`` if unlimited."""
         ...
 
     @property
     def incomplete(self) -> bool:
-        """Whether some indices may stand for none, as those of padding do; known without waiting for the device."""
+        """Whether some indices may mean none, for example for padding; known without synchronization."""
         ...
 
 
@@ -160,9 +161,9 @@ class Dispatched(NamedTuple):
 
     Attributes:
         tokens: [R, H], sorted by expert.
-        counts: int64 [experts of this rank], rows of each expert, on the device of the tokens.
-        spare_rows: whether there may be more rows than counts add up to. Those belong to no token.
-        handle: what :meth:`Dispatcher.combine` of the same dispatcher needs.
+        counts: int64 [experts of this rank], number of rows of each expert, on the device of the tokens.
+        spare_rows: whether there may be padding rows after the counted rows; they belong to no token.
+        handle: data for :meth:`Dispatcher.combine` of the same dispatcher.
     """
 
     tokens: Tensor
@@ -172,86 +173,89 @@ class Dispatched(NamedTuple):
 
 
 class Transfer(Protocol[T_co]):
-    """Communication in flight. What is computed between its start and :meth:`wait` overlaps with it."""
+    """Communication in flight. Computation between its start and :meth:`wait` overlaps with it."""
 
     def wait(self) -> T_co:
-        """Wait for the result, once. Later work on the device comes after the arrival."""
+        """Wait for the result; call once. Device work issued afterwards runs after the arrival."""
         ...
 
 
 class Dispatcher(Protocol):
-    """Protocol, beside the trait of experts, of a dispatcher: dispatch of tokens, and combine of the experts' outputs.
+    """Dispatch of tokens to experts, and combine of the experts' outputs; complements the trait of experts.
 
-    Gradients take the same way back.
+    Gradients are communicated back by the reverse operations.
 
-    A dispatcher that reaches other ranks has their process group as attribute ``group``: so a schedule that overlaps a
-    forward with a backward knows that there is communication to hide.
+    A dispatcher that communicates with other ranks has their process group as attribute ``group``, so that a schedule
+    that overlaps forwards with backwards finds communication to hide.
 
-    One whose communication no compiler can trace may have a method ``outside_graph(function, *args)``, which calls the
-    function. A layer calls by it all from dispatch to combine: one graph ends there and one begins, in place of some
-    for every piece in between.
+    A dispatcher whose communication no compiler can trace may have a method ``outside_graph(function, *args)``, which
+    calls
+    the function. A layer passes everything from dispatch to combine to it, which causes one graph break instead of
+    several.
     """
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Transfer[Dispatched]:
-        """Start the dispatch of tokens [T, H] to their experts. Collective over the ranks that share the experts."""
+        """Start the dispatch of tokens [T, H] to their experts. Collective over the ranks that hold the experts."""
         ...
 
     def combine(self, outputs: Tensor, handle: Any) -> Transfer[Tensor]:
         """Start the combine of outputs [R, H], in the order of dispatch, to [T, H]: sums weighted by the routing.
 
-        Collective over the ranks that share the experts. Sums are computed in float32 or wider. They are rounded to
-        the dtype of the outputs where they leave a rank, and once at the end.
+        Collective over the ranks that hold the experts. Sums are computed in float32 or wider; they are rounded to the
+        dtype of the outputs before they are sent, and once at the end.
         """
         ...
 
 
 @runtime_checkable
 class HasBanks(Protocol):
-    """``model:banks``: the module multiplies rows with banks of matrices, one matrix for each expert.
+    """``model:banks``: the module multiplies rows with banks of matrices, one matrix per expert.
 
-    A fine-tuning method adds a term to a product: a module that is called with the same rows, counts and ``spare_rows``
-    as the product, and whose result is added to it. Of the term's parameters, too, dimension 0 is the expert.
+    A fine-tuning method may add a module to a product: it is called with the same rows, counts and ``spare_rows`` as
+    the
+    product, and its result is added. Its parameters, too, have the expert index as dimension 0.
     """
 
     def banks(self) -> Mapping[str, nn.Parameter]:
-        """Banks by their name relative to this module, each [experts, features in, features out]."""
+        """Relative name -> bank, each [experts, input features, output features]."""
         ...
 
     def bank_terms(self) -> nn.ModuleDict:
-        """Terms by the name of their bank; empty until a method adds some."""
+        """Relative name of a bank -> module that a fine-tuning method added to its product; initially empty."""
         ...
 
 
 @runtime_checkable
 class AddsLosses(Protocol):
-    """``model:losses``: the module adds terms of its own to the task's loss.
+    """``model:losses``: the module adds its own terms to the task's loss.
 
-    Its forward leaves the sum of each term over the microbatch, and injects the gradient of ``sum * factor`` where its
-    output passes (:func:`d9d_nn.auxiliary_loss.add_auxiliary_loss`). So a term needs no way through the model's outputs
-    and pipeline stages. Weights follow from shapes alone: factors are known before the first forward.
+    Its forward stores the sum of each term over the microbatch in a buffer, and injects the gradient of ``sum *
+    factor``
+    into its output (:func:`d9d_nn.auxiliary_loss.add_auxiliary_loss`). So a term need not pass through the model's
+    outputs and pipeline stages. Weights follow from shapes alone: factors are known before the first forward.
     """
 
     def loss_terms(self) -> Mapping[str, LossTerm]:
-        """Loss terms of the module. Modules may share one: their sums add up, and they must agree about it."""
+        """Name -> loss term. Modules with a term of the same name must agree about it; their sums add up."""
         ...
 
     def loss_factors(self) -> Mapping[str, Tensor]:
-        """Factor buffers by term: float32 0-d, ``coefficient / (global weight)``; filled before each step."""
+        """Loss term -> buffer of ``coefficient / (global weight)``, float32 0-d; filled before each step."""
         ...
 
     def loss_sums(self) -> Mapping[str, Tensor]:
-        """Sum buffers by term: float32 0-d, which each forward overwrites with its sum over the microbatch."""
+        """Loss term -> buffer of its sum over the microbatch, float32 0-d; each forward overwrites the buffer."""
         ...
 
 
 @runtime_checkable
 class HasTallies(Protocol):
-    """``model:tallies``: the module counts what happens in its forward."""
+    """``model:tallies``: the module counts events in its forward, such as tokens per expert."""
 
     def tallies(self) -> Mapping[str, Tensor]:
-        """Tally buffers by name, which each forward overwrites with sums over the microbatch.
+        """Name -> tally buffer, which each forward overwrites with sums over the microbatch.
 
-        Overwrites: what a forward leaves is taken before the next one, so a recomputation counts nothing twice.
+        Tallies are read before the next forward overwrites them, so a recomputed forward is not counted twice.
         """
         ...
 
@@ -260,58 +264,58 @@ class HasTallies(Protocol):
 class ObservesOnDemand(Protocol):
     """``model:observes``: the module computes some observations for metrics only if a metric reads them.
 
-    They are further outputs of the model, which the task hands on if they are there.
+    The observations are further outputs of the model, which the task passes on to metrics.
     """
 
     def on_demand(self) -> Collection[str]:
-        """Names of the observations that it can compute."""
+        """Names of the observations that the module can compute."""
         ...
 
     def observe(self, name: str, when: Literal["training", "evaluation"]) -> None:
-        """Compute one of them from now on: in training, or in forwards of a module in ``eval`` mode."""
+        """Compute an observation from now on: in training, or in forwards in ``eval`` mode."""
         ...
 
 
 @runtime_checkable
 class Adapts(HasTallies, Protocol):
-    """``model:adapts``: the module changes buffers of its own once per optimizer step, in the same way on all ranks."""
+    """``model:adapts``: the module updates its own buffers once per optimizer step, equally on all ranks."""
 
     def adapts_to(self) -> Collection[str]:
-        """Names of the tallies that :meth:`adapt` needs, summed over ranks. None: the module stays as it is."""
+        """Names of the tallies that :meth:`adapt` needs, summed over ranks; empty if the module does not adapt."""
         ...
 
     def adapt(self, tallies: Mapping[str, Tensor], finite: Tensor) -> None:
-        """Update the buffers from the tallies of a step, without waiting for the device.
+        """Update the buffers from the tallies of a step, without synchronization.
 
         Args:
-            tallies: those of :meth:`adapts_to`, summed over all microbatches and all ranks that see other samples, or
-                other parts of them.
-            finite: 0-d bool; where it is false, nothing may change.
+            tallies: name -> tally of :meth:`adapts_to`, summed over all microbatches and all ranks that see other
+                samples or other parts of samples.
+            finite: 0-d bool; where false, the buffers must not change.
         """
         ...
 
 
 @runtime_checkable
 class LayoutDependent(Protocol):
-    """``model:layout_dependent``: the module may compute what depends on how a batch is cut; ``d9d verify`` says so."""
+    """``model:layout_dependent``: the module's results may depend on how a batch is split over ranks."""
 
     def layout_dependence(self) -> Sequence[str]:
-        """Differences between layouts, one phrase each; empty if, as configured, there are none."""
+        """Differences between layouts, one phrase each; empty if the present configuration has none."""
         ...
 
 
 @runtime_checkable
 class PipelineStage(Protocol):
-    """``model:pipeline``: the module can be built as one of several stages."""
+    """``model:pipeline``: the module can be built as one of several pipeline stages."""
 
     def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-        """Specifications of the tensors that this stage hands to the next one, from the microbatch's shapes."""
+        """Specs of the tensors that this stage passes to the next one, from the microbatch's shapes."""
         ...
 
 
 @runtime_checkable
 class Divisible(Protocol):
-    """``model:divisible``: the module has sizes that the ranks of a mesh axis must share evenly."""
+    """``model:divisible``: the module has sizes that the ranks of a mesh axis must divide evenly."""
 
     def divisibility(self) -> Mapping[str, Mapping[str, int]]:
         """Sizes to divide: mesh axis -> name of the size -> size."""
@@ -320,43 +324,43 @@ class Divisible(Protocol):
 
 @runtime_checkable
 class HasOps(Protocol):
-    """``model:ops``: the module calls ops whose backend may be chosen. An optimizer may, too, for instance its step."""
+    """``model:ops``: the module calls ops with replaceable backends. Optimizers may have op slots too."""
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Op slots of this module (not its children's) or optimizer, keyed by attribute.
+        """Op slots of this module (not its children's) or optimizer, by attribute name.
 
-        That of an object which the module holds, and which is no module itself, has a path: ``dispatcher.permute``.
+        Slots of an object that the module holds, but that is not a module, have a path: ``dispatcher.permute``.
         """
         ...
 
 
 @runtime_checkable
 class HasAdjacentWeights(Protocol):
-    """``model:adjacent_weights``: kernels read some parameters as one, if they follow each other in memory.
+    """``model:adjacent_weights``: kernels read some parameters as one matrix if they are adjacent in memory.
 
-    They are parameters of their own all the same: names, gradients and checkpoints stay as they are. Where a strategy
-    shards them, or they are tied or on the host, each has memory of its own.
+    They remain separate parameters: names, gradients and checkpoints do not change. If a strategy shards them, or if
+    they are tied or in host memory, they are not placed adjacently.
     """
 
     def adjacent_weights(self) -> Sequence[Sequence[str]]:
-        """Groups of names relative to this module: matrices of one dtype, alike in all dims but the first."""
+        """Groups of names relative to this module: matrices of one dtype that are equal in all dims but the first."""
         ...
 
 
 @runtime_checkable
 class DefersWeights(Protocol):
-    """``model:split_backward``: the module can defer its weight gradients to a time after those of its inputs."""
+    """``model:split_backward``: the module can defer its weight gradients until after its input gradients."""
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        """Hand the deferral to the ops from now on; ``None``: compute everything in the backward again.
+        """Pass the deferral to the module's ops from now on; ``None`` makes the backward compute all gradients again.
 
         Returns:
-            Names of the module's own parameters whose gradients are left to it. Those of the others come at once.
+            Names of the module's own parameters whose gradients are deferred; all other gradients are computed at once.
         """
         ...
 
 
-#: capability token -> the protocol that at least one module of a stage must implement.
+#: Capability token -> the protocol that at least one module of a stage must implement.
 TRAITS: Mapping[str, type] = {
     "model:late_init": LateInit,
     "model:blocks": HasBlocks,

@@ -6,8 +6,8 @@ Start here: :func:`map_tree` applies a function to all leaves, :func:`leaves` li
 
     assert map_tree(lambda leaf: 2 * leaf, [{"x": 1}, {"x": 2}]) == [{"x": 2}, {"x": 4}]
 
-Everything else than a mapping, list or tuple is a leaf; ``None`` too. Mappings become dicts, whose order is that of the
-first tree. torch is imported only where tensors are cut or put together.
+All other objects, also ``None``, are leaves. Mappings become dicts in the order of the first tree. torch is imported
+only when tensors are split, joined or stacked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Structure:
     """Structure of a tree without its leaves. Made by :func:`flatten`.
 
     Attributes:
-        tree: the tree with its leaves' numbers in their places.
+        tree: the tree with indices instead of leaves.
     """
 
     tree: Tree
@@ -40,15 +40,15 @@ class Structure:
         """Tree of this structure with other leaves.
 
         Args:
-            values: in the order of :func:`flatten`.
+            values: leaves in the order of :func:`flatten`.
 
         Raises:
-            ValueError: there are more or fewer than the structure has.
+            ValueError: the number of values differs from the number of leaves.
         """
         given = list(values)
         count = sum(1 for _ in leaves(self.tree))
         if len(given) != count:
-            raise ValueError(f"the structure has {count} leaves, {len(given)} values are given")
+            raise ValueError(f"the structure has {count} leaves, but {len(given)} values were given")
         return map_tree(given.__getitem__, self.tree)
 
 
@@ -76,26 +76,26 @@ def leaves(tree: Tree) -> Iterator[Any]:
 
 
 def path_text(path: Path) -> str:
-    """Path as one would write it in Python: ``[0]['tokens']``."""
+    """Path in Python syntax: ``[0]['tokens']``."""
     return "".join(f"[{part!r}]" for part in path)
 
 
 def map_tree(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """Tree of what a function returns for each leaf, and for the leaves of other trees in the same place.
+    """Apply a function to each leaf, and the leaves of other trees at the same place; returns the tree of results.
 
     Args:
-        function: takes a leaf of each tree.
-        tree: decides the structure.
+        function: takes one leaf of each tree.
+        tree: first tree.
         others: trees of the same structure.
 
     Raises:
-        ValueError: another tree has another structure.
+        ValueError: the trees have different structures.
     """
     return _mapped(function, tree, others, ())
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Structure]:
-    """Leaves in order, and the structure that :meth:`Structure.unflatten` fills again."""
+    """Leaves in order, and the structure from which :meth:`Structure.unflatten` rebuilds the tree."""
     found: list[Any] = []
 
     def number(leaf: Any) -> int:
@@ -106,27 +106,29 @@ def flatten(tree: Tree) -> tuple[list[Any], Structure]:
 
 
 def split(tree: Tree, dims: Tree, parts: int) -> list[Tree]:
-    """Cut a tree of tensors into trees of equal parts; parts share the memory of the whole.
+    """Split a tree of tensors into equal parts; the parts share memory with the whole.
 
     Args:
-        tree: tensors.
-        dims: dimension along which a tensor is cut, ``None`` for one that all parts get whole; for the whole tree, or
-            a mapping or sequence of such for its branches.
-        parts: number of trees.
+        tree: tree of tensors.
+        dims: dimension along which each tensor is split, or ``None`` to give every part the whole tensor; a single
+            value
+            for all tensors, or a mapping or sequence of values for the branches of the tree.
+        parts: number of trees to return.
 
     Raises:
-        ValueError: a dimension cannot be cut into so many equal parts, or ``dims`` has other branches than the tree.
+        ValueError: a dimension cannot be split into ``parts`` equal parts, or ``dims`` has other branches than the
+            tree.
     """
     cut = _along(lambda dim, path, tensor: _cut(tensor, dim, parts, path), dims, (tree,), ())
     return [map_tree(lambda pieces, index=index: pieces.of[index], cut) for index in range(parts)]
 
 
 def join(trees: Sequence[Tree], dims: Tree) -> Tree:
-    """Join trees of tensors to one; the inverse of :func:`split`.
+    """Join trees of tensors into one; the inverse of :func:`split`.
 
     Args:
-        trees: at least one, of one structure.
-        dims: as for :func:`split`; of a tensor with ``None``, the first tree's is taken.
+        trees: at least one tree; all have the same structure.
+        dims: as for :func:`split`; for ``None``, the first tree's tensor is used.
 
     Raises:
         ValueError: the trees or ``dims`` have different structures.
@@ -140,8 +142,8 @@ def stack(trees: Sequence[Tree], dim: int = 0) -> Tree:
     """Stack trees of tensors of one shape along a new dimension.
 
     Args:
-        trees: at least one, of one structure.
-        dim: the new dimension.
+        trees: at least one tree; all have the same structure.
+        dim: index of the new dimension.
 
     Raises:
         ValueError: the trees have different structures.
@@ -153,7 +155,7 @@ def stack(trees: Sequence[Tree], dim: int = 0) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Parts of one tensor: a leaf, which a tuple would not be."""
+    """Parts of one tensor; a class of its own because a tuple would be a branch, not a leaf."""
 
     of: Sequence[Any]
 
@@ -180,7 +182,7 @@ def _mapped(function: Callable[..., Any], tree: Tree, others: Sequence[Tree], pa
 
 
 def _along(function: Callable[..., Any], dims: Tree, trees: tuple[Tree, ...], path: Path) -> Tree:
-    """Apply a function to a dimension, a path and the leaves there; one dimension counts for all below it."""
+    """Apply a function to a dimension, a path and the leaves there; a dimension applies to all branches below it."""
     of = _branches(dims)
     branches = _branches(trees[0])
     if branches is None or of is None:

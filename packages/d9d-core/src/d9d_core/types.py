@@ -1,4 +1,4 @@
-"""Types that cross the seams between components: named tensors, their specifications, and JSON state."""
+"""Types shared by all components: named tensors, their specifications, and JSON state."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Json", "Microbatch", "Pack", "State", "TensorSpec"]
 
-#: Tensors of one microbatch by name.
+#: Name -> tensor, of one microbatch.
 Microbatch = Mapping[str, "Tensor"]
 #: Microbatches of one optimizer step, for one data-parallel rank.
 Pack = Sequence[Microbatch]
 #: Value that JSON can hold.
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
-#: State outside of tensors, by name.
+#: JSON state by name, without tensors.
 State = Mapping[str, Json]
 
 

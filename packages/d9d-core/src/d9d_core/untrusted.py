@@ -1,10 +1,8 @@
-"""Files and directories that somebody else may have made: what a directory is, and how its files are read.
+"""Untrusted files and directories: detection of a directory's kind, and safe reading of its files.
 
-A :class:`Place` says what a command was given, in one way for all commands. Files are regular ones of bounded size and
-depth.
-
-A checkpoint, a model or a corpus comes from anywhere. Whatever lies at its path, reading it ends soon, with a value or
-with an :class:`OSError` or :class:`ValueError` whose text is for the user.
+A checkpoint, a model or a corpus may come from anywhere. Reading a file here takes bounded time and memory and returns
+a value or raises an :class:`OSError` or :class:`ValueError` with a message for the user. :class:`Place` classifies the
+path that a command receives, in the same way for all commands.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ from typing import Any, Literal
 
 __all__ = ["Place", "parse_json", "read_regular", "visible"]
 
-#: Bytes of the largest JSON file that is parsed: an index of a million tensors has a third of it.
+#: Bytes of the largest JSON file that is parsed: the index of a million tensors has a third of this size.
 MAX_JSON_BYTES = 1 << 28
-#: Levels of the deepest value; what walks over it must not reach the interpreter's own limit.
+#: Levels of the deepest value, so that recursive functions stay within the interpreter's recursion limit.
 MAX_JSON_DEPTH = 200
-#: Values of the largest JSON: each takes some 60 bytes of memory, and two of the file.
+#: Most values in a JSON file: each takes about 60 bytes of memory, but may take only two bytes of the file.
 MAX_JSON_VALUES = 1 << 23
-#: Digits of the largest whole number, which must not overflow where it is made a float.
+#: Digits of the largest whole number, so that a conversion to float does not overflow.
 _MAX_DIGITS = 300
 
 _KINDS = {
@@ -40,48 +38,48 @@ _KINDS = {
     stat.S_IFBLK: "device",
     stat.S_IFSOCK: "socket",
 }
-# The closing quote is optional, and nothing is given back: an endless string is scanned once, not again and again.
+# The closing quote is optional, and quantifiers are possessive, so that an unclosed string is scanned only once.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _DEPTHS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _OTHERS = bytes(set(range(256)) - set(b"[{]}"))
 
 
-#: Characters that a terminal obeys or that reorder a line: controls but tab and newline, and marks of direction.
+#: Characters that control a terminal or reorder a line: control characters but tab and newline, and direction marks.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
-#: Links that a file's name may be: any; those within its directory, or to the files of the Hugging Face cache; none.
+#: Allowed symbolic links: any; ``near``: within the file's directory, or into the Hugging Face cache; or none.
 Links = Literal["any", "near", "none"]
 
 
 def visible(text: str) -> str:
-    """Text for a terminal, with an escape in place of each character that would control it.
+    """Text for a terminal, with control characters escaped.
 
-    Commands quote files of strangers: names of tensors, labels, values of a job, texts that a model writes.
+    Commands print text from untrusted files: names of tensors, labels, values of a job, a model's output.
     """
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def open_regular(path: str | Path, links: Links = "any") -> int:
-    """Open an untrusted file for reading if it is a regular one, and return its descriptor. Never waits for a writer.
+    """Open an untrusted file for reading if it is a regular file, and return its descriptor. Never blocks.
 
     Args:
-        path: of the file.
-        links: which links its name may be.
+        path: path of the file.
+        links: symbolic links that the path may be.
 
     Raises:
-        OSError: it cannot be opened, or is a device, a named pipe, a directory, or a link that is not wanted.
+        OSError: the file cannot be opened, or is a device, a named pipe, a directory, or a link that is not allowed.
     """
-    # A named pipe that nobody writes to would be waited for, without O_NONBLOCK.
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if links == "any" else os.O_NOFOLLOW)
     target = _target(path) if links == "near" else path
     try:
         descriptor = os.open(target, flags)
-    except ValueError as error:  # a zero byte in the name
+    except ValueError as error:  # a zero byte in the path
         raise OSError(errno.EINVAL, str(error), str(path)) from error
     except OSError as error:
         if error.errno == errno.ELOOP and links != "any":
-            raise OSError(errno.ELOOP, "it is a link, and must be a file of its own", str(path)) from error
+            raise OSError(errno.ELOOP, "it is a link, and must be a regular file", str(path)) from error
         raise
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -92,8 +90,8 @@ def open_regular(path: str | Path, links: Links = "any") -> int:
 
 
 def _target(path: str | Path) -> str:
-    """Path without links, of a file whose name may be a link to one that belongs to it."""
-    if not os.path.islink(path):  # noqa: PTH114 - a zero byte is a ValueError in both
+    """Path without symbolic links; an error if the link leaves its directory or the Hugging Face cache."""
+    if not os.path.islink(path):  # noqa: PTH114 - for a path with a zero byte, both raise ValueError
         return str(path)
     directory, target = Path(os.path.realpath(Path(path).parent)), Path(os.path.realpath(path))
     # <cache>/models--x--y/snapshots/<revision>/config.json leads to ../../blobs/<hash>
@@ -107,17 +105,17 @@ def read_regular(path: str | Path, limit: int = MAX_JSON_BYTES, links: Links = "
     """Contents of a regular file.
 
     Args:
-        path: of the file.
-        limit: most bytes that it may have.
-        links: which links its name may be.
+        path: path of the file.
+        limit: most bytes that the file may have.
+        links: symbolic links that the path may be.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
+        OSError: the file cannot be read, is not a regular file, or is too large.
     """
     with open(open_regular(path, links), "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes, too many for such a file", str(path))
+        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes, too many for this kind of file", str(path))
     return content
 
 
@@ -125,12 +123,12 @@ def parse_json(content: bytes, strict: bool = False, limit: int = MAX_JSON_BYTES
     """Parse JSON of an untrusted file, in UTF-8, with or without a byte-order mark.
 
     Args:
-        content: of the file.
-        strict: whether names that appear twice in an object, NaN and infinity are refused. Published models have them.
-        limit: most bytes that it may have.
+        content: contents of the file.
+        strict: refuse duplicate names in an object, NaN and infinity, which published models contain.
+        limit: most bytes of content.
 
     Raises:
-        ValueError: it is no JSON, nested too deeply, or holds text or numbers that would fail later.
+        ValueError: the content is not JSON, is nested too deeply, or has text or numbers that later code cannot handle.
     """
     if len(content) > limit:
         raise ValueError(f"it has more than {limit:,} bytes")
@@ -138,7 +136,7 @@ def parse_json(content: bytes, strict: bool = False, limit: int = MAX_JSON_BYTES
     if _depth(structure) > MAX_JSON_DEPTH:
         raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
     if sum(map(structure.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
-        raise ValueError(f"it holds more than {MAX_JSON_VALUES:,} values")
+        raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
     del structure
     value = json.loads(
         content.decode("utf-8-sig"),
@@ -151,7 +149,7 @@ def parse_json(content: bytes, strict: bool = False, limit: int = MAX_JSON_BYTES
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError("it holds half of a surrogate pair (such as \\ud800), which is no text") from error
+            raise ValueError("it has half of a surrogate pair (such as \\ud800), which is not valid text") from error
     return value
 
 
@@ -162,18 +160,18 @@ def _depth(structure: bytes) -> int:
 
 def _whole(text: str) -> int:
     if len(text) > _MAX_DIGITS:
-        raise ValueError(f"it holds a number of {len(text)} digits")
+        raise ValueError(f"it has a number of {len(text)} digits")
     return int(text)
 
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"it holds the number {text[:20]}, which is too large")
+        raise ValueError(f"it has the number {text[:20]}, which is too large")
     return number
 
 
 def _no_constant(text: str) -> float:
-    raise ValueError(f"it holds {text}, which is no JSON")
+    raise ValueError(f"it has {text}, which is not JSON")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -186,7 +184,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-#: Folder of one checkpoint, in the folder of all checkpoints of its run.
+#: Name of a checkpoint's directory, within the directory of all checkpoints of its run.
 _STEP = re.compile(r"step-\d+")
 _CHECKPOINTS, _MANIFEST, _JOB = "checkpoints", "manifest.json", "job.yaml"
 _MODEL, _ADAPTER = "config.json", "adapter_config.json"
@@ -195,13 +193,15 @@ Kind = Literal["model", "adapter", "checkpoint", "checkpoints", "run", "file", "
 
 @dataclass(frozen=True)
 class Place:
-    """Place that a command was given, maybe untrusted: a directory, a file or an address.
+    """Possibly untrusted path that a command received, with its kind: a directory, a file or an address.
 
     Attributes:
-        kind: ``model`` in Hugging Face layout; ``adapter``; one ``checkpoint``, or the folder of all ``checkpoints``
-            of a run; ``run``; a ``file`` or an ``address``, whatever it holds; ``nothing`` of these.
-        path: of the directory, file or address, as it was given.
-        run: directory of the run that it belongs to, if it does.
+        kind: ``model`` in Hugging Face layout; ``adapter``; a single ``checkpoint``, or the directory of all
+            ``checkpoints`` of a run; ``run``; a ``file`` or an ``address``, whose contents are not examined;
+            ``nothing``
+            of these.
+        path: path of the directory, file or address, as given.
+        run: directory of the run that contains the path; ``None`` if there is none.
     """
 
     kind: Kind
@@ -210,9 +210,9 @@ class Place:
 
     @classmethod
     def of(cls, location: str | Path) -> Place:
-        """Find out what a directory, file or address is, from the names in it alone.
+        """Determine the kind of a directory, file or address by file names alone.
 
-        A ``config.json`` counts before all else, so that further files do not change how a model is read.
+        A ``config.json`` takes precedence, so that further files do not change how a model is read.
         """
         path = Path(location).expanduser()
         if "://" in str(location):
@@ -233,14 +233,14 @@ class Place:
 
     @property
     def checkpoints(self) -> Path | None:
-        """Folder of the training checkpoints, or the checkpoint itself; ``None`` if it holds none."""
+        """Directory of the training checkpoints, or the checkpoint itself; ``None`` without checkpoints."""
         if self.kind in ("checkpoint", "checkpoints"):
             return self.path
         inside = self.path / _CHECKPOINTS
         return inside if self.kind == "run" and inside.is_dir() else None
 
     def of_the_model(self) -> Iterator[Path]:
-        """Directories with the files that belong to the weights, such as the tokenizer's; the nearest first."""
+        """Directories with files that belong to the weights, such as the tokenizer's, in the order of search."""
         if self.kind == "file":
             yield self.path.parent
         elif self.kind != "address":
@@ -251,5 +251,5 @@ class Place:
 
 
 def _run_around(path: Path, name: str) -> Path | None:
-    """Run whose export a directory is."""
+    """Directory of the run whose export a directory is; ``None`` if it is no export."""
     return path.parent if path.name == name and (path.parent / _JOB).is_file() else None

@@ -1,4 +1,4 @@
-"""``d9d``: the command line. Commands of other packages arrive as records; each imports what it needs when it runs."""
+"""Command line ``d9d``. Other packages declare their commands as records; a command imports its code when it runs."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Distributed PyTorch training as an ecosystem of small plugins.",
 )
-plugins = typer.Typer(no_args_is_help=True, help="List installed plugins and check whether they are sound.")
+plugins = typer.Typer(no_args_is_help=True, help="List installed plugins and check that they load.")
 app.add_typer(plugins, name="plugins")
 
 
 def run() -> None:
     """Run the command line. A known error is one message on standard error and exit status 2 (1 once training runs)."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # plugins' texts may hold what has no encoding
+    if isinstance(sys.stdout, io.TextIOWrapper):  # plugins' texts may hold characters that the encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Not app(), which would replace the hook that prints tracebacks.
+    # Not app(): typer would replace the hook that prints tracebacks.
     command = typer.main.get_command(app)
     try:
         command()
@@ -82,7 +82,7 @@ def check(
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
 ) -> None:
-    """Check a job without a GPU or memory for the model; without d9d-engine, as far as it goes without tensors."""
+    """Check a job without a GPU or memory for the model. Without d9d-engine, checks that need tensors are left out."""
     from d9d_core.cli.check import check_job
     from d9d_core.job import JobFile
 
@@ -93,21 +93,21 @@ def check(
 
 @app.command()
 def schema(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: B006
-    """Print the JSON schema of a job file over what is installed, for editors."""
+    """Print the JSON schema of job files that use the installed plugins, for editors."""
     import json
 
     from d9d_core.job_file.schema import job_schema
 
     registry = discover_plugins(plugin, no_plugins)
     warn_of_problems(registry)
-    with redirect_stdout(sys.stderr):  # what plugins print when they are imported
+    with redirect_stdout(sys.stderr):  # plugins may print when they are imported
         schema = job_schema(registry, skipped=lambda error: say(f"warning: {error}; left out of the schema"))
     typer.echo(json.dumps(schema, indent=1))
 
 
 @app.command()
 def doctor(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: B006
-    """Examine whether this machine is ready and all plugins are sound. Exit status 1 if not."""
+    """Check that this machine is ready and all plugins load. Exit status 1 if not."""
     from d9d_core.cli.health import examine
 
     if not examine(discover_plugins(plugin, no_plugins), _own_commands()):
@@ -140,13 +140,13 @@ def plugins_show(
 @plugins.command("check")
 def plugins_check(
     name: Annotated[
-        str | None, typer.Argument(help="A distribution, or a file given with --plugin; all by default.")
+        str | None, typer.Argument(help="A distribution, or a file given with --plugin; all plugins by default.")
     ] = None,
     as_json: AsJson = False,
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
 ) -> None:
-    """Load everything that plugins refer to and report what is broken. Exit status 1 if anything is."""
+    """Load every reference of plugins and report the broken ones. Exit status 1 if there is any problem."""
     from d9d_core.cli.plugins import check_plugins
 
     if not check_plugins(discover_plugins(plugin, no_plugins), name, as_json, _own_commands()):

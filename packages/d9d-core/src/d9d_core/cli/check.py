@@ -1,4 +1,4 @@
-"""``d9d check``: names, values, capabilities, mesh and schedule; the checks of other packages make the rest."""
+"""``d9d check``: checks names, values, capabilities, mesh and schedule, then runs the checks of other packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from d9d_core.registry.capabilities import missing_modules
 from d9d_core.registry.entries import plugin_error, shown
 from d9d_core.terminal.console import console_for
 
-#: Job checks of d9d itself -> summary, and the distribution that makes it.
+#: Job checks of first-party packages: name -> summary, and the distribution that provides the check.
 _OURS = {
     "plan": ("Model, strategies and kernels, without a GPU.", "d9d-engine"),
     "prediction": ("Predicted memory of the busiest device.", "d9d-planner"),
@@ -24,15 +24,15 @@ _OURS = {
 
 
 def check_job(job: JobFile, world_size: int | None, memory: int | None = None) -> None:
-    """Check a job for ``d9d check``, as far as the installed packages can, and name the checks that were left out.
+    """Run the checks of a job that the installed packages provide, and print the names of the missing ones.
 
     Args:
         job: the job.
-        world_size: number of processes; by default, what the mesh needs.
-        memory: bytes of a device's memory that the job must fit into, if the user named any.
+        world_size: number of processes; by default, the number that the mesh needs.
+        memory: bytes of a device's memory that the job must fit into; ``None`` for no limit.
 
     Raises:
-        D9dError: the job cannot run, or nothing here can tell whether it fits.
+        D9dError: the job cannot run, or ``memory`` is given and no installed package predicts memory.
     """
     console = console_for()
     resolution = job.check(world_size)
@@ -62,7 +62,7 @@ def check_job(job: JobFile, world_size: int | None, memory: int | None = None) -
 
 
 def _print_parts(console: Console, job: JobFile, resolution: Resolution[Selection]) -> None:
-    """Print the names, mesh and step of a job whose model was not planned."""
+    """Print the names, mesh and batch of a job whose model was not built by the check ``plan``."""
     table = Table(box=None, show_header=False)
     table.add_row("mesh", mesh_line(job))
     for chosen in resolution.selection.all():

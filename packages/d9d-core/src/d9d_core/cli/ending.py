@@ -1,4 +1,4 @@
-"""End of a command's process: what a plugin or a library has left running must not keep it for ever."""
+"""End of a command's process, within a bounded time even if threads or child processes still run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-#: Seconds that threads and processes which a command leaves behind may go on after it.
+#: Seconds that threads and child processes may go on running after the command's main thread has ended.
 PATIENCE = 30.0
 
 
 def end_in_time(status: int) -> None:
-    """End this process :data:`PATIENCE` seconds after its main thread if threads or child processes would keep it.
+    """End this process at most :data:`PATIENCE` seconds after its main thread, if other threads or children still run.
 
-    The interpreter waits for every thread that is no daemon. A process without such ends as always.
+    The interpreter itself waits for every thread and child process that is not a daemon. Without such threads and
+    processes this function does nothing.
 
     Args:
         status: exit status.
@@ -28,13 +29,13 @@ def end_in_time(status: int) -> None:
 
     def watch() -> None:
         threading.main_thread().join()
-        time.sleep(PATIENCE)  # ends with the process, if that ends
+        time.sleep(PATIENCE)  # a daemon thread: a process that ends earlier ends it
         left = ", ".join(_left()) or "the end of the interpreter"
         text = f"warning: all was done {PATIENCE:g} s ago, but {left} still runs; this process ends without it\n"
         with suppress(OSError):
             os.write(2, text.encode(errors="replace"))
         for child in _children():
-            child.kill()  # no process would wait for it
+            child.kill()  # os._exit does not wait for children
         os._exit(status)
 
     threading.Thread(target=watch, name="d9d-end", daemon=True).start()
@@ -51,14 +52,14 @@ def _left() -> Iterator[str]:
 
 
 def _children() -> list[Any]:
-    """Processes of ``multiprocessing`` that the interpreter waits for; others it ends or leaves."""
+    """Child processes of ``multiprocessing`` that the interpreter waits for: all but daemons."""
     multiprocessing = sys.modules.get("multiprocessing")
     children = multiprocessing.active_children() if multiprocessing is not None else []
     return [child for child in children if not child.daemon]
 
 
 def _place(frame: FrameType) -> str:
-    """File and line of the code that is not Python's own, else of the innermost."""
+    """File and line of the innermost frame outside Python's ``threading`` library, or of the innermost frame."""
     found: FrameType | None = frame
     while found is not None and os.path.dirname(found.f_code.co_filename) == os.path.dirname(threading.__file__):  # noqa: PTH120
         found = found.f_back

@@ -1,4 +1,4 @@
-"""Command group of ``d9d``: sub-commands of core, of the foundation and of plugins."""
+"""Command group of ``d9d``: sub-commands of d9d-core, of the other foundation packages and of plugins."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from d9d_core.untrusted import visible
 
 
 class PluginGroup(typer.core.TyperGroup):
-    """Group of the commands of core, of the rest of the foundation, and of plugins; the foundation's always win."""
+    """Command group of d9d-core, foundation packages and plugins; no plugin replaces a foundation command."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names in the order in which help shows them; a name of several plugins with its distributions."""
+        """Command names in help order; a name that several plugins declare is prefixed with each distribution."""
         return [*self._foundation, *super().list_commands(ctx), *self._selectors]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Command of this name, from core or from a plugin.
+        """Command of this name, from d9d-core, the foundation or a plugin; ``None`` if there is none.
 
         Raises:
-            PluginError: several plugins declare it, or the package that offers it is not installed.
+            PluginError: several plugins declare the command, or the package that provides it is not installed.
         """
         own = super().get_command(ctx, cmd_name)
         if own is not None:
@@ -50,7 +50,7 @@ class PluginGroup(typer.core.TyperGroup):
         return _Lazy(cmd_name, self._registry.find("command", cmd_name))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Command that the arguments ask for; an unknown name gets near names, which typer knows of core's only.
+        """Command that the arguments select. For an unknown command, suggest similar names of plugins too.
 
         Raises:
             click.UsageError: there is no such command.
@@ -63,20 +63,20 @@ class PluginGroup(typer.core.TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command; a component that wants to end the process is an error that names it."""
+        """Run the chosen command. If a component tries to exit the process, raise an error with its name."""
         with exits_raised(), exits_are_errors(PluginError):
             return super().invoke(ctx)
 
     def main(self, *args: Any, **settings: Any) -> Any:
-        """Run the command line; Ctrl-C gets a word, wherever it comes, where typer ends without one.
+        """Run the command line, and print ``interrupted`` after Ctrl-C, where typer ends silently.
 
         Raises:
-            SystemExit: it has ended.
+            SystemExit: always, with the exit status.
         """
         try:
             return super().main(*args, **settings)
         except SystemExit as end:
-            interrupt = getattr(end.__context__, "__cause__", None)  # typer has made an Exit of it
+            interrupt = getattr(end.__context__, "__cause__", None)  # typer has converted it to an Exit
             if isinstance(interrupt, KeyboardInterrupt):
                 print(visible(": ".join(["interrupted", *map(str, interrupt.args)])), file=sys.stderr, flush=True)  # noqa: T201
             raise
@@ -87,7 +87,7 @@ class PluginGroup(typer.core.TyperGroup):
 
     @cached_property
     def _foundation(self) -> dict[str, Entry]:
-        """Commands of the packages that are always loaded."""
+        """Name -> command, of the foundation packages, which are always loaded."""
         return {entry.spec.key: entry for entry in foundation_commands(self._registry)}
 
     @cached_property
@@ -102,17 +102,17 @@ class PluginGroup(typer.core.TyperGroup):
 
 
 def foundation_commands(registry: Registry) -> list[Entry]:
-    """Commands of the packages that are always loaded; no plugin can replace them."""
+    """Commands of the foundation packages, which are always loaded; no plugin can replace these commands."""
     return [entry for entry in registry.entries("command") if entry.origin.distribution in FOUNDATION]
 
 
 def shadowed_commands(registry: Registry, own: Collection[str], among: Collection[str] | None = None) -> list[str]:
-    """One message per plugin's command that cannot run because d9d itself has one of that name.
+    """Messages about plugins' commands that cannot run because d9d itself has a command of the same name.
 
     Args:
-        registry: what is installed.
-        own: core's commands.
-        among: distributions whose commands are looked at; all by default.
+        registry: records of the installed plugins.
+        own: names of d9d-core's commands.
+        among: distributions to examine; all by default.
     """
     taken = {*own, *(entry.spec.key for entry in foundation_commands(registry))}
     return [
@@ -125,7 +125,7 @@ def shadowed_commands(registry: Registry, own: Collection[str], among: Collectio
 
 
 class _Lazy(typer.core.TyperCommand):
-    """A command that imports the plugin's application when it runs and hands all arguments on, ``--help`` included."""
+    """Command that imports the plugin's application when it runs and passes on all arguments, also ``--help``."""
 
     def __init__(self, name: str, entry: Entry) -> None:
         settings = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -146,13 +146,13 @@ class _Lazy(typer.core.TyperCommand):
             text = f"command {self._entry}: its app {reference} failed to load: {shown(error)}"
             raise plugin_error(text, error) from error
         command = typer.main.get_command(app)
-        # In a context below d9d's, so that usage errors, exit codes and Ctrl-C reach d9d as those of its own commands.
+        # A context below d9d's, so that usage errors, exit codes and Ctrl-C are handled as for d9d's own commands.
         with command.make_context(self.name, list(ctx.args), parent=ctx.parent) as inner:
             if self._entry.origin.distribution in FOUNDATION:
                 return command.invoke(inner)
             try:
                 return command.invoke(inner)
-            except SystemExit as end:  # its own command may end as it likes
+            except SystemExit as end:  # a plugin's own command may exit
                 if isinstance(end.code, str):
                     print(visible(end.code), file=sys.stderr)  # noqa: T201
                 code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -18,11 +18,11 @@ from d9d_core.terminal.console import console_for
 
 
 def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:
-    """Run every health check of ``d9d doctor`` and report every plugin problem; false if anything is wrong.
+    """Run every health check of ``d9d doctor`` and print every plugin problem. Returns false if there is any.
 
     Args:
-        registry: what is installed.
-        own_commands: core's sub-commands, which hide those of plugins.
+        registry: records of the installed plugins.
+        own_commands: names of d9d-core's sub-commands, which hide plugins' sub-commands of the same name.
     """
     console = console_for()
     sound = True
@@ -55,14 +55,14 @@ def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:
 
 
 def nothing_installed(registry: Registry) -> str | None:
-    """Message that names the package to install where core is alone; ``None`` if there is any plugin."""
+    """Message that names the package to install if d9d-core is installed alone; ``None`` if any plugin is installed."""
     if registry.entries() or registry.plugins or registry.problems or registry.blocked:
         return None
     return f"d9d-core {version('d9d-core')}: no plugin is installed; to train, begin with: pip install d9d-engine"
 
 
 def _without_library(registry: Registry) -> list[str]:
-    """Messages about libraries that are not installed: the plugin, the components that need it, and how to get it."""
+    """Messages about libraries that are not installed: plugin, library, affected components, and how to install it."""
     without: dict[tuple[str, str, str], list[str]] = {}
     for entry in registry.entries():
         if isinstance(entry.spec, Spec):
@@ -76,5 +76,5 @@ def _without_library(registry: Registry) -> list[str]:
 
 
 def _line(ok: bool, text: str) -> Text:
-    # Text, not markup: messages may hold brackets.
+    # Text, not markup: messages may contain brackets.
     return Text.assemble(("ok", "green") if ok else ("no", "red"), f"  {text}")

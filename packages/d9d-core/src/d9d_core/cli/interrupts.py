@@ -13,14 +13,14 @@ from d9d_core.cli.garbage import collected_seldom
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Interrupts inside the block are raised at its end.
+    """Defer Ctrl-C inside the block to its end.
 
-    torch and numpy catch what their imports of optional modules raise, KeyboardInterrupt too: the interrupt would be
-    lost, or leave a half-imported module. A handler that somebody has installed, and other threads, are left alone.
-    Garbage is collected seldom meanwhile.
+    torch and numpy catch all exceptions of their optional imports, also KeyboardInterrupt: the interrupt would be lost,
+    or leave a half-imported module. A signal handler installed by other code, and calls in other threads, are left
+    alone. Garbage is collected rarely inside the block.
 
     Raises:
-        KeyboardInterrupt: there was an interrupt.
+        KeyboardInterrupt: an interrupt arrived inside the block.
     """
     with collected_seldom(), _deferred():
         yield

@@ -1,4 +1,4 @@
-"""Entry of ``d9d``: Ctrl-C ends it with one line from its first moment on, before the command line is imported."""
+"""Entry point of ``d9d``. Ctrl-C prints one line and ends the process, even before the command line is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from d9d_core.cli.ending import end_in_time
 from d9d_core.cli.streams import surviving_streams
 from d9d_core.terminal.tracebacks import make_tracebacks_visible
 
-#: Exit status after Ctrl-C, as a shell shows it.
+#: Exit status after Ctrl-C, as shells report it.
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -37,16 +37,16 @@ def _main() -> None:
                 from d9d_core.cli.app import run
 
             run()
-        except (KeyboardInterrupt, Exception) as error:  # outside of the command, which says more
+        except (KeyboardInterrupt, Exception) as error:  # outside of a command, whose own message says more
             from d9d_core.errors import interrupt_behind
 
             if isinstance(error, Exception) and not interrupt_behind(error):
                 raise
-            print("interrupted", file=sys.stderr, flush=True)  # noqa: T201 - its purpose
+            print("interrupted", file=sys.stderr, flush=True)  # noqa: T201 - for the user
             sys.exit(INTERRUPTED)
     except SystemExit as end:
         if end.code == INTERRUPTED and hasattr(signal, "pthread_sigmask"):
-            # Python would end by the signal itself if it came while exec() ran text, as for each dataclass, although
-            # it was handled. Neither does another Ctrl-C spoil the end.
+            # Python re-raises the signal at exit if it arrived while exec() ran text (each dataclass does), although it
+            # was handled. Blocking the signal avoids this, and ignores further Ctrl-C.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         raise

@@ -24,7 +24,7 @@ JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML, TO
 Overrides = Annotated[
     list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file; may be repeated.")
 ]
-WorldSize = Annotated[int | None, typer.Option(metavar="N", help="Processes; by default, what the mesh needs.", min=1)]
+WorldSize = Annotated[int | None, typer.Option(metavar="N", help="Processes; by default, as the mesh needs.", min=1)]
 Files = Annotated[
     list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin; may be repeated.")
 ]
@@ -38,28 +38,28 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def command_app(name: str, help_text: str) -> typer.Typer:
-    """An application for a :class:`~d9d_core.plugin.CommandSpec`; its errors are left to ``d9d``."""
+    """Typer application for a :class:`~d9d_core.plugin.CommandSpec`. ``d9d`` prints its errors."""
     return typer.Typer(
         name=name, help=help_text, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
     )
 
 
 def bytes_of(text: str | None) -> int | None:
-    """Bytes that a size such as ``80GiB`` or ``141GB`` stands for; ``None`` for none.
+    """Bytes of a size such as ``80GiB`` or ``141GB``; ``None`` for ``None``.
 
     Raises:
-        JobError: it is no size.
+        JobError: the text is not a size.
     """
     if text is None:
         return None
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(MB|GB|TB|MiB|GiB|TiB)", text.strip())
     if found is None or not float(found[1]):
-        raise JobError(f"--memory: {text!r} is no size; write a number with GiB or GB behind it, such as 80GiB")
+        raise JobError(f"--memory: {text!r} is not a size; write a number and a unit, such as 80GiB or 141GB")
     return int(float(found[1]) * (1024 if "i" in found[2] else 1000) ** (" MGT".index(found[2][0]) + 1))
 
 
 def policy_of(files: list[Path], no_plugins: bool, strict: bool) -> PluginPolicy:
-    """Plugin policy of the command line's options."""
+    """Plugin policy from the options of the command line."""
     return PluginPolicy(files=tuple(files), autoload=not no_plugins, strict=strict)
 
 
@@ -73,12 +73,12 @@ def load_job(
     quiet: bool = False,
     world_size: int | None = None,
 ) -> Loaded:
-    """Load a job file with the options of the command line, and warn about plugins that could not be loaded.
+    """Load a job file with the options of the command line, and print warnings about plugins that failed to load.
 
-    The number of processes is for a mesh with ``auto``, and for a file without one.
+    ``world_size`` is used if the mesh has an axis ``auto``, or if the file has no mesh.
 
     Raises:
-        JobError: the file is wrong.
+        JobError: the job file is invalid.
         PluginError: a required or single-file plugin cannot be loaded.
     """
     loaded = kind.load(job, overrides=overrides, policy=policy_of(files, no_plugins, strict), world_size=world_size)
@@ -88,14 +88,14 @@ def load_job(
 
 
 def discover_plugins(files: list[Path], no_plugins: bool, strict: bool = False) -> Registry:
-    """Registry of what is installed, with the options of the command line."""
+    """Registry of the installed plugins, restricted by the options of the command line."""
     from d9d_core.registry.loader import discover
 
     return discover(PluginPolicy.from_environment(os.environ) | policy_of(files, no_plugins, strict))
 
 
 def warn_of_problems(registry: Registry) -> None:
-    """One warning line for each plugin that could not be loaded."""
+    """Print a warning line for each plugin that failed to load."""
     for problem in registry.problems:
         say(f"warning: {problem} (see d9d doctor)")
 

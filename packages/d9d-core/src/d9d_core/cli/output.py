@@ -7,14 +7,14 @@ from d9d_core.job_file.job import JobConfig
 
 
 def length_of(job: JobConfig) -> str:
-    """Length of a run in words."""
+    """Length of a run, as text."""
     if job.steps is not None:
         return f"{job.steps:,} steps"
     return f"epochs: {job.epochs:g}; the number of steps follows from the data, which was not read"
 
 
 def mesh_line(job: JobFile) -> str:
-    """Mesh of a job, and which of its axes took what the others left."""
+    """Mesh of a job as text, with the size of its ``auto`` axis."""
     if job.source.note is not None:
         return job.source.note.removeprefix("mesh: ")
     axis = job.source.auto

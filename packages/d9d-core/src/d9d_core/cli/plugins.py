@@ -1,4 +1,4 @@
-"""``d9d plugins``: what is installed, in detail, and whether it is sound."""
+"""``d9d plugins``: lists installed plugins, shows their records, and checks that they load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from d9d_core.terminal.console import console_for
 
 
 def list_records(registry: Registry, as_json: bool) -> None:
-    """Print every record."""
+    """Print every record of the registry."""
     if as_json:
         print(json.dumps([_summary(entry) for entry in registry.entries()], indent=1))  # noqa: T201
         return
@@ -37,17 +37,17 @@ def list_records(registry: Registry, as_json: bool) -> None:
     table = Table(box=None, header_style="bold")
     for title in ("extension point", "name", "distribution"):
         table.add_column(title, no_wrap=True)
-    table.add_column("what it is")
+    table.add_column("summary")
     for entry in registry.entries():
         table.add_row(entry.kind.name, entry.spec.key, str(entry.origin), entry.spec.summary)
     console_for().print(table)
 
 
 def show_records(registry: Registry, selector: str, as_json: bool) -> None:
-    """Print every record of one name in full, for ``d9d plugins show``.
+    """Print every record of a name in full, for ``d9d plugins show``.
 
     Raises:
-        PluginError: there is none.
+        PluginError: no record has this name.
     """
     distribution, _, name = selector.rpartition("/")
     entries = [
@@ -57,9 +57,9 @@ def show_records(registry: Registry, selector: str, as_json: bool) -> None:
     ]
     if not entries:
         names = ", ".join(sorted({entry.spec.key for entry in registry.entries()}))
-        raise PluginError(f"nothing is called '{selector}'; names: {names}")
+        raise PluginError(f"no record is called '{selector}'; names: {names}")
     if as_json:
-        with redirect_stdout(sys.stderr):  # what plugins print when they are imported
+        with redirect_stdout(sys.stderr):  # plugins may print when they are imported
             details = [_detail(entry) for entry in entries]
         print(json.dumps(details, indent=1))  # noqa: T201
         return
@@ -69,16 +69,16 @@ def show_records(registry: Registry, selector: str, as_json: bool) -> None:
 
 
 def check_plugins(registry: Registry, name: str | None, as_json: bool, own_commands: Collection[str] = ()) -> bool:
-    """Check plugins: load all that the records of one, or of all, refer to; false if anything is broken.
+    """Load every reference of plugins' records and print the problems. Returns false if there is any.
 
     Args:
-        registry: what is installed.
-        name: of the plugin; all by default.
+        registry: records of the installed plugins.
+        name: plugin to check; all by default.
         as_json: print JSON.
-        own_commands: core's sub-commands, which hide those of plugins.
+        own_commands: names of d9d-core's sub-commands, which hide plugins' sub-commands of the same name.
 
     Raises:
-        PluginError: no plugin has that name.
+        PluginError: no plugin has this name.
     """
     origins = [*registry.plugins, *(problem.origin for problem in registry.problems)]
     chosen = {origin.distribution for origin in origins if name is None or origin.is_called(name)}
@@ -114,7 +114,7 @@ def check_plugins(registry: Registry, name: str | None, as_json: bool, own_comma
 
 
 def _broken_references(entry: Entry, absent: defaultdict[str, list[Entry]]) -> Iterator[str]:
-    """One message per broken reference; those to which only a package is missing are added to ``absent`` instead."""
+    """Yield a message per broken reference; entries that lack only a package are added to ``absent`` instead."""
     if isinstance(entry.spec, CapabilitySpec):
         return
     broken = []
@@ -138,7 +138,7 @@ def _broken_references(entry: Entry, absent: defaultdict[str, list[Entry]]) -> I
 
 
 def _absent_package(reference: Ref, error: BaseException) -> str | None:
-    """Package whose absence made a reference fail; a module that the plugin itself should have is none."""
+    """Missing package that made a reference fail; ``None`` for other failures or a module of the plugin itself."""
     if not isinstance(error, ModuleNotFoundError) or not error.name or "." in error.name:
         return None
     own = reference.target.partition(":")[0].partition(".")[0]

@@ -1,4 +1,4 @@
-"""Standard output and error of a command, whose failures end no run: a reader that went away, a full disk."""
+"""Standard output and error whose write failures (closed pipe, full disk) do not end a run."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO, cast
 
-#: The reader or the terminal is gone for good; after others, such as a full disk, the next write may succeed.
+#: Errors after which the reader or terminal is gone for good; after others, such as a full disk, a write may succeed.
 _GONE = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ECONNRESET}
 
 
 class SurvivingFile(io.FileIO):
-    """File under a standard stream: its failing writes lose what they write, and raise nothing.
+    """Raw file of a standard stream that drops data which cannot be written, instead of raising.
 
     Attributes:
-        lost: error of the last write that failed although somebody may still want to read.
-        incidental: the output only reports on work whose result lies elsewhere.
+        lost: last write error other than a closed reader; ``None`` if there was none.
+        incidental: whether the output only reports on work whose result is stored elsewhere.
     """
 
     lost: OSError | None = None
     incidental = False
 
     def write(self, data: bytes) -> int | None:  # type: ignore[override]  # any buffer
-        """Write; what cannot be written counts as written."""
+        """Write data; data that cannot be written counts as written."""
         try:
             return super().write(data)
         except BlockingIOError:
@@ -35,7 +35,7 @@ class SurvivingFile(io.FileIO):
             if error.errno not in _GONE:
                 self.lost = error
                 return memoryview(data).nbytes
-            with suppress(OSError):  # also for what writes to the descriptor by itself, as libraries in C do
+            with suppress(OSError):  # redirects the descriptor too, which C libraries write to
                 nothing = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nothing, self.fileno())
                 os.close(nothing)
@@ -44,10 +44,10 @@ class SurvivingFile(io.FileIO):
 
 @contextmanager
 def surviving_streams() -> Iterator[None]:
-    """Make failures of standard output and error end nothing inside the block, and in the interpreter's end after it.
+    """Make failures of standard output and error harmless inside the block and at the interpreter's exit.
 
     Raises:
-        SystemExit: with status 1, at the end of a command that did well, if its output is its result and was lost.
+        SystemExit: with status 1, if a successful command's output is its result and was lost.
     """
     sys.stdout, sys.stderr = _surviving(sys.stdout), _surviving(sys.stderr)
     try:
@@ -65,13 +65,13 @@ def surviving_streams() -> Iterator[None]:
 
 
 def output_is_incidental() -> None:
-    """Declare that this command's result is not its output, whose loss then is no failure."""
+    """Declare that the command's result is not its output, so that lost output is not a failure."""
     if (file := _file_of(sys.stdout)) is not None:
         file.incidental = True
 
 
 def _surviving(stream: TextIO) -> TextIO:
-    """Stream over a surviving file in place of one of the process's own; others, and consoles of Windows, stay."""
+    """Replace a standard stream of this process by a surviving one; keep other streams, and consoles of Windows."""
     if os.name == "nt" or stream not in (sys.__stdout__, sys.__stderr__) or not isinstance(stream, io.TextIOWrapper):
         return stream
     try:

@@ -1,1 +1,1 @@
-"""Components of a job: built from their records, and compared with their protocols."""
+"""Instantiation of a job's components, and checks against their protocols."""

@@ -1,4 +1,4 @@
-"""Checks of components against their protocols, with the distribution named."""
+"""Checks of components against their protocols; errors name the distribution."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from d9d_core.subscriber import Subscriber
 from d9d_core.task import Task
 from d9d_core.tracker import Tracker
 
-#: How the states of a metric can be merged.
+#: Operations that can merge a metric's states.
 REDUCTIONS = ("sum", "max", "min")
-#: Kind of record -> what its component has to be.
+#: Kind of record -> protocol of its component.
 _PROTOCOLS: Mapping[str, type] = {
     "task": Task,
     "inference task": InferenceTask,
@@ -44,10 +44,10 @@ def subject(chosen: Chosen) -> str:
 
 
 def check_component(chosen: Chosen, component: object) -> None:
-    """Compare a component with its contract, the protocol of its kind.
+    """Check a component against the protocol of its kind.
 
     Raises:
-        BuildError: it lacks a member, a method takes other arguments, or what it tells of itself is of another type.
+        BuildError: a member is missing, a method takes other arguments, or a property has a value of a wrong type.
     """
     kind = chosen.entry.kind.name
     if component is None:
@@ -72,11 +72,11 @@ def _check_model(chosen: Chosen, component: object) -> None:
     from torch import nn  # a model is there, so torch is
 
     if not isinstance(component, nn.Module):
-        raise BuildError(f"{subject(chosen)}: build returned {_kind(component)}, which is no torch.nn.Module")
+        raise BuildError(f"{subject(chosen)}: build returned {_kind(component)}, which is not a torch.nn.Module")
 
 
 def deviations(component: object, protocol: type) -> list[str]:
-    """Deviations of a component from its contract, a protocol: members that it lacks or has otherwise, one a line."""
+    """Deviations of a component from a protocol, one message per missing or different member."""
     name = type(component).__name__
     source = f"{protocol.__module__}:{protocol.__name__}"
     problems = []
@@ -98,15 +98,15 @@ def deviations(component: object, protocol: type) -> list[str]:
 
 def _call_problem(component: object, member: str, declared: Callable[..., Any]) -> str | None:
     if isinstance(inspect.getattr_static(type(component), member, None), property):
-        return "is a property; it must be a method"
+        return "is a property; make it a method"
     method = getattr(component, member)
     if not callable(method):
-        return "is no method; it must be one"
+        return "is not a method; make it one"
     _, *parameters = inspect.signature(declared).parameters.values()
     given = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     try:
         signature = inspect.signature(method)
-    except (TypeError, ValueError):  # of something built in
+    except (TypeError, ValueError):  # built-in functions have no signature
         return None
     try:
         signature.bind(*given)
@@ -116,16 +116,16 @@ def _call_problem(component: object, member: str, declared: Callable[..., Any]) 
 
 
 def check_returned(chosen: Chosen, call: str, value: object, *kinds: type) -> None:
-    """Compare the type of what a component returned.
+    """Check the type of a value that a component returned.
 
     Args:
         chosen: the component.
-        call: what was called.
-        value: what it returned.
-        kinds: one of which it must be.
+        call: the call, as text for the message.
+        value: returned value.
+        kinds: accepted types; bool counts as no number.
 
     Raises:
-        BuildError: it is another one.
+        BuildError: the value has another type.
     """
     if not isinstance(value, kinds) or isinstance(value, bool):
         wanted = " or ".join(kind.__name__ for kind in kinds)
@@ -133,15 +133,15 @@ def check_returned(chosen: Chosen, call: str, value: object, *kinds: type) -> No
 
 
 def check_mapping(chosen: Chosen, call: str, value: object, kind: type) -> None:
-    """Compare what a component returned with a mapping from names to values of one type.
+    """Check that a component returned a mapping from names to values of one type.
 
     Raises:
-        BuildError: it is something else.
+        BuildError: the value is not such a mapping.
     """
     check_returned(chosen, call, value, Mapping)
     assert isinstance(value, Mapping)
     for name, one in value.items():
-        check_returned(chosen, f"{call}, of which {name!r}", one, kind)
+        check_returned(chosen, f"{call}, for {name!r},", one, kind)
 
 
 def _check_task(chosen: Chosen, task: Any) -> None:
@@ -159,10 +159,10 @@ def _check_lr_schedule(chosen: Chosen, schedule: Any) -> None:
 
 
 def check_optimizer(chosen: Chosen, optimizer: Optimizer) -> None:
-    """Compare what an optimizer with state tells with what it must tell.
+    """Check the state, description and learning rate that an optimizer returns.
 
     Raises:
-        BuildError: it is of another type.
+        BuildError: one of them has a wrong type.
     """
     from torch import Tensor
 
@@ -177,7 +177,7 @@ def _check_subscriber(chosen: Chosen, subscriber: Any) -> None:
     assert isinstance(pairs, Iterable)
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2 or not callable(pair[1]):
-            text = f"subscriptions() has {pair!r}; write pairs of an event type and a function"
+            text = f"subscriptions() contains {pair!r}; return pairs of an event type and a function"
             raise BuildError(f"{subject(chosen)}: {text}")
         if pair[0] not in CATALOGUE:
             known = ", ".join(event.__name__ for event in CATALOGUE)
@@ -185,17 +185,17 @@ def _check_subscriber(chosen: Chosen, subscriber: Any) -> None:
 
 
 def check_metric(chosen: Chosen, metric: Metric) -> None:
-    """Compare a metric with its contract: state, once it has seen the model, and reductions.
+    """Check a metric's state and reductions; call it once the metric has seen the model.
 
     Raises:
-        BuildError: a reduction is unknown, or states and reductions differ.
+        BuildError: a reduction is unknown, or state and reductions have different names.
     """
     reductions: object = metric.reductions
     check_mapping(chosen, "reductions", reductions, str)
     assert isinstance(reductions, Mapping)
     for name, reduction in reductions.items():
         if reduction not in REDUCTIONS:
-            known = f"there are: {', '.join(REDUCTIONS)}; a mean is a sum and a count"
+            known = f"choose from: {', '.join(REDUCTIONS)}; express a mean by a sum and a count"
             raise BuildError(f"{subject(chosen)}: reductions merges '{name}' by '{reduction}'; {known}")
     from torch import Tensor
 
@@ -207,10 +207,10 @@ def check_metric(chosen: Chosen, metric: Metric) -> None:
 
 
 def check_trainable(chosen: Chosen, trainable: object) -> None:
-    """Compare what a fine-tuning method says that it trains with what it must be.
+    """Check the set of trainable parameter names that a fine-tuning method returned.
 
     Raises:
-        BuildError: it is no set of names.
+        BuildError: the value is not a set.
     """
     check_returned(chosen, "inject()", trainable, Set)
 

@@ -1,4 +1,4 @@
-"""Instantiation of the components that a job's records stand for."""
+"""Instantiation of components from a job's records."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from d9d_core.registry.capabilities import Chosen
 
 __all__ = ["inner_builder", "instantiate"]
 
-#: How torch says that sizes, or their product, have no 64 bits.
+#: Texts of torch's errors about sizes, or products of sizes, above 64 bits.
 _TOO_LARGE = re.compile(r"calculation overflowed|multiplication overflow|Overflow when unpacking|too large to convert")
 
 
 def inner_builder(chosen: Chosen) -> Callable[..., Any]:
-    """Builder of the components inside a component: a function of their config and the arguments of their kind."""
+    """Builder of nested components: takes a config inside ``chosen`` and the arguments of the component's kind."""
 
     def build(config: PluginConfig, *arguments: object) -> Any:
         same = [inner for inner, given in chosen.inner if given is config]
@@ -33,11 +33,11 @@ def inner_builder(chosen: Chosen) -> Callable[..., Any]:
 
 
 def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any:
-    """Instantiate a component: call its record's ``build`` reference, and check what it returns.
+    """Instantiate a component: call its record's ``build`` reference, and check the result.
 
     Raises:
-        BuildError: its module cannot be imported, it takes other arguments, it builds something else, or sizes in its
-            config make a tensor that no memory holds.
+        BuildError: the module cannot be imported, ``build`` takes other arguments or returns a wrong object, or the
+            config's sizes make a tensor too large for any memory.
     """
     assert isinstance(chosen.spec, ConfiguredSpec)
     try:
@@ -62,7 +62,7 @@ def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any
             ) from error
         if not isinstance(error, TypeError):
             raise
-        if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # it was not entered
+        if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # raised by the call itself
             kinds = ", ".join(["config", *(type(argument).__name__ for argument in arguments)])
             raise BuildError(f"{where}: {chosen.spec.build} cannot be called with ({kinds}): {error}") from error
         raise

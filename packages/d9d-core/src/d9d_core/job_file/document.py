@@ -1,4 +1,4 @@
-"""Values of a job file with their line numbers, and overrides of them."""
+"""Document of a job file: its values with their line numbers, and overrides."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from d9d_core.untrusted import Links, read_regular
 
 __all__ = ["Document"]
 
-#: Bytes of the largest job file: a hundred times what people write.
+#: Bytes of the largest job file, about a hundred times the size of usual ones.
 MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Document:
-    """Job file as a document: its values, and the line of each.
+    """Values of a job file, and the line of each.
 
     Attributes:
         values: mappings, lists and scalars.
-        source: how messages call the file.
+        source: name of the file in messages.
         lines: location -> line, as far as known.
-        overrides: locations that ``--set`` gave.
+        overrides: locations that ``--set`` replaced.
     """
 
     values: dict[str, Any]
@@ -42,15 +42,15 @@ class Document:
         """Read YAML, TOML or JSON, by the file's suffix.
 
         Args:
-            path: of the file.
-            links: which links its name may be.
+            path: path of the file.
+            links: links that the path may be.
 
         Raises:
             JobError: the file cannot be read or is malformed.
         """
         reader = READERS.get(path.suffix.lower())
         if reader is None:
-            raise JobError(f"{path}: a job file ends in {', '.join(READERS)}")
+            raise JobError(f"{path}: the suffix of a job file must be one of {', '.join(READERS)}")
         try:
             text = read_regular(path, MAX_BYTES, links).decode("utf-8")
         except FileNotFoundError:
@@ -64,10 +64,10 @@ class Document:
         return cls(values, str(path), lines)
 
     def override(self, assignments: Sequence[str]) -> Document:
-        """Apply ``section.field=value`` assignments; values are YAML. ``list[i]`` of the list's length appends.
+        """Apply ``section.field=value`` assignments; values are YAML. ``list[i]`` with i = length appends an entry.
 
         Raises:
-            JobError: an assignment has no ``=``, or leads through something that is no mapping or list.
+            JobError: an assignment has no ``=``, or its path leads through a value that is neither mapping nor list.
         """
         values = copy.deepcopy(self.values)
         given = set(self.overrides)
@@ -81,16 +81,16 @@ class Document:
             try:
                 _assign(values, parts, value)
             except LookupError as error:
-                raise JobError(f"--set {assignment}: there is no {dotted(parts)} to set: {error.args[0]}") from None
+                raise JobError(f"--set {assignment}: cannot set {dotted(parts)}: {error.args[0]}") from None
             given.add(parts)
-        # What an override replaced no longer stands in the file.
+        # Overridden values have no line in the file any more.
         lines = {
             location: line for location, line in self.lines.items() if not any(location[: len(g)] == g for g in given)
         }
         return Document(values, self.source, lines, frozenset(given))
 
     def where(self, location: Location) -> str:
-        """``file:line`` of the value, or of the nearest one around it."""
+        """``file:line`` of a value, or of the nearest enclosing value with a known line."""
         for length in range(len(location), 0, -1):
             if location[:length] in self.overrides:
                 return f"--set {dotted(location[:length])}"
@@ -107,21 +107,21 @@ def _assign(values: dict[str, Any], parts: Location, value: Any) -> None:
     _put(target, parts[:-1], parts[-1], value)
 
 
-#: Sections where a bare word names a plugin; so do the entries of lists, and the data and sets of an evaluation.
+#: Sections where a bare word names a plugin. So do entries of lists, and ``data`` and ``sets`` of ``evaluation``.
 _LISTS = ("parallel", "metrics", "trackers", "subscribers")
 _NAMED = ("model", "task", "data", "optimizer", "lr_schedule", "pipeline", "peft")
 
 
 def _entered(target: Any, location: Location, following: int | str) -> Any:
-    """Value at ``location``, made ready to take ``following``."""
+    """Value at ``location``, converted to a container that ``following`` can index."""
     part, inner = location[-1], None
     if isinstance(target, dict):
         inner = target.get(part)
     elif isinstance(target, list) and isinstance(part, int) and part < len(target):
         inner = target[part]
     if isinstance(inner, str) and isinstance(following, str):
-        # `optimizer: adamw` and --set optimizer.lr=...; elsewhere a word gives way to fields
-        entry = isinstance(part, int) and len(location) in (2, 3)  # of `metrics`, or of a list of a model's config
+        # `optimizer: adamw` with --set optimizer.lr=...; in other sections, fields replace the word
+        entry = isinstance(part, int) and len(location) in (2, 3)  # in `metrics`, or in a list of a model's config
         named = location[1:] in [(), ("data",)] or location[1:2] == ("sets",) or entry
         return {"name": inner} if named and location[0] in (*_NAMED, *_LISTS, "evaluation") else {}
     if inner is None:
@@ -137,7 +137,7 @@ def _put(target: Any, location: Location, part: int | str, value: Any) -> None:
     if isinstance(target, dict) and isinstance(part, str):
         target[part] = value
         return
-    reason = "is no list" if isinstance(part, int) else "has no fields"
+    reason = "is not a list" if isinstance(part, int) else "has no fields"
     if isinstance(target, list):
         reason = f"is a list; its next entry is [{len(target)}]"
     raise LookupError(f"{name} {reason}")

@@ -1,4 +1,4 @@
-"""Section of a job file on evaluation during training."""
+"""Job file section ``evaluation``: evaluation during training."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from d9d_core.job_file.open_union import Named
 
 __all__ = ["Evaluation"]
 
-# Part of the names of series.
+# A set's name becomes part of the names of its logged series.
 SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 
 
 class Evaluation(Section):
-    """Evaluation on other data during training: of the losses, and of metrics."""
+    """Evaluation of losses and metrics on other data during training."""
 
     every: PositiveInt
     """Steps between two evaluations; the last step is always evaluated."""
     packs: PositiveInt | Literal["all"] = 4
-    """Batches per evaluation, the same ones each time; ``all`` takes every sample of the data exactly once."""
+    """Batches per evaluation, the same ones each time; ``all`` evaluates every sample of the data exactly once."""
     sets: dict[SetName, Annotated[PluginConfig, Named("dataset")]] = {}
-    """Several datasets by name, in place of ``data``: ``eval/<name>/loss`` and so on."""
+    """Several datasets by name, in place of ``data``; logged as ``eval/<name>/loss`` and so on."""
     data: Annotated[PluginConfig, Named("dataset")] | None = Field(default=None, validate_default=True)
-    """Dataset of the evaluation; this or ``sets``."""
+    """Dataset of the evaluation; give either this or ``sets``."""
     metrics: list[Annotated[PluginConfig, Named("metric")]] = []
-    """Statistics over the data of each evaluation."""
+    """Metrics over the data of each evaluation."""
 
     @field_validator("data")
     @classmethod
-    def _something_is_read(cls, data: PluginConfig | None, info: ValidationInfo) -> PluginConfig | None:
+    def _require_one_source(cls, data: PluginConfig | None, info: ValidationInfo) -> PluginConfig | None:
         sets = info.data.get("sets")
         if data is None and sets == {}:
             raise ValueError("missing; add 'data:' under 'evaluation', or 'sets:' for several")
         if data is not None and sets:
-            raise ValueError(f"'sets' already names {', '.join(sets)}; make this one of them, or remove one of the two")
+            raise ValueError(
+                f"'sets' already names {', '.join(sets)}; move 'data' into 'sets', or remove one of the two"
+            )
         return data
 
     @model_validator(mode="after")
-    def _nothing_twice(self) -> Evaluation:
+    def _refuse_duplicates(self) -> Evaluation:
         for index, metric in enumerate(self.metrics):
             if (first := self.metrics.index(metric)) != index:
                 raise ValueError(f"metrics[{index}] is the same as metrics[{first}]; remove one")
@@ -48,5 +50,5 @@ class Evaluation(Section):
 
     @property
     def datasets(self) -> dict[str, PluginConfig]:
-        """Datasets by name; that of the only one is empty."""
+        """Datasets by name; the name of a single dataset (``data``) is empty."""
         return self.sets if self.data is None else {"": self.data}

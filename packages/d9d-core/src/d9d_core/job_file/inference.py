@@ -1,4 +1,4 @@
-"""Job file of inference: a model, data, and what to write of each row. No optimizer, no steps."""
+"""Job file of inference: a model, data, and an inference task that makes output rows. No optimizer, no steps."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from d9d_core.job_file.open_union import Named
 
 
 class InferenceBatch(Batch):
-    """Numbers of samples between two progress points and per forward pass."""
+    """Numbers of samples between two saved positions and per forward pass."""
 
     size: PositiveInt = 512
-    """Samples between two progress points, over all processes: the most that a kill costs."""
+    """Samples between two saved positions, over all processes; a kill loses at most this many."""
     microbatch: PositiveInt | None = 8
     """Samples per forward pass on one process; null takes all of a process's share."""
 
 
 class InferenceConfig(BaseJob):
-    """Job file of inference. See :class:`d9d_inference.job.InferenceJob` for what can be done with it."""
+    """Job file of inference. :class:`d9d_inference.job.InferenceJob` can run it."""
 
     task: Annotated[PluginConfig, Named("inference task")]
-    """Inference task: what is written of each row."""
+    """Inference task, which makes the output rows."""
     writer: Annotated[PluginConfig, Named("writer")]
-    """Format of the output, <run>/output with the format's suffix."""
+    """Format of the output file, <run>/output with the format's suffix."""
     batch: InferenceBatch = InferenceBatch()
-    """Samples at a time."""
+    """Batch sizes."""
     limit: PositiveInt | None = None
-    """Only the first samples; null takes all."""
+    """Use only the first ``limit`` samples; null uses all."""
     too_long: Literal["error", "cut"] = "error"
-    """Rows that are longer than a sample, or left out: an error before anything runs, or they are cut and left out as
-    the dataset does in training."""
+    """Policy for rows that are longer than a sample, or that the dataset drops: ``error`` before anything runs, or
+    ``cut``: shorten or drop them as the dataset does in training."""
     nonfinite: Literal["error", "keep"] = "error"
-    """NaN or infinity in a row: an error that names it, or written as the format can (``null`` in JSON)."""
+    """Policy for NaN or infinity in a row: ``error`` names the row, ``keep`` writes the value as the format can
+    (``null``
+    in JSON)."""

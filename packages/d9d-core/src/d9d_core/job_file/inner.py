@@ -1,4 +1,4 @@
-"""Components inside components: the configs that a config holds, such as the parts of a mixture of datasets."""
+"""Nested components: configs inside a component's config, such as the parts of a mixture of datasets."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["choose"]
 
 
 def choose(registry: Registry, kind: str, where: str, config: PluginConfig) -> Chosen:
-    """Choose the record of a config, and those of the configs inside it.
+    """Choose the record of a config, and the records of the configs inside it.
 
     Args:
-        registry: meaning of names.
-        kind: the extension point.
+        registry: registry that resolves names.
+        kind: extension point.
         where: field of the job file.
-        config: of the component.
+        config: config of the component.
 
     Raises:
-        PluginError: the registry does not have what the config names.
+        PluginError: the registry does not have a named component.
     """
     inner = [(choose(registry, its_kind, its_where, its), its) for its_kind, its_where, its in _inside(config, where)]
     return Chosen(where, registry.find(kind, config.selector), tuple(inner))
 
 
 def _inside(section: Section, where: str) -> Iterator[tuple[str, str, PluginConfig]]:
-    """Configs inside a section, each with its kind and its field; not those that are inside of them."""
+    """Configs directly inside a section, each with its kind and field; deeper configs are left out."""
     for name, field in type(section).model_fields.items():
         kind = _kind((*field.metadata, field.annotation))
         yield from _found(getattr(section, name), f"{where}.{name}", kind)
@@ -51,7 +51,7 @@ def _found(value: Any, where: str, kind: str | None) -> Iterator[tuple[str, str,
 
 
 def _kind(annotations: tuple[Any, ...]) -> str | None:
-    """Kind of the open union in an annotation, however deep."""
+    """Kind of the open union in nested annotations; ``None`` if there is none."""
     for annotation in annotations:
         if isinstance(annotation, Named):
             return annotation.kind

@@ -1,4 +1,4 @@
-"""Sections of a job file. Every field with a sensible default has one."""
+"""Sections of a job file. Every field with a sensible default has a default."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from d9d_core.job_file.sections.profiling import Profiling
 
 __all__ = ["Batch", "Checkpoint", "GradientClipping", "Gradients", "Loading", "Mesh", "Precision", "Run", "Timeouts"]
 
-# float16 would need a loss scaler, which the loop does not have.
+# float16 would need a loss scaler, which the training loop does not have.
 Dtype = Literal["float32", "bfloat16"]
-# Three years: clocks of libraries overflow at some hundreds.
+# About three years: timers of some libraries overflow at some hundreds of years.
 Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
 
 
-#: Mesh axes of which one can be ``auto``: what the other axes leave of the processes.
+#: Mesh axes that may be ``auto``: the number of processes divided by the other axes.
 DATA_AXES = frozenset({"dp_replicate", "dp_shard"})
-#: Processes of the largest mesh: each is known to every other one.
+#: Processes of the largest mesh, because every process stores a list of all processes.
 MAX_RANKS = 1 << 17
-#: Forward passes of the longest step on one rank: each is an action of the step's program.
+#: Most forward passes of one step on one rank, because each is an action of the step's program.
 MAX_MICROBATCHES = 1 << 14
 
 
@@ -44,26 +44,26 @@ class Run(Section):
     """Name, description and directory of a run."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "run"
-    """Name of the run, and of its directory: letters, digits, ``_``, ``-``, and ``.`` but not first."""
+    """Name of the run, and of its directory: letters, digits, ``_``, ``-``, and ``.`` except at the beginning."""
     dir: Path = Path("runs")
-    """Parent of the run's directory, relative to where the command is started."""
+    """Parent of the run's directory, relative to the working directory."""
     description: str = ""
     """Free text for the trackers."""
     hparams: dict[str, JsonValue] = {}
-    """Hyperparameters for the trackers, for example what a sweep varies: any names, and values that may be nested."""
+    """Hyperparameters for the trackers, for example the values that a sweep varies: any names, values may be nested."""
     tags: list[Annotated[str, Field(min_length=1)]] = []
-    """Words for the trackers, by which runs are found."""
+    """Labels for the trackers, by which runs can be found."""
 
     @field_validator("tags")
     @classmethod
-    def _each_tag_once(cls, tags: list[str]) -> list[str]:
+    def _refuse_duplicate_tags(cls, tags: list[str]) -> list[str]:
         if twice := next((tag for tag in tags if tags.count(tag) > 1), None):
-            raise ValueError(f"'{twice}' stands there twice; remove one")
+            raise ValueError(f"duplicate tag '{twice}'; remove one")
         return tags
 
     @property
     def directory(self) -> Path:
-        """Directory of everything that the run writes."""
+        """Directory of all files that the run writes."""
         return self.dir / self.name
 
     @property
@@ -72,7 +72,7 @@ class Run(Section):
         return self.dir / ".cache"
 
 
-#: Size of a data-parallel axis. A job file may write ``auto``, which is a number by the time that this is validated.
+#: Size of a data-parallel axis. A job file may write ``auto``, which is replaced by a number before validation.
 DataSize = Annotated[
     PositiveInt,
     WithJsonSchema({"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"const": "auto"}]}),
@@ -87,30 +87,30 @@ class Mesh(Section):
     dp_replicate: DataSize = 1
     """Replicas of the (sharded) model; this or ``dp_shard`` can be ``auto``."""
     dp_shard: DataSize = 1
-    """Shards of the parameters; ``auto`` is what the other axes leave of the processes."""
+    """Shards of the parameters; ``auto`` divides the number of processes by the other axes."""
     cp: PositiveInt = 1
-    """Ranks that share each sequence."""
+    """Ranks that split each sequence (context parallelism)."""
     tp: PositiveInt = 1
-    """Ranks that share each matrix."""
+    """Ranks that split each matrix (tensor parallelism)."""
     ep: PositiveInt = 1
-    """Expert groups, laid over the innermost axes; does not multiply the number of processes."""
+    """Expert groups, over the innermost axes; does not multiply the number of processes."""
 
     @field_validator("*", mode="before")
     @classmethod
-    def _auto_is_settled(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_unresolved_auto(cls, value: Any, info: ValidationInfo) -> Any:
         if value != "auto":
             return value
         if info.context is None:
-            raise ValueError("'auto' is settled where a job file is read (Job.load); here, give the number")
+            raise ValueError("'auto' is resolved only when a job file is read (Job.load); give the number here")
         axes = " or ".join(sorted(DATA_AXES, reverse=True))
         if info.field_name in DATA_AXES:
-            raise ValueError(f"auto on two axes: only one of {axes} can take what is left of the processes")
-        raise ValueError(f"auto is for {axes}, which can take what is left of the processes; give the number")
+            raise ValueError(f"auto on two axes: only one of {axes} can be derived from the number of processes")
+        raise ValueError(f"auto is possible for {axes} only; give the number")
 
     @model_validator(mode="after")
-    def _is_buildable(self) -> Mesh:
+    def _check_world_size(self) -> Mesh:
         if self.world_size > MAX_RANKS:
-            raise ValueError(f"these are {self.world_size:,} processes; a mesh has at most {MAX_RANKS:,}")
+            raise ValueError(f"the mesh has {self.world_size:,} processes; at most {MAX_RANKS:,} are possible")
         return self
 
     @property
@@ -140,101 +140,105 @@ class Batch(Section):
     microbatch: PositiveInt | None = None
     """Samples per forward pass on one process; all of a process's share by default."""
     prefetch: NonNegativeInt = 2
-    """Batches that are taken and copied to the device ahead of their step; 0 takes each when its step begins, as where
-    the data of a step depends on the step before."""
+    """Batches that are read and copied to the device ahead of their step; 0 reads each batch when its step begins, for
+    data
+    that depends on the previous step."""
 
 
 class GradientClipping(Section):
     """Clipping of gradients by their global norm."""
 
     max_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
-    """Largest norm; null switches clipping off, the norm is still measured."""
+    """Largest norm; null disables clipping, but the norm is still measured."""
     p: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 2.0
-    """Which norm; ``inf`` is allowed."""
+    """Order p of the p-norm; ``inf`` is allowed."""
 
 
 class Gradients(Section):
     """Accumulation of gradients over microbatches, and their all-reduce over ranks."""
 
     accumulate: Literal["float32"] | None = None
-    """Number format in which microbatches add up; that of the parameters if null."""
+    """Number format in which gradients are accumulated; null uses the parameters' format."""
     bucket_mib: PositiveInt = 32
-    """Size of the buckets in which gradients outside of FSDP are all-reduced."""
+    """Size of the buckets in which gradients without FSDP are all-reduced."""
 
 
 class Best(Section):
-    """Retention of the checkpoints with the best values of a logged series."""
+    """Retention of the checkpoints with the best values of a logged series of values."""
 
     series: str = "eval/loss"
-    """Its name, such as ``eval/loss``; the last value before the save counts."""
+    """Name of the series, such as ``eval/loss``; the last value before the save counts."""
     mode: Literal["min", "max"] = "min"
-    """Direction of improvement: smaller or larger values are better."""
+    """Whether smaller (``min``) or larger (``max``) values are better."""
     keep: PositiveInt = 1
-    """How many checkpoints."""
+    """Number of best checkpoints to keep."""
 
 
 class Checkpoint(Section):
     """Interval, directory and retention of checkpoints."""
 
     every: PositiveInt | None = None
-    """Steps between two checkpoints; null saves at the end and on interruption only."""
+    """Steps between two checkpoints; null saves only at the end and on interruption."""
     keep: PositiveInt | None = 2
-    """How many of the newest checkpoints stay; null keeps all."""
+    """Number of newest checkpoints to keep; null keeps all."""
     keep_every: PositiveInt | None = None
-    """Checkpoints of steps that are multiples of this stay too."""
+    """Also keep checkpoints whose step is a multiple of this."""
     best: Best | None = None
-    """The best checkpoints stay too."""
+    """Also keep the best checkpoints."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """``auto`` continues from the newest usable checkpoint if there is one, ``never`` refuses a directory that holds
-    one, ``must`` refuses to start without."""
+    """``auto`` continues from the newest usable checkpoint if there is one, ``never`` refuses a directory that has a
+    checkpoint, ``must`` refuses to start without a checkpoint."""
     asynchronous: bool = True
-    """Train on while a checkpoint is written, from a copy in the host's memory."""
+    """Continue training while a checkpoint is written, from a copy in host memory."""
     tolerate_failures: NonNegativeInt = 10
-    """Failures of the storage in a row (full disk, input/output errors) after which training goes on; a save that
-    failed is tried again with growing pauses. One more ends the run."""
+    """Consecutive storage failures (full disk, input/output errors) that training survives; failed saves are retried
+    with
+    growing pauses. One more failure ends the run."""
     trainable_only: bool = False
-    """Leave frozen parameters out; what resumes must get them from elsewhere."""
+    """Leave out frozen parameters; a resumed run must load them from another source."""
     dir: PathOrAddress | None = None
-    """Directory of the checkpoints: one that all machines share, or an fsspec address such as ``s3://bucket/run``;
-    <run>/checkpoints by default."""
+    """Directory of the checkpoints: shared by all machines, or an fsspec address such as ``s3://bucket/run``; by
+    default,
+    <run>/checkpoints."""
 
     @model_validator(mode="after")
-    def _rules_have_an_effect(self) -> Checkpoint:
+    def _check_retention(self) -> Checkpoint:
         if self.keep is None and (self.keep_every or self.best):
             rule = "keep_every" if self.keep_every else "best"
-            raise ValueError(f"'keep: null' keeps all checkpoints, so {rule} changes nothing; remove one of them")
+            raise ValueError(f"'keep: null' keeps all checkpoints, so {rule} has no effect; remove one of them")
         if self.keep_every is not None and (self.every is None or self.keep_every % self.every):
             raise ValueError(f"keep_every {self.keep_every} must be a multiple of every, which is {self.every}")
         return self
 
     def location(self, run: Path) -> Path | str:
-        """Path or address of the checkpoints of the run in this directory."""
+        """Path or address of the checkpoints of a run, given the run's directory."""
         if self.dir is None:
             return run / "checkpoints"
         return self.dir if is_address(self.dir) else Path(self.dir)
 
 
 class Timeouts(Section):
-    """Seconds without progress after which a run of several processes counts as stuck and ends with a report."""
+    """Seconds without progress after which a run of several processes counts as hung and ends with a report."""
 
     startup: Seconds = 600.0
     """Until all processes have started, and until each of them is ready to train."""
     step: Seconds = 600.0
-    """For one step, the first one with all compilation included."""
+    """For one step; the first one includes compilation."""
     checkpoint: Seconds = 1800.0
     """For one checkpoint or export."""
 
 
 class Loading(Section):
-    """Reading of the weights that the model starts from (``model.pretrained``)."""
+    """Reading of the pretrained weights (``model.pretrained``)."""
 
     weights: bool = True
-    """Start from these weights; false takes their sizes, tokenizer and settings only, and draws all weights."""
+    """Load the pretrained weights; false uses only their sizes, tokenizer and settings, and initialises randomly."""
     threads: PositiveInt = 4
-    """Reads at a time, on each process."""
+    """Concurrent reads per process."""
     read: Literal["each", "once"] = "each"
-    """``each`` process reads what it holds; ``once``: of processes that hold the same, one reads and sends it on, which
-    is for slow storage and fast networks."""
+    """``each``: every process reads its own part. ``once``: of the processes with the same part, one reads and sends it
+    to
+    the others, for slow storage and fast networks."""
 
 
 class Precision(Section):
@@ -246,28 +250,29 @@ class Precision(Section):
     """Run matrix products of the forward pass in this format (torch.autocast)."""
 
     @model_validator(mode="after")
-    def _useful(self) -> Precision:
+    def _check_autocast(self) -> Precision:
         if self.autocast and self.parameters != "float32":
             raise ValueError(f"autocast is for float32 parameters; these are {self.parameters} already")
         return self
 
 
 class BaseJob(Section):
-    """Sections that jobs of every kind have: a model, data, and how they are laid out over processes."""
+    """Sections that jobs of every kind have: a model, data, and the layout over processes."""
 
     run: Run = Run()
     """Name and directory of the run."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Initial weights, data order and dropout depend on this."""
+    """Seed of initial weights, data order and dropout."""
     device: str = "auto"
-    """``auto`` takes the accelerator if there is one, else the CPU; or a name such as ``cpu`` or ``cuda``."""
+    """``auto`` uses the accelerator if there is one, else the CPU; or a device type such as ``cpu`` or ``cuda``."""
     deterministic: bool = False
-    """Compute the same bits each time, with slower algorithms where it takes those; an operation that cannot is an
-    error."""
+    """Compute the same bits each time, if necessary with slower algorithms; operations without a deterministic
+    algorithm are
+    errors."""
     mesh: Mesh = Mesh()
-    """The process grid."""
+    """Sizes of the mesh axes."""
     model: Annotated[PluginConfig, Named("model")]
-    """Model."""
+    """Model to train or evaluate."""
     data: Annotated[PluginConfig, Named("dataset")]
     """Dataset of the samples."""
     batch: Batch = Batch()
@@ -281,22 +286,22 @@ class BaseJob(Section):
     precision: Precision = Precision()
     """Number formats."""
     kernels: dict[str, str] = {}
-    """Op -> backend by name; the others are chosen automatically."""
+    """Op -> name of its backend; backends of other ops are chosen automatically."""
     subscribers: list[Annotated[PluginConfig, Named("subscriber")]] = []
     """Observers of the training loop."""
     loading: Loading = Loading()
-    """Reading of the weights that the model starts from."""
+    """Reading of the pretrained weights."""
     timeouts: Timeouts = Timeouts()
-    """Time limits of ranks that wait for each other."""
+    """Limits on the time that ranks wait for each other."""
     plugins: Plugins = Plugins()
-    """Selection of the plugins that may be loaded."""
+    """Plugins that may be loaded."""
 
     @classmethod
     def _owner(cls, info: ValidationInfo) -> str:  # noqa: ARG003
         return "the job file"
 
     @model_validator(mode="after")
-    def _nothing_twice(self) -> Self:
+    def _refuse_duplicates(self) -> Self:
         for section in ("parallel", "metrics", "trackers", "subscribers"):
             parts = getattr(self, section, [])
             for index, part in enumerate(parts):
@@ -307,13 +312,13 @@ class BaseJob(Section):
         for index, name in enumerate(names):
             if (first := names.index(name)) != index:
                 raise ValueError(
-                    f"trackers[{index}] is '{name}' like trackers[{first}]: both would write to one place and continue "
-                    "one saved run; keep one of them, with the fields of both"
+                    f"trackers[{index}] is '{name}' like trackers[{first}]: both would write to the same place and "
+                    "continue the same saved run; keep one of them, with the fields of both"
                 )
         return self
 
     def resolved(self) -> dict[str, Any]:
-        """All values with their defaults, as JSON can hold them; reads back to an equal job."""
+        """All values, defaults included, as JSON values; reading them gives an equal job."""
         values: dict[str, Any] = speakable(self.model_dump(mode="json"))
         return values
 
@@ -329,16 +334,16 @@ class BaseJob(Section):
 
 
 class JobConfig(BaseJob):
-    """A job file. See :class:`d9d_engine.job.Job` for what can be done with it."""
+    """Job file of training. :class:`d9d_engine.job.Job` can run it."""
 
     task: Annotated[PluginConfig, Named("task")]
     """Task to learn."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Passes over the data, in place of ``steps``; 0.5 is half of one. Steps are counted when the data is open."""
+    """Passes over the data, in place of ``steps``; 0.5 is half a pass. Steps are counted when the data is open."""
     steps: PositiveInt | None = Field(default=None, validate_default=True)
-    """Optimizer steps of the whole run; this or ``epochs``."""
+    """Optimizer steps of the whole run; give either this or ``epochs``."""
     optimizer: Annotated[PluginConfig, Named("optimizer")]
-    """Updates the parameters."""
+    """Optimizer."""
     lr_schedule: Annotated[PluginConfig, Named("lr schedule")] | None = None
     """Learning-rate schedule; null keeps the rate constant."""
     gradient_clipping: GradientClipping = GradientClipping()
@@ -346,12 +351,13 @@ class JobConfig(BaseJob):
     gradients: Gradients = Gradients()
     """Accumulation and all-reduce of gradients."""
     nonfinite: Literal["error", "skip"] = "error"
-    """Policy for a step with a NaN or infinite loss or gradient; such a step never changes anything."""
+    """Policy for a step with a NaN or infinite loss or gradient; such a step never changes the training state."""
     max_skipped: PositiveInt = 10
-    """Steps in a row that ``nonfinite: skip`` leaves out; then the run ends with an error. Before these, and before the
-    first skipped step of the run, the last checkpoint stays."""
+    """Consecutive steps that ``nonfinite: skip`` may skip; one more ends the run with an error. The checkpoints before
+    the
+    first skipped step of the run, and before these steps, are kept."""
     metrics: list[Annotated[PluginConfig, Named("metric")]] = []
-    """Statistics over each logging period."""
+    """Metrics over each logging interval."""
     trackers: list[Annotated[PluginConfig, Named("tracker")]] = Field(
         default=[], json_schema_extra={"default": ["console", "jsonl"]}
     )
@@ -361,21 +367,22 @@ class JobConfig(BaseJob):
     evaluation: Evaluation | None = None
     """Evaluation on other data during training."""
     profiling: Profiling | None = None
-    """Traces of some steps; null is off."""
+    """Traces of some steps; null disables them."""
     garbage_collection: GarbageCollection = GarbageCollection()
-    """Moments of Python's garbage collection."""
+    """Schedule of Python's garbage collection."""
     checkpoint: Checkpoint = Checkpoint()
     """Interval, directory and retention of checkpoints."""
     export: Literal["adapter"] | bool = True
-    """Write the trained model in Hugging Face layout to <run>/model at the end, and the adapter of a fine-tuning method
-    that has one to <run>/adapter; ``adapter`` writes only that."""
+    """Write the trained model in Hugging Face layout to <run>/model at the end, and the adapter, if the fine-tuning
+    method
+    has one, to <run>/adapter; ``adapter`` writes only the adapter."""
 
     @field_validator("steps")
     @classmethod
-    def _says_how_long(cls, steps: int | None, info: ValidationInfo) -> int | None:
+    def _require_steps_or_epochs(cls, steps: int | None, info: ValidationInfo) -> int | None:
         epochs = info.data.get("epochs")
         if steps is None and "epochs" in info.data and epochs is None:
             raise ValueError("missing; add 'steps:' or 'epochs:' to the job file")
         if steps is not None and epochs is not None:
-            raise ValueError(f"'epochs: {epochs:g}' already says how long the run is; remove one of them")
+            raise ValueError(f"'epochs: {epochs:g}' already gives the length of the run; remove one of them")
         return steps

@@ -1,4 +1,4 @@
-"""Validation of a job file's document, with every problem reported at once and at its line."""
+"""Validation of a job file; reports all problems at once, each with its line."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
 
 _TO_JOB = "to the job file"
-#: Problems of a job that are spelled out; the others are counted.
+#: Most problems of a job that are printed; further ones are counted.
 _SHOWN = 50
 _LONG = 200
 Config = TypeVar("Config", bound=BaseJob)
 
 
 def plugin_policy(document: Document, extra: PluginPolicy | None = None) -> PluginPolicy:
-    """Plugin policy of the job file, the environment and the command line together.
+    """Plugin policy from the job file, the environment and the command line.
 
     Raises:
-        JobError: the ``plugins`` section is malformed, or a file that it names is absent.
+        JobError: the section ``plugins`` is malformed, or one of its files is absent.
     """
     try:
         section = Plugins.model_validate(_values(document).get("plugins") or {})
@@ -45,7 +45,7 @@ def plugin_policy(document: Document, extra: PluginPolicy | None = None) -> Plug
 
 
 def registry_for(document: Document, extra: PluginPolicy | None = None) -> Registry:
-    """Registry of the plugins that the job's policy admits."""
+    """Registry of the plugins that the job's policy allows."""
     return discover(plugin_policy(document, extra))
 
 
@@ -65,9 +65,9 @@ def validate_job(config_class: type[Config], document: Document, registry: Regis
 
 
 def _values(document: Document) -> dict[str, Any]:
-    """Values of the document, with plugin files, which are relative to the job file, made absolute.
+    """Values of the document, with absolute paths of plugin files instead of paths relative to the job file.
 
-    The resolved job is saved with the run, in another directory, and must find them too.
+    The resolved job, saved in the run's directory, must find the files too.
     """
     section = document.values.get("plugins")
     files = section.get("files") if isinstance(section, dict) else section
@@ -87,7 +87,7 @@ def _job_error(error: ValidationError, document: Document, prefix: Location = ()
 
 def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
     loc = (*prefix, *line["loc"])
-    around = loc[:-1] if line["type"] == "missing" else loc  # what is missing is surely a field
+    around = loc[:-1] if line["type"] == "missing" else loc  # the last part of a missing location is a field's name
     location = (*_location_in_file(around, document.values), *loc[len(around) :])
     text = str(line["msg"]).removeprefix("Value error, ")
     if line["type"] == "missing":
@@ -107,14 +107,14 @@ def _short(text: str) -> str:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that the system refuses, or a folder that it does not show
+    except OSError:  # invalid name, or no permission
         return False
 
 
 def _location_in_file(location: Location, value: Any) -> Location:
-    """Location without the words by which pydantic tells the members of a union apart: they are in no file.
+    """Location without the tags by which pydantic identifies members of a union, which are not in the file.
 
-    Such a word stands where a field could, but is what the file gives as the value of one (or the bare name itself).
+    A tag stands in place of a field, but is a value of the file's mapping, or the bare name itself.
     """
     found: Location = ()
     for part in location:

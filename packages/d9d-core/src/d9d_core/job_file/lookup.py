@@ -1,4 +1,4 @@
-"""Lookup of the config class of a record. Whatever a plugin put there instead is one clear error."""
+"""Lookup of a record's config class; a plugin's wrong reference becomes a clear error."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["load_config"]
 
 
 def load_config(entry: Entry) -> type[PluginConfig]:
-    """Look up the config class of a record that has one.
+    """Config class of a record.
 
     Raises:
-        PluginError: the reference does not load, or is no ``PluginConfig`` named like the record.
+        PluginError: the reference does not load, or is not a ``PluginConfig`` with the record's name.
     """
     assert isinstance(entry.spec, ConfiguredSpec)
     subject = f"{entry.kind.name} {entry}: its config {entry.spec.config}"
@@ -27,7 +27,7 @@ def load_config(entry: Entry) -> type[PluginConfig]:
     except FOREIGN_FAILURES as error:
         raise plugin_error(f"{subject} failed to load: {shown(error)}{import_advice(error)}", error) from error
     if not (isinstance(config, type) and issubclass(config, PluginConfig)):
-        raise PluginError(f"{subject} is no subclass of d9d_core.config.PluginConfig")
+        raise PluginError(f"{subject} is not a subclass of d9d_core.config.PluginConfig")
     name = config.model_fields["name"].default
     if name != entry.spec.key:
         wanted = f"name: Literal[{entry.spec.key!r}] = {entry.spec.key!r}"
@@ -40,7 +40,7 @@ def config_schema(entry: Entry) -> dict[str, Any]:
     """JSON schema of a record's config.
 
     Raises:
-        PluginError: the config class cannot be had, or has no JSON schema.
+    PluginError: the config class cannot be loaded, or has no JSON schema.
     """
     config = load_config(entry)
     try:

@@ -1,7 +1,7 @@
-"""Fields whose type is decided by a plugin's name: ``Annotated[PluginConfig, Named("optimizer")]``.
+"""Fields whose type depends on a plugin's name: ``Annotated[PluginConfig, Named("optimizer")]``.
 
-A union built once goes stale when plugins come and go, and a field annotated with the base class loses the subclass's
-fields on dump. This marker asks the registry during validation (through the validation context) and dumps by instance.
+A fixed union becomes stale when plugins are installed or removed, and a field annotated with the base class loses the
+subclass's fields on dump. This marker queries the registry, found in the validation context, and dumps by instance.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from d9d_core.registry.registry import Registry
 
 __all__ = ["Named"]
 
-#: Where the JSON schema of an open field is filled in, see :mod:`d9d_core.job_file.schema`.
+#: Key of an open field in the JSON schema, which :mod:`d9d_core.job_file.schema` replaces.
 PLACEHOLDER = "x-d9d-kind"
 
 
 class Named:
-    """Open union of configs: a bare name, or a mapping with ``name``, becomes the config of the record of that name.
+    """Open union of configs: a bare name, or a mapping with ``name``, becomes the config of the record with that name.
 
     Args:
-        kind: the extension point, for example ``optimizer``.
+        kind: extension point, for example ``optimizer``.
     """
 
     def __init__(self, kind: str) -> None:
@@ -50,7 +50,7 @@ class Named:
             return value
         registry: Registry | None = (info.context or {}).get("registry")
         if registry is None:
-            text = f"names are resolved by Job.load; in Python, give the {self.kind}'s config object"
+            text = f"names are resolved by Job.load only; in Python, give the config object of the {self.kind}"
             raise PydanticCustomError("no_registry", "{text}", {"text": text})
         fields = {"name": value} if isinstance(value, str) else value
         if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
@@ -86,7 +86,7 @@ class Named:
 
 
 def _check_storable(config: PluginConfig, entry: Entry, context: dict[str, Any]) -> None:
-    """Refuse a config that the record of a run could not hold, such as one with an object for a default."""
+    """Refuse a config that JSON cannot hold, for example because a default is an arbitrary object."""
     try:
         config.model_dump(mode="json", warnings=False)
     except FOREIGN_FAILURES as error:

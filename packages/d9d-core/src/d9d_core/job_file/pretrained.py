@@ -1,4 +1,4 @@
-"""Model sizes from the ``config.json`` of published weights, where the job file does not give them."""
+"""Model sizes from the ``config.json`` of pretrained weights, for fields that the job file leaves out."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from d9d_core.plugin import ModelSpec
 from d9d_core.registry.entries import Entry, plugin_error
 from d9d_core.untrusted import MAX_JSON_BYTES, Place, parse_json, read_regular
 
-#: File that a training checkpoint ends with.
+#: File that completes a training checkpoint.
 _MANIFEST = "manifest.json"
 
 
 def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a model with ``pretrained``: those of the job file, and for all others those of the published model.
+    """Fields of a model with ``pretrained``: the job file's fields, completed by the fields of the stored model.
 
     Args:
-        entry: the model's record.
-        fields: as the job file has them, ``pretrained`` among them.
+        entry: record of the model.
+        fields: fields in the job file, with ``pretrained``.
 
     Raises:
-        JobError: the model cannot be loaded from anywhere, or ``config.json`` cannot be read or is not of this model.
-        PluginError: the model's Hugging Face format cannot be loaded, or fails in another way than these.
+        JobError: the model has no Hugging Face format, or ``config.json`` cannot be read or describes another model.
+        PluginError: the model's Hugging Face format cannot be loaded, or raises an unexpected exception.
     """
     spec = entry.spec
     if not issubclass(load_config(entry), ModelConfig) or not isinstance(spec, ModelSpec) or spec.hugging_face is None:
-        raise JobError(f"model {entry} cannot start from published weights; it has no Hugging Face layout")
+        raise JobError(f"model {entry} cannot start from pretrained weights; it has no Hugging Face layout")
     try:
         layout = spec.hugging_face.load()()
     except FOREIGN_FAILURES as error:
@@ -54,10 +54,10 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
 
 
 def find_manifest(location: str) -> Path | None:
-    """Find the manifest of a training checkpoint of this machine: of the newest one, if it is a run's directory.
+    """Manifest of a local training checkpoint, or of the newest checkpoint of a run; ``None`` if there is none.
 
     Args:
-        location: a checkpoint's folder, a folder of checkpoints, or a run's directory; or something else.
+        location: a checkpoint's directory, a directory of checkpoints, a run's directory, or any other location.
     """
     checkpoints = Place.of(location).checkpoints
     if checkpoints is None:
@@ -68,7 +68,7 @@ def find_manifest(location: str) -> Path | None:
 
 
 def _sizes_of_checkpoint(name: str, manifest: Path) -> dict[str, Any]:
-    """Fields of the model of a training checkpoint, without where that one started."""
+    """Fields of the model in a training checkpoint, without ``pretrained``."""
     try:
         content = parse_json(read_regular(manifest, links="none"), strict=True)
     except (OSError, ValueError) as error:
@@ -76,32 +76,34 @@ def _sizes_of_checkpoint(name: str, manifest: Path) -> dict[str, Any]:
     job = content.get("job") if isinstance(content, dict) else None
     stored = job.get("model") if isinstance(job, dict) else None
     if not isinstance(stored, dict):
-        raise CheckpointError(f"{manifest.name} of its newest checkpoint does not say which model it is of")
+        raise CheckpointError(f"{manifest.name} of its newest checkpoint does not name its model")
     if stored.get("name") != name:
-        raise CheckpointError(f"its checkpoint is of model {str(stored.get('name'))[:80]!r}; set model.name to that")
+        raise CheckpointError(
+            f"its checkpoint is of model {str(stored.get('name'))[:80]!r}; set model.name to this name"
+        )
     return {field: value for field, value in stored.items() if field not in ("name", "pretrained")}
 
 
 def read_config_json(location: str) -> dict[str, Any]:
-    """Read the ``config.json`` of pretrained weights: in a directory, beside a file, or at an fsspec address.
+    """Read the ``config.json`` of pretrained weights: in a directory, next to a file, or at an fsspec address.
 
     Raises:
-        CheckpointError: it is absent or no JSON object.
+        CheckpointError: the file is absent or not a JSON object.
     """
     try:
         content = _read(location)
-    except Exception as error:  # drivers of addresses raise whatever their client library raises
+    except Exception as error:  # drivers of addresses raise exceptions of their client libraries
         reason = f"{type(error).__name__}: {error}" if "://" in location else getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"its config.json cannot be read ({reason}); give a directory in Hugging Face layout, or that of a run. "
-            "A run that has checkpoints goes on without it: run its job.yaml with model.pretrained set to null"
+            f"its config.json cannot be read ({reason}); give a directory in Hugging Face layout, or of a run. "
+            "To resume a run from its checkpoints instead, run its job.yaml with model.pretrained set to null"
         ) from error
     try:
         values = parse_json(content)
     except ValueError as error:
         raise CheckpointError(f"its config.json is damaged: {error}") from error
     if not isinstance(values, dict):
-        raise CheckpointError("its config.json holds no JSON object")
+        raise CheckpointError("its config.json is not a JSON object")
     return values
 
 

@@ -1,7 +1,7 @@
-"""Parsers of job files by format: YAML, whose values remember their line, TOML and JSON.
+"""Parsers of job files: YAML, with the line of each value, TOML and JSON.
 
-Plain YAML means: mappings with words as keys, lists, strings, numbers, true, false and null. A tag that would build
-anything else is an error; so are duplicate keys and aliases that never end.
+Only plain YAML is accepted: mappings with text keys, lists, strings, numbers, true, false and null. Tags that build
+other objects, duplicate keys and recursive aliases are errors.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import yaml
 from d9d_core.config import Location, dotted
 from d9d_core.errors import JobError
 
-#: Aliases repeat values, so a short file can stand for more of them than memory holds.
+#: Most values of a file: aliases repeat values, so a short file can expand beyond any memory.
 MAX_VALUES = 100_000
 MAX_DEPTH = 100
-#: Of a whole number, which would overflow as a float.
+#: Bits of the largest whole number; a larger one would overflow as a float.
 _MAX_BITS = 1000
 
 _TAG = "tag:yaml.org,2002:"
@@ -34,7 +34,7 @@ _UNWANTED = (_TAG + "timestamp", _TAG + "value")
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 3e-4 as a number, as YAML 1.2 does, and leaves dates as they are written."""
+    """SafeLoader that reads 3e-4 as a number, as YAML 1.2 does, and leaves dates as text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -48,11 +48,11 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Location, int]]:
     """Read YAML text of a job file: its values, and the line of each.
 
     Args:
-        text: one document.
-        source: how messages call it.
+        text: one YAML document.
+        source: name of the file in messages.
 
     Raises:
-        JobError: it is malformed, too deep, too large, or holds something that is no plain value.
+        JobError: the text is malformed, too deeply nested, too large, or has a value that is not plain.
     """
     try:
         loader = _Loader(text)
@@ -73,7 +73,7 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Location, int]]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes the texts which the loader would read as numbers, such as 3e-4."""
+    """SafeDumper that quotes strings which the loader would read as numbers, such as 3e-4."""
 
 
 _Dumper.yaml_implicit_resolvers = {
@@ -83,7 +83,7 @@ _Dumper.yaml_implicit_resolvers = {
 
 
 def write_yaml(values: Any, **style: Any) -> str:
-    """Text that :func:`read_yaml` reads as these values.
+    """YAML text that :func:`read_yaml` reads as these values.
 
     Args:
         values: mappings, lists and scalars.
@@ -93,25 +93,25 @@ def write_yaml(values: Any, **style: Any) -> str:
 
 
 def check_scalar(value: Any) -> None:
-    """Refuse what nothing can print or compute with later.
+    """Refuse a scalar that later code cannot print or compute with.
 
     Raises:
-        ValueError: a text that is none, or a number of hundreds of digits.
+        ValueError: the text is not valid Unicode, or the number has hundreds of digits.
     """
     if isinstance(value, str):
-        value.encode()  # half of a surrogate pair has no encoding
+        value.encode()  # half of a surrogate pair cannot be encoded
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise ValueError("the number is too large")
 
 
 def _explained(error: yaml.MarkedYAMLError) -> str:
-    if isinstance(error, yaml.composer.ComposerError):  # its two halves make one sentence
+    if isinstance(error, yaml.composer.ComposerError):  # context and problem form one sentence
         return ", ".join(part for part in (error.context, error.problem) if part)
     return error.problem or error.context or "malformed"
 
 
 class _Builder:
-    """Builds values from nodes. The same node may appear several times, through aliases."""
+    """Builder of values from YAML nodes. Aliases may repeat a node."""
 
     def __init__(self, loader: _Loader, source: str) -> None:
         self.lines: dict[Location, int] = {}
@@ -124,13 +124,13 @@ class _Builder:
         self.lines.setdefault(location, node.start_mark.line + 1)
         self._values += 1
         if self._values > MAX_VALUES:
-            raise self._error(node, f"more than {MAX_VALUES:,} values; aliases repeat what they refer to")
+            raise self._error(node, f"more than {MAX_VALUES:,} values, repetitions by aliases included")
         if id(node) in self._open:
             raise self._error(node, "an alias refers to a node that contains it")
         if len(location) > MAX_DEPTH:
             raise self._error(node, f"nested more than {MAX_DEPTH} levels deep")
         if node.tag not in _PLAIN[type(node)]:
-            raise self._error(node, f"the tag {node.tag} would build an object; job files hold plain values only")
+            raise self._error(node, f"the tag {node.tag} would build an object; job files may hold plain values only")
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         self._open.add(id(node))
@@ -170,15 +170,15 @@ class _Builder:
 
     def _key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
-            raise self._error(node, "a key is a word, not a list or a mapping")
+            raise self._error(node, "a key must be text, not a list or a mapping")
         if node.tag != _TAG + "str":
-            kind = {"int": "a number", "float": "a number"}.get(node.tag.removeprefix(_TAG), "a value of its own")
-            hint = "put it in quotes if it is meant as a word (so also on, off, yes, no, true, false and null)"
-            raise self._error(node, f"a key is a word, and {node.value} is {kind}; {hint}")
+            kind = {"int": "a number", "float": "a number"}.get(node.tag.removeprefix(_TAG), "not text")
+            hint = "put it in quotes if it is meant as text (also on, off, yes, no, true, false and null)"
+            raise self._error(node, f"a key must be text, and {node.value} is {kind}; {hint}")
         try:
             check_scalar(node.value)
         except ValueError as error:
-            raise self._error(node, f"{node.value[:80]!r} is no text") from error
+            raise self._error(node, f"{node.value[:80]!r} is not valid text") from error
         return str(node.value)
 
     def _error(self, node: yaml.Node, text: str) -> JobError:
@@ -214,7 +214,7 @@ def _read_json(text: str, source: str) -> tuple[Any, dict[Location, int]]:
 
 
 def _undated(values: Any) -> Any:
-    """Values with dates and times as texts, as in the other formats."""
+    """Values with dates and times as strings, as in the other formats."""
     if isinstance(values, dict):
         return {key: _undated(value) for key, value in values.items()}
     if isinstance(values, list):
@@ -251,5 +251,5 @@ def _too_deep(source: str) -> JobError:
     return JobError(f"{source}: nested more than {MAX_DEPTH} levels deep")
 
 
-#: Suffix -> ``(text, source) -> (values, line of each value as far as known)``; each raises JobError.
+#: Suffix -> parser ``(text, source) -> (values, line of each value as far as known)``; parsers raise JobError.
 READERS = {".yaml": read_yaml, ".yml": read_yaml, ".toml": _read_toml, ".json": _read_json}

@@ -1,4 +1,4 @@
-"""Resolution of a job: the records that its names select, and whether they go together. Imports no torch."""
+"""Resolution of a job: selects the records of its names and checks that they fit together. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Selected_co = TypeVar("Selected_co", bound="Parts", covariant=True)
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of a resolved job: the records that the names of a job of any kind resolve to.
+    """Records that the names of a job of any kind select.
 
     Attributes:
-        model, dataset, schedule, peft: one record each, where the job has one.
-        strategies: in order of application.
-        subscribers: as listed.
+        model, dataset, schedule, peft: one record each, or ``None``.
+        strategies: records and configs in order of application.
+        subscribers: records and configs in the order of the job file.
     """
 
     model: Chosen
@@ -43,7 +43,7 @@ class Parts:
     subscribers: Sequence[Part]
 
     def all(self) -> list[Chosen]:
-        """Every chosen record, and those of components inside of components."""
+        """Every selected record, nested components included."""
         values = [getattr(self, field.name) for field in fields(self)]
         single = [value for value in values if isinstance(value, Chosen)]
         several = [chosen for value in values if not isinstance(value, Chosen | None) for chosen, _ in value]
@@ -52,13 +52,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Selection(Parts):
-    """Records that the names of a training job resolve to; see :class:`Parts`.
+    """Records that the names of a training job select; see :class:`Parts`.
 
     Attributes:
-        task, optimizer, lr_schedule: one record each, where the job has one.
-        metrics, trackers: as listed.
+        task, optimizer, lr_schedule: one record each, or ``None``.
+        metrics, trackers: records and configs in the order of the job file.
         evaluation: datasets of the evaluation, in the order of :attr:`d9d_core.job_file.job.Evaluation.datasets`.
-        evaluation_metrics: as listed there.
+        evaluation_metrics: metrics of the evaluation, in the order of the job file.
     """
 
     task: Chosen
@@ -72,7 +72,7 @@ class Selection(Parts):
 
 @dataclass(frozen=True)
 class InferenceSelection(Parts):
-    """Records that the names of an inference job resolve to; see :class:`Parts`.
+    """Records that the names of an inference job select; see :class:`Parts`.
 
     Attributes:
         task, writer: one record each.
@@ -84,12 +84,12 @@ class InferenceSelection(Parts):
 
 @dataclass(frozen=True)
 class Resolution(Generic[Selected_co]):
-    """Records of a job, looked up and compatible with each other.
+    """Records of a job that fit together.
 
     Attributes:
-        selection: records behind the job's names.
-        verdicts: capabilities, satisfied or undecided.
-        judge: judges later choices, such as backends of ops, in the company of these records.
+        selection: records of the job's names.
+        verdicts: required capabilities, satisfied or undecided.
+        judge: decides whether later choices, such as backends of ops, fit these records.
     """
 
     selection: Selected_co
@@ -103,13 +103,13 @@ def resolve(
     """Resolve a job of any kind: check the records that its names select against each other.
 
     Args:
-        job: validated.
-        selection: its records; see :func:`select_parts`.
-        registry: meaning of its names.
-        circumstances: what capabilities are judged against.
+        job: validated job.
+        selection: records of the job; see :func:`select_parts`.
+        registry: registry that resolves names.
+        circumstances: mesh and device against which capabilities are checked.
 
     Raises:
-        D9dError: the components of the job do not go together.
+        D9dError: the components of the job do not fit together.
     """
     if isinstance(selection, Selection):
         _check_metrics(selection)
@@ -197,10 +197,10 @@ def _several(registry: Registry, kind: str, where: str, configs: Iterable[Plugin
 
 
 def judged(selection: Selected, registry: Registry, circumstances: Circumstances) -> Resolution[Selected]:
-    """Check every requirement of every chosen record.
+    """Check every requirement of every selected record.
 
     Raises:
-        JobError: one line per requirement that does not hold.
+        JobError: one line per unsatisfied requirement.
     """
     chosen = selection.all()
     judge = Judge(chosen, registry, circumstances)
@@ -221,7 +221,7 @@ def _check_metrics(selection: Selection) -> None:
         for missing in sorted(observations_read(chosen, config) - known):
             near = closest(missing, sorted(known))
             hint = f"did you mean '{near}'? " if near else ""
-            has = f"{hint}it observes: {', '.join(sorted(known)) or 'nothing'}"
+            has = f"{hint}the task observes: {', '.join(sorted(known)) or 'nothing'}"
             does_not = f"which task {selection.task.entry} does not observe; {has}"
             failed.append(f"{chosen.where}: metric {chosen.entry} reads {missing}, {does_not}")
     if failed:
@@ -229,7 +229,7 @@ def _check_metrics(selection: Selection) -> None:
 
 
 def _check_tensors(selection: Selection | InferenceSelection, data: PluginConfig, registry: Registry) -> None:
-    """Compare the tensors that the task reads with those that each dataset gives, where records name them."""
+    """Compare the tensors that the task reads with the tensors that each dataset gives, where records declare them."""
     task = selection.task.spec
     if not isinstance(task, TaskSpec | InferenceTaskSpec):
         return
@@ -243,12 +243,16 @@ def _check_tensors(selection: Selection | InferenceSelection, data: PluginConfig
         if missing := ", ".join(sorted(task.reads.keys() - given.keys())):
             do = _quoted(_giving(registry, task.reads))
             hint = (
-                f"{do} does" if do.count("'") == 2 else f"{do} do" if do else "no installed dataset says that it does"
+                f"{do} does"
+                if do.count("'") == 2
+                else f"{do} do"
+                if do
+                else "no installed dataset is declared to give it"
             )
             failed.append(f"{where} {missing}, which {dataset} does not give; {hint}")
         failed += [
-            f"{where} {name} of {_dims(dims)}, and {dataset} gives {name} of {_dims(given[name])}; choose another "
-            "dataset or other fields of this one, or another task"
+            f"{where} {name} of {_dims(dims)}, but {dataset} gives {name} of {_dims(given[name])}; choose another "
+            "dataset, other fields of this dataset, or another task"
             for name, dims in sorted(task.reads.items())
             if given.get(name, dims) != dims
         ]
@@ -257,11 +261,11 @@ def _check_tensors(selection: Selection | InferenceSelection, data: PluginConfig
 
 
 def tensors_given(dataset: Chosen, config: object) -> Mapping[str, int] | None:
-    """Tensors that every microbatch of a dataset has -> their number of dims; ``None`` if that is not known.
+    """Tensors in every microbatch of a dataset: name -> number of dimensions; ``None`` if unknown.
 
     Args:
-        dataset: its record.
-        config: its config, which may choose.
+        dataset: record of the dataset.
+        config: config of the dataset, whose fields may decide.
     """
     spec = dataset.spec
     assert isinstance(spec, DatasetSpec)
@@ -275,7 +279,7 @@ def tensors_given(dataset: Chosen, config: object) -> Mapping[str, int] | None:
 
 
 def _giving(registry: Registry, tensors: Mapping[str, int]) -> list[str]:
-    """Names of the datasets whose records say that they give these tensors."""
+    """Names of the datasets whose records declare that they give these tensors."""
     specs = [entry.spec for entry in registry.entries("dataset")]
     return sorted(
         spec.name
@@ -294,7 +298,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def observations_read(chosen: Chosen, config: PluginConfig) -> Set[str]:
-    """Observations that a metric cannot do without, with those of the metrics inside it."""
+    """Observations that a metric, or a metric nested in it, requires."""
     assert isinstance(chosen.spec, MetricSpec)
     own = config.reads if isinstance(config, ChoosesObservations) else chosen.spec.reads
     inside = [observations_read(inner, of) for inner, of in chosen.inner if isinstance(of, PluginConfig)]

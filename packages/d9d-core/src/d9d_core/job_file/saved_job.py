@@ -1,8 +1,8 @@
-"""Job files that lie in a directory: read as data, because the author of the directory wrote them.
+"""Job files found in a directory: read as data, because the directory's author wrote them.
 
-A job file that a user names is trusted like a script. One that a command finds in a directory (of a run, a model, an
-adapter) may be a stranger's: its plain fields and the names of installed components count, and everything in it that
-would import code or open an address is refused, with the command that trusts the file.
+A job file that the user names is trusted like a script. A job file that a command finds in a directory (of a run, a
+model, an adapter) may be malicious: its plain fields and names of installed components are used, and fields that would
+import code or open an address are refused, in an error with the command that trusts the file.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from d9d_core.errors import JobError
 from d9d_core.job_file.document import Document
 from d9d_core.job_file.job import BaseJob
 
-#: Sections of the run that made the directory: a command that reads the directory writes to no tracker, observes
+#: Sections of the original run that are ignored: a command that reads the directory writes to no tracker, observes
 #: no training, and sets no learning rate.
 _LEFT_OUT = ("trackers", "subscribers", "lr_schedule", "profiling")
-#: Free text, which nothing opens.
+#: Sections of free text, which is never opened as an address.
 _TEXT = (("run",),)
 _SHOWN = 60
 
@@ -31,9 +31,9 @@ class SavedJob:
     """Job file that a command finds in a directory.
 
     Attributes:
-        path: of the job file.
-        trust: command that runs with the file because it names the file, for messages.
-        files: plugin files that the command line names, which are trusted.
+        path: path of the job file.
+        trust: command that would trust the file because the user names it, for messages.
+        files: trusted plugin files, named on the command line.
     """
 
     path: Path
@@ -41,13 +41,13 @@ class SavedJob:
     files: Sequence[Path] = field(default=())
 
     def read(self, overrides: Sequence[str] = ()) -> Document:
-        """Read the file, and refuse plugin files and addresses before anything is looked up.
+        """Read the file, and refuse plugin files and addresses before names are resolved.
 
         Args:
-            overrides: ``section.field=value`` of the command line, which are trusted.
+            overrides: assignments ``section.field=value`` of the command line, which are trusted.
 
         Raises:
-            JobError: the file is wrong, or would run code; one line per field.
+            JobError: the file is invalid, or would run code; one line per field.
         """
         found = Document.read(self.path, "near")
         values = {name: value for name, value in found.values.items() if name not in _LEFT_OUT}
@@ -60,7 +60,7 @@ class SavedJob:
         """Refuse fields of the validated job that would import code.
 
         Raises:
-            JobError: there are such fields; one line for each.
+            JobError: there are such fields; one line per field.
         """
         found = ((where, f"names code to import, {_short(value)}") for where, value in _imports(job, (), None))
         self._refuse(document, [(where, what) for where, what in found if not _is_given(where, document)])
@@ -103,12 +103,12 @@ def _texts(value: Any, where: Location) -> Iterator[tuple[Location, str]]:
 
 
 def _is_given(where: Location, document: Document) -> bool:
-    """Whether the command line gave a field with ``--set``."""
+    """Whether the command line set a field with ``--set``."""
     return any(where[: len(given)] == given for given in document.overrides)
 
 
 def _imports(value: Any, where: Location, mark: LoadsCode | None) -> Iterator[tuple[Location, str]]:
-    """Values of fields whose annotations are marked with :class:`LoadsCode`, however deep."""
+    """Values of fields with the marker :class:`LoadsCode` in their annotation, nested values included."""
     if isinstance(value, Section):
         for name, info in type(value).model_fields.items():
             inner = code_mark((*info.metadata, info.annotation))
@@ -124,7 +124,7 @@ def _imports(value: Any, where: Location, mark: LoadsCode | None) -> Iterator[tu
 
 
 def code_mark(annotations: tuple[Any, ...]) -> LoadsCode | None:
-    """Mark in the metadata and the annotation of a field, however deep."""
+    """Marker in the metadata or the nested annotations of a field; ``None`` if there is none."""
     for annotation in annotations:
         if isinstance(annotation, LoadsCode):
             return annotation

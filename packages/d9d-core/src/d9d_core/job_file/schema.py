@@ -1,4 +1,4 @@
-"""JSON schema of a job file over what is installed, for editors."""
+"""JSON schema of a job file that uses the installed plugins, for editors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def job_schema(registry: Registry, skipped: Callable[[PluginError], None] | None
     Loads the config class of every installed plugin.
 
     Args:
-        registry: what is installed.
+        registry: records of the installed plugins.
         skipped: called for each record without a usable config, which is then left out.
 
     Raises:
-        PluginError: there is such a record, and no ``skipped``.
+        PluginError: a record has no usable config, and ``skipped`` is not given.
     """
     schema = JobConfig.model_json_schema()
     definitions = schema.setdefault("$defs", {})
@@ -52,12 +52,12 @@ def _choices(
             skipped(error)
             continue
         key = f"{kind}:{entry.origin.distribution}:{entry.spec.key}".replace("/", "|").replace(" ", "_")
-        # Two plugins may have nested sections of one name, so each gets its own.
+        # Two plugins may have nested sections of the same name, so each gets its own definitions.
         inner = own.pop("$defs", {})
         moved = {f"#/$defs/{name}": f"#/$defs/{key}.{name}" for name in inner}
         definitions |= {f"{key}.{name}": _point(definition, moved) for name, definition in inner.items()}
         selectors = [entry.spec.key]
-        if entry.origin.version:  # a single file has no distribution to select it by
+        if entry.origin.version:  # a single-file plugin has no distribution name to select it by
             selectors.append(f"{entry.origin.distribution}/{entry.spec.key}")
         own = _point(own, moved)
         own["description"] = f"{entry.spec.summary} ({entry.origin})"
@@ -70,7 +70,7 @@ def _choices(
 
 
 def _point(node: Any, moved: dict[str, str]) -> Any:
-    """Schema with its references redirected to moved definitions; discriminators hold them under keys of their own."""
+    """Schema with references, also in discriminators, redirected to moved definitions."""
     if isinstance(node, dict):
         return {k: moved.get(v, v) if isinstance(v, str) else _point(v, moved) for k, v in node.items()}
     return [_point(item, moved) for item in node] if isinstance(node, list) else node

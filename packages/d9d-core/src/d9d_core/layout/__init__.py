@@ -1,1 +1,1 @@
-"""Layout of a job: mesh, strategies, pipeline schedule and batch, and whether they fit together and the processes."""
+"""Layout of a job (mesh, strategies, pipeline schedule, batch), and checks that it fits the number of processes."""

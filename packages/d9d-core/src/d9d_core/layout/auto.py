@@ -1,7 +1,7 @@
-"""Settlement of ``auto`` in a job file's mesh, and of the mesh that a job file leaves out. Imports no torch.
+"""Resolution of ``auto`` in a job file's mesh, and of the mesh that a job file leaves out. Imports no torch.
 
-Both depend on the number of processes alone, so the document is rewritten before it is validated: everything that sees
-the job sees plain numbers, and so does who reads the job that a run has saved.
+Both depend on the number of processes alone, so the document is rewritten before validation: all code that sees the
+job, and every reader of the job that a run saves, finds plain numbers.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from d9d_core.job_file.job import DATA_AXES
 from d9d_core.plugin import StrategySpec
 from d9d_core.registry.registry import Registry
 
-#: Strategy that a job without a mesh gets on several processes; d9d-parallel declares it.
+#: Strategy for a job without a mesh on several processes; d9d-parallel declares it.
 DEFAULT_STRATEGY = "fsdp"
 _AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Source of a job: for messages only, so jobs are equal whatever theirs are.
+    """Source of a job, for messages only: jobs from different sources compare equal.
 
     Attributes:
-        document: what was read, with ``auto`` settled.
-        auto: the mesh axis that took what was left of the processes.
-        note: what was added to the file's layout, for the user.
+        document: document as read, with ``auto`` replaced by a number.
+        auto: mesh axis that was ``auto``; ``None`` if there was none.
+        note: message about a layout that was added to the job; ``None`` if none was added.
     """
 
     document: Document = field(default_factory=lambda: Document({}, ""), compare=False)
@@ -39,14 +39,14 @@ class Source:
 
 
 def settle(document: Document, registry: Registry, world_size: int | None) -> Source:
-    """Settle the mesh of a job file for a number of processes.
+    """Complete the mesh of a job file for a number of processes.
 
-    What is malformed, ``auto`` on two axes too, is left as it is: validation reports it with all other problems.
+    Malformed values, also ``auto`` on two axes, are left for validation to report.
 
     Args:
-        document: the job file.
-        registry: meaning of its strategies' names.
-        world_size: number of processes; ``None`` if nobody has said, which is one for ``auto``.
+        document: document of the job file.
+        registry: registry that resolves the names of strategies.
+        world_size: number of processes; ``None`` if unknown, which ``auto`` treats as one.
     """
     values = document.values
     mesh = values.get("mesh")
@@ -62,15 +62,15 @@ def settle(document: Document, registry: Registry, world_size: int | None) -> So
 
 
 def _left(mesh: Mapping[str, Any], axis: str, world_size: int) -> int:
-    """Processes that the other axes leave; where these do not divide them, the layout's check says so."""
+    """Number of processes divided by the other axes; if they do not divide it, the layout check reports an error."""
     sizes = [mesh.get(other, 1) for other in AXES if other != axis]
-    # The sizes that are no such numbers are errors of their own.
+    # Invalid sizes are reported by validation.
     others = math.prod(size for size in sizes if type(size) is int and size > 0)
     return max(1, world_size // others)
 
 
 def _default(document: Document, registry: Registry, world_size: int) -> Source:
-    """Layout of a job without a mesh: all processes along the axis that its strategies use, else ``fsdp``."""
+    """Layout of a job without a mesh: all processes along the axis that its strategies use, or ``fsdp``."""
     parallel = document.values.get("parallel", [])
     if not isinstance(parallel, list):
         return Source(document)

@@ -1,4 +1,4 @@
-"""Check of a job's layout: everything that is wrong with mesh, strategies, schedule and batch, in one error."""
+"""Check of a job's layout; one error reports all problems of mesh, strategies, schedule and batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from d9d_core.plugin import StrategySpec
 from d9d_core.program.placement import plan_pipeline
 from d9d_core.registry.registry import Registry
 
-#: Legal values that a message lists.
+#: Most legal values that a message lists.
 _LISTED = 6
 
 
@@ -24,8 +24,8 @@ class Problem:
 
     Attributes:
         location: field of the job file.
-        text: what is wrong, with legal values.
-        error: the error behind it, where a schedule has raised one.
+        text: the problem, with legal values.
+        error: error that the schedule raised; ``None`` for other problems.
     """
 
     location: Location
@@ -36,14 +36,14 @@ class Problem:
 def layout_problems(
     job: BaseJob, selection: Parts, registry: Registry, world_size: int, auto: str | None = None
 ) -> list[Problem]:
-    """Check a job's layout on that many processes: its problems; none if it can run, as far as sizes go.
+    """Problems of a job's layout on a number of processes; an empty list if its sizes fit.
 
     Args:
-        job: validated, section by section.
-        selection: its records.
-        registry: strategies that could be added.
+        job: job whose sections are valid one by one.
+        selection: records of the job.
+        registry: registry with strategies that a message may recommend.
         world_size: number of processes.
-        auto: the mesh axis that was given ``auto``.
+        auto: mesh axis that was ``auto``.
     """
     batch = list(_batch(job, world_size))
     return [
@@ -56,7 +56,7 @@ def layout_problems(
 
 
 def unused_axes(mesh: Mesh, selection: Parts) -> list[str]:
-    """Mesh axes of several ranks that nothing in the job uses: all ranks along them would do the same."""
+    """Mesh axes with several ranks that no component of the job uses: all ranks along them would do the same work."""
     used = {
         axis for chosen, _ in selection.strategies if isinstance(chosen.spec, StrategySpec) for axis in chosen.spec.axes
     }
@@ -66,29 +66,29 @@ def unused_axes(mesh: Mesh, selection: Parts) -> list[str]:
 
 
 def idle_parts(mesh: Mesh, selection: Parts) -> list[str]:
-    """Warnings about strategies and a schedule of a job whose mesh axes all have one rank, so that nothing is split."""
+    """Warnings about strategies and a schedule without effect, because all their mesh axes have one rank."""
     sizes = mesh.sizes()
     parts = [
         (chosen, chosen.spec.axes) for chosen, _ in selection.strategies if isinstance(chosen.spec, StrategySpec)
     ] + ([(selection.schedule, frozenset({"pp"}))] if selection.schedule else [])
     return [
-        f"{chosen.where}: {chosen.entry.kind.name} '{chosen.spec.name}' splits nothing, as "
+        f"{chosen.where}: {chosen.entry.kind.name} '{chosen.spec.name}' has no effect, because "
         f"{' and '.join(f'mesh.{axis}' for axis in sorted(axes))} {'is' if len(axes) == 1 else 'are'} 1; "
-        f"give {'it' if len(axes) == 1 else 'one'} more ranks, or leave {chosen.where} out"
+        f"give {'it' if len(axes) == 1 else 'one'} more ranks, or remove {chosen.where}"
         for chosen, axes in parts
         if axes and all(sizes.get(axis, 1) == 1 for axis in axes)
     ]
 
 
 def strategies_for(axis: str, registry: Registry) -> list[StrategySpec]:
-    """Strategies that use a mesh axis, those that use the fewest others first."""
+    """Strategies that use a mesh axis, in increasing number of axes used."""
     specs = [entry.spec for entry in registry.entries("strategy")]
     found = [spec for spec in specs if isinstance(spec, StrategySpec) and axis in spec.axes]
     return sorted(found, key=lambda spec: (len(spec.axes), spec.key))
 
 
 def covers(ep: int, mesh: Mesh) -> bool:
-    """Whether that many expert groups lie over whole inner axes and divide the next one."""
+    """Whether ``ep`` expert groups cover whole inner axes and divide the next one."""
     for size in (mesh.tp, mesh.cp, mesh.dp_shard, mesh.dp_replicate):
         if size % ep == 0:
             return True
@@ -99,7 +99,7 @@ def covers(ep: int, mesh: Mesh) -> bool:
 
 
 def near_multiples(number: int, step: int) -> list[int]:
-    """The multiples of ``step`` on both sides of ``number``, without zero."""
+    """Multiples of ``step`` nearest below and above ``number``, without zero."""
     below = number // step * step
     return [multiple for multiple in (below, below + step) if multiple]
 
@@ -114,8 +114,8 @@ def _world(mesh: Mesh, world_size: int, auto: str | None) -> Iterator[Problem]:
         start = _either(near_multiples(world_size, others))
         yield Problem(
             ("mesh", auto),
-            f"mesh.{auto} is auto, but the other axes take {others} processes at a time, and the job was started with "
-            f"{world_size}; start {start} processes, or change another axis",
+            f"mesh.{auto} is auto, but {world_size} processes are not a multiple of {others}, the product of the other "
+            f"axes; start {start} processes, or change another axis",
         )
         return
     start = f"{needed} process{'es' if needed != 1 else ''}"
@@ -144,7 +144,7 @@ def _unused(job: BaseJob, selection: Parts, registry: Registry) -> Iterator[Prob
         which = f" ({_either(names)})" if names else ""
         what = "a schedule to 'pipeline'" if axis == "pp" else f"a strategy for it{which} to 'parallel'"
         size = job.mesh.sizes()[axis]
-        text = f"mesh.{axis} is {size}, but nothing in the job uses that axis; add {what}, or set it to 1"
+        text = f"mesh.{axis} is {size}, but no component of the job uses that axis; add {what}, or set it to 1"
         yield Problem(("mesh", axis), text)
 
 
@@ -174,14 +174,14 @@ def _batch(job: BaseJob, world_size: int) -> Iterator[Problem]:
     elif job.microbatches > MAX_MICROBATCHES:
         yield Problem(
             ("batch", "microbatch"),
-            f"batch.size {size} makes {job.microbatches:,} microbatches a step on each rank, and at most "
+            f"batch.size {size} makes {job.microbatches:,} microbatches per step on each rank, but at most "
             f"{MAX_MICROBATCHES:,} can be scheduled; make batch.microbatch larger",
         )
 
 
 def _schedule(job: BaseJob, selection: Parts) -> Iterator[Problem]:
     if selection.schedule is None:
-        return  # pipeline ranks without one are an axis that nothing uses
+        return  # pipeline ranks without a schedule are reported as an unused axis
     try:
         plan_pipeline(job, selection)
     except D9dError as error:

@@ -1,4 +1,4 @@
-"""Edit of a job file that mends its layout: the nearest layout that fits, tried before it is shown."""
+"""Edit of a job file that corrects its layout: the nearest layout that fits, verified before it is printed."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from d9d_core.program.placement import plan_pipeline
 from d9d_core.registry.capabilities import Circumstances, judge
 from d9d_core.registry.registry import Registry
 
-#: Numbers of microbatches that are tried for a schedule.
+#: Numbers of microbatches to try for a schedule.
 _TRIES = 16
 _SECTIONS = ("mesh", "parallel", "pipeline", "batch")
 
 
 def mended(job: BaseJob, registry: Registry, world_size: int) -> BaseJob | None:
-    """Mend the layout of a job: the job with the nearest one that fits these processes; ``None`` if none was found.
+    """Job with the nearest layout that fits these processes; ``None`` if none was found.
 
-    Axes that nothing uses get a strategy or a schedule where one is installed, else one rank. What the mesh leaves or
-    lacks is taken from data parallelism. Of the batch, its division is changed before its size is.
+    Unused axes get a strategy or a schedule if one is installed, else one rank. The data-parallel axes absorb a surplus
+    or lack of processes. The batch is divided differently before its size changes.
 
     Args:
-        job: with a layout that does not fit.
-        registry: strategies and schedules that may be added.
+        job: job with a layout that does not fit.
+        registry: registry with strategies and schedules that may be added.
         world_size: number of processes.
     """
     try:
-        fitting = _with_batch(_with_users(_with_ranks(job, registry, world_size), registry), registry)
+        fitting = _with_batch(_with_used_axes(_with_ranks(job, registry, world_size), registry), registry)
         selection = select_parts(fitting, registry)
         if layout_problems(fitting, selection, registry, world_size) or not _capable(fitting, selection, registry):
             return None
@@ -46,27 +46,27 @@ def mended(job: BaseJob, registry: Registry, world_size: int) -> BaseJob | None:
 
 
 def edit(before: BaseJob, after: BaseJob) -> str:
-    """Lines of a job file for what differs between two layouts, with ``auto`` for the data-parallel axis.
+    """Lines of a job file for the differences between two layouts, with ``auto`` for the data-parallel axis.
 
     Args:
-        before: the job.
-        after: :func:`mended`.
+        before: original job.
+        after: result of :func:`mended`.
     """
     lines = []
     for section in _SECTIONS:
         old, new = getattr(before, section), getattr(after, section)
         if old != new:
             text = write_yaml(written(new), default_flow_style=True, width=10_000)
-            lines.append(f"{section}: {text.splitlines()[0]}")  # a scalar's document ends with a line of dots
+            lines.append(f"{section}: {text.splitlines()[0]}")  # YAML of a scalar has a second line, "..."
     return "\n".join(lines)
 
 
 class _NoneFitsError(Exception):
-    """No layout that is near enough fits."""
+    """No nearby layout fits."""
 
 
 def _with_ranks(job: BaseJob, registry: Registry, world_size: int) -> BaseJob:
-    """The job with a mesh of so many ranks."""
+    """Job with a mesh of ``world_size`` ranks."""
     sizes = job.mesh.sizes()
     selection = select_parts(job, registry)
     for axis in unused_axes(job.mesh, selection):
@@ -88,8 +88,8 @@ def _shards(replicas: int, left: int) -> dict[str, int]:
     return {"dp_shard": left // replicas} if left % replicas == 0 else {"dp_replicate": 1, "dp_shard": left}
 
 
-def _with_users(job: BaseJob, registry: Registry) -> BaseJob:
-    """The job with a user of each axis of its mesh."""
+def _with_used_axes(job: BaseJob, registry: Registry) -> BaseJob:
+    """Job with a strategy or schedule for each axis of its mesh."""
     for axis in unused_axes(job.mesh, select_parts(job, registry)):
         added = next(_addable(job, axis, registry), None)
         if added is None:
@@ -100,7 +100,7 @@ def _with_users(job: BaseJob, registry: Registry) -> BaseJob:
 
 
 def _addable(job: BaseJob, axis: str, registry: Registry) -> Iterator[PluginConfig]:
-    """Configs of what could be added for an axis, and that nothing in the job refuses."""
+    """Configs of strategies or schedules that use an axis and fit the other components of the job."""
     if axis == "pp":
         entries = registry.entries("schedule")
     else:
@@ -123,7 +123,7 @@ def _capable(job: BaseJob, selection: Parts, registry: Registry) -> bool:
 
 
 def _with_batch(job: BaseJob, registry: Registry) -> BaseJob:
-    """The job with a batch that its ranks and its schedule can divide."""
+    """Job with a batch that its ranks and its schedule can divide."""
     ranks, batch = job.mesh.data_parallel_size, job.batch
     if batch.size % ranks:
         legal = near_multiples(batch.size, ranks * (batch.microbatch or 1))
@@ -158,12 +158,12 @@ def _scheduled(batch: Batch, ranks: int) -> Iterator[Batch]:
 
 
 def _divided(batch: Batch, **sizes: int) -> Batch:
-    """The batch with other sizes."""
+    """Batch with other sizes."""
     return Batch.model_validate({**batch.model_dump(), **sizes})
 
 
 def written(value: Any) -> Any:
-    """Value as a job file has it: without defaults, and a component without settings as its name."""
+    """Value as written in a job file: without defaults; a component without settings becomes its name."""
     if isinstance(value, Mesh):
         sizes: dict[str, Any] = {axis: size for axis, size in value.sizes().items() if size > 1}
         axis = "dp_shard" if "dp_shard" in sizes else "dp_replicate"

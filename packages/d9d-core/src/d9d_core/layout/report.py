@@ -1,4 +1,4 @@
-"""Report of a layout that does not fit: one error with every problem at its line, and the edit that mends them."""
+"""Report of a layout that does not fit: one error with every problem at its line, and an edit that solves them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from d9d_core.registry.registry import Registry
 
 
 def check_layout(job: BaseJob, selection: Parts, registry: Registry, world_size: int, source: Source) -> None:
-    """Report a layout that does not fit, after a check of mesh, strategies, schedule and batch together.
+    """Check mesh, strategies, schedule and batch together, and report all problems in one error.
 
-    Requirements that do not hold are added to other problems, because a layout that is mended must hold them; they
-    alone are left to the check of capabilities.
+    Unsatisfied requirements are reported along with other problems, because a corrected layout must satisfy them too.
+    If there are no other problems, the check of capabilities reports them later.
 
     Args:
-        job: validated, section by section.
-        selection: its records.
-        registry: meaning of its names.
+        job: job whose sections are valid one by one.
+        selection: records of the job.
+        registry: registry that resolves names.
         world_size: number of processes.
-        source: where it was read.
+        source: source of the job.
 
     Raises:
-        D9dError: one line per problem; its note has the edit that mends it. Of the kind that a schedule has raised, if
-            that is the only problem; else a :class:`~d9d_core.errors.JobError`.
+        D9dError: one line per problem, and a note with an edit that solves them. The schedule's own error if that is
+            the
+            only problem; else a :class:`~d9d_core.errors.JobError`.
     """
     problems = layout_problems(job, selection, registry, world_size, source.auto)
     if not problems:
@@ -42,5 +43,5 @@ def check_layout(job: BaseJob, selection: Parts, registry: Registry, world_size:
     only = problems[0].error if len(lines) == 1 else None
     error: D9dError = only or JobError("\n".join(lines))
     if (fitting := mended(job, registry, world_size)) is not None and (text := edit(job, fitting)):
-        error.add_note(f"to mend it, write in {document.source or 'the job file'}:\n{text}")
+        error.add_note(f"to correct it, write in {document.source or 'the job file'}:\n{text}")
     raise error

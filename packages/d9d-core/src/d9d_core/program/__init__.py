@@ -1,1 +1,1 @@
-"""Programs of a step: actions, placement of stages, validation, text."""
+"""Programs of a step: actions, placement of stages, validation, text form."""

@@ -1,4 +1,4 @@
-"""Deadlocks of programs whose ranks may send only so much in advance. Imports no torch."""
+"""Detection of deadlocks between the programs of ranks with a limited number of pending sends. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["awaited", "find_deadlock"]
 
 
 def awaited(index: ProgramIndex, buffers: int | None) -> dict[int, tuple[int, ...]]:
-    """Dependencies between ranks: number of an action -> actions of other ranks without which it cannot run.
+    """Dependencies between ranks: number of an action -> actions of other ranks that must run before.
 
-    A computation needs its tensors sent; a send needs the receive that makes room for it.
+    A computation waits for the sends of its tensors; a send waits for the receive that frees a buffer.
     """
     forward, backward, inputs = (index.table(kind) for kind in (Forward, Backward, InputBackward))
     users = dict(zip(index.table(ReceiveActivation), forward, strict=True))
@@ -27,16 +27,16 @@ def awaited(index: ProgramIndex, buffers: int | None) -> dict[int, tuple[int, ..
 
 
 def find_deadlock(index: ProgramIndex, buffers: int | None = 1) -> str | None:
-    """Deadlock of the programs: ranks that wait for one another, and at which actions; ``None`` if all programs end.
+    """Deadlock of the programs: the ranks that wait for one another and their actions; ``None`` if all programs end.
 
     Args:
-        index: of programs whose sends and receives match.
-        buffers: how many tensors one rank may have sent to another that has not offered memory for them.
+        index: index of programs whose sends and receives match.
+        buffers: most tensors that one rank may send to another before the other has posted a receive.
     """
     needs = awaited(index, buffers)
     ranks = len(index.programs)
     current = index.first[:ranks]
-    waiting: dict[int, int] = {}  # an action that has not run -> the rank that needs it
+    waiting: dict[int, int] = {}  # action that has not run -> rank that waits for it
     ready = list(range(ranks))
     while ready:
         rank = ready.pop()
@@ -66,4 +66,4 @@ def _name_cycle(index: ProgramIndex, current: list[int], stuck: dict[int, int], 
         there, missing = index.rank(stuck[rank]), index.action(stuck[rank])
         parts.append(f"rank {rank} at {index.action(current[rank])} waits for {missing} on rank {there}")
     room = "" if buffers is None else f" with room for {buffers} tensor(s) from one rank to another"
-    return f"deadlock{room}: {'; '.join(parts)}: move one of these actions before what its rank waits at"
+    return f"deadlock{room}: {'; '.join(parts)}: move one of these actions before the action at which its rank waits"

@@ -1,7 +1,7 @@
-"""Index of the actions of all ranks' programs: positions, and the receive of each send. Imports no torch.
+"""Index of the actions of all ranks' programs: positions, and the receive that matches each send. Imports no torch.
 
-Actions are numbered through all programs, rank after rank, so that a program of a million actions is a few lists of
-integers: comparing two numbers of one rank compares positions in its program.
+Actions are numbered consecutively over all programs, rank after rank, so that an index of a million actions consists of
+a few lists of integers. Comparing the numbers of two actions of one rank compares their positions in its program.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from d9d_core.schedule import (
 
 __all__ = ["ProgramIndex"]
 
-#: Ranks a channel leads from and to.
+#: Sending and receiving rank of a channel.
 Channel = tuple[int, int]
 
 
 @dataclass
 class ProgramIndex:
-    """Index of a program's actions by number, with what each waits for.
+    """Index of the actions in the programs of all ranks, by number.
 
     Attributes:
-        programs: of all ranks.
-        stages: how many there are.
-        microbatches: how many there are.
-        first: the number of each rank's first action, and at the end the number of all.
-        nodes: type -> number of the action, or -1, at ``stage * microbatches + microbatch``.
-        reduces: stage -> number of its reduction, or -1.
-        hosts: stage -> the rank that computes it, or -1.
-        problems: actions that appear twice, that are about nothing, stages on several ranks.
+        programs: programs of all ranks.
+        stages: number of stages.
+        microbatches: number of microbatches.
+        first: number of each rank's first action, followed by the total number of actions.
+        nodes: action type -> numbers of its actions, at index ``stage * microbatches + microbatch``; -1 if absent.
+        reduces: number of the reduction of each stage; -1 if absent.
+        hosts: rank that computes each stage; -1 if none does.
+        problems: messages about repeated actions, invalid indices, and stages on several ranks.
     """
 
     programs: Sequence[Program]
@@ -57,7 +57,7 @@ class ProgramIndex:
     def of(
         cls, programs: Sequence[Program], stages: int | None = None, microbatches: int | None = None
     ) -> ProgramIndex:
-        """Number all actions; stages and microbatches are counted where they are not given."""
+        """Number all actions; stages and microbatches are counted if not given."""
         if microbatches is None:
             of_one = (a for program in programs for a in program if isinstance(a, MicrobatchAction | Overlap))
             microbatches = 1 + max((_microbatch(action) for action in of_one), default=-1)
@@ -96,7 +96,7 @@ class ProgramIndex:
             numbers = self.nodes[kind] = [-1] * (self.stages * self.microbatches)
         at = stage * self.microbatches + microbatch
         if numbers[at] >= 0:
-            self._twice(action, numbers[at], rank)
+            self._report_duplicate(action, numbers[at], rank)
         else:
             numbers[at] = number
         self._check_host(action, rank)
@@ -105,12 +105,12 @@ class ProgramIndex:
         if not 0 <= action.stage < self.stages:
             self.problems.append(f"{action} on rank {rank}: there are only {self.stages} stages")
         elif self.reduces[action.stage] >= 0:
-            self._twice(action, self.reduces[action.stage], rank)
+            self._report_duplicate(action, self.reduces[action.stage], rank)
         else:
             self.reduces[action.stage] = number
             self._check_host(action, rank)
 
-    def _twice(self, action: Action, number: int, rank: int) -> None:
+    def _report_duplicate(self, action: Action, number: int, rank: int) -> None:
         self.problems.append(f"{action} appears twice, on rank {self.rank(number)} and rank {rank}; remove one")
 
     def _check_host(self, action: Action, rank: int) -> None:
@@ -123,22 +123,22 @@ class ProgramIndex:
             self.problems.append(text)
 
     def rank(self, number: int) -> int:
-        """Rank of the action of that number."""
+        """Rank of an action, by the action's number."""
         if number >= self.first[-1]:
             return len(self.first) - 1
         return bisect_right(self.first, number) - 1
 
     def action(self, number: int) -> Action:
-        """Action of that number."""
+        """Action with a number."""
         rank = self.rank(number)
         return self.programs[rank][number - self.first[rank]]
 
     def table(self, kind: type[Action]) -> list[int]:
-        """Numbers of the actions of one type by ``stage * microbatches + microbatch``; -1 where there is none."""
+        """Numbers of the actions of one type, at ``stage * microbatches + microbatch``; -1 if absent."""
         return self.nodes.get(kind) or [-1] * (self.stages * self.microbatches)
 
     def channels(self) -> dict[Channel, list[tuple[int, int]]]:
-        """Numbers of each send and its receive, in order of sending."""
+        """Channel -> numbers of each send and its receive, in the order of the sends."""
         found: dict[Channel, list[tuple[int, int]]] = {}
         size = self.microbatches
         for send, receive, step in (

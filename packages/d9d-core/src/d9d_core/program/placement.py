@@ -1,4 +1,4 @@
-"""Placement of pipeline stages on ranks, and the programs that run them."""
+"""Placement of pipeline stages on ranks, and the ranks' programs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from d9d_core.schedule import (
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Placement of a model's stages on pipeline ranks, and the programs that run them.
+    """Placement of a model's stages on pipeline ranks, and the ranks' programs.
 
     Attributes:
-        schedule: generates the programs.
-        hosts: stage -> position along ``pp`` of the rank that has it.
+        schedule: function that generates the programs.
+        hosts: position along ``pp`` of the rank that holds each stage.
         ranks: size of ``pp``.
-        layers: how many layers each stage has, if the job says so.
-        kinds: the types of actions in a step of the job.
+        layers: number of layers of each stage; ``None`` if the model decides.
+        kinds: types of actions in a step of the job.
     """
 
     schedule: Schedule = single_stage
@@ -48,28 +48,28 @@ class Pipeline:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Indices of all stages, in the order in which a microbatch passes them."""
+        """All stages, in the order of the forward."""
         return tuple(Stage(index, len(self.hosts), self.layers) for index in range(len(self.hosts)))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages of one rank along ``pp``, ascending."""
+        """Stages of one rank along ``pp``, in ascending order."""
         return tuple(stage for stage, host in enumerate(self.hosts) if host == rank)
 
     def program(self, rank: int, microbatches: int) -> Program:
         """Program of one rank along ``pp`` for training on that many microbatches.
 
         Raises:
-            BuildError: the schedule cannot do that, or puts stages elsewhere for that number.
+            BuildError: the schedule does not support the number, or places stages differently for it.
         """
         if microbatches not in self._programs:
             programs = checked_programs(self.schedule, self.ranks, microbatches)
             if _hosts(programs) != self.hosts:
-                raise BuildError(f"pipeline: the schedule puts stages elsewhere for {microbatches} microbatch(es)")
+                raise BuildError(f"pipeline: the schedule places stages differently for {microbatches} microbatch(es)")
             self._programs[microbatches] = programs
         return self._programs[microbatches][rank]
 
     def programs(self, microbatches: int) -> Sequence[Program]:
-        """Programs of all ranks along ``pp``; none where there is one rank."""
+        """Programs of all ranks along ``pp``; empty if there is one rank."""
         return [self.program(rank, microbatches) for rank in range(self.ranks)] if self.ranks > 1 else []
 
     def forward_program(self, rank: int, microbatches: int) -> Program:
@@ -77,7 +77,7 @@ class Pipeline:
         return forward_only(self.program(rank, microbatches))
 
     def least_microbatches(self, most: int) -> int:
-        """Least number of microbatches that the schedule takes; it is known to take ``most``."""
+        """Smallest number of microbatches that the schedule supports; it must support ``most``."""
         for count in range(1, most):
             try:
                 self.program(0, count)
@@ -88,11 +88,11 @@ class Pipeline:
 
 
 def plan_pipeline(job: BaseJob, selection: Parts) -> Pipeline:
-    """Plan the placement of a job's pipeline stages on ranks, and their programs; one stage by default.
+    """Place a job's pipeline stages on ranks and generate their programs; one stage by default.
 
     Raises:
-        BuildError: the mesh has pipeline ranks, but the job names no schedule; the schedule is wrong; or it asks for
-            something that nothing runs.
+        BuildError: the mesh has pipeline ranks but the job names no schedule; the schedule's programs are invalid, or
+            have actions without a handler.
     """
     if selection.schedule is None or job.pipeline is None:
         if job.mesh.pp > 1:
@@ -112,8 +112,8 @@ def plan_pipeline(job: BaseJob, selection: Parts) -> Pipeline:
     model = selection.model
     if len(pipeline.hosts) > 1 and "model:pipeline" not in model.spec.provides:
         raise JobError(
-            f"pipeline: '{job.pipeline.name}' cuts the model into {len(pipeline.hosts)} stages, which model "
-            f"{model.entry} cannot be: it lacks the trait 'model:pipeline'; remove 'pipeline' and set mesh.pp to 1, "
+            f"pipeline: '{job.pipeline.name}' cuts the model into {len(pipeline.hosts)} stages, but model "
+            f"{model.entry} lacks the trait 'model:pipeline'; remove 'pipeline' and set mesh.pp to 1, "
             "or choose another model"
         )
     return pipeline
@@ -123,7 +123,7 @@ def checked_programs(schedule: Schedule, ranks: int, microbatches: int) -> Seque
     """Programs of all pipeline ranks, validated.
 
     Raises:
-        BuildError: the schedule cannot do that, or generates an invalid program.
+        BuildError: the schedule does not support these numbers, or generates an invalid program.
     """
     try:
         programs = schedule(ranks, microbatches)
@@ -131,11 +131,11 @@ def checked_programs(schedule: Schedule, ranks: int, microbatches: int) -> Seque
         raise BuildError(f"pipeline: {error}") from error
     problems = validate(programs, count_stages(programs), microbatches)
     if len(programs) != ranks:
-        problems = [f"{len(programs)} programs for {ranks} rank(s); a schedule makes one for each"]
+        problems = [f"{len(programs)} programs for {ranks} rank(s); a schedule must make one per rank"]
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         text = f"pipeline: invalid program for {microbatches} microbatch(es): {'; '.join(problems[:5])}{more}"
-        raise BuildError(f"{text}. The schedule is wrong, not the job: choose another, or repair its plugin")
+        raise BuildError(f"{text}. This is an error of the schedule: choose another one, or repair its plugin")
     return programs
 
 
@@ -147,6 +147,6 @@ def _hosts(programs: Sequence[Program]) -> tuple[int, ...]:
 def _check_handled(name: str, kinds: frozenset[type[Action]]) -> None:
     if unknown := [kind.__name__ for kind in kinds - Pipeline().kinds]:
         raise BuildError(
-            f"pipeline: '{name}' asks for {', '.join(sorted(unknown))}, which nothing can run: its plugin declares no "
-            "'handlers'; d9d-pipeline's are Ref('d9d_pipeline.runtime.handlers:handlers')"
+            f"pipeline: '{name}' has actions without a handler: {', '.join(sorted(unknown))}; declare 'handlers' in "
+            "its plugin, for example d9d-pipeline's: Ref('d9d_pipeline.runtime.handlers:handlers')"
         )

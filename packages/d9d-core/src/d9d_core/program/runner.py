@@ -1,4 +1,4 @@
-"""Contract between the interpreter of programs and the handlers that a schedule's plugin provides."""
+"""Interface between the interpreter of programs and the handlers of a schedule's plugin."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["Arrival", "Handler", "StageRunner", "StepState", "Visit"]
 
 #: Stage and microbatch.
 Key = tuple[int, int]
-#: Named tensors that are there, or that are waited for when this is called.
+#: Function that waits for named tensors, if necessary, and returns them.
 Arrival = Callable[[], Mapping[str, "Tensor"]]
 
 
 @dataclass
 class Visit:
-    """One microbatch in one stage, from its forward to its backward.
+    """State of one microbatch in one stage, from its forward to its backward.
 
     Attributes:
-        leaves: what came from the previous stage; it collects the gradients that go back there.
-        roots: what goes to the next stage, by name, or the loss: where the backward starts.
-        dtypes: of the roots' gradients.
+        leaves: inputs from the previous stage; their gradients are sent back to it.
+        roots: graph edges of the stage's outputs or the loss, by name, at which the backward starts.
+        dtypes: dtypes of the roots' gradients.
     """
 
     leaves: Mapping[str, Tensor]
@@ -42,24 +42,24 @@ class Visit:
 
 @dataclass
 class StepState:
-    """State of one step that the handlers of a program's actions share while a runner interprets them.
+    """State of one step, shared by the handlers of a program's actions.
 
     Attributes:
-        step: 0-based; -1 in a forward that belongs to no training step.
+        step: step number, 0-based; -1 in a forward outside of training steps.
         pack: microbatches on the device.
-        scale: term -> 1 / (its weight in the pack); empty in an evaluation.
-        visits: microbatches between forward and backward.
-        inputs: what a stage needs from the previous one, from its arrival to its use.
-        outputs: what a stage made for another rank, until it is sent.
-        gradients: those of a stage's outputs, from their arrival to their use.
-        input_gradients: those of a stage's inputs, until they are sent to another rank.
-        terms: stage -> term -> its share of the mean so far.
-        counted: what modules tallied, not yet seen by metrics.
-        backwards: how many backwards each stage still has to run.
-        split: stage -> the microbatches whose gradients of weights come apart from those of inputs, if it has any.
-        weights: what split backwards have left to do.
-        ends: called at the end of the step, such as to await what was sent.
-        evaluated: takes the outputs of the last stage in an evaluation.
+        scale: loss term -> 1 / (its weight in the pack); empty in an evaluation.
+        visits: microbatches between their forward and backward.
+        inputs: inputs of a stage from the previous stage, from their arrival to their use.
+        outputs: outputs of a stage for another rank, until they are sent.
+        gradients: gradients of a stage's outputs, from their arrival to their use.
+        input_gradients: gradients of a stage's inputs, until they are sent to another rank.
+        terms: stage -> loss term -> its sum so far, scaled to a mean.
+        counted: tallies of modules that metrics have not read yet.
+        backwards: number of remaining backwards of each stage.
+        split: stage -> microbatches whose backward is split into input and weight gradients.
+        weights: remaining weight-gradient computations of split backwards.
+        ends: functions to call at the end of the step, for example to wait for sends.
+        evaluated: function that receives the last stage's outputs in an evaluation.
     """
 
     step: int
@@ -79,14 +79,14 @@ class StepState:
     evaluated: Callable[[Mapping[str, Tensor], Microbatch], None] | None = None
 
 
-#: Runs an action of one type in a step.
+#: Function that runs an action of one type in a step.
 Handler = Callable[[Action, StepState], None]
 
 
 class StageRunner(Protocol):
-    """Runner of a program's actions as handlers of further action types see it; the engine's executor implements it.
+    """Interface of the engine's executor for handlers of further action types.
 
-    Handlers take what :class:`StepState` holds and put into it what the next action needs.
+    Handlers read their inputs from :class:`StepState` and store the inputs of later actions there.
     """
 
     @property
@@ -96,7 +96,7 @@ class StageRunner(Protocol):
 
     @property
     def pipeline(self) -> Pipeline:
-        """All stages, their ranks, and the programs."""
+        """Placement of all stages, and the programs."""
         ...
 
     @property
@@ -106,11 +106,11 @@ class StageRunner(Protocol):
 
     @property
     def unsplittable(self) -> frozenset[str]:
-        """Names of the modules whose backward cannot be split, because it recomputes or was compiled."""
+        """Names of the modules whose backward cannot be split, because they are recomputed or compiled."""
         ...
 
     def announced(self, stage: int, microbatch: Microbatch) -> Mapping[str, TensorSpec]:
-        """Tensors that a stage hands to the next one for this microbatch, in order."""
+        """Specs of the tensors that a stage passes to the next one for a microbatch, in order."""
         ...
 
     def forward(self, action: Action, state: StepState) -> None:
@@ -118,7 +118,7 @@ class StageRunner(Protocol):
         ...
 
     def backward(self, action: Action, state: StepState) -> None:
-        """Compute all gradients of a microbatch in a stage, and hand back those of its inputs."""
+        """Compute all gradients of a microbatch in a stage, and pass on the gradients of its inputs."""
         ...
 
     def open_backward(self, action: MicrobatchAction, state: StepState) -> tuple[Visit, list[Tensor | None]]:
@@ -130,9 +130,9 @@ class StageRunner(Protocol):
         ...
 
     def close_backward(self, action: MicrobatchAction, visit: Visit, state: StepState) -> None:
-        """Hand the gradients of a stage's inputs back to the previous stage."""
+        """Pass the gradients of a stage's inputs to the previous stage."""
         ...
 
     def after_weights(self, stage: int) -> None:
-        """Tell the reducers of a stage that weight gradients which a backward had deferred were added."""
+        """Notify the reducers of a stage that deferred weight gradients were added."""
         ...

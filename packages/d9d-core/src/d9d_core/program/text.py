@@ -1,4 +1,4 @@
-"""Text form of programs: printing, parsing, comparing. Imports no torch."""
+"""Text form of programs: printing, parsing, comparison. Imports no torch."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def format_programs(programs: Sequence[Program]) -> str:
 
 
 def parse_programs(text: str) -> list[Program]:
-    """Parse what :func:`format_programs` has written.
+    """Parse the output of :func:`format_programs`.
 
     Raises:
-        ValueError: a word is no action; the text says which.
+        ValueError: a word is not an action; the message quotes the word.
     """
     return [tuple(map(parse_action, line.split())) for line in text.splitlines()]
 
@@ -56,20 +56,20 @@ def parse_action(text: str) -> Action:
     """Parse an action: ``F0.3``, or ``F0.3+B7.1`` for an overlapped pair.
 
     Raises:
-        ValueError: it is no action.
+        ValueError: the text is not an action.
     """
     if "+" in text:
         forward, backward = map(parse_action, text.split("+", 1))
         if isinstance(forward, Forward) and isinstance(backward, Backward | InputBackward):
             return Overlap(forward, backward)
-        raise ValueError(f"'{text}' is no overlapped pair: it takes a forward and a backward, such as F0.3+B7.1")
+        raise ValueError(f"'{text}' is not an overlapped pair of a forward and a backward, such as F0.3+B7.1")
     match = _ACTION.fullmatch(text)
     if match and match[3] is None and match[1] == "R":
         return Reduce(int(match[2]))
     if match and match[3] is not None and match[1] in _MARKS:
         return _MARKS[match[1]](int(match[2]), int(match[3]))
     known = " ".join(f"{mark}0.3" for mark in _MARKS)
-    raise ValueError(f"'{text}' is no action; actions of stage 0 and microbatch 3 are {known} R0")
+    raise ValueError(f"'{text}' is not an action; actions of stage 0 and microbatch 3 are {known} R0")
 
 
 def diff_programs(left: Sequence[Program], right: Sequence[Program]) -> list[str]:

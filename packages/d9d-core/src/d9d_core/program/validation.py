@@ -1,4 +1,4 @@
-"""Validation of the programs of all ranks, before anything runs. Imports no torch."""
+"""Validation of the programs of all ranks before a step runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def validate(
     training: bool = True,
     buffers: int | None = 1,
 ) -> list[str]:
-    """Validate the programs of all ranks together, deadlocks included: the problems, an empty list if there are none.
+    """Validate the programs of all ranks together, deadlocks included. Returns the problems.
 
-    Every stage runs each microbatch forward once and backward once, in one action or as gradients of inputs and then of
-    weights, after what it depends on and on one rank, and reduces once, after its last gradients. What crosses ranks is
-    sent once and received once, in the same order on both sides, and nobody waits forever.
+    On one rank, every stage runs each microbatch forward once and backward once (in one action, or as input gradients
+    and then weight gradients) after the actions it depends on, and reduces once, after its last gradients. Tensors that
+    cross ranks are sent once and received once, in the same order on both sides, without deadlock.
 
     Args:
-        programs: of all ranks.
-        stages: how many the model is cut into.
-        microbatches: how many there are.
+        programs: programs of all ranks.
+        stages: number of stages of the model.
+        microbatches: number of microbatches.
         training: whether there are backwards and reductions.
-        buffers: how many tensors one rank may have sent to another that has not offered memory for them; a further
-            send waits. ``None`` is any number.
+        buffers: most tensors that one rank may send to another before the other has posted a receive; further sends
+            wait. ``None`` is no limit.
     """
     index = ProgramIndex.of(programs, stages, microbatches)
     problems = problems_of(index, training)
@@ -55,22 +55,22 @@ def validate(
 
 
 def problems_of(index: ProgramIndex, training: bool = True) -> list[str]:
-    """Problems of the programs, apart from deadlocks."""
+    """Problems of the programs other than deadlocks."""
     problems = index.problems
     for check in (_check_presence, _check_transfers, _check_order, _check_channels):
-        # What follows from a problem would hide it.
+        # Consequences of a problem would hide it, so later checks run only if earlier ones pass.
         problems = problems or list(check(index, training))
     return problems
 
 
 def placement(programs: Sequence[Program]) -> list[tuple[int, ...]]:
-    """Stages of each rank, ascending."""
+    """Stages of each rank, in ascending order."""
     hosts = ProgramIndex.of(programs, count_stages(programs)).hosts
     return [tuple(stage for stage, host in enumerate(hosts) if host == rank) for rank in range(len(programs))]
 
 
 def _check_presence(index: ProgramIndex, training: bool) -> Iterator[str]:
-    """Check that each computation is there once."""
+    """Check that each computation appears once."""
     size = index.microbatches
     forward, backward, inputs, weights = (index.table(kind) for kind in (Forward, *_GRADIENTS))
     for stage in range(index.stages):
@@ -81,9 +81,9 @@ def _check_presence(index: ProgramIndex, training: bool) -> Iterator[str]:
             unsplit, split = backward[at] >= 0, (inputs[at] >= 0, weights[at] >= 0)
             text = f"{stage}.{at - span.start}"
             if not training and (unsplit or any(split)):
-                yield f"there is a backward of {text} {where}, but nothing trains; remove it"
+                yield f"there is a backward of {text} {where}, but the program has no training; remove it"
             elif training and unsplit and any(split):
-                yield f"B{text} {where} computes all gradients, but I{text} or W{text} is there too; remove either"
+                yield f"B{text} {where} computes all gradients, but I{text} or W{text} is there too; remove one"
             elif training and not unsplit:
                 missing += (
                     [f"{mark}{text}" for mark, there in zip("IW", split, strict=True) if not there]
@@ -95,13 +95,13 @@ def _check_presence(index: ProgramIndex, training: bool) -> Iterator[str]:
             names = "; ".join(f"{name} missing" for name in missing[:4])
             yield f"{names}{more} {where}: a stage computes each microbatch once"
         if training and index.reduces[stage] < 0:
-            yield f"R{stage} is missing {where}: put it after the last gradients of stage {stage}"
+            yield f"R{stage} is missing {where}: add it after the last gradients of stage {stage}"
         elif not training and index.reduces[stage] >= 0:
-            yield f"R{stage} {where} reduces gradients, but nothing trains; remove it"
+            yield f"R{stage} {where} reduces gradients, but the program has no training; remove it"
 
 
 def _check_transfers(index: ProgramIndex, training: bool) -> Iterator[str]:
-    """Check that what crosses ranks has one send and one receive, and nothing else has."""
+    """Check that tensors which cross ranks have one send and one receive, and other tensors have none."""
     size, hosts = index.microbatches, index.hosts
     for kind, step, of_training in (
         (SendActivation, 1, False),
@@ -123,17 +123,17 @@ def _check_transfers(index: ProgramIndex, training: bool) -> Iterator[str]:
                     other = f"stage {peer} is on rank {hosts[peer]}"
                     yield f"{name} is missing on rank {hosts[stage]}: {other}, so rank {hosts[stage]} {how} it"
                 elif not training and inside and of_training:
-                    yield f"{name} on rank {hosts[stage]}: there are no gradients where nothing trains; remove it"
+                    yield f"{name} on rank {hosts[stage]}: there are no gradients without training; remove it"
                 else:
                     why = f"stage {peer} is on the same rank" if inside else f"there is no stage {peer}"
                     yield f"{name} on rank {hosts[stage]}: {why}; remove it"
 
 
 def _check_order(index: ProgramIndex, training: bool) -> Iterator[str]:  # noqa: ARG001 - one signature for all
-    """Check that on its rank, every action comes after what it depends on."""
+    """Check that every action comes after the actions of its rank that it depends on."""
     size, hosts = index.microbatches, index.hosts
     forward, weights = index.table(Forward), index.table(WeightBackward)
-    # Either is absent, which is -1.
+    # One of the two is absent, which is -1.
     backward = list(map(max, index.table(Backward), index.table(InputBackward)))
     pairs = [
         (forward, index.table(ReceiveActivation)),
@@ -160,11 +160,11 @@ def _late(index: ProgramIndex, early: int, cause: int) -> str:
     action, needed, rank = index.action(early), index.action(cause), index.rank(early)
     if early == cause:
         return f"{action} on rank {rank} overlaps two computations of which one needs the other; take other pairs"
-    return f"{action} comes before {needed} on rank {rank}, which it needs; move it behind"
+    return f"{action} comes before {needed} on rank {rank}, but depends on it; move it after {needed}"
 
 
 def _check_channels(index: ProgramIndex, training: bool) -> Iterator[str]:  # noqa: ARG001 - one signature for all
-    """Check that both sides of a channel agree about the order."""
+    """Check that both sides of a channel use the same order."""
     for (source, target), pairs in index.channels().items():
         for before, after in pairwise(pairs):
             if before[1] > after[1]:

@@ -1,13 +1,13 @@
-"""Capabilities: flat tokens that say whether chosen components go together, checked without torch.
+"""Capabilities: flat tokens by which components state whether they fit together, checked without torch.
 
 mesh:AXIS            the axis has more than one rank
 model:TRAIT          the model declares the trait
-strategy:NAME        the strategy is in the job
+strategy:NAME        the job contains the strategy
 device:TYPE[>=X.Y]   training runs on this device type, with at least this compute capability
-import:MODULE        the Python module is installed; of ``package.module``, the package is not imported to find out
-anything else        declared by a plugin through ``d9d_capabilities`` and provided by a chosen record
+import:MODULE        the Python module is installed; for ``package.module``, the check does not import the package
+other tokens         declared by a plugin through ``d9d_capabilities`` and provided by a selected record
 
-A token that nobody declares is an error wherever it stands: it is misspelt, or a plugin is missing.
+An undeclared token is an error: it is misspelt, or a plugin is missing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from d9d_core.registry.registry import Registry
 
 __all__ = ["MESH_AXES", "MODEL_TRAITS"]
 
-#: Axes of a mesh, the overlaid one included.
+#: Axes of a mesh, including ``ep``, which overlaps others.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-#: Traits that core itself knows; see :mod:`d9d_core.traits`.
+#: Traits that core defines; see :mod:`d9d_core.traits`.
 MODEL_TRAITS = (
     "late_init",
     "blocks",
@@ -51,18 +51,18 @@ MODEL_TRAITS = (
     "layout_dependent",
     "split_backward",
 )
-_UNDECLARED = "nobody declares the token '{}'; it may be misspelt, or a plugin is missing"
+_UNDECLARED = "no plugin declares the token '{}'; it may be misspelt, or a plugin is missing"
 _DEVICE = re.compile(r"device:([a-z]+)(?:>=(\d+)\.(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Chosen record, whose capabilities are judged: a job selects it, by one of its fields.
+    """Record that a field of the job selects.
 
     Attributes:
-        where: the field.
-        entry: the record, and where it comes from.
-        inner: those of the configs inside the config, with these.
+        where: field of the job.
+        entry: the record and its origin.
+        inner: selected records of nested configs, each with its config.
     """
 
     where: str
@@ -71,12 +71,12 @@ class Chosen:
 
     @property
     def spec(self) -> Spec:
-        """Selected record; capabilities themselves are never chosen."""
+        """The selected record."""
         assert isinstance(self.entry.spec, Spec)
         return self.entry.spec
 
     def family(self) -> Iterator[Chosen]:
-        """Records of the component and of all inside of it, however deep."""
+        """This record and all nested ones."""
         yield self
         for inner, _ in self.inner:
             yield from inner.family()
@@ -88,8 +88,8 @@ class Circumstances:
 
     Attributes:
         mesh: axis -> size.
-        device: device type, or ``None`` where it is not known yet (``d9d check`` on another machine).
-        compute_capability: of the device, if it has one.
+        device: device type; ``None`` if unknown (``d9d check`` on another machine).
+        compute_capability: compute capability of the device, if it has one.
     """
 
     mesh: Mapping[str, int] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Circumstances:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict on one token of one record: satisfied (and by what), or not (and why); ``None`` if unknown here."""
+    """Verdict on one token of one record: satisfied, unsatisfied, or undecided (``None``), with the reason."""
 
     chosen: Chosen
     token: str
@@ -114,7 +114,7 @@ def missing_modules(spec: Spec) -> list[str]:
 
 
 def _installed(module: str) -> bool:
-    """Presence of a module. Packages around it are not imported: that may be slow, or run somebody else's code."""
+    """Whether a module is installed. Parent packages are not imported: that could be slow or run untrusted code."""
     name, *inner = module.split(".")
     spec = importlib.util.find_spec(name)
     for part in inner:
@@ -123,21 +123,21 @@ def _installed(module: str) -> bool:
         if name in sys.modules:
             spec = getattr(sys.modules[name], "__spec__", None)
         else:
-            # By the last part of the name: of more, the finder expects that the packages are imported.
+            # Searched by the last part of the name: for a dotted name, the finder expects imported parent packages.
             spec = None if places is None else PathFinder.find_spec(part, list(places))
     return spec is not None
 
 
 def how_to_get(distribution: str | None, module: str) -> str:
-    """Advice on getting a module: by installing the plugin anew, if it depends on the library here."""
+    """Advice on getting a module: reinstall the plugin if it depends on the library on this platform."""
     package = canonicalize_name(module.partition(".")[0])
     for requirement in _requirements(distribution):
         name = canonicalize_name(requirement.name)
         if name == package or name.startswith(f"{package}-"):
             if requirement.marker is None or _holds(requirement.marker):
-                return f"'pip install {distribution}' brings it"
-            return f"{distribution} leaves it out here: {requirement.name} is supported where {requirement.marker}"
-    return f"the documentation of {distribution} says how to get it"
+                return f"'pip install {distribution}' installs it"
+            return f"{distribution} omits it here: {requirement.name} is supported only where {requirement.marker}"
+    return f"see the documentation of {distribution} for how to install it"
 
 
 def _requirements(distribution: str | None) -> list[Requirement]:
@@ -154,13 +154,13 @@ def _holds(marker: Marker) -> bool:
 
 
 def judge(chosen: Sequence[Chosen], registry: Registry, circumstances: Circumstances) -> list[Verdict]:
-    """Check what every chosen record requires, refuses and provides."""
+    """Check every token that the selected records require, conflict with or provide."""
     judge_ = Judge(chosen, registry, circumstances)
     return [verdict for item in chosen for verdict in judge_.verdicts(item)]
 
 
 def order(strategies: Iterable[Chosen]) -> list[Chosen]:
-    """Strategies in order of application: by anchor, then before/at/after, then as the job lists them."""
+    """Sort strategies by order of application: anchor, then before/at/after, then order in the job."""
 
     def key(item: Chosen) -> tuple[int, int]:
         assert isinstance(item.spec, StrategySpec)
@@ -170,12 +170,12 @@ def order(strategies: Iterable[Chosen]) -> list[Chosen]:
 
 
 class Judge:
-    """Judge of the capabilities that records require, in the company of the chosen ones.
+    """Check of the capability tokens of a record against the selected records of a job.
 
     Args:
-        chosen: the records of the job.
-        registry: knows which tokens are declared.
-        circumstances: what the job runs on.
+        chosen: selected records of the job.
+        registry: registry of the declared tokens.
+        circumstances: mesh and device of the job.
     """
 
     def __init__(self, chosen: Sequence[Chosen], registry: Registry, circumstances: Circumstances) -> None:
@@ -191,7 +191,7 @@ class Judge:
                 self._provided.setdefault(f"strategy:{item.spec.name}", item.where)
 
     def verdicts(self, item: Chosen) -> list[Verdict]:
-        """Verdicts on each token that the record requires or refuses, and on each it provides that nobody declares."""
+        """Verdicts on tokens that the record requires or conflicts with, and on undeclared ones that it provides."""
         return [
             *(self._required(item, token) for token in sorted(item.spec.requires)),
             *(self._refused(item, token) for token in sorted(item.spec.conflicts)),
@@ -212,11 +212,7 @@ class Judge:
             return self._undeclared(item, token)
         holds, reason = self._holds(token)
         name = f"{item.entry.kind.name} {item.entry}"
-        text = (
-            f"{name} does not go together with '{token}', which holds here: {reason}"
-            if holds
-            else f"not there: {reason}"
-        )
+        text = f"{name} conflicts with '{token}', which holds here: {reason}" if holds else f"not there: {reason}"
         return Verdict(item, f"not {token}", None if holds is None else not holds, text)
 
     def _complaint(self, item: Chosen, token: str, reason: str) -> str:
@@ -249,11 +245,11 @@ class Judge:
         if namespace == "model" and word in MODEL_TRAITS:
             return False, "the model does not declare it"
         if token in self._declared:
-            return False, "nothing in the job provides it"
+            return False, "no component of the job provides it"
         return False, _UNDECLARED.format(token)
 
     def _advice(self, token: str) -> str:
-        """Advice on getting a token that is missing; empty if there is none."""
+        """Advice on getting a missing token; empty if there is none."""
         namespace, _, word = token.partition(":")
         if namespace == "mesh" and word in MESH_AXES:
             return f"{self._holds(token)[1]}; set mesh.{word} to more than 1"
@@ -276,7 +272,7 @@ class Judge:
         kind, major, minor = match.groups()
         device, has = self.circumstances.device, self.circumstances.compute_capability
         if device is None:
-            return None, "the device is not known here"
+            return None, "the device is unknown here"
         if device != kind:
             return False, f"training runs on {device}"
         if major and (has is None or has < (int(major), int(minor))):

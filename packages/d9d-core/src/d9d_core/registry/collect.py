@@ -1,4 +1,4 @@
-"""Collection of records from declaration modules: one plugin at a time, so that a broken one leaves nothing behind."""
+"""Collection of records from declaration modules, one plugin at a time; a broken plugin adds no records."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from d9d_core.registry.known import KnownPlugins
 
 #: Modules that a declaration must not import.
 _HEAVY = ("torch", "pydantic")
-#: Variable with the seconds that the code of one plugin may take to declare something; 0 for no limit.
+#: Environment variable: seconds that a plugin's declarations may take; 0 for no limit.
 LIMIT = "D9D_PLUGIN_SECONDS"
 _SECONDS = "120"
 
 
 class Collector:
-    """Collector of records from plugins, one plugin at a time, so that a broken one leaves nothing behind."""
+    """Collector of records from plugins, one plugin at a time; a broken plugin adds no records."""
 
     def __init__(self, known: KnownPlugins) -> None:
         self.known = known
@@ -44,11 +44,11 @@ class Collector:
         self._managers: list[pluggy.PluginManager] = []
 
     def refuse(self, problem: Problem) -> None:
-        """Go on without a plugin."""
+        """Record that a plugin is not loaded, and continue without it."""
         self.problems.append(problem)
 
     def add(self, origin: Origin, load: Callable[[], object], *, must: bool = False, light: bool = False) -> None:
-        """Load a plugin. ``must``: a failure is raised. ``light``: importing torch or pydantic is reported."""
+        """Load a plugin. ``must``: raise if it fails. ``light``: report an import of torch or pydantic."""
         before = {name for name in _HEAVY if name in sys.modules}
         start = time.perf_counter()
         try:
@@ -80,7 +80,7 @@ class Collector:
 
     def _collect(self, plugin: object, origin: Origin) -> list[Entry]:
         self._check_api(plugin, origin)
-        # Taken out while it is in use: one that a plugin failed in may not have forgotten it, and is not used again.
+        # Removed while in use: a manager in which a plugin failed may still hold the plugin, so it is dropped.
         manager = self._managers.pop() if self._managers else _manager()
         _check_hook_names(plugin)
         try:
@@ -107,7 +107,7 @@ class Collector:
         if written_for is None:
             raise RefusedError(f"does not state its plugin API; write D9D_API = {offered} in {origin.module}")
         if type(written_for) is not int:
-            raise RefusedError(f"states D9D_API = {shown(written_for)}, which is no number; write D9D_API = {offered}")
+            raise RefusedError(f"states D9D_API = {shown(written_for)}, not a number; write D9D_API = {offered}")
         text = f"was written for plugin API {written_for}, this d9d-core offers API {offered}; "
         if written_for > offered:
             raise RefusedError(text + "install a newer d9d-core")
@@ -136,33 +136,33 @@ class Collector:
 
 
 def _manager() -> pluggy.PluginManager:
-    """Manager that knows the hooks; to look through their module takes as long as to collect a plugin."""
+    """Plugin manager with d9d's hooks. Reused, because inspecting the hooks takes as long as collecting a plugin."""
     manager = pluggy.PluginManager(hooks.PROJECT)
     manager.add_hookspecs(hooks)
     return manager
 
 
 class RefusedError(Exception):
-    """Why a plugin is not loaded; the text follows its name."""
+    """Reason why a plugin is not loaded; the text continues a sentence that begins with the plugin's name."""
 
 
 class _TooLongError(BaseException):
-    """The time is up; no Exception, which a plugin may catch."""
+    """The time limit was exceeded; a BaseException, because plugins may catch Exception."""
 
 
 @contextmanager
 def contained(who: str) -> Iterator[None]:
-    """Contain code of a plugin that only declares things, for collection: prints go to standard error, time is limited.
+    """Run declarations of a plugin: prints go to standard error, time is limited, all exceptions become RefusedError.
 
-    Signals, and so the limit, work in the main thread only, and where nobody else handles them.
+    The time limit works only in the main thread, and if no other code handles the signal SIGALRM.
 
     Args:
-        who: the plugin, for the message of a process that nothing but its end can free.
+        who: plugin, named in the last message of a process that must be killed because the plugin ignores the limit.
 
     Raises:
-        RefusedError: it raised anything, wanted to end the process, or took too long.
-        KeyboardInterrupt: of the user.
-        PluginError: the limit is no number of seconds.
+        RefusedError: the plugin raised any exception, tried to end the process, or took too long.
+        KeyboardInterrupt: the user pressed Ctrl-C.
+        PluginError: the configured limit is not a number of seconds.
     """
     interrupted = False
     raised: BaseException | None = None
@@ -191,7 +191,7 @@ def contained(who: str) -> Iterator[None]:
     except _TooLongError as error:
         raise RefusedError(str(error)) from error
     except BaseException as error:
-        # Of the user, too, is one that comes before the handler is there or after it is gone.
+        # An interrupt before the handler is installed, or after it is removed, also comes from the user.
         if isinstance(error, KeyboardInterrupt) and (interrupted or error is not raised):
             raise
         if interrupted and interrupt_behind(error):
@@ -201,7 +201,7 @@ def contained(who: str) -> Iterator[None]:
 
 @contextmanager
 def _handler(name: str, handler: Callable[[int, FrameType | None], None], before: object) -> Iterator[bool]:
-    """Handle a signal, if the system has it, this is the main thread, and nobody else handles it; whether it does."""
+    """Handle a signal, in the main thread only and if no other code handles it. Yields whether this succeeded."""
     number: Any = getattr(signal, name, None)
     main = threading.current_thread() is threading.main_thread()
     if number is None or not main or signal.getsignal(number) is not before:
@@ -215,7 +215,7 @@ def _handler(name: str, handler: Callable[[int, FrameType | None], None], before
 
 
 def _seconds() -> float:
-    """Limit of the time that a plugin may take."""
+    """Seconds that a plugin's declarations may take."""
     text = os.environ.get(LIMIT) or _SECONDS
     try:
         seconds = float(text)
@@ -235,7 +235,7 @@ def _limited(who: str, seconds: float) -> Iterator[None]:
 
     def alarm(_number: int, _frame: FrameType | None) -> None:
         nonlocal again
-        if again:  # it has caught the first one
+        if again:  # the plugin caught the first _TooLongError
             os.write(2, f"error: {who} {text} and cannot be interrupted\n".encode())
             os.kill(os.getpid(), signal.SIGKILL)
         again = True
@@ -255,9 +255,9 @@ def _check_results(results: list[object], kind: hooks.Kind, implemented: bool) -
     for result in results:
         if isinstance(result, kind.record):
             name = kind.record.__name__
-            raise RefusedError(f"returns one {name} from {kind.hook}; write yield in place of return, or return a list")
+            raise RefusedError(f"returns one {name} from {kind.hook}; use yield instead of return, or return a list")
     wrong = [type(result).__name__ for result in results if not isinstance(result, Iterable)]
-    if wrong or (implemented and not results):  # pluggy leaves None out
+    if wrong or (implemented and not results):  # pluggy drops None
         what = wrong[0] if wrong else "nothing"
         raise RefusedError(f"returns {what} from {kind.hook}; write yield in front of each record")
 

@@ -1,4 +1,4 @@
-"""Records of loaded plugins with where they come from, and problems of plugins that could not be loaded."""
+"""Records of loaded plugins with their origins, and problems of plugins that could not be loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from d9d_core.registry.policy import normalise
 __all__ = ["Entry", "Origin", "plugin_error"]
 
 Record = Spec | CapabilitySpec
-#: Characters of a plugin's value that messages show.
+#: Most characters of a plugin's value in a message.
 _SHOWN = 500
 
 
@@ -22,11 +22,11 @@ class Origin:
 
     Attributes:
         distribution: normalised name of the distribution, or the path of a single-file plugin.
-        version: its version; empty for a file.
-        module: the imported declaration module.
-        editable: installed in editable mode, so the version does not pin the content.
+        version: version of the distribution; empty for a file.
+        module: imported declaration module.
+        editable: whether the distribution is installed in editable mode, so that its version does not pin the code.
         digest: sha256 of a single-file plugin, else empty.
-        seconds: how long the declaration took to import.
+        seconds: time that importing the declarations took.
     """
 
     distribution: str
@@ -40,7 +40,7 @@ class Origin:
         return f"{self.distribution} {self.version}".rstrip()
 
     def is_called(self, name: str) -> bool:
-        """Whether a user who writes this name means this plugin; ``D9D_Moe`` is ``d9d-moe``."""
+        """Whether a name given by the user means this plugin; ``D9D_Moe`` means ``d9d-moe``."""
         return self.distribution in (name, normalise(name))
 
 
@@ -61,10 +61,10 @@ class Problem:
     """Problem of a plugin that could not be loaded, or that breaks a rule.
 
     Attributes:
-        origin: the plugin.
-        text: what is wrong, without the plugin's name.
-        error: the exception behind it, if there is one.
-        loaded: whether its records are in the registry nevertheless.
+        origin: origin of the plugin.
+        text: the problem, without the plugin's name.
+        error: exception that caused the problem, if any.
+        loaded: whether the plugin's records are in the registry nevertheless.
     """
 
     origin: Origin
@@ -77,7 +77,7 @@ class Problem:
 
 
 def shown(value: object) -> str:
-    """Text of a value of a plugin for messages: short, printable, and there whatever its ``repr`` does."""
+    """Text of a plugin's value for messages: short and printable, even if the value's ``repr`` raises."""
     try:
         text = repr(value)
     except BaseException as error:
@@ -87,7 +87,7 @@ def shown(value: object) -> str:
 
 
 def plugin_error(text: str, origin: BaseException | None) -> PluginError:
-    """A PluginError about a failure in the plugin's own code, whose traceback is shown."""
+    """PluginError about an exception in the plugin's own code, whose traceback is printed."""
     error = PluginError(text)
     error.origin = origin
     return error

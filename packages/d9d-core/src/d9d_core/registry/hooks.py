@@ -1,6 +1,6 @@
-"""Hooks of a ``plugin.py``. Each takes no arguments and yields frozen records.
+"""Hooks of a ``plugin.py``. Each has no arguments and yields frozen records.
 
-pluggy only collects these declarations, once, at start-up; nothing in a training step goes through it.
+pluggy only collects these declarations, once, at start-up; it is not used in training steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["API_VERSION", "KINDS", "Kind"]
 
 #: pluggy's project name, and the entry-point group.
 PROJECT = "d9d"
-#: The plugin interface this core offers; a plugin module states the one it was written for as ``D9D_API``.
+#: Version of the plugin interface; a plugin module states the version it was written for as ``D9D_API``.
 API_VERSION = 2
 
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -51,10 +51,10 @@ class Kind:
     """Extension point: its hook, its record and its section of the job file.
 
     Attributes:
-        name: how messages call it, for example ``strategy``.
-        hook: the hook that yields its records.
-        record: the type those records have.
-        section: the job file section that selects it; ``None`` if no section does.
+        name: name in messages, for example ``strategy``.
+        hook: hook that yields the records.
+        record: type of the records.
+        section: job file section that selects a record; ``None`` if no section does.
     """
 
     name: str
@@ -169,7 +169,7 @@ def d9d_health_checks() -> Iterable[HealthCheckSpec]:  # type: ignore[empty-body
 
 @hookspec
 def d9d_job_checks() -> Iterable[JobCheckSpec]:  # type: ignore[empty-body]
-    """Checks of a job that ``d9d check`` makes besides its own."""
+    """Checks of a job that ``d9d check`` runs in addition to its own."""
 
 
 @hookspec

@@ -1,4 +1,4 @@
-"""Advice about imports of d9d's own modules and names that fail in a plugin."""
+"""Advice on failed imports of d9d's own modules and names in a plugin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _NAME = re.compile(r"cannot import name '(\w+)'")
 
 
 def import_advice(error: BaseException) -> str:
-    """Advice to put behind the text of an error: the module that defines a name, or how to find it; else empty."""
+    """Advice to append to an import error: the module that defines the name, or where to look.
+
+    The text is empty for other errors.
+    """
     if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] not in _PACKAGES:
         return ""
     name = _NAME.search(str(error))
@@ -24,7 +27,7 @@ def import_advice(error: BaseException) -> str:
 
 
 def _modules_with(name: str) -> list[str]:
-    """Modules with a name in their ``__all__``; the sources are read, since importing them may take seconds."""
+    """Modules with a name in their ``__all__``, found by reading sources, because importing them may take seconds."""
     found = []
     for package in _PACKAGES:
         spec = find_spec(package)

@@ -1,4 +1,4 @@
-"""Scan of the installed distributions that declare plugins: imports nothing, and no distribution can spoil it."""
+"""Scan for installed distributions that declare plugins: imports nothing, and survives damaged distributions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["scan"]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Declaration module that a distribution announces.
+    """Declaration module listed in a distribution's metadata.
 
     Attributes:
         origin: the distribution and the module.
-        damage: why its metadata cannot be read; the module is unknown then.
+        damage: exception of reading the metadata, in which case the module is unknown; ``None`` if it could be read.
     """
 
     origin: Origin
@@ -28,11 +28,11 @@ class Candidate:
 
 
 def scan() -> list[Candidate]:
-    """Candidates sorted by distribution and module: directory order, which file systems choose, decides nothing."""
+    """Candidates, sorted by distribution and module so that the order of directory entries has no effect."""
     found: dict[str, list[Candidate]] = {}
     for distribution in distributions():
         if declared := _declared(distribution):
-            # Of several versions, the first on the path is the one that Python imports.
+            # Of several versions, Python imports the first one on the path.
             found.setdefault(declared[0].origin.distribution, declared)
     return [candidate for name in sorted(found) for candidate in found[name]]
 
@@ -50,7 +50,7 @@ def _declared(distribution: Distribution) -> list[Candidate]:
 
 
 def _identity(distribution: Distribution) -> tuple[str, str]:
-    metadata = distribution.metadata  # parsed at each access, which took a quarter of the discovery
+    metadata = distribution.metadata  # parsed at each access; repeated accesses took a quarter of the discovery
     name, version = metadata["Name"], metadata["Version"]
     if not name or not version:
         raise ValueError("METADATA gives no name or no version")
@@ -63,7 +63,7 @@ def _is_editable(distribution: Distribution) -> bool:
 
 
 def _by_directory(distribution: Distribution) -> Origin:
-    # A private attribute, but only to name what has no readable name.
+    # A private attribute, used only to name a distribution without a readable name.
     directory = Path(str(getattr(distribution, "_path", "unknown")))
     name, _, version = directory.stem.partition("-")
     return Origin(normalise(name), version, "")

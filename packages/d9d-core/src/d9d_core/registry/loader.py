@@ -1,6 +1,7 @@
-"""Discovery of installed plugins: one scan of entry points, filtered before import, each plugin on its own.
+"""Discovery of installed plugins: one scan of entry points, filtered before import; plugins load independently.
 
-Order never decides anything: candidates are sorted, and two plugins that declare one name are an error when it is used.
+The result does not depend on an order: candidates are sorted, and a name that two plugins declare is an error when
+used.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ __all__ = ["discover"]
 
 
 def discover(policy: PluginPolicy | None = None, *, known: KnownPlugins | None = None) -> Registry:
-    """Load the plugins: records of the foundation, of installed ones that ``policy`` admits, and of its single files.
+    """Load the foundation's plugins, the installed plugins that ``policy`` allows, and its single-file plugins.
 
     Raises:
         PluginError: the policy names a plugin that is not installed; a required plugin is missing or broken; a
-            single-file plugin cannot be loaded; with ``strict``, any problem.
+            single-file plugin cannot be loaded; or, with ``strict``, there is any problem.
     """
     policy = policy or PluginPolicy()
     collector = Collector(known or KnownPlugins.shipped())

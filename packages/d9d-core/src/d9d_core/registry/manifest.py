@@ -1,4 +1,4 @@
-"""Manifest of the plugins that a process loaded: compared between ranks, saved with runs and checkpoints."""
+"""Manifest of the plugins that a process loaded; compared between ranks, and saved with runs and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Manifest"]
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Manifest of loaded plugins: name -> ``{version, editable, sha256}``. Holds no path: nodes are compared.
+    """Loaded plugins: name -> ``{version, editable, sha256}``. Contains no paths, which differ between nodes.
 
-    Files that share a name, but not their content, are told apart: ``mine.py@<start of the sha256>``.
+    Single-file plugins with equal names but different content are named ``mine.py@<start of the sha256>``.
     """
 
     plugins: Mapping[str, Mapping[str, Any]]
@@ -28,7 +28,7 @@ class Manifest:
     @classmethod
     def of(cls, registry: Registry) -> Manifest:
         """Manifest of a registry."""
-        # Sorted by what is in them: the paths of files differ between nodes.
+        # Sorted by name and content: the paths of files differ between nodes.
         origins = sorted(registry.plugins, key=lambda origin: (_name(origin), origin.digest, origin.module))
         several = Counter(_name(origin) for origin in {o.digest: o for o in origins if o.digest}.values())
         plugins = {}
@@ -41,7 +41,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Digest of the manifest: sha256 over its canonical JSON form."""
+        """Sha256 of the manifest's canonical JSON form."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -49,7 +49,10 @@ class Manifest:
         return {name: dict(facts) for name, facts in self.plugins.items()}
 
     def differences(self, other: Manifest, mine: str, theirs: str) -> list[str]:
-        """Differences of two manifests, one line per plugin; ``mine`` and ``theirs`` name the sides (``rank 0``)."""
+        """Differences between two manifests, one line per plugin.
+
+        ``mine`` and ``theirs`` name the sides (``rank 0``).
+        """
 
         def say(facts: Mapping[str, Any] | None) -> str:
             if facts is None:

@@ -1,4 +1,4 @@
-"""Plugin policy: which of the installed plugins may be loaded."""
+"""Plugin policy: restricts which installed plugins are loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from d9d_core.errors import PluginError
 
 __all__ = ["PluginPolicy"]
 
-#: Distributions of d9d itself, of which the installed ones are always loaded: what a job means, and the commands.
+#: d9d's own distributions, always loaded if installed: they define the meaning of jobs, and the commands.
 FOUNDATION = frozenset(
     {
         "d9d-core",
@@ -28,22 +28,22 @@ FOUNDATION = frozenset(
 
 
 def normalise(distribution: str) -> str:
-    """A distribution's name as packaging tools compare it: lower case, single dashes."""
+    """Normalised name of a distribution, as packaging tools compare names: lower case, single dashes."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 @dataclass(frozen=True, slots=True)
 class PluginPolicy:
-    """Policy of which plugins are loaded, decided before anything is imported.
+    """Policy on which plugins are loaded, applied before any import.
 
     Attributes:
-        allow: only these distributions are loaded; ``None`` allows all.
-        block: these are not.
-        require: these must be there and load.
-        autoload: whether installed plugins are loaded at all.
-        files: single-file plugins, loaded besides.
-        strict: any problem with any plugin is an error.
-        named: (where, distribution) for each distribution that was allowed or blocked, so that typing errors are found.
+        allow: the only distributions to load; ``None`` allows all.
+        block: distributions not to load.
+        require: distributions that must be installed and must load.
+        autoload: whether installed plugins are loaded.
+        files: additional single-file plugins.
+        strict: whether any problem with any plugin is an error.
+        named: (source, distribution) of each allowed or blocked distribution, for errors about misspelt names.
     """
 
     allow: frozenset[str] | None = None
@@ -63,8 +63,8 @@ class PluginPolicy:
     def from_environment(cls, environ: Mapping[str, str]) -> PluginPolicy:
         """Read ``D9D_PLUGINS``: ``none``, or a comma-separated list.
 
-        In the list a distribution is allowed (naming one excludes those not named), ``-distribution`` is blocked, and a
-        path ending in ``.py`` is loaded as a single-file plugin.
+        An entry ``distribution`` allows it and excludes distributions not listed; ``-distribution`` blocks it; a path
+        ending in ``.py`` is loaded as a single-file plugin.
         """
         words = [word.strip() for word in environ.get("D9D_PLUGINS", "").split(",") if word.strip()]
         if words == ["none"]:
@@ -76,7 +76,7 @@ class PluginPolicy:
         return cls(allow=allow or None, block=block, files=files, named=named)
 
     def __or__(self, other: PluginPolicy) -> PluginPolicy:
-        """Combine two policies: the stricter of each."""
+        """Combine two policies; each restriction of either holds."""
         allows = [policy.allow for policy in (self, other) if policy.allow is not None]
         return PluginPolicy(
             allow=frozenset.intersection(*allows) if allows else None,
@@ -89,14 +89,14 @@ class PluginPolicy:
         )
 
     def check(self, installed: Iterable[str]) -> None:
-        """Refuse names without effect.
+        """Check that the policy's names have an effect.
 
         Raises:
-            PluginError: a distribution that is allowed or blocked is not installed, or the foundation is blocked.
+            PluginError: an allowed or blocked distribution is not installed, or a foundation package is blocked.
         """
         for where, name in sorted(self.named):
             if name in FOUNDATION & self.block:
-                raise PluginError(f"{where}: {name} cannot be blocked; what it declares is always loaded")
+                raise PluginError(f"{where}: {name} cannot be blocked; d9d's own packages are always loaded")
         present = sorted({*installed, *FOUNDATION})
         for where, name in sorted(self.named):
             if name not in present:
@@ -105,11 +105,11 @@ class PluginPolicy:
                 raise PluginError(f"{where}: no plugin '{name}' is installed; {hint}")
 
     def refusal(self, distribution: str) -> str | None:
-        """Why a distribution is not loaded, or ``None`` if it is."""
+        """Reason why a distribution is not loaded; ``None`` if it is loaded."""
         if distribution in FOUNDATION:
             return None
         if not self.autoload:
-            return "installed plugins are switched off (plugins.autoload, --no-plugins or D9D_PLUGINS=none)"
+            return "installed plugins are disabled (plugins.autoload, --no-plugins or D9D_PLUGINS=none)"
         if distribution in self.block:
             return "it is blocked (plugins.block or D9D_PLUGINS)"
         if self.allow is not None and distribution not in self.allow:

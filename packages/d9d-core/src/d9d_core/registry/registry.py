@@ -1,4 +1,4 @@
-"""Registry of what is installed: an ordinary immutable object that is handed down, never a global."""
+"""Registry of the installed plugins' records: an immutable object that is passed as an argument, not a global."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from d9d_core.registry.policy import FOUNDATION, normalise
 
 __all__ = ["Registry"]
 
-#: Every op's own implementation; it runs everywhere and belongs to no plugin.
+#: Name of every op's own implementation, which runs on every device and belongs to no plugin.
 REFERENCE = "reference"
-#: Characters of a name that a message repeats.
+#: Most characters of a name in a message.
 _LONGEST = 200
-#: Kind that stands at the same place of another kind of job -> that other kind, and the command for its jobs.
+#: Component kind -> its counterpart in the other job type, and the command that runs such jobs; for hints in errors.
 _OTHER_JOBS = {"task": ("inference task", "d9d infer"), "inference task": ("task", "d9d train")}
 
 
@@ -32,10 +32,10 @@ class Registry:
 
     Args:
         entries: every record with its origin.
-        plugins: the loaded plugins.
+        plugins: loaded plugins.
         problems: plugins that could not be loaded, or that break a rule.
-        blocked: distributions that the policy excluded, with the reason.
-        known: which first-party distribution offers which name.
+        blocked: excluded distribution -> reason.
+        known: names that first-party distributions offer.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Registry:
 
     @classmethod
     def of(cls, *plugins: object, known: KnownPlugins | None = None) -> Registry:
-        """Registry of exactly these plugin modules (or objects with hook methods) and those of the foundation.
+        """Registry of exactly these plugin modules (or objects with hook methods) and the foundation.
 
-        Nothing is discovered. Meant for tests and for programs that assemble a job themselves.
+        Other installed plugins are ignored. For tests, and for programs that assemble a job themselves.
 
         Raises:
-            PluginError: one of them cannot be loaded.
+            PluginError: one of the plugins cannot be loaded.
         """
         collector = Collector(known or KnownPlugins.shipped())
         installed_ones = installed.scan()
@@ -82,7 +82,7 @@ class Registry:
 
     @classmethod
     def collected(cls, collector: Collector) -> Registry:
-        """The registry of what a collector has."""
+        """Registry of a collector's records, plugins and problems."""
         return cls(collector.entries, collector.plugins, collector.problems, collector.blocked, collector.known)
 
     def entries(self, kind: str | None = None) -> list[Entry]:
@@ -95,12 +95,12 @@ class Registry:
         return [entry for key, same in self._table["kernel"].items() if key.startswith(f"{op}.") for entry in same]
 
     def conflicts(self, among: Collection[str] | None = None) -> list[str]:
-        """Conflicts of names: one message per name that several plugins declare. Only using such a name is an error.
+        """Messages about names that several plugins declare; only using such a name is an error.
 
-        Commands of the foundation are no such names: they always win.
+        Names of foundation commands are left out: these commands always take precedence.
 
         Args:
-            among: distributions of which one must be concerned; all by default.
+            among: report only conflicts that involve one of these distributions; all by default.
         """
         return [
             _ambiguous(kind, name, same)
@@ -115,7 +115,7 @@ class Registry:
         """Find the record that ``name`` or ``distribution/name`` selects.
 
         Raises:
-            PluginError: it is unknown, ambiguous, or comes from a plugin that is absent, blocked or broken.
+            PluginError: the name is unknown or ambiguous, or its plugin is not installed, blocked or broken.
         """
         distribution, _, name = selector.rpartition("/")
         same = self._table[kind].get(name, ())
@@ -126,7 +126,7 @@ class Registry:
         if same:
             raise PluginError(_ambiguous(kind, name, same))
         if len(selector) > _LONGEST:
-            raise PluginError(f"unknown {kind} '{selector[:40]}...': a name of {len(selector):,} characters is no name")
+            raise PluginError(f"unknown {kind} '{selector[:40]}...': a name cannot have {len(selector):,} characters")
         self._raise_missing(kind, name, distribution)
         raise AssertionError("unreachable")
 
@@ -134,7 +134,7 @@ class Registry:
         """Backend of ``op`` that ``name`` or ``distribution/name`` selects; ``None`` for the reference.
 
         Raises:
-            PluginError: it is unknown, ambiguous, or comes from a plugin that is absent, blocked or broken.
+            PluginError: the name is unknown or ambiguous, or its plugin is not installed, blocked or broken.
         """
         if selector == REFERENCE:
             return None
@@ -142,12 +142,12 @@ class Registry:
         try:
             return self.find("kernel", f"{distribution}{slash}{op}.{name}")
         except PluginError as error:
-            # A named or broken plugin may be the only one that offers the op; the error speaks of it.
+            # If a plugin is named or broken, it may be the only one that offers the op; the original error says more.
             if not distribution and all(problem.loaded for problem in self.problems):
                 names = {*self._table["kernel"], *KnownPlugins.shipped().names("kernel")}
                 ops = sorted({known.partition(".")[0] for known in names})
                 if op not in ops:
-                    text = f"kernels.{op}: unknown op '{op}', no kernel is for it; ops with kernels: {', '.join(ops)}"
+                    text = f"kernels.{op}: unknown op '{op}': it has no kernels; ops with kernels: {', '.join(ops)}"
                     raise PluginError(text) from None
             raise plugin_error(f"kernels.{op}: {error}", error.origin) from error.origin
 
@@ -188,9 +188,9 @@ class Registry:
         text = f"unknown {kind} '{name}'" + (f" in {home}" if home else "")
         other, command = _OTHER_JOBS.get(kind, (None, ""))
         if other and name in self._table[other]:
-            return f"{text}: it is the name of another kind, {other}; jobs with it run with: {command}"
+            return f"{text}: the name belongs to another kind, {other}; run jobs with it by: {command}"
         if not names and not home and not broken and not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
-            return f"{text}: nothing that is installed offers a {kind}{self._sources(kind)}"
+            return f"{text}: no installed plugin offers a {kind}{self._sources(kind)}"
         near = difflib.get_close_matches(name, sorted({*names, *known}), n=1, cutoff=0.6)
         if near and near[0] in names:
             text += f"; did you mean {' or '.join(str(entry) for entry in names[near[0]])}?"
@@ -212,7 +212,7 @@ def _hook(kind: str) -> str:
 
 def _ambiguous(kind: str, name: str, same: Sequence[Entry]) -> str:
     last = max(same, key=_distribution)
-    selector = last.spec.name if isinstance(last.spec, Spec) else name  # a kernel's op is no part of its selector
+    selector = last.spec.name if isinstance(last.spec, Spec) else name  # the selector of a kernel omits the op
     listed = _listed(entry.origin for entry in same)
     return f"{kind} '{name}' is declared by {listed}; write '{last.origin.distribution}/{selector}' or block one"
 

@@ -1,4 +1,4 @@
-"""Python files as plugins."""
+"""Python files as single-file plugins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["file_plugin"]
 
 
 class _Loader(SourceFileLoader):
-    """Loader of bytes that were read and hashed: cached bytecode might be that of an earlier version of the file."""
+    """Loader of source bytes that were hashed; it ignores cached bytecode, which may belong to an older version."""
 
     def __init__(self, name: str, path: str, content: bytes) -> None:
         super().__init__(name, path)
@@ -39,7 +39,7 @@ def file_plugin(path: Path) -> tuple[Origin, Callable[[], object]]:
     except OSError as error:
         raise PluginError(f"plugin file {path}: {error.strerror or error}; give the path of a Python file") from error
     digest = hashlib.sha256(content).hexdigest()
-    # The content is part of the name: references written as f"{__name__}:Thing" resolve, and two versions can coexist.
+    # The name contains the digest, so that two versions can coexist and f"{__name__}:Thing" is a valid reference.
     stem = re.sub(r"\W", "_", path.stem)
     name = f"d9d_file_{stem}_{digest[:12]}"
 
@@ -50,7 +50,7 @@ def file_plugin(path: Path) -> tuple[Origin, Callable[[], object]]:
             raise ImportError(f"{path} is not a Python file")
         loader = _Loader(name, str(path), content)
         spec = ModuleSpec(name, loader, origin=str(path))
-        spec.has_location = True  # of its __file__
+        spec.has_location = True  # sets __file__
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:

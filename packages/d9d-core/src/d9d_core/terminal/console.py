@@ -1,4 +1,4 @@
-"""Consoles that commands print to: what they print controls no terminal."""
+"""Consoles for commands' output, with control characters escaped."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["console_for"]
 
 
 class VisibleConsole(Console):
-    """Console whose texts control no terminal; only its own styles do."""
+    """Console that escapes control characters in texts; only its own styles use them."""
 
     def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
-        """Render, with escapes in place of characters that control a terminal."""
+        """Render, with escapes instead of control characters."""
         for segment in super().render(*args, **kwargs):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
 
 def console_for() -> Console:
-    """Standard output, taking all text literally: plugins' texts may hold brackets.
+    """Console on standard output that prints text literally: plugins' texts may contain brackets.
 
-    A pipe gets uncut lines; its reader cuts them as needed.
+    Lines for a pipe are not wrapped.
     """
     width = None if sys.stdout.isatty() else 10_000
     return VisibleConsole(width=width, markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""Tracebacks of exceptions that nothing catches: the texts and names in them control no terminal."""
+"""Tracebacks of uncaught exceptions, with control characters escaped."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from d9d_core.untrusted import visible
 
 
 def make_tracebacks_visible() -> None:
-    """Print uncaught exceptions of the main thread, of others and of destructors by :func:`visible` from now on.
+    """Print uncaught exceptions of all threads and of destructors through :func:`visible` from now on.
 
-    A hook that is not Python's own stays: its owner prints.
+    Hooks that other code has installed are kept.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _uncaught

@@ -1,1 +1,1 @@
-"""Sections of the job file that need no other one."""
+"""Sections of the job file that depend on no other section."""

@@ -1,4 +1,4 @@
-"""Section of a job file on Python's garbage collection."""
+"""Job file section ``garbage_collection``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ __all__ = ["GarbageCollection"]
 
 
 class GarbageCollection(Section):
-    """Garbage collection of Python at the same steps on all processes, in place of moments of its own on each."""
+    """Python's garbage collection at the same steps on all processes, instead of at different times on each."""
 
     every: PositiveInt | None = 100
-    """Steps between two collections of young objects; all objects are collected with each checkpoint. Null leaves it
-    to Python."""
+    """Steps between two collections of young objects; each checkpoint collects all objects. Null disables this section,
+    so
+    that Python collects automatically."""

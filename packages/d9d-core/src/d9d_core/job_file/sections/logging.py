@@ -1,4 +1,4 @@
-"""Section of a job file on log entries and log lines."""
+"""Job file section ``logging``: logged values and log messages."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ __all__ = ["Logging"]
 
 
 class Logging(Section):
-    """Interval of log entries, what the loop logs of the device, and the level of log lines."""
+    """Interval of logging, device statistics to log, and the level of log messages."""
 
     every: PositiveInt = 10
-    """Steps between two log entries; the first and the last step are always logged."""
+    """Steps between two logged steps; the first and the last step are always logged."""
     max_pending: NonNegativeInt = 2
-    """Steps that the host may be ahead of the values it has seen, on a GPU; 0 waits for each step."""
+    """Steps that the host may run ahead of the newest values it has received, on a GPU; 0 waits for each step."""
     peak_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Peak of one device in TFLOP/s, for the series ``mfu``; by default the vendor's for dense bfloat16, on GPUs that
-    are known."""
+    """Peak of one device in TFLOP/s, for the series ``mfu``; by default, the vendor's figure for dense bfloat16 on
+    known
+    GPUs."""
     memory: bool | None = None
-    """Log the peaks of memory so far, of the first process; by default on GPUs only."""
+    """Log peak memory of the first process so far; by default on GPUs only."""
     level: Literal["debug", "info", "warning", "error"] | None = None
-    """Least level of what the loggers of the engine and of plugins (``d9d`` and below) print; by default ``info`` on
-    the first process and ``warning`` on the others."""
+    """Lowest level of printed messages from loggers of the engine and of plugins (``d9d`` and below); by default
+    ``info``
+    on the first process and ``warning`` on the others."""

@@ -1,4 +1,4 @@
-"""Section of a job file on the plugins that may be loaded."""
+"""Job file section ``plugins``: the plugins that may be loaded."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["Plugins"]
 
 
 class Plugins(Section):
-    """Selection of the plugins that may be loaded. Installing makes names available, the job file activates them."""
+    """Plugins that may be loaded. Installed plugins make names available; the job file uses some of them."""
 
     allow: list[str] | None = None
     """Load only these distributions."""
     block: list[str] = []
     """Do not load these distributions."""
     require: list[str] = []
-    """Refuse to start unless these load."""
+    """Refuse to start unless these distributions load."""
     autoload: bool = True
-    """Load installed plugins at all."""
+    """Load installed plugins; false loads only ``files``."""
     files: list[Path] = []
-    """Single Python files that are plugins, relative to the job file; a bare list under ``plugins`` means this."""
+    """Single-file plugins, relative to the job file; ``plugins`` may be this list directly."""
 
     @model_validator(mode="before")
     @classmethod

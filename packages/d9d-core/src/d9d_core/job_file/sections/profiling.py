@@ -1,4 +1,4 @@
-"""Section of a job file on traces of some steps."""
+"""Job file section ``profiling``: traces of some steps."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ class Profiling(Section):
     """Profiling of the last steps of each cycle, with a Chrome trace per process and a table of the time by kind."""
 
     every: PositiveInt = 100
-    """Steps of a cycle, counted from step 0 whatever was resumed; the trace ends with the cycle's last step."""
+    """Steps of a cycle, counted from step 0 even in a resumed run; the trace ends with the cycle's last step."""
     warmup: NonNegativeInt = 1
-    """Steps before the recorded ones in which the profiler runs and nothing is kept, so that its start is not seen."""
+    """Steps before the recorded ones in which the profiler runs but keeps nothing, so that its start-up is not
+    recorded.
+    """
     active: PositiveInt = 3
-    """Steps that are recorded."""
+    """Recorded steps."""
     record_shapes: bool = False
-    """Record the shapes of what operations get."""
+    """Record the shapes of operations' inputs."""
     with_stack: bool = False
-    """Record the lines of Python code behind each operation; slower."""
+    """Record the Python stack of each operation; slower."""
     memory: bool = False
-    """Record what operations allocate and, on CUDA, write what the memory of the device holds after the cycle."""
+    """Record allocations of operations and, on CUDA, write a snapshot of device memory after the cycle."""
 
     @model_validator(mode="after")
-    def _window_fits_into_the_cycle(self) -> Profiling:
+    def _check_cycle(self) -> Profiling:
         if self.warmup + self.active > self.every:
             raise ValueError(
                 f"warmup {self.warmup} and active {self.active} are {self.warmup + self.active} steps, more than the "
