@@ -143,7 +143,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
 def test_an_address_that_nobody_understands_is_refused(url: str) -> None:
     if importlib.util.find_spec("s3fs") is not None:
         pytest.skip("this machine understands s3 addresses")
-    with pytest.raises(CheckpointError, match=f"checkpoints cannot be kept at {url}: "):
+    with pytest.raises(CheckpointError, match=f"checkpoints cannot be stored at {url}: "):
         CheckpointStore(url)
 
 

@@ -71,7 +71,7 @@ def test_a_layout_that_forgets_a_tensor_is_refused_before_training(
     """A plan and a build both refuse the job."""
     forgetful = lambda _self, _config: Rename("layers.0.weight", "first")  # noqa: E731
     monkeypatch.setattr("d9d_testing.toy.format.ToyFormat.exporter", forgetful)
-    text = r"export: the Hugging Face layout d9d_testing.toy.format:ToyFormat of model (.|\n)*nothing takes"
+    text = r"export: the Hugging Face layout d9d_testing.toy.format:ToyFormat of model (.|\n)*no mapper takes"
     with pytest.raises(BuildError, match=text):
         job().plan()
     with pytest.raises(BuildError, match=text):

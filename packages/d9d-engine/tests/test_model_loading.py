@@ -428,5 +428,5 @@ def test_a_checkpoint_of_any_layout_is_read_by_windows(tmp_path: Path, world: An
                 into = torch.zeros(tensor[window].shape, dtype=torch.float64)
                 source.read(name, [part.start for part in window], into)
                 assert torch.equal(into, tensor[window].double())
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
         CheckpointTensors(tmp_path / "nowhere")

@@ -158,7 +158,7 @@ WRONG: list[tuple[str, type, str, Any, str]] = [
         ToyTask,
         "coefficients",
         {"error": "much"},
-        "coefficients, of which 'error' returned a str, not Real",
+        "coefficients, for 'error', returned a str, not Real",
     ),
     ("d9d_tasks", ToyTask, "coefficients", {}, "coefficients is empty; a task has at least one loss term"),
     ("d9d_tasks", ToyTask, "check", 5, "ToyTask.check is not a method; make it one"),
@@ -167,7 +167,7 @@ WRONG: list[tuple[str, type, str, Any, str]] = [
         ToyMetric,
         "reductions",
         {"sum": "sum", "count": "mean"},
-        "merges 'count' by 'mean'; there are: sum, m",
+        "merges 'count' by 'mean'; choose from: sum, m",
     ),
     ("d9d_metrics", ToyMetric, "reductions", {"sum": "sum"}, "must have the same names; only one has: count"),
     ("d9d_metrics", ToyMetric, "state", lambda self: [1], "(acme): state() returned a list, not Mapping"),
@@ -176,7 +176,7 @@ WRONG: list[tuple[str, type, str, Any, str]] = [
         ToyOptimizer,
         "state",
         lambda self: {"a": 1},
-        "state(), of which 'a' returned a int, not Tensor",
+        "state(), for 'a', returned a int, not Tensor",
     ),
     (
         "d9d_subscribers",
@@ -251,7 +251,7 @@ def test_a_tracker_that_opens_nothing_is_reported_and_not_taken_for_one(
     ("member", "value", "text"),
     [
         ("losses", lambda *_: torch.zeros(()), "losses() returned a Tensor, not Mapping"),
-        ("losses", lambda *_: {"error": 1.0, "decay": 1.0}, "losses(), of which 'error' returned a float, not Tensor"),
+        ("losses", lambda *_: {"error": 1.0, "decay": 1.0}, "losses(), for 'error', returned a float, not Tensor"),
         (
             "losses",
             lambda *_: {"error": torch.zeros(())},

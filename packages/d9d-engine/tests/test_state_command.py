@@ -207,10 +207,10 @@ def test_sizes_and_formats_are_read() -> None:
     assert parse_dtype("bfloat16") == torch.bfloat16
     assert parse_dtype(None) is None
     for text in ("5", "GB", "-1GB", "1..5GB", "0GB", f"{'9' * 400}GB"):
-        with pytest.raises(CheckpointError, match="is no size"):
+        with pytest.raises(CheckpointError, match="is not a size"):
             parse_size(text)
     for text in ("int8", "nn", "float33"):
-        with pytest.raises(CheckpointError, match="is no number format"):
+        with pytest.raises(CheckpointError, match="is not a floating-point format"):
             parse_dtype(text)
 
 
@@ -284,7 +284,7 @@ def test_quantized_numbers_are_not_given_another_format(d9d: Run, run: Path, tmp
         ({}, "its manifest names no model"),
         ({"model": 3}, "its manifest names no model"),
         ({"model": {"name": ["toy_model"]}}, "its manifest names no model"),
-        ({"model": {"name": "toy_model", "features": "wide"}}, "the model of its manifest is none that"),
+        ({"model": {"name": "toy_model", "features": "wide"}}, "the model in its manifest does not fit"),
     ],
 )
 def test_a_manifest_with_an_odd_job_is_an_error(job: dict[str, Any], text: str) -> None:

@@ -132,7 +132,7 @@ def only_those_concerned_fail() -> str:
 def test_what_is_no_json_fails_where_it_is_and_where_it_should_arrive(world: Any) -> None:
     receiver, culprit, bystander = world(3).run(only_those_concerned_fail)
     assert receiver == culprit
-    assert receiver.endswith("rank 1: value has the key 1, which is no text")
+    assert receiver.endswith("rank 1: value has the key 1, which is not a string")
     assert bystander == "sent"
 
 

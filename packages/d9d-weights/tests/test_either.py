@@ -103,8 +103,8 @@ def test_the_first_that_fits_is_taken() -> None:
         (Either(apart(3), fused()), ("0.gate", "1.gate", "2.gate", "0.up", "2.up"), "needs '1.up'", "gate_up"),
         (Either(fused(), apart(3)), ("0.gate", "1.gate", "2.gate", "0.up", "2.up"), "needs '1.up'", "gate_up"),
         (Either(apart(1), fused()), ("gat_up",), "needs '0.gate'", "'gate_up', which"),
-        (Either(fused(), apart(1)), ("gat_up",), "needs 'gate_up', which is not there; did it mean 'gat_up'?", "'0."),
-        (Either(apart(1), fused()), ("0.gate", "0.up", "gate_up"), "nothing takes 'gate_up'", "needs"),
+        (Either(fused(), apart(1)), ("gat_up",), "needs 'gate_up', which does not exist; did it mean 'gat_up'?", "'0."),
+        (Either(apart(1), fused()), ("0.gate", "0.up", "gate_up"), "no mapper takes 'gate_up'", "needs"),
         (Prefix("m.", "", Either(Rename("a", "x"), Rename("b", "x"))), ("m.c",), "needs 'm.a'", "'m.b'"),
     ],
 )  # fmt: skip

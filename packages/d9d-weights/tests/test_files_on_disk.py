@@ -57,7 +57,7 @@ def test_an_address_that_is_refused_without_a_word_is_refused_with_the_kind_of_f
         raise NotImplementedError
 
     monkeypatch.setattr(remote, "url_to_fs", refuse)
-    with pytest.raises(CheckpointError, match="cannot be kept at odd://x: NotImplementedError; use another address"):
+    with pytest.raises(CheckpointError, match="cannot be stored at odd://x: NotImplementedError; use another address"):
         open_store("odd://x")
 
 

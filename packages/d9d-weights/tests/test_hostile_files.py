@@ -97,7 +97,7 @@ def test_a_huge_config_is_not_read(tmp_path: Path) -> None:
     directory = model(tmp_path / "model")
     with (directory / "config.json").open("r+b") as file:
         file.truncate(1 << 40)
-    with pytest.raises(CheckpointError, match="too many for such a file"):
+    with pytest.raises(CheckpointError, match="too many for this kind of file"):
         ModelDirectory.open(directory).config()
 
 
@@ -105,5 +105,5 @@ def test_a_huge_config_is_not_read(tmp_path: Path) -> None:
 def test_a_config_that_would_fail_later_is_refused(tmp_path: Path, content: bytes) -> None:
     directory = model(tmp_path / "model")
     (directory / "config.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match="config.json is no JSON"):
+    with pytest.raises(CheckpointError, match="config.json is not JSON"):
         ModelDirectory.open(directory).config()

@@ -85,7 +85,7 @@ def test_without_locks_a_run_goes_on_after_a_warning(
     with exclusive(tmp_path / ".lock", "busy"):
         write_text(tmp_path / "a", "text")
     said = capsys.readouterr().err
-    assert said.startswith(f"warning: {tmp_path}: this file system locks no files ({os.strerror(number)});")
+    assert said.startswith(f"warning: {tmp_path}: this file system does not support locks ({os.strerror(number)});")
     assert said.count("\n") == 1
     with pytest.raises(LocksUnsupportedError):
         lock_file(tmp_path / ".lock")

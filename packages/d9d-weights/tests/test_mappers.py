@@ -267,37 +267,37 @@ def specs(**shapes: tuple[int, ...]) -> dict[str, TensorSpec]:
     ("mapper", "sources", "texts"),
     [
         (Rename("weigth", "w"), specs(weight=(1,)), ["Rename('weigth') needs 'weigth'", "did it mean 'weight'?"]),
-        (Rename("layers.{n}.w", "l.{n}"), specs(a=(1,)), ["fits no name"]),
+        (Rename("layers.{n}.w", "l.{n}"), specs(a=(1,)), ["matches no name"]),
         (Parallel(Rename("a", "x"), Rename("b", "x")), specs(a=(1,), b=(1,)), ["'x' is made twice"]),
         (Parallel(Rename("a", "x"), Rename("a", "y")), specs(a=(1,)), ["'a' is taken twice", "use Share"]),
-        (Rename("a", "x"), specs(a=(1,), b=(1,), c=(1,)), ["nothing takes 'b'", "nothing takes 'c'", "Drop"]),
+        (Rename("a", "x"), specs(a=(1,), b=(1,), c=(1,)), ["no mapper takes 'b'", "no mapper takes 'c'", "Drop"]),
         (Rename("a", "x") >> Rename("c", "x"), specs(a=(1,), c=(1,)), ["'x' is made twice"]),
         (Connect(Rename("a", "x"), Rename("b", "x")), specs(a=(1,), b=(1,)), ["'x' is made twice", "another mapper"]),
-        (Connect(Rename("a", "b"), Rename("b", "a")), specs(c=(1,)), ["in a cycle", "needs 'a'", "needs 'b'"]),
+        (Connect(Rename("a", "b"), Rename("b", "a")), specs(c=(1,)), ["because of a cycle", "needs 'a'", "needs 'b'"]),
         (Stack(["a", "b"], "s"), specs(a=(1,), b=(2,)), ["'b' is torch.float32 [2], 'a' is torch.float32 [1]"]),
-        (Stack(["a"], "s", dim=2), specs(a=(1,)), ["no position 2"]),
+        (Stack(["a"], "s", dim=2), specs(a=(1,)), ["cannot be stacked along a new dimension 2"]),
         (Concatenate(["a", "b"], "c", 1), specs(a=(2, 3), b=(4, 3)), ["'b' is torch.float32 [4, 3]"]),
         (Concatenate(["a", "b"], "c", 0, [1, 2]), specs(a=(2,), b=(1,)), ["sizes [1, 2], not [2, 1]"]),
         (Concatenate(["a", "b"], "c", 3), specs(a=(2,), b=(1,)), ["has no dimension 3"]),
         (Chunk("c", ["a", "b"]), specs(c=(3,)), ["cannot be cut into 2 equal parts"]),
         (Chunk("c", ["a", "b"], sizes=[1, 1]), specs(c=(3,)), ["cannot be cut into parts of [1, 1]"]),
-        (Unstack("c", ["a", "b"]), specs(c=(3,)), ["makes 2 tensors over dimension 0 of [3]"]),
+        (Unstack("c", ["a", "b"]), specs(c=(3,)), ["cannot make 2 tensors from dimension 0 of [3]"]),
         (Unstack("c", ["a", "b"]), specs(d=(2,)), ["Unstack('c') needs 'c'"]),
-        (Transpose("a"), specs(a=(3,)), ["has the shape [3]", "cannot be ordered"]),
+        (Transpose("a"), specs(a=(3,)), ["has the shape [3]", "cannot be permuted"]),
         (Squeeze("a", 0), specs(a=(3,)), ["not of size 1"]),
-        (Unsqueeze("a", 5), specs(a=(3,)), ["no position 5"]),
-        (Select("model"), specs(a=(3,)), ["nothing below 'model.'"]),
-        (Drop("x.{n}"), specs(a=(3,)), ["fits no name"]),
-        (Parallel(Identity(), Identity()), specs(a=(3,)), ["one must do"]),
+        (Unsqueeze("a", 5), specs(a=(3,)), ["cannot have index 5"]),
+        (Select("model"), specs(a=(3,)), ["no tensors below 'model.'"]),
+        (Drop("x.{n}"), specs(a=(3,)), ["matches no name"]),
+        (Parallel(Identity(), Identity()), specs(a=(3,)), ["only one may"]),
         (Parallel(Rename("a", "x"), Fresh(("x",))), specs(a=(3,)), ["'x' is made, and declared Fresh"]),
         (Prefix("m.", "", Rename("a", "x")), specs(**{"m.b": (3,)}), ["needs 'm.a'"]),
-        (Prefix("m.", "", Unstack("a", ["x", "x"])), specs(**{"m.a": (2,)}), ["Unstack('a') makes 'm.x' twice"]),
-        (Chunk("a", ["x", "x"]), specs(a=(2,)), ["Chunk('a') makes 'x' twice"]),
-        (Chunk("a", []), specs(a=(2,)), ["Chunk('a') makes nothing"]),
+        (Prefix("m.", "", Unstack("a", ["x", "x"])), specs(**{"m.a": (2,)}), ["has the result 'm.x' twice"]),
+        (Chunk("a", ["x", "x"]), specs(a=(2,)), ["Chunk('a') has the result 'x' twice"]),
+        (Chunk("a", []), specs(a=(2,)), ["Chunk('a') has no results"]),
         (Chunk("a", ["x", "y"], sizes=[3, -1]), specs(a=(2,)), ["cannot be cut into parts of [3, -1]"]),
         (Stack([], "a"), {}, ["Stack('a') needs at least one tensor"]),
         (Concatenate([], "a"), {}, ["Concatenate('a') needs at least one tensor"]),
-        (Share("a", ()), specs(a=(2,)), ["Share('a') makes nothing"]),
+        (Share("a", ()), specs(a=(2,)), ["Share('a') has no results"]),
         (Transpose("l.{n}.w", to="w"), specs(**{"l.0.w": (1, 1)}), ["'w' has other placeholders in braces"]),
         (Transpose("l.{n}.w", to="{m}.w"), specs(**{"l.0.w": (1, 1)}), ["'{m}.w' has other placeholders in braces"]),
         (Rename("x.{a}.{b}", "y.{a}{b}"), specs(**{"x.1.23": (1,), "x.12.3": (1,)}), ["makes 'y.123' twice", "x.12.3"]),
@@ -314,7 +314,7 @@ def test_graphs_that_cannot_be_are_refused_by_name(
 
 def test_mappers_without_an_inverse_say_so() -> None:
     for mapper, text in (
-        (Cast("a", torch.bfloat16), "original number format"),
+        (Cast("a", torch.bfloat16), "original dtype"),
         (Gather("a"), "Distribute"),
         (Shard(Identity(), 0, 2), "no inverse"),
     ):
@@ -358,7 +358,7 @@ def test_a_model_that_wants_something_else_is_told_what() -> None:
     text = str(caught.value)
     assert "needs 'c'" in text
     assert "gives 'b'" in text
-    assert "'a' has the shape [2] there (a), and [4] in the model" in text
+    assert "'a' has the shape [2] in the checkpoint (a), but [4] in the model" in text
 
 
 def test_absent_optional_tensors_and_dropped_ones_are_no_error() -> None:
@@ -452,7 +452,7 @@ def test_graphs_print_as_text_and_as_a_picture() -> None:
         "layers.{0..2}.ffn  [4, 4] float32\n"
         "    = concatenate(model.layers.{n}.up, model.layers.{n}.gate; 0)\n"
         "head\n"
-        "    stays as it was initialised"
+        "    keeps its initial values"
     )
     picture = graph_mermaid(graph)
     assert picture.startswith("flowchart LR\n")

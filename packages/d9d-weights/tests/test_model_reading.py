@@ -123,9 +123,9 @@ def test_other_files_are_the_tokenizer_and_generation_but_no_weights_pickles_or_
         assert model.other_files() == passed
         assert model.read_file("merges.txt") == b"x"
         for name in ("../x", "/etc/hostname", "a/b", "..", ""):
-            with pytest.raises(CheckpointError, match="is no file directly in"):
+            with pytest.raises(CheckpointError, match="is not a file at the top of"):
                 model.read_file(name)
-        with pytest.raises(CheckpointError, match="nothing.json is not there"):
+        with pytest.raises(CheckpointError, match="nothing.json does not exist"):
             model.read_file("nothing.json")
 
 
@@ -135,31 +135,31 @@ PROBLEMS: dict[str, tuple[dict[str, bytes | None], str]] = {
         {FIRST: None, SECOND: None, INDEX: None, "pytorch_model.bin": b""},
         r"pytorch_model.bin: such a file is a pickle, and reading it runs code .* safe_serialization=True",
     ),
-    "pickles in the index": ({INDEX: index(a="x.bin")}, "index.json holds its weights in x.bin: such a file is a"),
-    "missing shard": ({FIRST: None}, f"{INDEX} names {FIRST}, which is not there"),
+    "pickles in the index": ({INDEX: index(a="x.bin")}, "index.json has its weights in x.bin: such a file is a"),
+    "missing shard": ({FIRST: None}, f"{INDEX} names {FIRST}, which does not exist"),
     "missing number": ({FIRST: None, INDEX: None}, f"lacks {FIRST}: copy or download the rest"),
     "missing tensor": (
         {INDEX: index(a=SECOND, b=SECOND, c=FIRST, step=FIRST, empty=SECOND, x=FIRST)},
-        f"promises 'x' in {FIRST}, but that file does not hold it",
+        f"lists 'x' in {FIRST}, but that file does not contain it",
     ),
     "wrong shard": (
         {INDEX: index(a=FIRST, b=SECOND, c=FIRST, step=FIRST, empty=SECOND)},
-        f"promises 'a' in {FIRST}, but that file does not hold it",
+        f"lists 'a' in {FIRST}, but that file does not contain it",
     ),
     "extra tensor": (
         {INDEX: index(a=SECOND, b=SECOND, c=FIRST, empty=SECOND)},
-        f"does not name 'step' in {FIRST}, so it is unclear whether that belongs to the model: add it to the index",
+        f"does not list 'step' in {FIRST}, so it may not belong to the model: add it to the index",
     ),
-    "outside": ({INDEX: index(a="../x.safetensors")}, "'../x.safetensors', which is no file directly in that"),
-    "absolute": ({INDEX: index(a="/x.safetensors")}, "'/x.safetensors', which is no file directly in that"),
-    "not safetensors": ({INDEX: index(a="config.json")}, "names config.json, which is no .safetensors file"),
+    "outside": ({INDEX: index(a="../x.safetensors")}, "'../x.safetensors', which is not a file in the same"),
+    "absolute": ({INDEX: index(a="/x.safetensors")}, "'/x.safetensors', which is not a file in the same"),
+    "not safetensors": ({INDEX: index(a="config.json")}, "names config.json, which is not a .safetensors file"),
     "same name twice": (
         {FIRST: save({"a": torch.zeros(1)})},
-        f"holds 'a' twice, in {FIRST} and in {SECOND}: remove the file",
+        f"contains 'a' twice, in {FIRST} and in {SECOND}: remove the file",
     ),
     "clash without an index": (
         {INDEX: None, "more.safetensors": save({"a": torch.zeros(1)})},
-        f"holds 'a' twice, in {SECOND} and in more.safetensors",
+        f"contains 'a' twice, in {SECOND} and in more.safetensors",
     ),
     "truncated": ({FIRST: content()[FIRST][:-1]}, f"{FIRST} is damaged: its entries need .*; copy or download it"),
     "long header": ({FIRST: (99).to_bytes(8, "little") + b"{}"}, "it has 10 bytes and claims a header of 99"),
@@ -169,23 +169,23 @@ PROBLEMS: dict[str, tuple[dict[str, bytes | None], str]] = {
         f"{FIRST} is damaged: its header is unreadable .*'a' appears twice",
     ),
     "header is no object": ({FIRST: b"\x01" + bytes(7) + b"7"}, f"{FIRST} is damaged: its header is unreadable"),
-    "damaged index": ({INDEX: b"{"}, f"{INDEX} is no JSON"),
-    "index is a list": ({INDEX: b"[]"}, f"{INDEX} holds no JSON object but a list"),
+    "damaged index": ({INDEX: b"{"}, f"{INDEX} is not JSON"),
+    "index is a list": ({INDEX: b"[]"}, f"{INDEX} is not a JSON object but a list"),
     "no weight map": ({INDEX: b"{}"}, f"{INDEX} has no weight_map"),
     "git lfs": (
         {FIRST: b"version https://git-lfs.github.com/spec/v1\n"},
-        f"{FIRST} is a note by Git LFS.* 'git lfs pull'",
+        f"{FIRST} is a pointer of Git LFS.* 'git lfs pull'",
     ),
     "longest git lfs": (
         {FIRST: b"version https://git-lfs.github.com/spec/v1\n".ljust(1023)},
-        f"{FIRST} is a note by Git LFS.* 'git lfs pull'",
+        f"{FIRST} is a pointer of Git LFS.* 'git lfs pull'",
     ),
     "longer than git lfs": (
         {FIRST: b"version https://git-lfs.github.com/spec/v1\n".ljust(1024)},
         f"{FIRST} is damaged: it has 1024 bytes and claims",
     ),
     "two indices": ({"other.safetensors.index.json": b"{}"}, "has several indices"),
-    "two models": ({"model.safetensors": save({"a": torch.zeros(1)})}, f"has model.safetensors and also {INDEX}"),
+    "two models": ({"model.safetensors": save({"a": torch.zeros(1)})}, f"has both model.safetensors and {INDEX}"),
 }
 
 
@@ -207,11 +207,11 @@ def test_what_is_wrong_with_a_model_is_said_when_it_is_opened(
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("nowhere", "nowhere is not there: check the path"),
+        ("nowhere", "nowhere does not exist: check the path"),
         ("nope://x", "nope://x cannot be read: ValueError: Protocol not known: nope"),
-        ("memory://nowhere", "memory://nowhere is not there"),
+        ("memory://nowhere", "memory://nowhere does not exist"),
         ("weights.pt", "weights.pt: such a file is a pickle"),
-        ("config.json", "config.json is no .safetensors file: name one, or the directory"),
+        ("config.json", "config.json is not a .safetensors file: name one, or the directory"),
     ],
 )
 def test_a_place_that_is_no_model_is_refused(tmp_path: Path, name: str, text: str) -> None:
@@ -220,7 +220,7 @@ def test_a_place_that_is_no_model_is_refused(tmp_path: Path, name: str, text: st
         ModelDirectory.open(name if "://" in name else tmp_path / name)
 
 
-@pytest.mark.parametrize(("config", "text"), [(None, "is not there"), (b"[1]", "but a list"), (b"{", "is no JSON")])
+@pytest.mark.parametrize(("config", "text"), [(None, "does not exist"), (b"[1]", "but a list"), (b"{", "is not JSON")])
 def test_a_config_that_is_none_is_refused(tmp_path: Path, config: bytes | None, text: str) -> None:
     with (
         ModelDirectory.open(put(tmp_path, content(**{"config.json": config}))) as model,

@@ -205,9 +205,9 @@ def test_a_file_without_all_its_tensors_is_an_error_that_names_them(tmp_path: Pa
     ("name", "tensor", "text"),
     [
         ("byte", MODEL["byte"], "'byte' was already written to model.safetensors"),
-        ("other", MODEL["byte"], "'other' does not belong into model.safetensors"),
-        ("half", MODEL["half"].float(), r"planned as torch.bfloat16 \[3, 5\] in .* comes as torch.float32 \[3, 5\]"),
-        ("half", MODEL["half"].T, r"planned as torch.bfloat16 \[3, 5\] in .* comes as torch.bfloat16 \[5, 3\]"),
+        ("other", MODEL["byte"], "'other' does not belong to model.safetensors"),
+        ("half", MODEL["half"].float(), r"planned as torch.bfloat16 \[3, 5\] in .* but is torch.float32 \[3, 5\]"),
+        ("half", MODEL["half"].T, r"planned as torch.bfloat16 \[3, 5\] in .* but is torch.bfloat16 \[5, 3\]"),
     ],
 )
 def test_a_tensor_that_was_not_planned_like_that_is_refused(
@@ -224,7 +224,7 @@ def test_a_tensor_that_was_not_planned_like_that_is_refused(
     [
         ({}, 1, "a model without tensors"),
         ({"a": TensorSpec((1,), torch.complex128)}, 1, "'a' is torch.complex128, which a safetensors file cannot"),
-        ({"__metadata__": TensorSpec((1,), torch.int8)}, 1, "no tensor can be called '__metadata__'"),
+        ({"__metadata__": TensorSpec((1,), torch.int8)}, 1, "cannot hold a tensor called '__metadata__'"),
         ({"a": TensorSpec((1,), torch.int8)}, 0, "files of 0 bytes"),
     ],
 )
@@ -258,11 +258,11 @@ def test_a_config_that_is_no_json_leaves_what_was_there(tmp_path: Path) -> None:
 
 def test_without_a_start_the_error_says_so(tmp_path: Path) -> None:
     writer = ModelWriter(tmp_path / "m", specs(MODEL))
-    with pytest.raises(CheckpointError, match=r"one process calls start\(\) first"):
+    with pytest.raises(CheckpointError, match=r"one process must call start\(\) first"):
         write_some(writer)
-    with pytest.raises(CheckpointError, match="'x' is no weight file of .*: it has model.safetensors"):
+    with pytest.raises(CheckpointError, match="'x' is not a weight file of .*: it has model.safetensors"):
         writer.tensors_of("x")
-    with pytest.raises(CheckpointError, match="'x' is no tensor of the model"):
+    with pytest.raises(CheckpointError, match="'x' is not a tensor of the model"):
         writer.file_of("x")
 
 

@@ -129,7 +129,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (header(a=ENTRY, b={**ENTRY, "data_offsets": [4, 12]}) + bytes(12), "entry 'b' overlaps the one before"),
         (header(a=ENTRY, b={**ENTRY, "data_offsets": [12, 20]}) + bytes(20), "entry 'b' leaves a gap before it"),
         (header(a={**ENTRY, "shape": [3]}) + bytes(8), "entry 'a' has 8 bytes for F32 [3]"),
-        (header(a={**ENTRY, "shape": [-1, -2]}) + bytes(8), "no natural number"),
+        (header(a={**ENTRY, "shape": [-1, -2]}) + bytes(8), "not a natural number"),
         (header(a={**ENTRY, "dtype": "F31"}) + bytes(8), "F31"),
         (header(a={"dtype": "F32"}) + bytes(8), "its header is unreadable"),
         (header(a=7) + bytes(8), "its header is unreadable"),

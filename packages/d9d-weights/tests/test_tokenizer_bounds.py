@@ -37,7 +37,7 @@ REFUSED = {
     "decoder makes": {"decoder": {"type": "Sequence", "decoders": [replacing({"String": ""}, "ee")] * 9}},
     "1,001 steps": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 1000}},
     "replaces a text by 1,000 bytes": {"normalizer": table(b"a", b"e" * 1000)},
-    "no base64": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "!"}},
+    "not base64": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "!"}},
     "adds 1,000,001 tokens": {"post_processor": template(1_000_000, 1)},
     "adds 100,001 tokens": {"post_processor": template(100, 1000)},
     "'continuing_subword_prefix' of": {"model": {"type": "BPE", "continuing_subword_prefix": "e" * 10**6}},

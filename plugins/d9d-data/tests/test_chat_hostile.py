@@ -22,9 +22,9 @@ DOUBLING = "{% set ns = namespace(s='a') %}{% for i in range(99) %}{% set ns.s =
     [
         ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
         (LOOPS, "steps"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses without end"),
         ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "steps"),
-        ("{% for x in [[[]]] recursive %}{{ loop([x, x]) }}{% endfor %}", "steps|calls itself"),
+        ("{% for x in [[[]]] recursive %}{{ loop([x, x]) }}{% endfor %}", "steps|recurses"),
         ("{{ 'a' * 10**10 }}", "more than"),
         ("{{ [0] * 10**10 }}", "more than"),
         ("{{ 10**10 * 'a' }}", "more than"),
@@ -94,7 +94,7 @@ def test_a_huge_template_is_not_read(tmp_path: Path) -> None:
         ChatTemplate("a" * (MAX_TEMPLATE + 1))
     with (tmp_path / "chat_template.jinja").open("wb") as opened:
         opened.truncate(1 << 40)
-    with pytest.raises(DataError, match=r"chat_template.jinja.*too many for such a file"):
+    with pytest.raises(DataError, match=r"chat_template.jinja.*too many for this kind of file"):
         ChatTemplate.load(tmp_path)
 
 

@@ -115,7 +115,7 @@ def test_a_huge_tokenizer_is_not_read(tmp_path: Path) -> None:
     file = tokenizer(tmp_path / "tokenizer.json")
     with file.open("r+b") as opened:
         opened.truncate(1 << 40)
-    with pytest.raises(DataError, match="too many for such a file"):
+    with pytest.raises(DataError, match="too many for this kind of file"):
         load_tokenizer(file, None)
 
 

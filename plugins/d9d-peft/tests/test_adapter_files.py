@@ -183,7 +183,7 @@ def test_any_checkpoint_is_merged_by_the_command_as_the_export_was(
     for file in ("config.json", "generation_config.json"):
         assert (tmp_path / "last" / file).read_bytes() == (run / "model" / file).read_bytes()
     assert convert(monkeypatch, run / "checkpoints" / "step-00000002", tmp_path / "second") == 0
-    assert f"the run started from '{base}'; --keep-from takes over its tokenizer" in capsys.readouterr().err
+    assert f"the run started from '{base}'; use --keep-from to copy its tokenizer" in capsys.readouterr().err
     earlier = load_file(tmp_path / "second" / "model.safetensors")
     last = load_file(tmp_path / "last" / "model.safetensors")
     assert any(not torch.equal(tensor, earlier[name]) for name, tensor in last.items())
@@ -192,7 +192,7 @@ def test_any_checkpoint_is_merged_by_the_command_as_the_export_was(
     )
     job_of(part, PLUGINS).build(lambda _: None).train()
     assert convert(monkeypatch, tmp_path / "runs" / "part", tmp_path / "third") == 2
-    assert "holds no full model (checkpoint.trainable_only)" in capsys.readouterr().err
+    assert "lacks frozen weights (checkpoint.trainable_only)" in capsys.readouterr().err
 
 
 def convert(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:

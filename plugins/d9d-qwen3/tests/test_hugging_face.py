@@ -418,7 +418,7 @@ def test_incomplete_config_json_says_what_is_missing() -> None:
 def test_foreign_tensors_and_missing_ones_are_named() -> None:
     exported = map_tensors(FORMAT.exporter(tiny()), state_of(random_model(tiny())))
     specs = specs_of(exported)
-    with pytest.raises(CheckpointError, match=r"nothing takes 'visual\.weight'"):
+    with pytest.raises(CheckpointError, match=r"no mapper takes 'visual\.weight'"):
         StateGraph(FORMAT.importer(tiny(), tiny()), specs | {"visual.weight": specs["lm_head.weight"]})
     del specs["model.norm.weight"]
     with pytest.raises(CheckpointError, match=r"needs 'model\.norm\.weight'"):

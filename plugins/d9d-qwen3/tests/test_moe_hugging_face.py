@@ -378,9 +378,9 @@ def without(name: str) -> Callable[[dict[str, TensorSpec]], dict[str, TensorSpec
 @pytest.mark.parametrize(
     ("layout", "change", "text"),
     [
-        ("per_expert", without("model.layers.1.mlp.experts.3.up_proj.weight"), "3.up_proj.weight', which is not there"),
-        ("fused", without("model.layers.0.mlp.experts.down_proj"), "experts.down_proj', which is not there"),
-        ("fused", lambda specs: exported(tiny()) | specs, "nothing takes 'model.layers.0.mlp.experts"),
+        ("per_expert", without("model.layers.1.mlp.experts.3.up_proj.weight"), "up_proj.weight', which does not exist"),
+        ("fused", without("model.layers.0.mlp.experts.down_proj"), "experts.down_proj', which does not exist"),
+        ("fused", lambda specs: exported(tiny()) | specs, "no mapper takes 'model.layers.0.mlp.experts"),
     ],
 )  # fmt: skip
 def test_incomplete_experts_and_experts_in_two_layouts_are_refused(
@@ -392,7 +392,7 @@ def test_incomplete_experts_and_experts_in_two_layouts_are_refused(
 
 
 def test_fewer_experts_than_stored_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"nothing takes 'model\.layers\.0\.mlp\.experts\.6"):
+    with pytest.raises(CheckpointError, match=r"no mapper takes 'model\.layers\.0\.mlp\.experts\.6"):
         StateGraph(FORMAT.importer(changed(num_experts=6), tiny()), exported(tiny()))
 
 

@@ -1,1 +1,1 @@
-"""State graphs and streaming of model weights: Hugging Face and safetensors files, into any sharding and out of it."""
+"""State graphs and streaming of model weights between Hugging Face or safetensors files and sharded models."""

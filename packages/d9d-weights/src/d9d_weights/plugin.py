@@ -14,7 +14,7 @@ def d9d_commands() -> Iterator[CommandSpec]:
     """Command ``state``."""
     yield CommandSpec(
         name="state",
-        summary="Look at checkpoints, convert them, compare them.",
+        summary="Inspect, convert and compare checkpoints.",
         requires=frozenset({"import:torch"}),
         app=Ref("d9d_weights.state.command:app"),
     )

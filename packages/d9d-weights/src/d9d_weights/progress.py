@@ -1,4 +1,4 @@
-"""Progress bars of what is counted, on a terminal and in a notebook."""
+"""Progress bars for terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-#: Characters of a line in a notebook's cell, and the sequence by which rich erases one.
+#: Characters of a line in a notebook's cell, and the escape sequence by which rich erases a line.
 _WIDTH, _ERASE = 100, "\x1b[2K"
 
 
 class CellStream:
-    """Stream of a notebook's cell, in which a line can be written over but not erased: blanks do that.
+    """Stream of a notebook's cell, which cannot erase a line: lines are overwritten with blanks instead.
 
     Args:
-        stream: of the cell.
+        stream: output stream of the cell.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text; returns how many of its characters were written."""
+        """Write a text; returns the number of its characters."""
         self._stream.write(text.replace(_ERASE, " " * _WIDTH + "\r"))
         return len(text)
 
@@ -43,15 +43,15 @@ class CellStream:
 
 
 def bar_of(columns: Sequence[ProgressColumn], shown: bool) -> Progress:
-    """Progress bar on standard error if it is a terminal, in the output of a notebook's cell, or else nothing.
+    """Progress bar on standard error if it is a terminal, or in the output of a notebook's cell; otherwise disabled.
 
     Args:
-        columns: of the bar.
-        shown: false for none at all.
+        columns: columns of the bar.
+        shown: false disables the bar.
     """
     console = Console(stderr=True)
     if shown and console.is_jupyter:
-        # A line that is written over, in the stream of all other lines: it needs no widgets, and no line is lost in it.
+        # An overwritten line in the cell's ordinary stream: it needs no widgets, and keeps other lines.
         stream = cast("IO[str]", CellStream(sys.stdout))
         line = Console(file=stream, force_jupyter=False, force_terminal=True, width=_WIDTH)
         return Progress(*columns, console=line)
@@ -59,18 +59,18 @@ def bar_of(columns: Sequence[ProgressColumn], shown: bool) -> Progress:
         *columns,
         console=console,
         disable=not (shown and sys.stderr.isatty()),
-        redirect_stdout=sys.stdout.isatty(),  # lines for a file must not end up in the terminal
+        redirect_stdout=sys.stdout.isatty(),  # output to a file must not be redirected to the terminal
     )
 
 
 class _CountBar:
-    """Progress bar of things that are counted; see :func:`bar_of`. Any thread may add.
+    """Progress bar with a count; see :func:`bar_of`. Any thread may advance it.
 
     Args:
-        what: in a word.
-        total: how many.
+        what: label of the bar.
+        total: final count.
         shown: false for all but one of several processes.
-        columns: what is shown between the bar and the time that remains.
+        columns: columns between the bar and the remaining time.
     """
 
     def __init__(self, what: str, total: int, shown: bool, columns: Sequence[ProgressColumn]) -> None:
@@ -80,11 +80,11 @@ class _CountBar:
 
     @property
     def done(self) -> int:
-        """Number of those that are done."""
+        """Present count."""
         return int(self._progress.tasks[0].completed)
 
     def add(self, count: int) -> None:
-        """Add some that are done."""
+        """Increase the count."""
         self._progress.advance(self._task, count)
 
     def __enter__(self) -> Self:

@@ -1,1 +1,1 @@
-"""Checkpoints of training, read: manifest, tensors, and the model that a checkpoint is of."""
+"""Reading of training checkpoints: manifest, tensors, and the config of the model."""

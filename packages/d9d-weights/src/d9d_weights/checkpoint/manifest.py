@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint, ``manifest.json``: written last, with a checksum of everything, itself included."""
+"""Manifest of a checkpoint, ``manifest.json``: written last, with checksums of all files and of itself."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from d9d_weights.files.atomic import json_bytes
 from d9d_weights.files.directory import MANIFEST, DirectoryStore
 from d9d_weights.files.safetensors import Written
 
-#: Bytes of the largest JSON file of a checkpoint: thousands of ranks with thousands of tensors each.
+#: Bytes of the largest JSON file of a checkpoint, enough for thousands of ranks with thousands of tensors each.
 MAX_BYTES = 1 << 30
 _CHUNK = 1 << 22
 
 
 def tensors_file(rank: int) -> str:
-    """Name of the file of tensors that a rank writes."""
+    """Name of the tensor file that a rank writes."""
     return f"tensors-{rank:05d}.safetensors"
 
 
@@ -32,9 +32,10 @@ def manifest_bytes(
     """Serialise a manifest.
 
     Args:
-        step: optimizer steps done.
-        table: tensor name -> ``dtype``, ``shape``, and ``pieces``: ``file``, ``key`` in it, ``offset``, ``shape``.
-        files: what lies beside the manifest.
+        step: number of optimizer steps done.
+        table: tensor name -> ``dtype``, ``shape``, and ``pieces`` with ``file``, ``key`` in the file, ``offset``,
+            ``shape``.
+        files: other files of the checkpoint.
         facts: further JSON values.
     """
     described = {name: {"bytes": written.bytes, "sha256": written.sha256} for name, written in files.items()}
@@ -43,10 +44,10 @@ def manifest_bytes(
 
 
 def readable_bytes(values: Mapping[str, Any]) -> bytes:
-    """JSON of values that a resumed run is to read.
+    """Serialise values as JSON, and check that a resumed run can read them.
 
     Raises:
-        CheckpointError: it could not read them.
+        CheckpointError: the values could not be read again.
     """
     content = json_bytes(values)
     try:
@@ -57,15 +58,15 @@ def readable_bytes(values: Mapping[str, Any]) -> bytes:
 
 
 def with_values(content: bytes, more: Mapping[str, Any]) -> bytes:
-    """JSON of an object with further values; see :func:`readable_bytes`."""
+    """Add values to a JSON object; see :func:`readable_bytes`."""
     return readable_bytes({**json.loads(content), **more}) if more else content
 
 
 def read_manifest(storage: DirectoryStore, name: str) -> dict[str, Any]:
-    """Read and check a checkpoint's manifest, not the other files.
+    """Read and check a checkpoint's manifest; other files are not read.
 
     Raises:
-        CheckpointError: it is absent, damaged, of another format, or not as it is written here.
+        CheckpointError: the manifest is absent, damaged, of another format, or has an invalid value.
     """
     where = f"checkpoint {storage.location(name)}"
     try:
@@ -89,9 +90,9 @@ def read_values(storage: DirectoryStore, name: str, file: str) -> Any:
     """Read a JSON file of a checkpoint.
 
     Raises:
-        FileNotFoundError: it is absent.
-        OSError: it cannot be read, is no regular file, or is too large.
-        ValueError: it is no JSON as it is written here.
+        FileNotFoundError: the file is absent.
+        OSError: the file cannot be read, is not a regular file, or is too large.
+        ValueError: the file is not strict JSON.
     """
     with storage.open(name, file) as source:
         content = source.read(MAX_BYTES + 1)
@@ -99,10 +100,10 @@ def read_values(storage: DirectoryStore, name: str, file: str) -> Any:
 
 
 def read_state(storage: DirectoryStore, name: str) -> dict[str, Any]:
-    """Read the values of a checkpoint that are no tensors.
+    """Read the values of a checkpoint that are not tensors.
 
     Raises:
-        CheckpointError: they cannot be read, or are no JSON object.
+        CheckpointError: the file cannot be read, or is not a JSON object.
     """
     where = f"{storage.location(name)}: {VALUES}"
     try:
@@ -110,15 +111,15 @@ def read_state(storage: DirectoryStore, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{where} cannot be read ({error})") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{where} holds no JSON object but a {type(values).__name__}")
+        raise CheckpointError(f"{where} is not a JSON object but a {type(values).__name__}")
     return values
 
 
 def verify_file(storage: DirectoryStore, name: str, file: str, facts: Mapping[str, Any]) -> None:
-    """Compare a file's size and checksum with what the manifest says.
+    """Compare a file's size and checksum with the manifest.
 
     Raises:
-        CheckpointError: it is absent, damaged or unreadable.
+        CheckpointError: the file is absent, damaged or unreadable.
     """
     where = f"checkpoint {storage.location(name)}"
     try:
@@ -144,5 +145,5 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def are_losses(values: Any) -> bool:
-    """Whether a value of a checkpoint is a table of series and numbers."""
+    """Whether a value is a mapping from series names to finite numbers."""
     return isinstance(values, dict) and all(type(value) is float and math.isfinite(value) for value in values.values())

@@ -1,4 +1,4 @@
-"""Form of a manifest, checked before any value of it is used: whoever made the file, loading reads nothing else."""
+"""Schema of a manifest, checked before any value of an untrusted manifest is used."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from d9d_weights.files.safetensors import DTYPE_NAMES, is_possible
 
 FORMAT = "d9d-checkpoint"
-#: Version 1 had whole tensors in one file; no release ever wrote it.
+#: Version 1, with full tensors in one file, was never released.
 VERSION = 2
-#: Everything that is not a tensor.
+#: File of all values that are not tensors.
 VALUES = "state.json"
 _LARGEST = 2**63 - 1
 _SHOWN = 3
 
 Natural = Annotated[int, Field(strict=True, ge=0, le=_LARGEST)]
 Shape = tuple[Natural, ...]
-#: No name of a file leads out of the checkpoint's directory.
+#: File names cannot lead out of the checkpoint's directory.
 TensorsFile = Annotated[str, Field(pattern=r"^tensors-[0-9]{5,9}\.safetensors$")]
 File = Annotated[str, Field(pattern=rf"^({re.escape(VALUES)}|tensors-[0-9]{{5,9}}\.safetensors)$")]
 
@@ -35,14 +35,14 @@ class _Part(BaseModel):
 
 
 class FileFacts(_Part):
-    """Size and checksum of a file beside the manifest."""
+    """Size and checksum of a file of the checkpoint."""
 
     bytes: Natural
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Piece(_Part):
-    """Window of a tensor, and where its numbers are."""
+    """Window of a tensor, and the file entry with its values."""
 
     file: TensorsFile
     key: str
@@ -51,7 +51,7 @@ class Piece(_Part):
 
 
 class Entry(_Part):
-    """Entry of a manifest for one tensor: its form, and pieces that cover each number once."""
+    """Manifest entry of one tensor: dtype, shape, and pieces that cover each element once."""
 
     dtype: str
     shape: Shape
@@ -61,17 +61,17 @@ class Entry(_Part):
     def _pieces_make_the_tensor(self) -> Self:
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
-            raise ValueError(f"{self.dtype[:40]!r} is no dtype of a checkpoint")
+            raise ValueError(f"{self.dtype[:40]!r} is not a dtype of a checkpoint")
         numbers = math.prod(self.shape)
         if not is_possible(self.shape, dtype):
-            raise ValueError(f"no tensor has the shape {str(list(self.shape))[:80]}")
+            raise ValueError(f"no tensor can have the shape {str(list(self.shape))[:80]}")
         for piece in self.pieces:
             if not len(piece.offset) == len(piece.shape) == len(self.shape):
-                raise ValueError(f"a piece has not the {len(self.shape)} dimensions of the tensor")
+                raise ValueError(f"a piece does not have the tensor's {len(self.shape)} dimensions")
             if any(o + n > size for o, n, size in zip(piece.offset, piece.shape, self.shape, strict=True)):
-                raise ValueError(f"the piece {list(piece.shape)} at {list(piece.offset)} is not within the tensor")
+                raise ValueError(f"the piece {list(piece.shape)} at {list(piece.offset)} exceeds the tensor")
         if sum(math.prod(piece.shape) for piece in self.pieces) != numbers or not self.pieces:
-            raise ValueError("the pieces have not as many numbers as the tensor")
+            raise ValueError("the pieces and the tensor have different numbers of elements")
         if _overlap(self.pieces):
             raise ValueError("pieces overlap")
         return self
@@ -86,21 +86,21 @@ class Plugin(_Part):
 
 
 class Score(_Part):
-    """Value by which the best checkpoint is chosen."""
+    """Value by which the best checkpoints are chosen."""
 
     series: str
     value: Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class Average(_Part):
-    """Slot of the optimizer's state and its weight, with which the weights to evaluate are made of those that train."""
+    """Slot of the optimizer state and its weight; evaluation weights are interpolated from parameters and this slot."""
 
     slot: str
     weight: Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class ManifestModel(_Part):
-    """Model of a manifest: the contents of ``manifest.json``, its own checksum compared already."""
+    """Model of the contents of ``manifest.json``; its own checksum is verified before."""
 
     format: Literal["d9d-checkpoint"]
     version: Literal[2]
@@ -123,24 +123,24 @@ class ManifestModel(_Part):
                 if piece.file not in self.files:
                     raise ValueError(f"tensors.{name}: {piece.file} is not listed under files")
                 if piece.key != piece_key(name, piece.offset, piece.shape == entry.shape):
-                    raise ValueError(f"tensors.{name}: a piece of it is not called {piece.key!r}")
+                    raise ValueError(f"tensors.{name}: a piece has the wrong key {piece.key!r}")
         return self
 
 
 def piece_key(name: str, offset: Sequence[int], is_whole: bool) -> str:
-    """Key of a piece in its file: the tensor's name if the piece is all of it, else with its offset."""
+    """Key of a piece in its file: the tensor's name if the piece is the full tensor, else the name and the offset."""
     return name if is_whole else f"{name}@{','.join(map(str, offset))}"
 
 
 def check_form(manifest: Any, where: str) -> None:
-    """Check the form of a manifest by its model.
+    """Check a manifest against its schema.
 
     Args:
-        manifest: as the file has it.
-        where: what errors call the file.
+        manifest: parsed contents of the file.
+        where: name of the file in errors.
 
     Raises:
-        CheckpointError: something in it is not as it is written here.
+        CheckpointError: a value does not fit the schema.
     """
     try:
         ManifestModel.model_validate(manifest)
@@ -151,16 +151,16 @@ def check_form(manifest: Any, where: str) -> None:
         ]
         more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
         text = "; ".join(problem[:300] for problem in problems[:_SHOWN]) + more
-        raise CheckpointError(f"{where} is not as d9d writes it: {text}; copy the checkpoint again") from None
+        raise CheckpointError(f"{where} is not valid: {text}; copy the checkpoint again") from None
 
 
 def _overlap(pieces: Sequence[Piece]) -> bool:
-    """Whether two windows share a number. They are mostly in a row, so few are compared with each other."""
+    """Whether two windows overlap. Sorted windows are mostly disjoint, so few pairs are compared."""
     windows = sorted((p.offset, p.shape) for p in pieces if all(p.shape))
     if len(windows) < 2:
         return False
     if not windows[0][0]:
-        return True  # of a single number there is one piece
+        return True  # windows of a 0-d tensor always overlap
     open_ends: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
     for offset, shape in windows:
         del open_ends[: bisect.bisect_right(open_ends, offset[0], key=lambda item: item[0])]
@@ -175,7 +175,7 @@ def _meet(offset: Sequence[int], shape: Sequence[int], other: Sequence[int], siz
 
 
 def average_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Facts from which readers of a checkpoint make the weights to evaluate, if these are not the saved ones."""
+    """Facts by which readers of a checkpoint compute evaluation weights; empty if the saved weights are used."""
     if not isinstance(optimizer, AveragesWeights):
         return {}
     slot, weight = optimizer.average

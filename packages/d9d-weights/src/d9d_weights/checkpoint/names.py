@@ -16,19 +16,19 @@ def folder(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Step of the checkpoint that has this name; ``None`` if no checkpoint is called so."""
+    """Step of the checkpoint with this name; ``None`` if the name is not a checkpoint's."""
     match = _NAME.fullmatch(name)
     step = int(match[1]) if match else None
     return step if step is not None and folder(step) == name else None
 
 
 def steps_in(storage: DirectoryStore) -> list[int]:
-    """Steps of the checkpoints that exist, newest first, unverified."""
+    """Steps of the existing checkpoints, newest first; the checkpoints are not verified."""
     return sorted((step for name in storage.names() if (step := step_of(name)) is not None), reverse=True)
 
 
 def strays_in(storage: DirectoryStore) -> list[str]:
-    """Names that look like checkpoints, but are none that is written or set aside here."""
+    """Names that start like a checkpoint's but belong neither to checkpoints nor to those that were set aside."""
     return sorted(
         name
         for name in storage.names()

@@ -1,4 +1,4 @@
-"""Weights that a job starts from: a model directory or a training checkpoint, and how they become the model's."""
+"""Pretrained weights of a job: a model directory or a training checkpoint, and their mapping to the model's tensors."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from d9d_weights.sharding.model_tensors import model_tensors
 
 @dataclass(frozen=True)
 class Source:
-    """Pretrained weights that a job starts from, opened, and the mapper to the model's.
+    """Opened pretrained weights, and the mapper to the model's tensors.
 
     Attributes:
         tensors: opened files.
-        mapper: from their names and layouts to the model's.
-        directory: model directory with a tokenizer and other files that an export keeps; ``None`` without one.
+        mapper: mapper from the files' tensor names and layouts to the model's.
+        directory: model directory whose tokenizer and other files an export copies; ``None`` without one.
     """
 
     tensors: CheckpointTensors | ModelDirectory
@@ -44,11 +44,11 @@ class Source:
     directory: ModelDirectory | None
 
     def graph(self, expected: Mapping[str, TensorSpec], duplicates: bool = True) -> StateGraph:
-        """State graph to the model's tensors.
+        """State graph from the files to the model's tensors.
 
         Args:
-            expected: tensors of the model.
-            duplicates: whether to compare tensors that the files hold more than once.
+            expected: specs of the model's tensors.
+            duplicates: whether to verify that copies of a tensor in the files are equal.
 
         Raises:
             CheckpointError: the weights do not fit the model.
@@ -64,13 +64,13 @@ class Source:
 
 
 def open_source(model: ModelConfig, layout: HuggingFaceFormat, registry: Registry, opened: ExitStack) -> Source:
-    """Open what ``model.pretrained`` names. A training checkpoint is read as the model that its run would export.
+    """Open the weights at ``model.pretrained``. A training checkpoint is read like its run's export.
 
     Args:
-        model: config of the model; ``pretrained`` is given.
-        layout: published form of the model.
-        registry: has the fine-tuning methods that a checkpoint may be of.
-        opened: closes the files.
+        model: config of the model, with ``pretrained``.
+        layout: Hugging Face format of the model.
+        registry: registry that has the fine-tuning method of a checkpoint.
+        opened: stack that closes the files.
 
     Raises:
         CheckpointError: the weights are damaged or absent.
@@ -90,10 +90,10 @@ def open_source(model: ModelConfig, layout: HuggingFaceFormat, registry: Registr
 
 
 def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
-    """State graph from the weights that a job starts from to its model; without any, from its model to its export.
+    """State graph from a job's pretrained weights to its model; without such weights, from its model to its export.
 
     Raises:
-        CheckpointError: the weights do not fit, or the model has no published form.
+        CheckpointError: the weights do not fit, or the model has no Hugging Face format.
     """
     selection = select(job, registry)
     spec = selection.model.spec
@@ -110,6 +110,6 @@ def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
 
 
 def _export_of(location: str) -> Path | None:
-    """Model that the run of a checkpoint has exported, with its tokenizer; ``None`` if it has not, or not here."""
+    """Directory with the exported model of a checkpoint's run, and its tokenizer; ``None`` if there is no export."""
     run = Place.of(location).run
     return run / "model" if run is not None and (run / "model" / "config.json").is_file() else None

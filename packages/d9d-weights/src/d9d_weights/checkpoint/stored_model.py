@@ -1,4 +1,4 @@
-"""Model of a training checkpoint, as its manifest describes it."""
+"""Model of a training checkpoint, from the job in its manifest."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def job_of(tensors: CheckpointTensors) -> Mapping[str, Any]:
     """Values of the job that saved a checkpoint.
 
     Raises:
-        CheckpointError: no job did.
+        CheckpointError: the checkpoint was not saved by a job.
     """
     job: Any = tensors.manifest.get("job")
     if not isinstance(job, dict):
-        raise CheckpointError(f"{tensors.location} does not say which model it is of: no job saved it")
+        raise CheckpointError(f"{tensors.location} does not say which model it contains: no job saved it")
     return job
 
 
 def merger_of(tensors: CheckpointTensors, registry: Registry) -> Mapper:
-    """Mapper that merges into a checkpoint's stored model what the run's fine-tuning method added.
+    """Mapper that merges the adapter of a checkpoint's fine-tuning method into the stored model.
 
     Raises:
-        CheckpointError: the checkpoint lacks frozen weights, or the method merges in memory only.
+        CheckpointError: the checkpoint lacks frozen weights, or the method can merge only in memory.
     """
     fields = job_of(tensors).get("peft")
     if tensors.manifest.get("left_out"):
         raise CheckpointError(
-            f"{tensors.location} is of a fine-tuning run and holds no full model (checkpoint.trainable_only): "
-            "resume the run with export: true, which merges and writes it"
+            f"{tensors.location} belongs to a fine-tuning run and lacks frozen weights (checkpoint.trainable_only): "
+            "resume the run with export: true, which merges and writes the full model"
         )
     if not fields:
         return Identity()
@@ -55,35 +55,35 @@ def merger_of(tensors: CheckpointTensors, registry: Registry) -> Mapper:
         config = load_config(entry).model_validate(given, context={"registry": registry})
     except ValidationError as error:
         raise CheckpointError(
-            f"{tensors.location}: the method of its manifest is none that {entry} knows: {error}"
+            f"{tensors.location}: the fine-tuning method in its manifest does not fit {entry}: {error}"
         ) from error
     method = instantiate(choose(registry, "peft method", "peft", config), config)
     if not isinstance(method, MergesTensors):
         raise CheckpointError(
-            f"{tensors.location} is of a run with peft method {entry}, which merges only in memory: "
-            "resume the run with export: true, which merges and writes it"
+            f"{tensors.location} belongs to a run with peft method {entry}, which can merge only in memory: "
+            "resume the run with export: true, which merges and writes the full model"
         )
     return method.merger(tensors.specs.keys())
 
 
 def model_of(tensors: CheckpointTensors, registry: Registry) -> tuple[HuggingFaceFormat, PluginConfig]:
-    """Stored model of a checkpoint: its Hugging Face format and its config.
+    """Hugging Face format and config of a checkpoint's model.
 
     Raises:
-        CheckpointError: it names none that is installed and has such a format.
+        CheckpointError: the manifest names no installed model that has a Hugging Face format.
     """
     fields, location = job_of(tensors).get("model"), tensors.location
     if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
         raise CheckpointError(f"{location}: its manifest names no model; was it written by d9d train?")
-    # The checkpoint has the weights, and the job all sizes.
+    # The checkpoint contains the weights, and the job all sizes.
     fields = {name: value for name, value in fields.items() if name != "pretrained"}
     entry = registry.find("model", fields["name"])
     spec = entry.spec
     if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
-        raise CheckpointError(f"{location} is of model {entry}, which has no Hugging Face layout")
+        raise CheckpointError(f"{location} contains model {entry}, which has no Hugging Face layout")
     try:
         config = load_config(entry).model_validate({**fields, "name": entry.spec.key})
     except ValidationError as error:
-        raise CheckpointError(f"{location}: the model of its manifest is none that {entry} knows: {error}") from error
+        raise CheckpointError(f"{location}: the model in its manifest does not fit {entry}: {error}") from error
     layout: HuggingFaceFormat = spec.hugging_face.load()()
     return layout, config

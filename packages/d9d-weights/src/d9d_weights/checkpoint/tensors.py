@@ -1,4 +1,4 @@
-"""A training checkpoint as a source of tensors, without a job, ranks, or memory for the model."""
+"""Tensors of a training checkpoint, read without a job, several ranks, or memory for the model."""
 
 from __future__ import annotations
 
@@ -28,18 +28,20 @@ _FOLDER = re.compile(r"step-\d+")
 
 
 class CheckpointTensors:
-    """Tensors of one checkpoint, read by window.
+    """Tensors of one checkpoint, read by windows.
 
     Args:
-        location: a checkpoint's folder, a folder of checkpoints, or a run's directory; the newest finished one counts.
-        scope: only tensors whose names begin so, without it.
+        location: a checkpoint's directory, a directory of checkpoints, or a run's directory; of several checkpoints,
+            the
+            newest complete one is read.
+        scope: prefix of the names of the tensors to read; it is removed from their names.
 
     Attributes:
-        specs: shape and dtype of each.
-        manifest: the contents of ``manifest.json``.
+        specs: tensor name -> shape and dtype.
+        manifest: contents of ``manifest.json``.
 
     Raises:
-        CheckpointError: there is none, or its manifest is damaged.
+        CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
 
     def __init__(self, location: str | Path, scope: str = "") -> None:
@@ -54,7 +56,7 @@ class CheckpointTensors:
         self.manifest: dict[str, Any] = read_manifest(self._storage, name)
         table: Mapping[str, Any] = self.manifest["tensors"]
         self._everything = table
-        # Who reads the model alone wants the weights to evaluate.
+        # Readers of the model alone get its evaluation weights.
         self._average = self.manifest.get("average") if scope == _MODEL else None
         self._table = {key.removeprefix(scope): entry for key, entry in table.items() if key.startswith(scope)}
         self.specs = {
@@ -65,10 +67,10 @@ class CheckpointTensors:
         self._lock = threading.Lock()
 
     def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
-        """Fill ``into`` with the window of its shape at ``offset``; numbers are converted to its dtype.
+        """Fill ``into`` with the window of its shape at ``offset``, converted to its dtype.
 
         Raises:
-            CheckpointError: the checkpoint is damaged there.
+            CheckpointError: the checkpoint is damaged.
         """
         slot = None if self._average is None else self._everything.get(f"optimizer/{name}/{self._average['slot']}")
         if slot is None or self._average is None:
@@ -93,7 +95,7 @@ class CheckpointTensors:
             dtype = getattr(torch, entry["dtype"])
             here = part if part.dtype == dtype else torch.empty(part.shape, dtype=dtype)
             try:
-                with self._lock:  # files have one position
+                with self._lock:  # a file has one position, so one thread reads at a time
                     self._file(piece["file"]).read(piece["key"], inside, here)
             except OSError as error:
                 raise CheckpointError(f"{self.location}/{piece['file']} cannot be read: {error}") from error
@@ -101,10 +103,10 @@ class CheckpointTensors:
                 part.copy_(here)
 
     def values(self) -> dict[str, Any]:
-        """Values that are no tensors.
+        """Values of the checkpoint that are not tensors.
 
         Raises:
-            CheckpointError: they cannot be read.
+            CheckpointError: the values cannot be read.
         """
         return read_state(self._storage, self._name)
 
@@ -127,7 +129,7 @@ class CheckpointTensors:
 
 
 def is_checkpoint(location: str) -> bool:
-    """Whether a location holds training checkpoints rather than a model in Hugging Face layout."""
+    """Whether a location has training checkpoints rather than a model in Hugging Face layout."""
     text = location.rstrip("/")
     if "://" in text:
         return _is_folder(text) or bool(_steps(open_store(text)))
@@ -135,19 +137,19 @@ def is_checkpoint(location: str) -> bool:
 
 
 def _is_folder(location: str) -> bool:
-    """Whether a location is one checkpoint; runs and models may be called ``step-100`` too."""
+    """Whether a location is a single checkpoint; directories of runs and models may also be called ``step-100``."""
     if _FOLDER.fullmatch(location.rpartition("/")[2]) is None:
         return False
     if "://" not in location:
         return Place.of(location).kind == "checkpoint"
     try:
         return CONFIG not in open_directory(location).names()
-    except CheckpointError:  # absent: whoever opens it says so
+    except CheckpointError:  # absent, which is reported when it is opened
         return True
 
 
 def _newest(storage: DirectoryStore) -> str:
-    """Name of the newest finished checkpoint; behind an address, a folder may exist before its manifest does."""
+    """Name of the newest complete checkpoint; at an address, a directory may exist before its manifest does."""
     for step in _steps(storage):
         try:
             with storage.open(folder(step), MANIFEST):
@@ -156,9 +158,9 @@ def _newest(storage: DirectoryStore) -> str:
             continue
         except OSError as error:
             raise CheckpointError(f"{storage.location(folder(step))} cannot be read: {error}") from error
-        if read_manifest(storage, folder(step))["step"] == step:  # else it is a copy of another step's
+        if read_manifest(storage, folder(step))["step"] == step:  # else a copy of another step's checkpoint
             return folder(step)
-    raise CheckpointError(f"{storage} holds no checkpoint")
+    raise CheckpointError(f"{storage} has no checkpoint")
 
 
 def _steps(storage: DirectoryStore) -> list[int]:

@@ -1,1 +1,1 @@
-"""Files and directories that are complete or absent, local or behind fsspec."""
+"""Files and directories that are either complete or absent, local or at fsspec addresses."""

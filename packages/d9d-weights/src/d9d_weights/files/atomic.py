@@ -1,8 +1,8 @@
-"""Atomic writes: files and directories that are complete or absent, also after a crash and on network file systems.
+"""Atomic writes: files and directories are complete or absent, also after a crash and on network file systems.
 
-Everything is written under a name beside its own, synced, renamed within its directory; then the directory is synced.
-That is all that is asked of the file system, and NFS gives it: other clients may see a file later, but never half of a
-renamed one, and ``fsync`` reports a full disk that ``write`` did not. No file is linked; none is a lock by existing.
+Data is written under a temporary name in the same directory, synced and renamed; then the directory is synced. NFS
+supports these operations: other clients may see a file later, but never half of a renamed one, and ``fsync`` reports a
+full disk that ``write`` did not. No hard links are needed, and no file serves as a lock by its existence.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _OLD = ".old.tmp"
 
 
 def sync(path: Path) -> None:
-    """Have the operating system write a file or directory to the disk, so that it survives a crash."""
+    """Flush a file or directory to disk, so that it survives a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync a directory: they change it before they answer.
+        # Some network file systems cannot sync a directory: they apply changes before they reply.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
     finally:
@@ -35,7 +35,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Sync a directory and everything in it."""
+    """Sync a directory and all its files and directories."""
     for path in directory.rglob("*"):
         if not path.is_symlink():
             sync(path)
@@ -43,7 +43,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename what is synced, within a directory, and sync the directory. A file replaces another one."""
+    """Rename a synced file or directory within its directory, and sync the directory. A file replaces another one."""
     _rename(source, target)
     sync(target.parent)
 
@@ -53,7 +53,7 @@ def _rename(source: Path, target: Path) -> None:
     try:
         source.rename(target)
     except FileNotFoundError:
-        # NFS repeats a request whose answer was lost, and reports that the repeated one found nothing to rename.
+        # NFS repeats a request whose reply was lost, and reports that the repeated one found no source.
         try:
             after = target.lstat()
         except FileNotFoundError:
@@ -63,37 +63,37 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file in one step. NaN and infinity are refused: they are no JSON."""
+    """Replace a JSON file atomically. NaN and infinity are refused, because they are not JSON."""
     write_text(path, json_bytes(value).decode())
 
 
 def json_bytes(value: Any) -> bytes:
-    """Serialise a value as a JSON file. NaN and infinity are refused: they are no JSON.
+    """Serialise a value as a JSON file. NaN and infinity are refused, because they are not JSON.
 
     Raises:
-        TypeError: the value is nothing that JSON can hold.
-        ValueError: it holds NaN or infinity.
+        TypeError: the value is not a JSON value.
+        ValueError: the value contains NaN or infinity.
     """
     return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file in one step."""
+    """Replace a small file atomically."""
     with replacing(path) as temporary:
         create(temporary, text.encode())
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a file atomically, in one step when the block ends; if the block raises, nothing is changed.
+    """Replace a file atomically at the end of the block; if the block raises, the file does not change.
 
-    One process at a time may do so.
+    Only one process at a time may replace the file.
 
     Args:
-        path: of the file, which need not exist.
+        path: path of the file, which need not exist.
 
     Yields:
-        the name under which to write it; nothing has that name.
+        Temporary path to write; no file exists there.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
@@ -108,14 +108,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def create(path: Path, content: bytes) -> None:
-    """Write a file of a name that is nobody else's; what has it is removed, and a link is not followed."""
+    """Write a private file: an existing file or link of its name is removed, so that no link is followed."""
     path.unlink(missing_ok=True)
     with path.open("xb") as file:
         file.write(content)
 
 
 def clear(path: Path) -> None:
-    """Remove a directory, or whatever else has its name, as far as that can be; a link is not followed."""
+    """Remove a directory or file and ignore errors; links are not followed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -124,8 +124,8 @@ def clear(path: Path) -> None:
 
 
 def replace(target: Path, new: Path) -> None:
-    """Rename a directory, replacing another one if there is one; if that fails, the other one stays."""
-    # A directory cannot be renamed over another one, so for a moment the old one has a name of its own.
+    """Rename a directory, replacing an existing one; if the rename fails, the existing one stays."""
+    # A directory cannot be renamed over another one, so the old one is renamed first.
     old = target.with_name(f".{target.name}{_OLD}")
     clear(old)
     if target.exists():
@@ -141,7 +141,7 @@ def replace(target: Path, new: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Clear up after a killed process: put back what it was replacing, remove what it left half-written."""
+    """Clean up after a killed process: restore directories that it was replacing, remove its incomplete writes."""
     for old in directory.glob(f".*{_OLD}"):
         target = directory / old.name[1 : -len(_OLD)]
         if not target.exists():

@@ -1,8 +1,8 @@
-"""Directories of files, local or behind an fsspec address: read, published at once, or kept as a store of several.
+"""Directories of files, local or at an fsspec address: interfaces to read, write and keep them.
 
-Three protocols, each with a local and a remote implementation (:mod:`d9d_weights.files.local`,
-:mod:`d9d_weights.files.remote`), between which :mod:`d9d_weights.files.open` chooses: a :class:`Directory` is read, a
-:class:`Draft` becomes a directory when it is complete, and a :class:`DirectoryStore` holds named directories, such as
+The interfaces have a local and a remote implementation (:mod:`d9d_weights.files.local`,
+:mod:`d9d_weights.files.remote`); :mod:`d9d_weights.files.open` chooses one. A :class:`Directory` is read, a
+:class:`Draft` becomes a directory once it is complete, and a :class:`DirectoryStore` holds named directories, such as
 the checkpoints of a run.
 """
 
@@ -16,25 +16,25 @@ from typing import BinaryIO, Protocol
 
 from d9d_weights.files.safetensors import Source
 
-#: The file that makes a directory of a store exist; written last.
+#: File that makes a directory of a store exist; written last.
 MANIFEST = "manifest.json"
 _SET_ASIDE = re.compile(r".+\.damaged(-[0-9]+)?")
 
 
 def is_set_aside(name: str) -> bool:
-    """Whether a local directory has the name of one that was set aside."""
+    """Whether a name belongs to a local directory that was set aside."""
     return _SET_ASIDE.fullmatch(name) is not None
 
 
 class OpenFile(Source, Protocol):
-    """A file that many threads may read."""
+    """File that several threads may read."""
 
     def close(self) -> None:
         """Close the file."""
 
 
 class Directory(Protocol):
-    """Directory to read from. All methods raise :class:`~d9d_core.errors.CheckpointError` if it cannot be read."""
+    """Directory to read. All methods raise :class:`~d9d_core.errors.CheckpointError` if it cannot be read."""
 
     def names(self) -> list[str]:
         """Names of the files directly in the directory, sorted."""
@@ -47,73 +47,76 @@ class Directory(Protocol):
 
 
 class Draft(Protocol):
-    """Draft of a directory. All ranks create files; one rank does the rest."""
+    """Draft of a directory. All ranks create files; one rank calls the other methods."""
 
     def start(self) -> None:
-        """Begin the draft. One rank, before all others."""
+        """Begin the draft. Called by one rank, before the others create files."""
 
     def create(self, file: str) -> AbstractContextManager[BinaryIO]:
-        """Create a file, which is safe from a crash when the block is left."""
+        """Create a file. At the end of the block, it survives a crash."""
 
     def size(self, file: str) -> int | None:
-        """Bytes of a file as this rank sees it, ``None`` if it does not."""
+        """Bytes of a file; ``None`` if this rank does not see it."""
 
     def add(self, save: Callable[[Path], None]) -> set[str]:
-        """Add whatever ``save`` writes into the directory that it is given. One rank.
+        """Add the files that ``save`` writes into a directory. Called by one rank.
+
+        Args:
+            save: function that receives the directory.
 
         Returns:
-            Names of the files and folders at the top that it wrote, or that were there before.
+            Names of all files and directories at the top of the draft.
         """
 
     def publish(self, last: Mapping[str, bytes]) -> None:
-        """Add small files, in this order, and make the directory exist, replacing an earlier one. One rank, last.
+        """Add small files in this order, and replace the published directory by the draft. Called last, by one rank.
 
         Raises:
-            CheckpointError: somebody else writes to the same location.
+            CheckpointError: another process writes to the same location.
         """
 
     def discard(self) -> None:
-        """Remove what a failure left. One rank, when no other writes any more; never fails."""
+        """Remove a failed draft. Called by one rank, once no other rank writes; never raises."""
 
 
 class DirectoryStore(Protocol):
     """Store of named directories, each complete or absent."""
 
     def prepare(self) -> None:
-        """Create the store and try whether it can be written. One rank.
+        """Create the store and check that it can be written. Called by one rank.
 
         Raises:
-            OSError: it cannot.
+            OSError: it cannot be written.
         """
 
     def is_visible(self) -> bool:
         """Whether this rank sees the store."""
 
     def owned(self) -> AbstractContextManager[None]:
-        """Own the store while the block runs, and clear up what a killed process left. One rank.
+        """Own the store inside the block, and clean up after a killed process. Called by one rank.
 
         Raises:
-            CheckpointError: another process works with it.
+            CheckpointError: another process owns the store.
         """
 
     def names(self) -> list[str]:
-        """Names of the directories that exist, without those that were set aside."""
+        """Names of the existing directories, without directories that were set aside."""
 
     def location(self, name: str) -> str:
         """Path or address of a directory."""
 
     def draft(self, name: str) -> Draft:
-        """Draft of a directory; touches nothing yet."""
+        """Draft of a directory; nothing is written yet."""
 
     def open(self, name: str, file: str) -> BinaryIO:
-        """Read a file of a directory; can be positioned.
+        """Open a file of a directory for reading; the result is seekable.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the file does not exist.
         """
 
     def set_aside(self, name: str) -> str:
-        """Set a directory aside, so that it counts no more without being lost; returns its new location. One rank."""
+        """Set a directory aside, so that it is ignored but not lost. Returns its new location. Called by one rank."""
 
     def remove(self, name: str) -> None:
-        """Remove a directory; what remains if that is interrupted counts no more. One rank."""
+        """Remove a directory; after an interruption, its remains are ignored. Called by one rank."""

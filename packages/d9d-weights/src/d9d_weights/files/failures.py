@@ -1,4 +1,4 @@
-"""Error messages of file systems: drivers of addresses raise whatever their client library raises."""
+"""Conversion of file-system errors: drivers of addresses raise exceptions of their client libraries."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from d9d_core.errors import CheckpointError
 
 @contextmanager
 def unreadable(what: object) -> Iterator[None]:
-    """Raise failures inside as errors that say which file or directory could not be read, and what to do."""
+    """Convert exceptions inside the block to errors that name the unreadable file and the next action."""
     try:
         yield
     except FileNotFoundError as error:
-        raise CheckpointError(f"{what} is not there: check the path, or download the model first") from error
+        raise CheckpointError(f"{what} does not exist: check the path, or download the model first") from error
     except ImportError as error:
         raise CheckpointError(f"{what} cannot be reached: {error}; install the driver of such addresses") from error
     except Exception as error:
@@ -23,7 +23,7 @@ def unreadable(what: object) -> Iterator[None]:
 
 @contextmanager
 def unwritable(what: object) -> Iterator[None]:
-    """Raise failures inside as errors that say which address could not be written, and what to do."""
+    """Convert exceptions inside the block to errors that name the unwritable address and the next action."""
     try:
         yield
     except CheckpointError:
@@ -31,13 +31,13 @@ def unwritable(what: object) -> Iterator[None]:
     except Exception as error:
         raise CheckpointError(
             f"{what} cannot be written: {type(error).__name__}: {error}; "
-            "check the address, its driver and your rights there"
+            "check the address, its driver and your permissions"
         ) from error
 
 
 @contextmanager
 def as_os_error() -> Iterator[None]:
-    """Raise failures inside as OSError, as local files do."""
+    """Convert exceptions inside the block to OSError, which local files raise."""
     try:
         yield
     except (OSError, CheckpointError):

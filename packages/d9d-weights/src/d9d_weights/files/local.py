@@ -1,4 +1,4 @@
-"""Directories of a local or shared file system: they appear by one rename, after everything is on the disk."""
+"""Directories on a local or shared file system; they appear by a rename after all files are synced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LocalDirectory:
     """Local directory of files.
 
     Args:
-        path: of the directory.
+        path: path of the directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +49,7 @@ class LocalDirectory:
 
 
 class LocalFile:
-    """Local file that is read at a position given with each read, so threads do not wait for each other."""
+    """Local file read at explicit positions, so that threads need not wait for each other."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -70,10 +70,10 @@ class LocalFile:
 
 
 class LocalDraft:
-    """Local draft: a hidden directory beside the target that replaces it when it is complete.
+    """Local draft: a hidden directory next to the target that replaces it once it is complete.
 
     Args:
-        target: replaced if it exists.
+        target: directory to create or replace.
     """
 
     def __init__(self, target: Path) -> None:
@@ -90,7 +90,7 @@ class LocalDraft:
         """See :class:`~d9d_weights.files.directory.Draft`."""
         if not self._draft.is_dir():
             raise CheckpointError(
-                f"{self._draft} is not there: one process calls start() first, and all must see the same directory"
+                f"{self._draft} does not exist: one process must call start() first, and all must see one directory"
             )
         path = self._draft / file
         try:
@@ -99,7 +99,7 @@ class LocalDraft:
                 out.flush()
                 os.fsync(out.fileno())
         except BaseException:
-            path.unlink(missing_ok=True)  # with a hole in it, it would still have its full size
+            path.unlink(missing_ok=True)  # an incomplete file could have its full size
             raise
 
     def size(self, file: str) -> int | None:
@@ -132,7 +132,7 @@ class LocalStore:
     """Local store of directories on a file system with atomic renames.
 
     Args:
-        directory: created by :meth:`prepare` or by the first draft.
+        directory: path; created by :meth:`prepare` or by the first draft.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -154,7 +154,7 @@ class LocalStore:
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`. The lock goes with the process, however it ends."""
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`. The lock ends with the process."""
         busy = f"{self.directory} is in use by another training run; stop it, or choose another run.name"
         with exclusive(self.directory / ".lock", busy):
             remove_leftovers(self.directory)
@@ -176,7 +176,7 @@ class LocalStore:
 
     def open(self, name: str, file: str) -> BinaryIO:
         """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
-        # Nothing here is written as a link; one would lead out of the directory.
+        # Checkpoints contain no links, and a link could lead out of the directory.
         return open(open_regular(self.directory / name / file, links="none"), "rb")  # noqa: PTH123 - a descriptor
 
     def set_aside(self, name: str) -> str:
@@ -191,11 +191,11 @@ class LocalStore:
 
     def remove(self, name: str) -> None:
         """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
-        # Under this name, what remains of it is a leftover and no damaged checkpoint.
+        # Under this name, incomplete remains are recognised as leftovers, not as a damaged checkpoint.
         doomed = self.directory / f".{name}.tmp"
         clear(doomed)
         move(self.directory / name, doomed)
-        # Not clear(): whoever removes a checkpoint is told if that fails.
+        # Not clear(): errors must reach the caller.
         if doomed.is_symlink():
             doomed.unlink()
         else:

@@ -1,12 +1,13 @@
-"""File locks between processes of one or several machines; a lock goes with its process, however that ends.
+"""File locks between processes of one or several machines; a lock ends with its process.
 
-A lock is ``flock`` on a file of its own; the file stays, and tells who holds it. Linux passes ``flock`` on NFS to the
-server (since 2.6.12, for files open for writing), so it holds between machines, and the server frees it when a client
-is gone. Mounts with ``nolock`` or ``local_lock=flock`` lock within one machine only, and no program can tell.
+A lock is ``flock`` on a separate file; the file remains and names the holder. Linux forwards ``flock`` on NFS to the
+server (since 2.6.12, for files open for writing), so the lock holds between machines, and the server releases it when
+a client is gone. Mounts with ``nolock`` or ``local_lock=flock`` lock within one machine only; no program can detect
+this.
 
-The library filelock, which torch brings along, is no better here: its lock on Unix is the same ``flock`` without the
-holder's name, and where that is missing, it takes the existence of a file for a lock, which stays after a ``kill -9``
-on another machine, so that a resumed run would wait for ever (docs/notes.md).
+The library filelock, a dependency of torch, has no advantage: its lock on Unix is the same ``flock`` without the
+holder's name. Without ``flock`` it uses the existence of a file as a lock, which remains after a ``kill -9`` on another
+machine, so that a resumed run would wait for ever (docs/notes.md).
 """
 
 from __future__ import annotations
@@ -27,42 +28,43 @@ from d9d_core.untrusted import open_regular, read_regular, visible
 
 __all__ = ["LocksUnsupportedError", "lock_file"]
 
-#: What file systems without locks answer; NFS without its lock service: ENOLCK; Lustre without ``-o flock``: ENOSYS.
+#: Errors of file systems without locks. NFS without its lock service: ENOLCK; Lustre without ``-o flock``: ENOSYS.
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
-#: What they answer if somebody else has the lock.
+#: Errors if another process has the lock.
 _HELD = {errno.EAGAIN, errno.EACCES}
-#: Attempts and seconds between them: whoever asks whether a lock is held has it for an instant.
+#: Attempts, and seconds between them, because :func:`is_held` takes the lock for an instant.
 _ATTEMPTS, _PAUSE = 4, 0.05
-#: Most bytes of a name in a lock file.
+#: Most bytes of the holder's name in a lock file.
 _NAME = 200
 
 
 class LocksUnsupportedError(OSError):
-    """Error of a file system that locks no files."""
+    """The file system does not support locks."""
 
 
 @contextmanager
 def exclusive(path: Path, busy: str, note: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Hold a lock file while the block runs.
+    """Hold a lock file inside the block.
 
-    Where the file system locks no files, the block runs all the same, after a warning: a second process is not noticed.
+    On a file system without locks, the block runs after a warning; a second process is then not detected.
 
     Args:
-        path: of the lock file.
-        busy: text of the error if another process holds it.
-        note: told about a file system without locks; standard error by default.
+        path: path of the lock file.
+        busy: error text if another process has the lock.
+        note: function that prints the warning; standard error by default.
 
     Raises:
-        CheckpointError: another process holds it; the text is ``busy`` and that process's number and host. Or its name
-            is that of a link, which would have another file overwritten.
+        CheckpointError: another process has the lock; the text is ``busy`` and the process's number and host. Also if
+            the
+            path is a link, because writing through it would overwrite another file.
     """
     descriptor = None
     try:
         descriptor = lock_file(path)
     except LocksUnsupportedError as error:
         (note or _warn)(
-            f"{path.parent}: this file system locks no files ({error.strerror}); nothing keeps a second process from "
-            "writing here"
+            f"{path.parent}: this file system does not support locks ({error.strerror}); a second process that writes "
+            "here is not detected"
         )
     except BlockingIOError:
         raise CheckpointError(f"{busy} ({_holder(path)})") from None
@@ -77,20 +79,20 @@ def exclusive(path: Path, busy: str, note: Callable[[str], None] | None = None) 
 
 
 def lock_file(path: Path, waiting: Callable[[], None] | None = None) -> int:
-    """Lock a file, which is made if it is absent.
+    """Lock a file, and create it if it is absent.
 
     Args:
-        path: of the file.
-        waiting: called before this waits for another process; without it, nothing is waited for.
+        path: path of the file.
+        waiting: called before this function waits for another process; if ``None``, the function does not wait.
 
     Returns:
-        its descriptor; closing it, or the end of the process, frees the lock.
+        Descriptor of the file. Closing it, or the end of the process, releases the lock.
 
     Raises:
-        BlockingIOError: another process has it, and nothing is waited for.
-        LocksUnsupportedError: the file system locks no files.
-        CheckpointError: the name is that of a link or of no file.
-        FileNotFoundError: its directory is absent.
+        BlockingIOError: another process has the lock, and ``waiting`` is ``None``.
+        LocksUnsupportedError: the file system does not support locks.
+        CheckpointError: the path is a link or not a regular file.
+        FileNotFoundError: the directory is absent.
     """
     while True:
         descriptor = _open(path)
@@ -102,11 +104,11 @@ def lock_file(path: Path, waiting: Callable[[], None] | None = None) -> int:
             raise
         if named:
             return descriptor
-        os.close(descriptor)  # it was removed while this process waited
+        os.close(descriptor)  # the file was removed while this process waited
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process has a lock file. A process of another machine is noticed where locks hold between machines."""
+    """Whether a process holds a lock file. Processes of other machines count if locks work between machines."""
     try:
         name = _text(path).split()
         number, host = int(name[0]), name[1] if len(name) > 1 else socket.gethostname()
@@ -114,9 +116,9 @@ def is_held(path: Path) -> bool:
             os.kill(number, 0)
     except PermissionError:  # a process of another user
         pass
-    except (OSError, ValueError, IndexError, OverflowError):  # nobody is named, or nobody has that number any more
+    except (OSError, ValueError, IndexError, OverflowError):  # no holder is named, or the process has ended
         return False
-    # The number may be that of another process by now.
+    # The process number may have been reused by another process.
     with suppress(OSError), os.fdopen(open_regular(path, "none"), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -126,18 +128,18 @@ def is_held(path: Path) -> bool:
 
 
 def _open(path: Path) -> int:
-    # NFS locks only what is open for writing. Nobody is waited for while opening, as at a pipe.
+    # NFS locks only files open for writing. O_NONBLOCK: opening a pipe would wait.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if path.is_symlink():
-            raise CheckpointError(f"{path} is a link, and must be a file of its own: remove it") from error
+            raise CheckpointError(f"{path} is a link, and must be a regular file: remove it") from error
         raise
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
         os.close(descriptor)
-        raise CheckpointError(f"{path} is a link or no file, and must be a file of its own: remove it")
+        raise CheckpointError(f"{path} is a link or not a regular file: remove it")
     return descriptor
 
 
@@ -162,7 +164,7 @@ def _take(descriptor: int, path: Path, waiting: Callable[[], None] | None) -> No
 
 
 def _is_named(descriptor: int, path: Path) -> bool:
-    """Whether the file still has its name: who removes its own lock file leaves those that wait with a nameless one."""
+    """Whether a descriptor still belongs to the path: its file may have been removed while this process waited."""
     try:
         named = path.lstat()
     except FileNotFoundError:
@@ -176,14 +178,14 @@ def _holder(path: Path) -> str:
         number, _, host = _text(path).strip().partition("\n")
         if number.isdecimal():
             return f"process {number}" + (f" on {host}" if host and host != socket.gethostname() else "")
-    return "its process is not known"
+    return "its process is unknown"
 
 
 def _text(path: Path) -> str:
-    """Text of a lock file, which is short; a link or a pipe of that name is none."""
+    """Text of a lock file, which is short; an error if the path is a link or a pipe."""
     return read_regular(path, _NAME, "none").decode("utf-8", "replace")
 
 
 def _warn(text: str) -> None:
     with suppress(OSError):
-        print(visible(f"warning: {text}"), file=sys.stderr, flush=True)  # noqa: T201 - the lock has no other way to say it
+        print(visible(f"warning: {text}"), file=sys.stderr, flush=True)  # noqa: T201 - no logger is available here

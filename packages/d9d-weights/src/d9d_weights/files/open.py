@@ -12,10 +12,10 @@ from d9d_weights.files.local import LocalDirectory, LocalDraft, LocalStore
 
 
 def open_directory(location: str | Path) -> Directory:
-    """Open a directory to read from.
+    """Open a directory for reading.
 
     Raises:
-        CheckpointError: fsspec knows no such kind of address, or its driver is not installed.
+        CheckpointError: fsspec does not support this kind of address, or its driver is not installed.
     """
     if _is_address(location):
         from d9d_weights.files.remote import RemoteDirectory  # fsspec takes a while to import
@@ -25,15 +25,15 @@ def open_directory(location: str | Path) -> Directory:
 
 
 def open_draft(location: str | Path, earlier: Callable[[list[str]], list[str]]) -> Draft:
-    """Open a draft: a directory that is published at once.
+    """Open a draft of a directory.
 
     Args:
-        location: replaced if it exists.
-        earlier: behind an address, which of the files there belong to an earlier directory of this kind and are
-            removed, in this order.
+        location: path or address of the directory; an existing one is replaced.
+        earlier: for addresses, function from the existing file names to the names of an earlier version's files, which
+            are removed in the returned order.
 
     Raises:
-        CheckpointError: fsspec knows no such kind of address, or its driver is not installed.
+        CheckpointError: fsspec does not support this kind of address, or its driver is not installed.
     """
     if _is_address(location):
         from d9d_weights.files.remote import remote_draft
@@ -46,16 +46,18 @@ def open_store(location: str | Path) -> DirectoryStore:
     """Open a store of named directories.
 
     Raises:
-        CheckpointError: fsspec knows no such kind of address, or its driver is not installed.
+        CheckpointError: fsspec does not support this kind of address, or its driver is not installed.
     """
     if _is_address(location):
         from d9d_weights.files.remote import RemoteStore
 
         try:
             return RemoteStore(str(location))
-        except Exception as error:  # a driver raises whatever it likes
+        except Exception as error:  # drivers raise exceptions of any type
             reason = str(error) or type(error).__name__
-            raise CheckpointError(f"checkpoints cannot be kept at {location}: {reason}; use another address") from error
+            raise CheckpointError(
+                f"checkpoints cannot be stored at {location}: {reason}; use another address"
+            ) from error
     return LocalStore(Path(location))
 
 

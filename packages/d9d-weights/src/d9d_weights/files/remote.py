@@ -1,4 +1,4 @@
-"""Directories behind an fsspec address, such as an object store: no rename, no lock; the last file makes them exist."""
+"""Directories at fsspec addresses, such as object stores, without rename and locks; the last file makes them exist."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from d9d_weights.files.directory import OpenFile
 from d9d_weights.files.failures import as_os_error, unreadable, unwritable
 
 _OWNER = "owner.json"
-#: In a directory that was set aside: an object store cannot rename gigabytes.
+#: Marker file in a directory that was set aside, because an object store cannot rename gigabytes.
 _DAMAGED = "damaged"
 
 
 class RemoteDirectory:
-    """Remote directory: a prefix of an object store, or any other address that fsspec reaches.
+    """Remote directory: a prefix of an object store, or another address that fsspec supports.
 
     Args:
-        url: such as ``s3://bucket/model``.
+        url: address, such as ``s3://bucket/model``.
     """
 
     def __init__(self, url: str) -> None:
@@ -54,18 +54,18 @@ class RemoteDirectory:
             with self._files.open(f"{self._root}/{name}", "rb") as file:
                 content: bytes = file.read(MAX_JSON_BYTES + 1)
             if len(content) > MAX_JSON_BYTES:
-                raise OSError(f"it has more than {MAX_JSON_BYTES:,} bytes, too many for such a file")
+                raise OSError(f"it has more than {MAX_JSON_BYTES:,} bytes, too many for this kind of file")
             return content
 
     def open(self, name: str) -> OpenFile:
         """See :class:`~d9d_weights.files.directory.Directory`."""
         with unreadable(f"{self}/{name}"):
-            # Windows are read once, so reading ahead would fetch bytes that nobody asked for.
+            # Windows are read once, so read-ahead would fetch unused bytes.
             return RemoteFile(self._files.open(f"{self._root}/{name}", "rb", cache_type="none"), f"{self}/{name}")
 
 
 class RemoteFile:
-    """Remote file; it has one position, so one thread reads at a time."""
+    """Remote file. It has one position, so one thread reads at a time."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._file: Any = file
@@ -89,17 +89,17 @@ class RemoteFile:
 
 
 class RemoteDraft:
-    """Remote draft of a directory behind an fsspec address: its files mean nothing until the last one is there.
+    """Remote draft of a directory at an fsspec address: the directory does not exist until its last file is written.
 
     Args:
         files: fsspec file system.
-        root: of the directory, as the file system wants it.
-        failures: says of a failure what it means.
-        earlier: which of the files that lie there belong to an earlier directory of this kind, in the order in which
-            :meth:`start` and :meth:`discard` remove them; ``None`` means all, and the directory itself.
-        positioned: whether :meth:`create` gives files that can be positioned. They are built in this machine's
-            directory for temporary files.
-        check_owner: raises if somebody else took the store over.
+        root: path of the directory within the file system.
+        failures: context that converts exceptions of the file system.
+        earlier: function that selects the files of an earlier version from the existing names; :meth:`start` and
+            :meth:`discard` remove them in the returned order. ``None`` removes the whole directory.
+        positioned: whether :meth:`create` yields seekable files, which are first written to a temporary local
+            directory.
+        check_owner: function that raises if another process took over the store.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class RemoteDraft:
                 yield out
             return
         with tempfile.NamedTemporaryFile(suffix=f".{file}") as out:
-            yield out  # type: ignore[misc] # a binary file in all but its class
+            yield out  # type: ignore[misc] # behaves like a binary file
             out.flush()
             with self._failures():
                 self._files.put_file(out.name, f"{self._root}/{file}")
@@ -168,7 +168,7 @@ class RemoteDraft:
     def discard(self) -> None:
         """See :class:`~d9d_weights.files.directory.Draft`."""
         with contextlib.suppress(Exception):
-            self._check_owner()  # else it may be the new owner's
+            self._check_owner()  # otherwise the draft may belong to the new owner
             self._remove()
 
     def _remove(self) -> None:
@@ -186,10 +186,10 @@ class RemoteDraft:
 
 
 def remote_draft(url: str, earlier: Callable[[list[str]], list[str]]) -> RemoteDraft:
-    """A draft at an address of its own, which failures name; its files can be positioned.
+    """Draft at an address outside of a store. Errors name the address; files are seekable.
 
     Raises:
-        CheckpointError: fsspec knows no such kind of address, or its driver is not installed.
+        CheckpointError: fsspec does not support this kind of address, or its driver is not installed.
     """
     with unwritable(url):
         files, root = url_to_fs(url.rstrip("/"))
@@ -197,7 +197,7 @@ def remote_draft(url: str, earlier: Callable[[list[str]], list[str]]) -> RemoteD
 
 
 def remove_directory(files: Any, root: str) -> None:
-    """Remove a directory of a store; whatever remains of it, if that is interrupted, counts no more."""
+    """Remove a directory of a store; after an interruption, its remains are ignored."""
     files.pipe_file(f"{root}/{_DAMAGED}", b"set aside: a checkpoint before it was used instead")
     files.rm(root, recursive=True)
 
@@ -205,15 +205,15 @@ def remove_directory(files: Any, root: str) -> None:
 class RemoteStore:
     """Remote store of directories below a prefix of an object store.
 
-    Nobody can lock such a store. So whoever opens it last owns it, by a file with a random token, and whoever opened it
-    before is told so before anything of theirs appears.
+    Object stores have no locks, so the last process to open the store owns it: a file with a random token marks it. An
+    earlier owner gets an error before its next write becomes visible.
 
     Args:
-        url: such as ``s3://bucket/run/checkpoints`` or ``memory://run``.
+        url: address, such as ``s3://bucket/run/checkpoints`` or ``memory://run``.
 
     Raises:
         ImportError: the driver is not installed.
-        ValueError: there is no such kind of address.
+        ValueError: fsspec does not support this kind of address.
     """
 
     def __init__(self, url: str) -> None:
@@ -225,7 +225,7 @@ class RemoteStore:
         return self.url
 
     def path(self, *parts: str) -> str:
-        """Path as the file system wants it."""
+        """Path within the file system."""
         return "/".join((self._root.rstrip("/"), *parts))
 
     def prepare(self) -> None:
@@ -236,7 +236,7 @@ class RemoteStore:
             self.files.rm_file(self.path("probe"))
 
     def is_visible(self) -> bool:
-        """See :class:`~d9d_weights.files.directory.DirectoryStore`. Object stores have no directories to be seen."""
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`. Always true: object stores have no directories."""
         return True
 
     @contextmanager
@@ -248,16 +248,16 @@ class RemoteStore:
         try:
             yield
         finally:
-            with contextlib.suppress(Exception):  # it may be gone, or somebody else's
+            with contextlib.suppress(Exception):  # it may be gone, or belong to another process
                 self.check_owner()
                 self.files.rm_file(self.path(_OWNER))
             self._me = None
 
     def check_owner(self) -> None:
-        """Make sure that nobody else opened the store after this process did.
+        """Check that no other process has taken over the store.
 
         Raises:
-            CheckpointError: somebody did.
+            CheckpointError: another process has.
         """
         if self._me is None:
             return
@@ -294,7 +294,7 @@ class RemoteStore:
     def open(self, name: str, file: str) -> BinaryIO:
         """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
         with as_os_error():
-            # Windows are read once, so reading ahead would fetch bytes that belong to other ranks.
+            # Windows are read once, so read-ahead would fetch bytes that belong to other ranks.
             return cast("BinaryIO", self.files.open(self.path(name, file), "rb", cache_type="none"))
 
     def set_aside(self, name: str) -> str:

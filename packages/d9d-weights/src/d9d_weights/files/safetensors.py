@@ -1,7 +1,7 @@
 """Files of tensors in the safetensors format: a JSON header, then raw bytes.
 
-Ours, because a checkpoint must be hashed while it is written, and read by windows into tensors that exist already. The
-``safetensors`` library reads what is written here, and the other way round.
+Not the ``safetensors`` library, because a checkpoint must be hashed while it is written, and read by windows into
+existing tensors. The library reads these files, and the other way round.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-#: Dtypes that a file can hold -> their names there.
+#: Dtypes that a file can hold -> their names in the format.
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
-# As the safetensors library has it: a longer header is an attack or a damaged length.
+# Limit of the safetensors library: a longer header is an attack or has a damaged length.
 _MAX_HEADER = 100_000_000
 _MAX_DIMS = 64
 _LARGEST = 2**63 - 1
-#: Written and hashed at once: small enough for the cache, large enough that the interpreter does not matter.
+#: Bytes written and hashed at once: small enough for the cache, large enough to hide interpreter overhead.
 _CHUNK = 1 << 22
-#: Rows up to this size are read in full and cut in memory, instead of one read for every part of a row.
+#: Rows up to this many bytes are read in full and cut in memory, instead of one read per part of a row.
 _SMALL_ROW = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Contents of a written file.
+    """Size and checksum of a written file.
 
     Attributes:
-        bytes: its size.
-        sha256: its checksum, hexadecimal.
+        bytes: size.
+        sha256: checksum, hexadecimal.
     """
 
     bytes: int
@@ -72,13 +72,13 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Written:
     """Write a safetensors file from its beginning, and hash it in the same pass.
 
     Args:
-        file: only written to, in order.
-        tensors: any shape, strides and device; one that is not in the host's memory is copied there, one at a time.
+        file: file that is written sequentially.
+        tensors: tensors of any shape, strides and device; device tensors are copied to host memory one at a time.
 
     Raises:
-        CheckpointError: the format has no such dtype.
+        CheckpointError: the format does not support a dtype.
     """
-    # Widest first, so that every entry is aligned.
+    # Widest dtype first, so that every entry is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     digest, size = hashlib.sha256(), 0
     layout = plan_layout({name: TensorSpec(tuple(tensors[name].shape), tensors[name].dtype) for name in names})
@@ -93,11 +93,11 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Written:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of a file: the position of every tensor.
+    """Positions of all tensors in a file.
 
     Attributes:
-        header: its first bytes.
-        starts: where the bytes of each tensor begin in the file.
+        header: first bytes of the file.
+        starts: tensor name -> position of its first byte.
         bytes: size of the file.
     """
 
@@ -110,11 +110,11 @@ def plan_layout(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | N
     """Lay tensors out in a safetensors file one after the other, in the order given.
 
     Args:
-        specs: widest dtype first, so that every entry is aligned.
-        metadata: notes in the header.
+        specs: specs of the tensors, widest dtype first, so that every entry is aligned.
+        metadata: further text entries of the header.
 
     Raises:
-        CheckpointError: the format has no such dtype, or keeps the name for itself.
+        CheckpointError: the format does not support a dtype, or reserves a name.
     """
     entries: dict[str, Any] = {}
     starts: dict[str, int] = {}
@@ -123,7 +123,7 @@ def plan_layout(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | N
         if spec.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"tensor '{name}' is {spec.dtype}, which a safetensors file cannot hold")
         if name == _METADATA:
-            raise CheckpointError(f"no tensor can be called '{name}' in a safetensors file: rename it")
+            raise CheckpointError(f"a safetensors file cannot hold a tensor called '{name}': rename it")
         start, end = end, end + math.prod(spec.shape) * spec.dtype.itemsize
         entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
         starts[name] = start
@@ -140,14 +140,14 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Memory of a contiguous tensor of the host as bytes, not copied."""
-    # A contiguous tensor of one element may have any stride, and then view() refuses.
+    """Memory of a contiguous host tensor as bytes, not copied."""
+    # A contiguous tensor of one element may have any stride, for which view() fails.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def is_possible(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether torch has tensors of a shape, given natural numbers: not too many dimensions, countable bytes."""
-    # An empty tensor has strides as if it were not.
+    """Whether a tensor of this shape can exist in torch: it limits the number of dimensions and of bytes."""
+    # Strides of an empty tensor are computed as if its dimensions were at least 1.
     return len(shape) <= _MAX_DIMS and math.prod(max(n, 1) for n in shape) * dtype.itemsize <= _LARGEST
 
 
@@ -156,9 +156,9 @@ class Entry:
     """Entry of a tensor in a file.
 
     Attributes:
-        dtype: number format.
+        dtype: dtype of the tensor.
         shape: size of each dimension.
-        start: where its bytes begin in the file.
+        start: position of its first byte in the file.
     """
 
     dtype: torch.dtype
@@ -174,19 +174,19 @@ class Entry:
 
 @runtime_checkable
 class Source(Protocol):
-    """Bytes that are read at any position. Safe for threads if ``read_into`` is."""
+    """Bytes that can be read at any position. Thread-safe if ``read_into`` is."""
 
     def size(self) -> int:
         """Number of bytes."""
         ...
 
     def read_into(self, start: int, view: memoryview) -> int:
-        """Fill the beginning of ``view`` with the bytes from ``start``; returns how many, 0 at the end."""
+        """Fill the beginning of ``view`` with bytes from position ``start``; returns their number, 0 at the end."""
         ...
 
 
 class _Seeking:
-    """A file with one position: for one thread."""
+    """Source over a file with one position, for one thread."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -200,14 +200,14 @@ class _Seeking:
 
 
 class TensorFile:
-    """A safetensors file that is read by windows. As safe for threads as its source.
+    """Safetensors file that is read by windows. Thread-safe if its source is.
 
     Args:
-        file: can be positioned.
-        name: what errors call it.
+        file: seekable file, or a source.
+        name: name of the file in errors.
 
     Raises:
-        CheckpointError: the header is damaged, or claims something else than the file holds.
+        CheckpointError: the header is damaged, or does not match the file.
     """
 
     def __init__(self, file: BinaryIO | Source, name: str) -> None:
@@ -222,12 +222,12 @@ class TensorFile:
         """Fill a tensor with the window of an entry that begins at ``offset``. Reads no rows outside the window.
 
         Args:
-            key: which entry.
+            key: name of the entry.
             offset: first index in each dimension.
-            into: the shape of the window and the entry's dtype; any strides and device.
+            into: tensor with the window's shape and the entry's dtype; any strides and device.
 
         Raises:
-            CheckpointError: there is no such entry or window, or the file ends early.
+            CheckpointError: the entry or window does not exist, or the file ends early.
         """
         entry = self.entries.get(key)
         if entry is None:
@@ -246,7 +246,7 @@ class TensorFile:
             into.detach().copy_(target)
 
     def _fill(self, target: Tensor, shape: Sequence[int], offset: Sequence[int], start: int) -> None:
-        """Fill ``target``, the contiguous window at ``offset`` of an array of ``shape`` with bytes from ``start``."""
+        """Fill ``target`` with the window at ``offset`` of an array of ``shape`` whose bytes begin at ``start``."""
         if not shape:
             self._read_bytes(start, target)
             return
@@ -291,12 +291,12 @@ class TensorFile:
         entries, spans = {}, []
         for name, facts in header.items():
             if facts["dtype"] not in _DTYPES:
-                raise ValueError(f"entry '{name}' is {facts['dtype']}, which torch has no dtype for")
+                raise ValueError(f"entry '{name}' is {facts['dtype']}, which torch does not support")
             dtype, shape, (start, end) = _DTYPES[facts["dtype"]], tuple(facts["shape"]), facts["data_offsets"]
             if not all(type(n) is int and 0 <= n <= _LARGEST for n in (*shape, start, end)):
-                raise ValueError(f"entry '{name}' has a size or an offset that is no natural number")
+                raise ValueError(f"entry '{name}' has a size or an offset that is not a natural number")
             if not is_possible(shape, dtype):
-                raise ValueError(f"entry '{name}' has sizes that no tensor has")
+                raise ValueError(f"entry '{name}' has an impossible shape")
             if end - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"entry '{name}' has {end - start} bytes for {facts['dtype']} {list(shape)}")
             entries[name] = Entry(dtype, shape, begin + start)

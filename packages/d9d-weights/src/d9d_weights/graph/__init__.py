@@ -1,8 +1,8 @@
-"""State graphs: how the tensors of one checkpoint layout become those of another.
+"""State graphs: mappings between the tensors of two checkpoint layouts.
 
-A :class:`~d9d_weights.graph.base.Mapper` is a description, composed of elementary ones. Bound to names and shapes of a
-checkpoint it becomes a :class:`~d9d_weights.graph.graph.StateGraph`, which knows before any tensor is read what each
-output consists of, which outputs belong together and in which order they come. Most mappers invert by themselves::
+A :class:`~d9d_weights.graph.base.Mapper` is a description, composed of elementary mappers. Bound to names and shapes of
+a checkpoint, it becomes a :class:`~d9d_weights.graph.graph.StateGraph`, which knows, before any tensor is read, the
+inputs of each output, the groups of dependent outputs, and their order. Most mappers have an inverse::
 
     def from_hugging_face(layers: int) -> Mapper:
         return Parallel(

@@ -1,4 +1,4 @@
-"""Mappers turn named values into other named values, without reading anything: base class and composition."""
+"""Base class and compositions of mappers, which turn named values into other named values without reading tensors."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from d9d_weights.graph.expressions import Value
 
 __all__ = ["Mapper", "Parallel", "Sequential"]
 
-#: An error lists this many problems; a wrong prefix makes thousands.
+#: Most problems that an error lists; a wrong prefix causes thousands.
 SHOWN = 20
-#: So many of them come with a similar name; looking for one costs half a second among 10,000 names.
+#: Most problems with a similar name as a hint; a search among 10,000 names takes half a second.
 _HINTS = 3
 
 
 class Scope:
-    """Base of every application of a mapper: the scope of values that it may take, by name, and the list of problems.
+    """Input of a mapper: the values that it may take, by name, and the list of problems.
 
     Args:
-        values: in the order in which they come.
-        problems: what is wrong so far; shared by all scopes of one graph.
-        path: put before names in messages.
-        hints: whether complaints about absent names are to guess what was meant.
+        values: values in order.
+        problems: problems found so far; shared by all scopes of one graph.
+        path: prefix of names in messages.
+        hints: whether messages about missing names suggest similar names.
     """
 
     def __init__(self, values: Mapping[str, Value], problems: list[str], path: str = "", hints: bool = True) -> None:
@@ -38,17 +38,17 @@ class Scope:
         self.hints = hints
 
     def over(self, values: Mapping[str, Value], prefix: str = "") -> Scope:
-        """Scope of other values, whose names lack ``prefix``, with the same list of problems."""
+        """Scope of other values, with ``prefix`` removed from their names, and the same list of problems."""
         return Scope(values, self.problems, self.path + prefix, self.hints)
 
     def find(self, names: Sequence[str], mapper: str) -> list[Value] | None:
-        """Values of these names; if one is missing, a problem and nothing."""
+        """Values with these names; if one is missing, add a problem and return ``None``."""
         missing = [name for name in names if name not in self.values]
         for name in missing:
             wanted = self.hints and len(self.problems) < _HINTS
             near = difflib.get_close_matches(name, self.values, n=1) if wanted else []
             hint = f"; did it mean '{self.path}{near[0]}'?" if near else ""
-            self.problems.append(f"{mapper} needs '{self.path}{name}', which is not there{hint}")
+            self.problems.append(f"{mapper} needs '{self.path}{name}', which does not exist{hint}")
         return None if missing else [self.values[name] for name in names]
 
     def complain(self, text: str) -> None:
@@ -56,16 +56,16 @@ class Scope:
         self.problems.append(text)
 
     def are_targets(self, names: Sequence[str], mapper: str) -> bool:
-        """Whether a mapper makes something, and nothing twice; else a problem."""
+        """Whether a mapper has at least one result and no duplicate results; add problems otherwise."""
         if not names:
-            self.complain(f"{mapper} makes nothing: give the names of its results")
+            self.complain(f"{mapper} has no results: give their names")
         twice = {name: None for name in names if names.count(name) > 1} if len(set(names)) < len(names) else {}
         for name in twice:
-            self.complain(f"{mapper} makes '{self.path}{name}' twice")
+            self.complain(f"{mapper} has the result '{self.path}{name}' twice")
         return bool(names) and not twice
 
     def below(self, prefix: str) -> dict[str, Value]:
-        """Values whose names start with ``prefix``, by the rest of the name."""
+        """Values whose names start with ``prefix``, which is removed from the names."""
         if not prefix:
             return dict(self.values)
         first = bisect.bisect_left(self._sorted, prefix)
@@ -79,13 +79,13 @@ class Scope:
 
 @dataclass(frozen=True)
 class Duplicate:
-    """Tensor that is left out because another one holds the same numbers, which is compared before anything is loaded.
+    """Tensor that is left out because another one has the same values; both are compared before weights are loaded.
 
     Attributes:
-        name: of the tensor that is left out.
-        copy: its value.
-        original: value of the tensor that is kept.
-        otherwise: error if they differ; says what would be lost, and what to do.
+        name: name of the left-out tensor.
+        copy: value of the left-out tensor.
+        original: value of the kept tensor.
+        otherwise: error text if they differ: the loss, and what to do.
     """
 
     name: str
@@ -99,10 +99,10 @@ class Effect:
     """Effect of a mapper on values.
 
     Attributes:
-        taken: name -> the mapper that took it.
-        made: name -> value, in order.
-        fresh: names that stay as they were initialised.
-        duplicates: tensors that are taken because others hold the same numbers.
+        taken: name of a taken value -> mapper that took it.
+        made: name of a result -> value, in order.
+        fresh: names of results that keep their initial values.
+        duplicates: taken tensors that are copies of others.
     """
 
     taken: dict[str, str] = field(default_factory=dict)
@@ -112,34 +112,37 @@ class Effect:
 
 
 class Mapper(ABC):
-    """Base of mappers: how named tensors become others. Frozen; knows nothing of files, ranks or models."""
+    """Base of mappers, which describe how named tensors become others. Frozen.
+
+    Independent of files, ranks and models.
+    """
 
     @abstractmethod
     def apply(self, scope: Scope) -> Effect:
-        """Take values and make others. What is wrong goes to ``scope.problems``."""
+        """Take values of the scope and return results. Problems are added to ``scope.problems``."""
 
     @abstractmethod
     def inverse(self) -> Mapper:
         """Inverse of this mapper.
 
         Raises:
-            CheckpointError: something is lost, so that there is none.
+            CheckpointError: there is no inverse, because information is lost.
         """
 
     def rest(self) -> bool:
-        """Whether this mapper takes whatever its neighbours leave."""
+        """Whether this mapper takes all values that its neighbours leave."""
         return False
 
     def __rshift__(self, other: Mapper) -> Mapper:
-        """Sequence ``first >> second``: one after the other."""
+        """Sequence ``first >> second``: apply one after the other."""
         return Sequential(self, other)
 
 
 class Parallel(Mapper):
-    """Base composition of mappers, in parallel: each takes its own tensors: none may be taken twice, none made twice.
+    """Parallel composition of mappers: each takes its own tensors; no tensor may be taken or made twice.
 
     Args:
-        mappers: in any order; results come in this order.
+        mappers: mappers in any order; results are ordered like the mappers.
     """
 
     def __init__(self, *mappers: Mapper) -> None:
@@ -149,9 +152,9 @@ class Parallel(Mapper):
         together = Effect()
         greedy = [mapper for mapper in self.mappers if mapper.rest()]
         effects = {id(mapper): mapper.apply(scope) for mapper in self.mappers if not mapper.rest()}
-        if greedy:  # what the others leave
+        if greedy:  # takes all values that the others leave
             if len(greedy) > 1:
-                scope.complain("two neighbours take the rest; one must do")
+                scope.complain("two neighbours take all remaining tensors; only one may")
             taken = {name for effect in effects.values() for name in effect.taken}
             left = {name: value for name, value in scope.values.items() if name not in taken}
             effects[id(greedy[0])] = greedy[0].apply(scope.over(left))
@@ -168,10 +171,10 @@ class Parallel(Mapper):
 
 
 class Sequential(Mapper):
-    """Base composition of mappers, in sequence: what one of them does not take passes it by.
+    """Sequential composition of mappers; tensors that a mapper does not take are passed on to the next ones.
 
     Args:
-        mappers: in order of application.
+        mappers: mappers in order of application.
     """
 
     def __init__(self, *mappers: Mapper) -> None:
@@ -204,7 +207,7 @@ class Sequential(Mapper):
 
 
 def lines(problems: Sequence[str]) -> Iterator[str]:
-    """Problems worth showing."""
+    """Yield the distinct problems, at most :data:`SHOWN` of them, then a line with the number left out."""
     distinct = list(dict.fromkeys(problems))
     yield from distinct[:SHOWN]
     if len(distinct) > SHOWN:
@@ -212,10 +215,10 @@ def lines(problems: Sequence[str]) -> Iterator[str]:
 
 
 def raise_if(problems: Sequence[str], what: str) -> None:
-    """Report problems together.
+    """Raise one error with all problems, if there are any.
 
     Raises:
-        CheckpointError: there are some.
+        CheckpointError: there are problems.
     """
     if problems:
         raise CheckpointError("\n".join([what, *(f"  {line}" for line in lines(problems))]))
@@ -233,7 +236,7 @@ def _add(together: Effect, effect: Effect, scope: Scope) -> None:
 
 
 def check_new(made: Mapping[str, Value], before: Mapping[str, Value], scope: Scope, who: str) -> None:
-    """Add a problem for each name that was made before."""
+    """Add a problem for each name that was already made."""
     for name in made:
         if name in before:
-            scope.complain(f"'{scope.path}{name}' is made twice, the first time by {who}")
+            scope.complain(f"'{scope.path}{name}' is made twice, first by {who}")

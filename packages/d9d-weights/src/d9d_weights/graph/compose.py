@@ -1,4 +1,4 @@
-"""Mappers that change the scope of other mappers: prefixes, connections, shares of the groups."""
+"""Mappers that change the scope of other mappers: prefixes, connections, shares of the work."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Connect", "Prefix", "Shard"]
 
 
 class Prefix(Mapper):
-    """Composition: a mapper for the tensors below a prefix: ``Prefix("model.layers.0.", "layers.0.", layer)``.
+    """Apply a mapper to the tensors below a prefix: ``Prefix("model.layers.0.", "layers.0.", layer)``.
 
     Args:
-        source: what their names start with, dot included.
-        target: what the results' names start with.
-        mapper: sees names without the prefix.
+        source: prefix of the tensors' names, with the dot.
+        target: prefix of the results' names.
+        mapper: inner mapper, which sees names without the prefix.
     """
 
     def __init__(self, source: str, target: str, mapper: Mapper) -> None:
@@ -39,10 +39,10 @@ class Prefix(Mapper):
 
 
 class Connect(Mapper):
-    """Composition of mappers that are connected by names: each may take what another makes, in whatever order.
+    """Composition of mappers in an order that follows from names: a mapper may take results of others.
 
     Args:
-        mappers: whose inputs and outputs do not depend on what else there is.
+        mappers: mappers whose inputs and outputs do not depend on other tensors of the scope.
     """
 
     def __init__(self, *mappers: Mapper) -> None:
@@ -70,7 +70,9 @@ class Connect(Mapper):
                 combined.duplicates += effect.duplicates
             if len(later) == len(left):
                 reasons = [reason for _, attempt in later for reason in attempt]
-                scope.complain("nothing can go first, in a cycle or for want of a tensor: " + "; ".join(reasons))
+                scope.complain(
+                    "no mapper can be applied first, because of a cycle or a missing tensor: " + "; ".join(reasons)
+                )
                 break
             left = [mapper for mapper, _ in later]
         combined.made = made
@@ -81,12 +83,12 @@ class Connect(Mapper):
 
 
 class Shard(Mapper):
-    """Composition: one worker's share of a mapper, complete groups of outputs of about equally many bytes.
+    """Restrict a mapper to one worker's share: complete groups of outputs with about equally many bytes per worker.
 
     Args:
-        mapper: of all.
-        index: which worker, from 0.
-        count: how many there are.
+        mapper: mapper of all outputs.
+        index: index of the worker, from 0.
+        count: number of workers.
     """
 
     def __init__(self, mapper: Mapper, index: int, count: int) -> None:
@@ -111,7 +113,7 @@ class Shard(Mapper):
         return Effect(effect.taken, made, fresh, effect.duplicates if self.index == 0 else [])
 
     def inverse(self) -> Mapper:
-        raise CheckpointError("a worker's share has no inverse: invert the full mapper, then share")
+        raise CheckpointError("a worker's share has no inverse: invert the full mapper, then apply Shard")
 
     def rest(self) -> bool:
         return self.mapper.rest()

@@ -19,20 +19,20 @@ __all__ = ["Compute"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """Call of a function over full tensors, shared by the values that it returns."""
+    """Call of a function of full tensors, shared by the values for its results."""
 
     function: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     inputs: Mapping[str, Value]
     label: str
 
     def run(self, find: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
-        """Evaluate all inputs and call."""
+        """Evaluate all inputs and call the function."""
         return self.function({name: value.tensor(find) for name, value in self.inputs.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class Computed(Value):
-    """Computed value: the result of a function over full tensors; even a window of it needs all its inputs."""
+    """Result of a function of full tensors; even a window of it needs all inputs in full."""
 
     call: Call
     output: str
@@ -79,13 +79,13 @@ def _leaves(value: Value) -> Iterator[Source]:
 
 @dataclass(frozen=True)
 class Compute(Mapper):
-    """Compute any function of full tensors, such as folding an adapter into its weight.
+    """Mapper that computes any function of full tensors, for example merging an adapter into its weight.
 
     Attributes:
-        inputs: names it takes.
-        function: from tensors by these names to tensors by new names; deterministic, does not change its arguments.
-        shapes: the same for shapes and dtypes, called before anything is read.
-        undo: the mapper that undoes it, if there is one.
+        inputs: names of the tensors that it takes.
+        function: function from named input tensors to named results; deterministic, does not change its arguments.
+        shapes: the same function on shapes and dtypes, called before tensors are read.
+        undo: inverse mapper, if there is one.
     """
 
     inputs: tuple[str, ...]
@@ -107,5 +107,5 @@ class Compute(Mapper):
 
     def inverse(self) -> Mapper:
         if self.undo is None:
-            raise CheckpointError(f"the function over {', '.join(self.inputs)} has no inverse: give it as 'undo'")
+            raise CheckpointError(f"the function of {', '.join(self.inputs)} has no inverse: give it as 'undo'")
         return self.undo

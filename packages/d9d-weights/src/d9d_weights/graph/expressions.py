@@ -1,8 +1,8 @@
-"""Expressions of tensors that are described but not read: where each number of an output comes from.
+"""Expressions of tensors that are described but not read: each element of an output is traced to its source.
 
-A value answers three questions: what it will look like (``spec``), what all of it is (:meth:`Value.tensor`), and
-what a window of it is (:meth:`Value.read`), which asks its own inputs for windows only. So a rank that holds one shard
-reads one shard, whatever lies between the file and the parameter.
+A value has a shape and dtype (``spec``), and can compute the full tensor (:meth:`Value.tensor`) or a window of it
+(:meth:`Value.read`), which reads only windows of its own inputs. So a rank that holds one shard reads one shard,
+through all operations between the file and the parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TensorSource(Protocol):
     """Source from which tensors are read by windows."""
 
     def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
-        """Fill ``into`` with the window of its shape at ``offset``; numbers are converted to its dtype."""
+        """Fill ``into`` with the window of its shape at ``offset``, converted to its dtype."""
         ...
 
 
@@ -40,11 +40,11 @@ class Value(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[Value, ...]:
-        """Values of which this one is made."""
+        """Values that this value is computed from."""
 
     @abstractmethod
     def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
-        """Full tensor, from full tensors; a view of them where it can be. Collective where a tensor is gathered."""
+        """Full tensor, from full tensors; a view of them if possible. Collective if a tensor is gathered."""
 
     @abstractmethod
     def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
@@ -52,15 +52,15 @@ class Value(ABC):
 
     @abstractmethod
     def text(self) -> str:
-        """Formula of the value over names."""
+        """Formula of the value in terms of names."""
 
     def sources(self) -> list[str]:
-        """Names of the sources of the value, in order, each once."""
+        """Names of the value's sources, in order, each once."""
         return list(dict.fromkeys(_sources(self)))
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether neighbouring rows of the tensor come from neighbouring bytes of the source."""
+        """Whether adjacent rows of the tensor come from adjacent bytes of the source."""
         return all(part.keeps_rows for part in self.parts)
 
 
@@ -73,7 +73,7 @@ def _sources(value: Value) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Source(Value):
-    """A tensor of the checkpoint."""
+    """Tensor of the checkpoint."""
 
     name: str
     spec: TensorSpec
@@ -93,7 +93,7 @@ class Source(Value):
 
 
 class Unary(Value):
-    """Value made of one other value, ``of``."""
+    """Value computed from one other value, ``of``."""
 
     of: Value
 
@@ -104,7 +104,7 @@ class Unary(Value):
 
 @dataclass(frozen=True, slots=True)
 class Permuted(Unary):
-    """Expression of a value with permuted dimensions: dimension ``k`` is ``dims[k]`` of the original."""
+    """Value with permuted dimensions: dimension ``k`` is dimension ``dims[k]`` of the original."""
 
     of: Value
     dims: tuple[int, ...]
@@ -131,7 +131,7 @@ class Permuted(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Unsqueezed(Unary):
-    """Expression of a value with a dimension of size one more."""
+    """Value with an additional dimension of size one."""
 
     of: Value
     dim: int
@@ -156,7 +156,7 @@ class Unsqueezed(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Squeezed(Unary):
-    """Expression of a value without a dimension of size one."""
+    """Value without a dimension of size one."""
 
     of: Value
     dim: int
@@ -179,7 +179,7 @@ class Squeezed(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Sliced(Unary):
-    """Expression of a slice of a value: indices ``start`` to ``start + length`` of a dimension."""
+    """Slice of a value: indices ``start`` to ``start + length`` of a dimension."""
 
     of: Value
     dim: int
@@ -207,7 +207,7 @@ class Sliced(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Joined(Value):
-    """Expression of several values joined along a dimension."""
+    """Concatenation of several values along a dimension."""
 
     of: tuple[Value, ...]
     dim: int
@@ -222,7 +222,7 @@ class Joined(Value):
         object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of[0].spec.dtype))
 
     def inside(self, first: int, last: int) -> Iterator[tuple[Value, int, int, int]]:
-        """Parts that overlap a range of indices: each with where it begins there, and the range inside the part."""
+        """Parts that overlap a range of indices: each with its start in the whole, and the range within the part."""
         index = bisect.bisect_right(self._ends, first)
         while first < last:
             begin = self._ends[index] - self.of[index].spec.shape[self.dim]
@@ -254,7 +254,7 @@ class Joined(Value):
 
 @dataclass(frozen=True, slots=True)
 class Converted(Unary):
-    """Expression of a value in another number format."""
+    """Value in another dtype."""
 
     of: Value
     dtype: torch.dtype
@@ -267,9 +267,9 @@ class Converted(Unary):
         return self.of.tensor(find).to(self.dtype)
 
     def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
-        if into.dtype == self.dtype:  # a source converts what it reads
+        if into.dtype == self.dtype:  # a source converts on reading
             self.of.read(source, offset, into)
-        else:  # numbers must pass through this format
+        else:  # values must be rounded to this dtype
             here = torch.empty(into.shape, dtype=self.dtype)
             self.of.read(source, offset, here)
             into.copy_(here)
@@ -280,7 +280,7 @@ class Converted(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Whole(Unary):
-    """Full tensor of one that is sharded over ranks. Computing it is collective over its mesh."""
+    """Full tensor of a value sharded over ranks. Computing it is collective over its mesh."""
 
     of: Value
 
@@ -300,7 +300,7 @@ class Whole(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Placed(Unary):
-    """Expression of a value sharded over a mesh. Nothing is communicated: each rank keeps its shard."""
+    """Value sharded over a mesh. Nothing is communicated: each rank keeps its shard."""
 
     of: Value
     mesh: DeviceMesh

@@ -1,4 +1,4 @@
-"""State graphs: mappers bound to what a checkpoint holds; everything is decided, nothing has been read."""
+"""State graphs: mappers bound to the tensors of a checkpoint; outputs are planned, nothing is read yet."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["StateGraph", "map_tensors", "specs_of"]
 
 
 class StateGraph:
-    """State graph: what each output consists of. Equal on all ranks, whatever the hashes of strings are.
+    """State graph: an expression for each output. Equal on all ranks, because its order does not depend on hashes.
 
     Attributes:
-        sources: the tensors there are.
+        sources: name -> spec of the existing tensors.
         outputs: name -> value, in order.
         fresh: names of outputs that have no source on purpose.
-        duplicates: sources that are left out because others hold the same numbers, which
+        duplicates: sources that are left out because other sources have the same values, which
             :func:`~d9d_weights.hugging_face.load.check_duplicates` compares.
 
     Args:
-        mapper: how names and shapes change.
-        sources: shape and dtype of each tensor there is.
+        mapper: mapper from the sources to the outputs.
+        sources: name -> shape and dtype of the existing tensors.
 
     Raises:
         CheckpointError: names are missing, taken or made twice, left over, in a cycle, or shapes do not fit; the text
@@ -38,9 +38,9 @@ class StateGraph:
         self.sources = dict(sources)
         problems: list[str] = []
         effect = mapper.apply(Scope(_source_values(self.sources), problems))
-        if not problems:  # else most of them follow from the others
+        if not problems:  # otherwise most left-over names are consequences
             left = [name for name in self.sources if name not in effect.taken]
-            problems += [f"nothing takes '{name}'; name it in a Drop if it is not needed" for name in left]
+            problems += [f"no mapper takes '{name}'; name it in a Drop if it is not needed" for name in left]
         for name, value in effect.made.items():
             if name in effect.fresh:
                 problems.append(f"'{name}' is made, and declared Fresh")
@@ -58,7 +58,10 @@ class StateGraph:
 
     @cached_property
     def left_out(self) -> list[str]:
-        """Sources that no output is made of, in order. Duplicates are none of them: nothing of theirs is lost."""
+        """Sources that no output uses, in order.
+
+        Duplicates are not among them, because none of their values is lost.
+        """
         used = {name for value in self.outputs.values() for name in value.sources()}
         copies = {name for duplicate in self.duplicates for name in duplicate.copy.sources()}
         return [name for name in self.sources if name not in used | copies]
@@ -69,10 +72,10 @@ class StateGraph:
         return group_values(self.outputs)
 
     def check(self, expected: Mapping[str, TensorSpec], ours: str = "the model") -> None:
-        """Compare the outputs' names and shapes with what is wanted.
+        """Compare the outputs' names and shapes with the expected ones.
 
         Raises:
-            CheckpointError: they differ; the text lists how.
+            CheckpointError: they differ; the text lists the differences.
         """
         problems = [
             f"{ours} needs '{name}', which the checkpoint does not give"
@@ -85,7 +88,9 @@ class StateGraph:
         for name, value in self.outputs.items():
             if name in expected and expected[name].shape != value.spec.shape:
                 have, want = list(value.spec.shape), list(expected[name].shape)
-                problems.append(f"'{name}' has the shape {have} there ({value.text()}), and {want} in {ours}")
+                problems.append(
+                    f"'{name}' has the shape {have} in the checkpoint ({value.text()}), but {want} in {ours}"
+                )
         raise_if(problems, f"the checkpoint does not fit {ours}:")
 
     @property
@@ -93,17 +98,17 @@ class StateGraph:
         return [*self.outputs, *sorted(self.fresh)]
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute all outputs from full tensors; views of them where it can be. Collective where tensors are gathered.
+        """Compute all outputs from full tensors; views of them if possible. Collective if tensors are gathered.
 
         Raises:
-            CheckpointError: a tensor has another shape or dtype than it was declared with.
+            CheckpointError: a tensor's shape or dtype differs from its spec.
         """
-        raise_if(list(_surprises(self.sources, tensors)), "the tensors are not those that the graph was made for:")
+        raise_if(list(_surprises(self.sources, tensors)), "the tensors differ from the specs of the graph:")
         return {name: value.tensor(tensors.__getitem__) for name, value in self.outputs.items()}
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
-    """Shape and dtype of tensors."""
+    """Name -> shape and dtype of tensors."""
     return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
@@ -121,11 +126,11 @@ def _surprises(sources: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor])
 
 
 def _source_values(specs: Mapping[str, TensorSpec]) -> dict[str, Value]:
-    """The tensors of a checkpoint as values."""
+    """Tensors of a checkpoint as values."""
     return {name: Source(name, spec) for name, spec in specs.items()}
 
 
 def _ends_placed(value: Value) -> bool:
-    """Whether sharding, if any, comes last."""
+    """Whether sharding, if any, is the outermost operation."""
     inner: Sequence[Value] = value.parts
     return all(not isinstance(part, Placed) and _ends_placed(part) for part in inner)

@@ -13,12 +13,12 @@ __all__ = ["Group"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Outputs that share sources, directly or through others: they are read, computed and dropped together.
+    """Outputs that share sources, directly or through others: they are read, computed and freed together.
 
     Attributes:
         inputs: names of the sources, in the order in which the outputs need them.
         outputs: names of the outputs, in order.
-        bytes: of all outputs.
+        bytes: bytes of all outputs.
     """
 
     inputs: tuple[str, ...]
@@ -27,8 +27,11 @@ class Group:
 
 
 def group_values(values: Mapping[str, Value]) -> list[Group]:
-    """Group a graph's outputs in the order of the first; nothing depends on hashes. Linear in the number of names."""
-    parent: dict[str, str] = {}  # of sources; a forest
+    """Group a graph's outputs, in the order of their first outputs, independent of hashes.
+
+    Linear in the number of names.
+    """
+    parent: dict[str, str] = {}  # union-find forest of sources
 
     def root(name: str) -> str:
         while parent[name] != name:

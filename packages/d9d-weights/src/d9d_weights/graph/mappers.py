@@ -1,4 +1,4 @@
-"""Mappers of one tensor at a time. Where a name is asked for, a pattern will do: ``layers.{layer}.norm.weight``."""
+"""Mappers of one tensor at a time. A name may be a pattern: ``layers.{layer}.norm.weight``."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _PLACE = re.compile(r"\{(\w+)(\*?)\}")
 
 @dataclass(frozen=True)
 class Pattern:
-    """Pattern: a name in which ``{word}`` stands for one component and ``{word*}`` for one or more of them.
+    """Name in which ``{word}`` stands for one component and ``{word*}`` for one or more components.
 
     Attributes:
-        text: the name.
+        text: the name with placeholders.
     """
 
     text: str
@@ -53,19 +53,19 @@ class Pattern:
         return re.compile("".join([*parts, re.escape(self.text[end:])]))
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Words that the placeholders stand for in this name, if it fits."""
+        """Placeholder -> component in a name; ``None`` if the name does not match."""
         found = self._regex.fullmatch(name)
         return None if found is None else found.groupdict()
 
     def fill(self, placeholders: dict[str, str]) -> str:
-        """Name with words in place of the placeholders."""
+        """Name with placeholders replaced."""
         return _PLACE.sub(lambda match: placeholders[match[1]], self.text)
 
 
 class PerTensor(Mapper):
-    """Base of mappers that take each tensor that fits a name or pattern, and make one of it.
+    """Base of mappers that take each tensor that matches a name or pattern and return one result for it.
 
-    Subclasses are frozen dataclasses that have the fields ``name``, ``to`` (by default the same) and ``optional``.
+    Subclasses are frozen dataclasses with the fields ``name``, ``to`` (by default the same name) and ``optional``.
     """
 
     name: str
@@ -74,10 +74,10 @@ class PerTensor(Mapper):
 
     @abstractmethod
     def change(self, value: Value) -> Value:
-        """Change a value into the one that is made of it.
+        """Result for a value.
 
         Raises:
-            ValueError: its shape does not allow that; the text says why.
+            ValueError: the value's shape is not possible; the text gives the reason.
         """
 
     @cached_property
@@ -93,12 +93,12 @@ class PerTensor(Mapper):
         effect = Effect()
         pattern, target = self._patterns
         if pattern.placeholders != target.placeholders:
-            scope.complain(f"{self.label()}: '{self.to}' has other placeholders in braces, so its names are not known")
+            scope.complain(f"{self.label()}: '{self.to}' has other placeholders in braces, so names cannot be derived")
             return effect
         for source, made in self._matches(scope):
             effect.taken[source] = self.label()
             if made in effect.made:
-                scope.complain(f"{self.label()} makes '{scope.path}{made}' twice, the second time of '{source}'")
+                scope.complain(f"{self.label()} makes '{scope.path}{made}' twice, the second time from '{source}'")
             try:
                 effect.made[made] = self.change(scope.values[source])
             except ValueError as error:
@@ -120,15 +120,15 @@ class PerTensor(Mapper):
                 found = True
                 yield name, target.fill(placeholders)
         if not found and not self.optional:
-            scope.complain(f"{self.label()} fits no name that starts with '{scope.path}'")
+            scope.complain(f"{self.label()} matches no name that starts with '{scope.path}'")
 
 
 @dataclass(frozen=True)
 class Identity(Mapper):
-    """Mapper that keeps tensors as they are: those named, or all that its neighbours leave.
+    """Mapper that keeps tensors unchanged: the named ones, or all that its neighbours leave.
 
     Attributes:
-        names: which; none means the rest.
+        names: names of the tensors; empty for all remaining ones.
     """
 
     names: tuple[str, ...] = ()
@@ -147,12 +147,12 @@ class Identity(Mapper):
 
 @dataclass(frozen=True)
 class Rename(PerTensor):
-    """Mapper that gives a tensor another name.
+    """Mapper that renames a tensor.
 
     Attributes:
-        name: the old one, or a pattern.
-        to: the new one, with the same placeholders.
-        optional: whether it may be absent.
+        name: old name, or a pattern.
+        to: new name, with the same placeholders.
+        optional: whether the tensor may be absent.
     """
 
     name: str
@@ -176,10 +176,11 @@ class Transpose(PerTensor):
     """Mapper that reorders the dimensions of a tensor.
 
     Attributes:
-        name: of the tensor, or a pattern.
-        dims: dimension ``k`` of the result is ``dims[k]`` of the original; the last two swapped by default.
-        to: new name, by default the same.
-        optional: whether it may be absent.
+        name: name of the tensor, or a pattern.
+        dims: dimension ``k`` of the result is dimension ``dims[k]`` of the original; by default, the last two are
+            swapped.
+        to: new name; by default the same.
+        optional: whether the tensor may be absent.
     """
 
     name: str
@@ -191,7 +192,7 @@ class Transpose(PerTensor):
         ndim = len(value.spec.shape)
         dims = self.dims or (*range(ndim - 2), ndim - 1, ndim - 2)
         if ndim < 2 or sorted(dims) != list(range(ndim)):
-            raise ValueError(f"its dimensions cannot be ordered as {dims}")
+            raise ValueError(f"its dimensions cannot be permuted by {dims}")
         return permuted(value, dims)
 
     def inverse(self) -> Mapper:
@@ -204,10 +205,10 @@ class Squeeze(PerTensor):
     """Mapper that removes a dimension of size one.
 
     Attributes:
-        name: of the tensor, or a pattern.
-        dim: which one; counts from 0.
-        to: new name, by default the same.
-        optional: whether it may be absent.
+        name: name of the tensor, or a pattern.
+        dim: index of the dimension, from 0.
+        to: new name; by default the same.
+        optional: whether the tensor may be absent.
     """
 
     name: str
@@ -229,10 +230,10 @@ class Unsqueeze(PerTensor):
     """Mapper that adds a dimension of size one.
 
     Attributes:
-        name: of the tensor, or a pattern.
-        dim: where; counts from 0.
-        to: new name, by default the same.
-        optional: whether it may be absent.
+        name: name of the tensor, or a pattern.
+        dim: index of the new dimension, from 0.
+        to: new name; by default the same.
+        optional: whether the tensor may be absent.
     """
 
     name: str
@@ -242,7 +243,7 @@ class Unsqueeze(PerTensor):
 
     def change(self, value: Value) -> Value:
         if not 0 <= self.dim <= len(value.spec.shape):
-            raise ValueError(f"there is no position {self.dim} for a new dimension")
+            raise ValueError(f"a new dimension cannot have index {self.dim}")
         return unsqueezed(value, self.dim)
 
     def inverse(self) -> Mapper:
@@ -251,14 +252,14 @@ class Unsqueeze(PerTensor):
 
 @dataclass(frozen=True)
 class Cast(PerTensor):
-    """Mapper that converts a tensor to another number format.
+    """Mapper that converts a tensor to another dtype.
 
     Attributes:
-        name: of the tensor, or a pattern.
-        dtype: the new one.
-        back: the old one, if the inverse is wanted.
-        to: new name, by default the same.
-        optional: whether it may be absent.
+        name: name of the tensor, or a pattern.
+        dtype: new dtype.
+        back: old dtype, needed for the inverse.
+        to: new name; by default the same.
+        optional: whether the tensor may be absent.
     """
 
     name: str
@@ -272,18 +273,18 @@ class Cast(PerTensor):
 
     def inverse(self) -> Mapper:
         if self.back is None:
-            raise CheckpointError(f"{self.label()} has no inverse: give the original number format as 'back'")
+            raise CheckpointError(f"{self.label()} has no inverse: give the original dtype as 'back'")
         return Cast(self.to or self.name, self.back, self.dtype, self.name, self.optional)
 
 
 @dataclass(frozen=True)
 class Gather(PerTensor):
-    """Gather a tensor that is sharded over ranks. Collective over its mesh when it is computed.
+    """Mapper that gathers a tensor sharded over ranks. Computing the result is collective over its mesh.
 
     Attributes:
-        name: of the tensor, or a pattern.
-        to: new name, by default the same.
-        optional: whether it may be absent.
+        name: name of the tensor, or a pattern.
+        to: new name; by default the same.
+        optional: whether the tensor may be absent.
     """
 
     name: str
@@ -294,7 +295,7 @@ class Gather(PerTensor):
         return Whole(value)
 
     def inverse(self) -> Mapper:
-        raise CheckpointError(f"{self.label()} has no inverse: say with Distribute how the tensor is sharded")
+        raise CheckpointError(f"{self.label()} has no inverse: declare the sharding with Distribute")
 
 
 @dataclass(frozen=True)
@@ -302,11 +303,11 @@ class Distribute(PerTensor):
     """Mapper that shards a tensor over a mesh: each rank computes its shard of a DTensor. Must come last.
 
     Attributes:
-        name: of the tensor, or a pattern.
-        mesh: ranks.
-        placements: one for each dimension of the mesh.
-        to: new name, by default the same.
-        optional: whether it may be absent.
+        name: name of the tensor, or a pattern.
+        mesh: device mesh.
+        placements: one placement for each dimension of the mesh.
+        to: new name; by default the same.
+        optional: whether the tensor may be absent.
     """
 
     name: str

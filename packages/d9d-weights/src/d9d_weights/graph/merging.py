@@ -1,4 +1,4 @@
-"""Mappers from several tensors to one, and from one to several."""
+"""Mappers that merge several tensors into one, or split one into several."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Chunk", "Concatenate", "Stack", "Unstack"]
 
 @dataclass(frozen=True)
 class Stack(Mapper):
-    """Merging of equally shaped tensors: they are stacked along a new dimension.
+    """Mapper that stacks tensors of equal shape along a new dimension.
 
     Attributes:
-        names: of the tensors, in order.
+        names: names of the tensors, in order.
         to: name of the result.
-        dim: the new dimension; counts from 0.
+        dim: index of the new dimension, from 0.
     """
 
     names: Sequence[str]
@@ -35,7 +35,9 @@ class Stack(Mapper):
         if values and _alike(scope, label, self.names, values, None):
             if not 0 <= self.dim <= len(values[0].spec.shape):
                 shape = list(values[0].spec.shape)
-                scope.complain(f"{label}: tensors of the shape {shape} have no position {self.dim} for a new dimension")
+                scope.complain(
+                    f"{label}: tensors of the shape {shape} cannot be stacked along a new dimension {self.dim}"
+                )
             else:
                 effect.made[self.to] = joined([unsqueezed(value, self.dim) for value in values], self.dim)
         return effect
@@ -46,12 +48,12 @@ class Stack(Mapper):
 
 @dataclass(frozen=True)
 class Unstack(Mapper):
-    """Inverse of merging by a stack: a tensor becomes one for each index of a dimension, which disappears.
+    """Inverse of :class:`Stack`: mapper that splits a tensor into one result per index of a dimension.
 
     Attributes:
-        name: of the tensor.
+        name: name of the tensor.
         to: names of the results, in order.
-        dim: the dimension; counts from 0.
+        dim: index of the dimension, from 0.
     """
 
     name: str
@@ -66,7 +68,7 @@ class Unstack(Mapper):
         for value in scope.find([self.name], label) or ():
             shape = value.spec.shape
             if not 0 <= self.dim < len(shape) or shape[self.dim] != len(self.to):
-                scope.complain(f"{label} makes {len(self.to)} tensors over dimension {self.dim} of {list(shape)}")
+                scope.complain(f"{label} cannot make {len(self.to)} tensors from dimension {self.dim} of {list(shape)}")
                 continue
             for index, target in enumerate(self.to):
                 effect.made[target] = squeezed(sliced(value, self.dim, index, 1), self.dim)
@@ -78,13 +80,13 @@ class Unstack(Mapper):
 
 @dataclass(frozen=True)
 class Concatenate(Mapper):
-    """Merging of tensors: they are concatenated along a dimension.
+    """Mapper that concatenates tensors along a dimension.
 
     Attributes:
-        names: of the tensors, in order.
+        names: names of the tensors, in order.
         to: name of the result.
-        dim: the dimension; counts from 0.
-        sizes: of each tensor there; needed by the inverse unless they are equal.
+        dim: index of the dimension, from 0.
+        sizes: size of each tensor along the dimension; the inverse needs them unless they are equal.
     """
 
     names: Sequence[str]
@@ -112,13 +114,13 @@ class Concatenate(Mapper):
 
 @dataclass(frozen=True)
 class Chunk(Mapper):
-    """Inverse of merging by concatenation: a tensor is cut into consecutive chunks along a dimension.
+    """Inverse of :class:`Concatenate`: mapper that splits a tensor into consecutive parts along a dimension.
 
     Attributes:
-        name: of the tensor.
+        name: name of the tensor.
         to: names of the results, in order.
-        dim: the dimension; counts from 0.
-        sizes: of each part; equal ones by default.
+        dim: index of the dimension, from 0.
+        sizes: size of each part; equal by default.
     """
 
     name: str
@@ -150,7 +152,7 @@ class Chunk(Mapper):
 
 
 def _alike(scope: Scope, label: str, names: Sequence[str], values: Sequence[Value], but: int | None) -> bool:
-    """Whether dtypes and shapes agree, but for one dimension."""
+    """Whether dtypes and shapes are equal, except for dimension ``but``; add a problem otherwise."""
 
     def form(value: Value) -> tuple[object, ...]:
         shape = list(value.spec.shape)

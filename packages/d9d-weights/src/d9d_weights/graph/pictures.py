@@ -1,4 +1,4 @@
-"""Pictures of state graphs: text and Mermaid charts. Layers that do the same share a line."""
+"""Pictures of state graphs, as text and Mermaid charts. Layers with the same structure share a line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from d9d_core.types import TensorSpec
 from d9d_weights.graph.expressions import Source, Value
 from d9d_weights.graph.graph import StateGraph
 
-#: How pictures call what a value does.
+#: Type of a value -> its operation in pictures.
 _VERBS = {
     "Permuted": "transpose",
     "Unsqueezed": "unsqueeze",
@@ -23,20 +23,20 @@ _VERBS = {
     "Placed": "distribute",
     "Computed": "compute",
 }
-#: Digits of an index; a name may have any number of them.
+#: Most digits of an index that is read as a number; a name may have any number of digits.
 _MAX_DIGITS = 9
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 
 
 @dataclass
 class Line:
-    """Line of a state graph's picture in text: outputs that differ in indices only.
+    """Line of a state graph's text: outputs that differ only in indices.
 
     Attributes:
-        value: the first of them.
-        spec: its shape and dtype.
-        names: all of them.
-        formula: what they are made of; ``None`` if that is not asked.
+        value: value of the first output.
+        spec: shape and dtype of the outputs.
+        names: names of all outputs.
+        formula: formula of the outputs; ``None`` for plain tensors.
     """
 
     value: Value | None
@@ -46,12 +46,12 @@ class Line:
 
     @property
     def name(self) -> str:
-        """Name of the line, such as ``layers.{0..27}.norm.weight``."""
+        """Common name of the outputs, such as ``layers.{0..27}.norm.weight``."""
         return _collapsed(self.names)
 
 
 def graph_lines(graph: StateGraph) -> list[Line]:
-    """Lines of a graph's outputs, alike ones together, in order."""
+    """Lines of a graph's outputs, similar ones merged, in order."""
     found: dict[tuple[object, ...], Line] = {}
     for name, value in graph.outputs.items():
         formula = value.text()
@@ -62,7 +62,7 @@ def graph_lines(graph: StateGraph) -> list[Line]:
 
 
 def tensor_lines(specs: Mapping[str, TensorSpec]) -> list[Line]:
-    """Lines of tensors, alike ones together, in order."""
+    """Lines of tensors, similar ones merged, in order."""
     found: dict[tuple[object, ...], Line] = {}
     for name, spec in specs.items():
         found.setdefault((_skeleton(name), spec), Line(None, spec, [])).names.append(name)
@@ -70,12 +70,12 @@ def tensor_lines(specs: Mapping[str, TensorSpec]) -> list[Line]:
 
 
 def graph_text(graph: StateGraph) -> str:
-    """Text of a graph, one line for each kind of output: name, shape, dtype, and what it is made of."""
+    """Text of a graph, one entry for each kind of output: name, shape, dtype, and formula."""
     rows = [
         f"{line.name}  {list(line.spec.shape)} {str(line.spec.dtype).removeprefix('torch.')}\n    = {line.formula}"
         for line in graph_lines(graph)
     ]
-    rows += [f"{name}\n    stays as it was initialised" for name in sorted(graph.fresh)]
+    rows += [f"{name}\n    keeps its initial values" for name in sorted(graph.fresh)]
     return "\n".join(rows)
 
 
@@ -109,7 +109,7 @@ def _skeleton(text: str) -> str:
 
 
 def _collapsed(names: list[str]) -> str:
-    """Each index that varies as a range, if the indices are all there; else as ``{n}``."""
+    """Common name with each varying index as a range, or as ``{n}`` if the indices have gaps."""
     if len(names) == 1:
         return names[0]
     columns = list(zip(*(_INDEX.findall(name) for name in names), strict=True))

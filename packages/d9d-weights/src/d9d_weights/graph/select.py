@@ -1,4 +1,4 @@
-"""Mappers that decide which tensors there are, and under how many names."""
+"""Mappers that select, drop and share tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Copy", "Drop", "Either", "Explained", "Fresh", "Select", "Share"]
 
 @dataclass(frozen=True)
 class Share(Mapper):
-    """Selection of one tensor under several names, such as an embedding that is also the head.
+    """Mapper from one tensor to several names, such as an embedding that is also the head.
 
     Attributes:
-        name: of the tensor.
-        targets: its new names; the inverse keeps the first.
+        name: name of the tensor.
+        targets: new names; the inverse keeps the first.
     """
 
     name: str
@@ -36,11 +36,11 @@ class Share(Mapper):
 
 @dataclass(frozen=True)
 class Select(Mapper):
-    """Select the tensors below a module, under another module: ``Select("model", "backbone")``. Others are left out.
+    """Mapper that moves the tensors below a module to another module: ``Select("model", "backbone")``. Drops others.
 
     Attributes:
         module: name of the module, ``""`` for the model itself.
-        to: its new name.
+        to: new name of the module.
     """
 
     module: str
@@ -51,7 +51,7 @@ class Select(Mapper):
         label = f"Select('{self.module}')"
         below = scope.below(old)
         if not below:
-            scope.complain(f"{label} finds nothing below '{scope.path}{old}'")
+            scope.complain(f"{label} finds no tensors below '{scope.path}{old}'")
         return Effect(dict.fromkeys(scope.values, label), {new + name: value for name, value in below.items()})
 
     def inverse(self) -> Mapper:
@@ -60,14 +60,14 @@ class Select(Mapper):
 
 @dataclass(frozen=True)
 class Drop(Mapper):
-    """Selection that leaves tensors out, such as a head that the model lacks. Its inverse does nothing.
+    """Mapper that leaves out tensors, such as a head that the model lacks. Its inverse does nothing.
 
-    :attr:`~d9d_weights.graph.graph.StateGraph.left_out` lists them for the user. A copy of another tensor is a
-    :class:`Copy`.
+    :attr:`~d9d_weights.graph.graph.StateGraph.left_out` lists them for the user. Use :class:`Copy` for a tensor that
+    duplicates another one.
 
     Attributes:
-        name: of the tensor, or a pattern.
-        optional: whether it may be absent.
+        name: name of the tensor, or a pattern.
+        optional: whether the tensor may be absent.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Drop(Mapper):
         else:
             taken = [name for name in scope.values if pattern.match(name) is not None]
             if not taken and not self.optional:
-                scope.complain(f"{label} fits no name that starts with '{scope.path}'")
+                scope.complain(f"{label} matches no name that starts with '{scope.path}'")
         return Effect(dict.fromkeys(taken, label))
 
     def inverse(self) -> Mapper:
@@ -91,15 +91,15 @@ class Drop(Mapper):
 
 @dataclass(frozen=True)
 class Copy(Mapper):
-    """Selection that leaves out a tensor which holds the same numbers as another, such as the head of a tied model.
+    """Mapper that leaves out a tensor which duplicates another one, such as the head of a tied model.
 
-    Nothing happens if it is absent. Readers of files compare the two with
+    An absent tensor is no error. Readers of files compare the two tensors with
     :func:`~d9d_weights.hugging_face.load.check_duplicates`.
 
     Attributes:
-        name: of the tensor.
-        original: name of the other one; this mapper does not take it.
-        otherwise: error if the numbers differ; says what would be lost, and what to do.
+        name: name of the duplicate.
+        original: name of the other tensor, which this mapper does not take.
+        otherwise: error text if the values differ: the loss, and what to do.
     """
 
     name: str
@@ -123,11 +123,11 @@ class Copy(Mapper):
 
 @dataclass(frozen=True)
 class Explained(Mapper):
-    """Selection, or another mapper, whose complaints become a text of its own, which names files and fields.
+    """Mapper whose problems are replaced by another text, for example one that names files and fields.
 
     Attributes:
-        mapper: that may fail.
-        text: the error then; says what to do.
+        mapper: mapper that may fail.
+        text: error text, with the next action.
     """
 
     mapper: Mapper
@@ -149,10 +149,10 @@ class Explained(Mapper):
 
 @dataclass(frozen=True)
 class Fresh(Mapper):
-    """Declare names that the checkpoint lacks on purpose, such as a new head: they stay as they were initialised.
+    """Declare names that the checkpoint lacks on purpose, such as a new head: they keep their initial values.
 
     Attributes:
-        names: of the tensors.
+        names: names of the tensors.
     """
 
     names: tuple[str, ...]
@@ -165,14 +165,15 @@ class Fresh(Mapper):
 
 
 class Either(Mapper):
-    """Selection of the first of several mappers that finds all its tensors, for checkpoints in more than one layout.
+    """First of several mappers that finds all its tensors, for checkpoints in more than one layout.
 
-    If none does, the complaints are those of the one that finds most of its tensors. What the others would have taken
-    is left, so a checkpoint that holds two layouts at once is refused. A mapper whose tensors may all be absent always
-    fits: give it last.
+    If none does, the problems of the mapper that finds most tensors are reported. Tensors of the other mappers are
+    left,
+    so a checkpoint with two layouts at once is refused. A mapper whose tensors are all optional always matches: give it
+    last.
 
     Args:
-        mappers: in order of preference; the inverse is that of the first.
+        mappers: mappers in order of preference; the inverse is the first one's.
     """
 
     def __init__(self, *mappers: Mapper) -> None:

@@ -1,4 +1,4 @@
-"""Simplification of expressions: a mapper followed by its inverse leaves nothing but names."""
+"""Simplification of expressions: a mapper followed by its inverse leaves only renamed values."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def unsqueezed(value: Value, dim: int) -> Value:
 
 
 def converted(value: Value, dtype: torch.dtype) -> Value:
-    """Change the number format."""
+    """Change the dtype."""
     return value if value.spec.dtype == dtype else Converted(value, dtype)
 
 
 def sliced(value: Value, dim: int, start: int, length: int) -> Value:
-    """Slice a dimension. Slices of what was joined are looked up, so that no value grows with its neighbours."""
+    """Slice a dimension. A slice of a concatenation becomes a concatenation of the parts that it overlaps."""
     if start == 0 and length == value.spec.shape[dim]:
         return value
     if isinstance(value, Sliced) and value.dim == dim:
@@ -46,7 +46,7 @@ def sliced(value: Value, dim: int, start: int, length: int) -> Value:
 
 
 def joined(values: Sequence[Value], dim: int) -> Value:
-    """Concatenate. Neighbouring slices of one value become one slice again."""
+    """Concatenate. Adjacent slices of one value are merged into one slice."""
     merged: list[Value] = []
     for value in values:
         last = merged[-1] if merged else None

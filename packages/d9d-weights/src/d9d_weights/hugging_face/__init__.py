@@ -1,1 +1,1 @@
-"""Models in Hugging Face layout on disk: read by windows, written file by file."""
+"""Models in Hugging Face layout: read by windows, written file by file."""

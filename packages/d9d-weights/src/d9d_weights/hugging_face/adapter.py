@@ -1,4 +1,4 @@
-"""Format of adapters in the files of the ``peft`` library: what a fine-tuning method added to a model."""
+"""Interface of fine-tuning methods to adapter files of the ``peft`` library."""
 
 from __future__ import annotations
 
@@ -15,74 +15,74 @@ from d9d_weights.hugging_face.layout import FileNames
 
 __all__ = ["AdapterFormat", "MergesTensors"]
 
-#: Files of an adapter; unlike a model's, its weights are always in one file.
+#: Files of an adapter. Unlike a model's, its weights are always in one file.
 ADAPTER_FILES = FileNames(config="adapter_config.json", stem="adapter_model")
 
 
 @runtime_checkable
 class AdapterFormat(Protocol):
-    """Format of a fine-tuning method's own tensors; methods that have one are saved and loaded without the model."""
+    """Adapter file format of a fine-tuning method; an adapter is saved and loaded without the model."""
 
     @property
     def init_from(self) -> str | None:
-        """Directory of an adapter to start from, or an fsspec address of one."""
+        """Directory or fsspec address of an adapter to start from; ``None`` without one."""
         ...
 
     def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:
         """Contents of ``adapter_config.json``.
 
         Args:
-            stage: the model with the method injected, all of it.
-            published: see :func:`published_names`.
+            stage: the full model with the method injected.
+            published: names in published files, see :func:`published_names`.
 
         Raises:
-            CheckpointError: what the method added has no place in such files.
+            CheckpointError: the adapter format cannot represent the added tensors.
         """
         ...
 
     def adapter_exporter(self, stage: nn.Module, published: Mapping[str, str]) -> Mapper:
-        """Mapper from the names of the method's tensors to those in the file; its inverse reads them.
+        """Mapper from the method's tensors to the adapter file's tensors; its inverse is used to load.
 
         Raises:
-            CheckpointError: as above.
+            CheckpointError: the adapter format cannot represent the added tensors.
         """
         ...
 
     def check_adapter(self, config_json: Mapping[str, Any], names: Collection[str]) -> None:
-        """Compare this method with the ``adapter_config.json`` of an adapter to start from.
+        """Check that an existing adapter fits this method's config.
 
         Args:
-            config_json: contents of the file.
-            names: of the tensors beside it.
+            config_json: contents of ``adapter_config.json``.
+            names: names of the adapter's tensors.
 
         Raises:
-            CheckpointError: the adapter is of another kind, or would compute something else here.
+            CheckpointError: the adapter is of another kind, or would compute different results here.
         """
         ...
 
 
 @runtime_checkable
 class MergesTensors(Protocol):
-    """Merging of a fine-tuning method as a state graph; methods that have one can be merged from any checkpoint."""
+    """Fine-tuning method that can be merged by a state graph, from any checkpoint without the model in memory."""
 
     def merger(self, names: Collection[str]) -> Mapper:
-        """Mapper from the tensors of a model with the method injected to those of the model alone.
+        """Mapper from the tensors of a model with the method injected to the merged model's tensors.
 
         Args:
-            names: of the tensors; tensors that another method added pass.
+            names: names of the tensors; tensors that another method added are passed on.
         """
         ...
 
 
 def published_names(exporter: Mapper, specs: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """Names, for an adapter's files, that tensors of a model have in published files.
+    """Names in published files for tensors of a model, to be used in an adapter's files.
 
-    They are those of tensors that are the same there; and those of banks [experts, in, out] that are a matrix [out, in]
-    for each expert there, with ``*`` in place of its number.
+    A tensor has such a name if it is unchanged in published files. A bank [experts, in, out] that is published as a
+    matrix [out, in] per expert has the name of these matrices with ``*`` instead of the expert's number.
 
     Args:
-        exporter: from the model's names to those of the files.
-        specs: the model's tensors.
+        exporter: mapper from the model's tensors to the files'.
+        specs: specs of the model's tensors.
     """
     graph = StateGraph(exporter, specs)
     found = {value.name: name for name, value in graph.outputs.items() if isinstance(value, Source)}
@@ -99,7 +99,10 @@ def published_names(exporter: Mapper, specs: Mapping[str, TensorSpec]) -> dict[s
 
 
 def _numbered(names: Sequence[str], count: int) -> str | None:
-    """Pattern of names that differ by one number, from 0 to ``count - 1`` in order, with ``*`` for it."""
+    """Pattern with ``*`` for names that differ only in a number, which counts from 0 to ``count - 1``.
+
+    Else ``None``.
+    """
     parts = [name.split(".") for name in names]
     if len(names) != count or len({len(one) for one in parts}) != 1:
         return None

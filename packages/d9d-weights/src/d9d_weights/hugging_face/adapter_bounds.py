@@ -1,7 +1,7 @@
-"""Fields of an ``adapter_config.json`` that a library is given: those whose values are known to be bounded.
+"""Fields of an untrusted ``adapter_config.json`` that are passed to a library, limited to bounded values.
 
-The file is a stranger's. The library ``peft`` compiles texts of it as regular expressions, copies layers as it says,
-and allocates ranks that it names.
+The library ``peft`` compiles texts of the file as regular expressions, copies layers that it names, and allocates
+ranks that it gives.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 from d9d_core.errors import CheckpointError
 
-#: Largest rank, most names in a list, and characters of a name.
+#: Largest rank, most names in a list, and most characters of a name.
 _MAX_RANK, _MAX_NAMES, _MAX_NAME = 1 << 14, 1 << 14, 256
 _NAME = re.compile(r"[\w.-]+")
-#: Expressions in which nothing is repeated, but for two stretches of any text, so that matching takes no time.
+#: Regular expressions with at most two ``.*`` and no other repetition, so that matching is fast.
 _PLAIN_EXPRESSION = re.compile(r"[\w.^$|()\\-]*(?:\.\*[\w.^$|()\\-]*){0,2}")
 
 
@@ -49,7 +49,7 @@ def _are_names(value: Any) -> bool:
 
 
 def _are_modules(value: Any) -> bool:
-    """Names, or one expression that is matched in little time."""
+    """Names, or one regular expression that is fast to match."""
     if isinstance(value, str):
         return len(value) <= _MAX_NAME and _PLAIN_EXPRESSION.fullmatch(value) is not None and ")*" not in value
     return _are_names(value)
@@ -71,7 +71,7 @@ def _are_patterns(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return sound
 
 
-#: Field -> whether its value is bounded. Those of both kinds of adapters, of LoRA, and of (IA)3.
+#: Field -> whether its value is bounded; fields of adapters in general, of LoRA, and of (IA)3.
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("task_type", "revision", "base_model_name_or_path", "peft_version"), _is_text),
     "peft_type": lambda value: value in ("LORA", "IA3"),
@@ -89,17 +89,17 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "rank_pattern": _are_patterns(_is_rank),
     "alpha_pattern": _are_patterns(_is_number),
 }
-#: Fields that peft writes into every file, with values that mean nothing by themselves.
-_DROPPED = frozenset({"auto_mapping"})  # names classes of the model, which is known already
+#: Fields that peft writes into every file and that have no effect here.
+_DROPPED = frozenset({"auto_mapping"})  # names classes of the model, which is already known
 _UNUSED = {"megatron_core": "megatron.core", "qalora_group_size": 16}
 
 
 def bounded_fields(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Fields of an ``adapter_config.json`` that mean something, after a look at each.
+    """Check each field of an ``adapter_config.json``, and return the fields that have an effect.
 
     Args:
-        values: of the file.
-        name: of the file, for messages.
+        values: contents of the file.
+        name: name of the file in messages.
 
     Raises:
         CheckpointError: a field is unknown and not empty, or its value is out of bounds.
@@ -111,11 +111,11 @@ def bounded_fields(values: Mapping[str, Any], name: str) -> dict[str, Any]:
             if field in _DROPPED or value in (None, False, 0, "", [], {}) or _UNUSED.get(field) == value:
                 continue
             raise CheckpointError(
-                f"{name}: the field {field[:80]!r} is set to {_short(value)}, and its effect is not known here; set it "
-                "to null if the adapter does without it"
+                f"{name}: the field {field[:80]!r} is set to {_short(value)}, and its effect is unknown here; set it "
+                "to null if the adapter does not need it"
             )
         if not check(value):
-            raise CheckpointError(f"{name}: {field} is {_short(value)}, which is no value that a sound adapter has")
+            raise CheckpointError(f"{name}: {field} is {_short(value)}, which is out of bounds or of a wrong type")
         found[field] = value
     if "peft_type" not in found:
         raise CheckpointError(f"{name} has no peft_type; it must be LORA or IA3")

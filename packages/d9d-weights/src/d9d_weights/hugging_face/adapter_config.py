@@ -1,7 +1,7 @@
-"""Fields of an ``adapter_config.json`` that somebody else wrote: an adapter whose meaning is not known is refused.
+"""Check of an ``adapter_config.json`` of another author: fields with an unknown meaning are refused.
 
-The ``peft`` library adds fields with each release, and many change the result, also of tensors of the same names: the
-initialisations PiSSA and OLoRA leave another base model behind. So fields are allowed, not forbidden.
+The ``peft`` library adds fields with each release, and many change the result even for tensors of the same names: the
+initialisations PiSSA and OLoRA change the base model. So known fields are allowed, instead of forbidding some.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from d9d_core.errors import CheckpointError
 
 __all__ = ["check_adapter_config"]
 
-#: Fields that are not looked at: labels, the past of the adapter, and settings of what is switched off.
+#: Ignored fields: labels, the adapter's history, and settings of disabled features.
 _UNREAD = frozenset({
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "runtime_config", "lora_dropout", "init_ia3_weights", "eva_config", "megatron_core", "qalora_group_size",
 })  # fmt: skip
-#: Ways to draw an adapter that leave the weights of the model as they are.
+#: Initialisations of an adapter that do not change the model's weights.
 _INITIALISATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
-#: Fields about modules, which are compared with the tensors.
+#: Fields that select modules, which are compared with the tensors.
 _MODULES = frozenset({
     "target_modules", "exclude_modules", "feedforward_modules", "layers_to_transform", "layers_pattern",
 })  # fmt: skip
-#: Name of a tensor in an adapter's file; the group is the published name of the module.
+#: Name of a tensor in an adapter's file; the group is the module's published name.
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.(?:lora_\w+|ia3_l)(?:\.weight)?")
 _OFF = (None, False, "", "none")
 
@@ -34,17 +34,16 @@ _OFF = (None, False, "", "none")
 def check_adapter_config(
     config_json: Mapping[str, Any], names: Iterable[str], *, method: str, compared: Collection[str] = ()
 ) -> None:
-    """Check that an adapter's config means nothing that a method lacks, and does not contradict its tensors.
+    """Check that an adapter's config uses no feature that the method lacks, and fits the adapter's tensors.
 
     Args:
         config_json: contents of ``adapter_config.json``.
-        names: of the tensors beside it.
+        names: names of the adapter's tensors.
         method: name of the method in the job file.
         compared: fields that the method compares itself.
 
     Raises:
-        CheckpointError: a field is switched on and not known here, or the library would take a tensor for none of the
-            adapter's.
+        CheckpointError: an unknown field is set, or the config excludes a module that the adapter has tensors for.
     """
     read = _UNREAD | _MODULES | set(compared)
     unknown = {
@@ -61,11 +60,11 @@ def check_adapter_config(
 
 
 def _check_modules(data: Mapping[str, Any], modules: Iterable[str]) -> None:
-    # A regular expression is not looked at: the tensors say what is adapted, and one of a stranger may take for ever.
+    # Regular expressions are ignored: tensors show the adapted modules, and a malicious expression may never end.
     targets, excluded = data.get("target_modules"), data.get("exclude_modules")
     layers, pattern = data.get("layers_to_transform"), data.get("layers_pattern")
     if layers is not None and pattern not in (None, [], "", "layers", ["layers"]):
-        raise CheckpointError(f"it has layers_pattern={pattern!r}, and d9d knows layers by the name 'layers' alone")
+        raise CheckpointError(f"it has layers_pattern={pattern!r}, but d9d finds layers by the name 'layers' only")
     numbers = None if layers is None else layers if isinstance(layers, list) else [layers]
     for module in modules:
         left_out = (
@@ -77,7 +76,7 @@ def _check_modules(data: Mapping[str, Any], modules: Iterable[str]) -> None:
             fields = ("target_modules", "exclude_modules", "layers_to_transform")
             values = ", ".join(f"{field}={data[field]!r}" for field in fields if data.get(field) is not None)
             raise CheckpointError(
-                f"it has tensors for '{module}', which its config leaves out ({_short(values)}); correct the config or "
+                f"it has tensors for '{module}', which its config excludes ({_short(values)}); correct the config or "
                 "remove the tensors"
             )
 

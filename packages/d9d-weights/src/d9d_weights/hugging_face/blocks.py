@@ -1,4 +1,4 @@
-"""Blocks of tensors, which go through a buffer of fixed size one by one."""
+"""Blocks of tensors that pass through a buffer of fixed size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-#: Bytes of a block: large enough that starting a copy costs nothing, small enough to have one for each thread.
+#: Bytes of a block: large enough to hide the start of a copy, small enough for one block per thread.
 BLOCK = 1 << 24
 
 
@@ -17,7 +17,7 @@ def blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[tuple[int, ...], 
     """Cut an array into blocks that are consecutive in row-major order.
 
     Args:
-        shape: of the array.
+        shape: shape of the array.
         limit: most elements of a block, at least one.
 
     Yields:
@@ -38,10 +38,10 @@ def blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[tuple[int, ...], 
 
 
 class BlockBuffer:
-    """Buffer for blocks of tensors, one for each thread, allocated when it first asks.
+    """Buffer for blocks of tensors, one per thread, allocated on first use.
 
     Args:
-        limit: bytes, enough for one element.
+        limit: bytes of the buffer, enough for at least one element.
     """
 
     def __init__(self, limit: int = BLOCK) -> None:
@@ -49,16 +49,16 @@ class BlockBuffer:
         self._memory = threading.local()
 
     def views(self, tensor: Tensor, itemsize: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Views of a tensor that fit the buffer with elements of ``itemsize`` bytes, with their offsets, in order."""
+        """Yield offset and view of the parts of a tensor that fit the buffer, with ``itemsize`` bytes per element."""
         for offset, shape in blocks(tensor.shape, self._limit // itemsize):
             yield offset, tensor[tuple(slice(first, first + n) for first, n in zip(offset, shape, strict=True))]
 
     def take(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Contiguous memory for a block, valid until the thread asks again.
+        """Contiguous memory for a block, valid until the thread's next call.
 
         Args:
-            like: has the shape; on a GPU, the memory is one that the GPU copies from and to by itself.
-            dtype: of the memory.
+            like: tensor with the block's shape; for a GPU tensor, the memory is pinned.
+            dtype: dtype of the memory.
         """
         pinned = like.device.type == "cuda"
         kind = "pinned" if pinned else "plain"

@@ -1,4 +1,4 @@
-"""Conversion of model directories and comparison of tensors, in windows, so that memory stays small."""
+"""Conversion of model directories and comparison of tensors, by windows, with little memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from d9d_weights.hugging_face.writer import ModelWriter
 
 __all__ = ["convert"]
 
-#: Numbers of a tensor that are compared at a time.
+#: Elements of a tensor that are compared at a time.
 _BLOCK = 1 << 22
 
 
@@ -39,22 +39,22 @@ def convert(
     threads: int,
     on_bytes: Callable[[int], None],
 ) -> Sequence[str]:
-    """Convert a model: write a graph's outputs as a model directory; returns its weight files.
+    """Convert a model: write a graph's outputs as a model directory. Returns the names of its weight files.
 
-    At most ``threads`` outputs are in memory at a time, and what they are made of.
+    At most ``threads`` outputs, and their inputs, are in memory at a time.
 
     Args:
-        graph: over the source's tensors.
-        source: used by several threads.
-        target: directory or fsspec address; appears when all is there.
+        graph: graph over the source's tensors.
+        source: source of tensors, used by several threads.
+        target: directory or fsspec address; it appears once it is complete.
         config_json: contents of ``config.json``.
         files: further files.
-        shard_bytes: largest weight file.
-        threads: that read at a time.
-        on_bytes: told how many bytes are written.
+        shard_bytes: most bytes of a weight file.
+        threads: number of threads that read.
+        on_bytes: called with numbers of written bytes.
 
     Raises:
-        CheckpointError: something cannot be read or written; nothing is left then.
+        CheckpointError: a tensor cannot be read or written; no directory is left then.
     """
     writer = ModelWriter(target, graph.specs, shard_bytes)
     try:
@@ -86,7 +86,7 @@ def _write(
         return tensor
 
     with ThreadPoolExecutor(threads) as pool:
-        for first in range(0, len(names), threads):  # so many tensors wait, no more
+        for first in range(0, len(names), threads):  # limits the number of tensors in memory
             some = names[first : first + threads]
             for name, tensor in zip(some, pool.map(read, some), strict=True):
                 shard.write(name, tensor)
@@ -94,12 +94,12 @@ def _write(
 
 
 def deviation(name: str, left: _Tensors, right: _Tensors, on_bytes: Callable[[int], None]) -> float:
-    """Largest deviation of tensors of one shape, such as converted ones, in float64; infinite where only one is NaN.
+    """Largest deviation between tensors of equal shape, in float64; infinite if only one of two elements is NaN.
 
-    Different integers differ by at least 1, also where float64 cannot tell them apart.
+    Different integers deviate by at least 1, even if float64 cannot tell them apart.
 
     Raises:
-        CheckpointError: one cannot be read.
+        CheckpointError: a tensor cannot be read.
     """
     largest = 0.0
     shape, dtypes = left.specs[name].shape, (left.specs[name].dtype, right.specs[name].dtype)

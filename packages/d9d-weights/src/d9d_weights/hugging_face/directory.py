@@ -1,4 +1,4 @@
-"""Model directories in Hugging Face layout, read by windows of tensors straight into the memory they are for."""
+"""Model directories in Hugging Face layout, read by windows directly into their target tensors."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from d9d_weights.hugging_face.layout import (
 
 __all__ = ["ModelDirectory"]
 
-#: What git leaves instead of a large file that was not downloaded: a note smaller than this.
+#: Beginning of the pointer file that git leaves for a large file that was not downloaded, and its largest size.
 _LFS = b"version https://git-lfs"
 _LFS_BYTES = 1024
 
 
 class ModelDirectory:
-    """Directory of a model in Hugging Face layout: config.json and safetensors files. Get one by :meth:`open`.
+    """Directory of a model in Hugging Face layout: config.json and safetensors files. Create it with :meth:`open`.
 
     Args:
-        directory: of the files.
-        files: the weight files, by name, in order.
-        resources: closed with the directory.
-        on_bytes: told how many bytes of the files a part of a read has covered, in the thread that reads.
+        directory: directory of the files.
+        files: name -> weight file, in order.
+        resources: stack that is closed with the directory.
+        on_bytes: called with numbers of bytes read from the files, in the reading thread.
 
     Raises:
-        CheckpointError: two files hold a tensor of the same name.
+        CheckpointError: two files contain a tensor of the same name.
     """
 
     def __init__(
@@ -67,24 +67,24 @@ class ModelDirectory:
             for name, entry in sorted(opened.entries.items(), key=lambda item: (item[1].start, item[0])):
                 if name in specs:
                     raise CheckpointError(
-                        f"{directory} holds '{name}' twice, in {self._held[name]} and in {file}: "
+                        f"{directory} contains '{name}' twice, in {self._held[name]} and in {file}: "
                         "remove the file that does not belong to the model, or name one file instead of the directory"
                     )
                 specs[name] = TensorSpec(entry.shape, entry.dtype)
                 self._held[name] = file
-        #: Every tensor: shape and dtype, in the order in which they lie in the files.
+        #: Tensor name -> shape and dtype, in the order of the files.
         self.specs: Mapping[str, TensorSpec] = MappingProxyType(specs)
 
     @classmethod
     def open(cls, location: str | Path, on_bytes: Callable[[int], None] | None = None) -> Self:
-        """Open a model and check it: headers, index and names, but no tensor is read.
+        """Open a model and check headers, index and names; no tensor is read.
 
         Args:
             location: a directory, or one ``.safetensors`` file; a local path or an fsspec address.
-            on_bytes: told how many bytes of the files a part of a read has covered, in the thread that reads.
+            on_bytes: called with numbers of bytes read from the files, in the reading thread.
 
         Raises:
-            CheckpointError: it is no model, or damaged, or in pickle files.
+            CheckpointError: the location is not a model, is damaged, or has pickle files.
         """
         directory, file = _split(location)
         resources = ExitStack()
@@ -117,36 +117,36 @@ class ModelDirectory:
         """Contents of ``config.json``.
 
         Raises:
-            CheckpointError: there is none, or it holds no JSON object.
+            CheckpointError: the file is absent, or not a JSON object.
         """
         return read_object(f"{self._directory}/{CONFIG}", self.read_file(CONFIG))
 
     def other_files(self) -> list[str]:
-        """Names of the files that a conversion copies as they are: tokenizer, chat template, generation config."""
+        """Names of the files that a conversion copies unchanged: tokenizer, chat template, generation config."""
         return passed_through(self._directory.names())
 
     def read_file(self, name: str) -> bytes:
-        """Read a file directly in the directory.
+        """Read a file at the top of the directory.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: the file does not exist.
         """
         if not is_plain_name(name):
-            raise CheckpointError(f"'{name}' is no file directly in {self._directory}: name one that is")
+            raise CheckpointError(f"'{name}' is not a file at the top of {self._directory}: name such a file")
         return self._directory.read(name)
 
     def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
-        """Fill a tensor with the window of a model's tensor that begins at ``offset``. Threads may read at once.
+        """Fill a tensor with a window of one of the model's tensors. Several threads may read at once.
 
-        Only bytes of the window's rows are read. Apart from ``into``, a thread needs a buffer of fixed size.
+        Only the window's rows are read. In addition to ``into``, a thread uses a buffer of fixed size.
 
         Args:
-            name: which tensor.
-            offset: first index in each dimension.
-            into: the shape of the window; any strides, device and dtype that the tensor's can be cast to.
+            name: name of the model's tensor.
+            offset: first index of the window in each dimension.
+            into: tensor with the window's shape; any strides, device, and dtype that the values can be cast to.
 
         Raises:
-            CheckpointError: there is no such tensor or window, or the file cannot be read.
+            CheckpointError: the tensor or window does not exist, or the file cannot be read.
         """
         spec = self.specs.get(name)
         if spec is None or self._closed:
@@ -164,7 +164,7 @@ class ModelDirectory:
             else:
                 block = self._buffer.take(part, spec.dtype)
                 file.read(name, at, block)
-                part.copy_(block.to(part.device))  # moved first: a GPU casts faster
+                part.copy_(block.to(part.device))  # moved before the cast, which is faster on a GPU
             if self._on_bytes is not None:
                 self._on_bytes(part.numel() * spec.dtype.itemsize)
 
@@ -181,7 +181,7 @@ class ModelDirectory:
 
 
 def _split(location: str | Path) -> tuple[Directory, str | None]:
-    """The directory, and the file if one was named."""
+    """Directory of a location, and the file name if the location is a file."""
     remote = isinstance(location, str) and "://" in location
     text = str(location).rstrip("/")
     is_file = text.endswith(SAFETENSORS) if remote else Path(location).is_file()
@@ -189,7 +189,7 @@ def _split(location: str | Path) -> tuple[Directory, str | None]:
         return open_directory(location), None
     refuse_pickles(text, [text])
     if not text.endswith(SAFETENSORS):
-        raise CheckpointError(f"{text} is no {SAFETENSORS} file: name one, or the directory of a model")
+        raise CheckpointError(f"{text} is not a {SAFETENSORS} file: name one, or the directory of a model")
     parent, _, file = text.rpartition("/")
     return open_directory(parent if remote else Path(location).parent), file
 
@@ -199,7 +199,9 @@ def _opened(directory: Directory, name: str, resources: ExitStack) -> TensorFile
     resources.callback(source.close)
     start = bytearray(len(_LFS))
     if source.size() < _LFS_BYTES and start[: source.read_into(0, memoryview(start))] == _LFS:
-        raise CheckpointError(f"{directory}/{name} is a note by Git LFS, not the file itself: run 'git lfs pull' there")
+        raise CheckpointError(
+            f"{directory}/{name} is a pointer of Git LFS, not the file itself: run 'git lfs pull' there"
+        )
     try:
         return TensorFile(source, f"{directory}/{name}")
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Export of a model in another layout: one group of tensors after the other, never all of them in one memory."""
+"""Export of a model in another layout, one group of tensors after the other, with little memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ __all__ = ["ModelFiles", "export_model"]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Files beside the tensors of a model.
+    """Files of a model other than tensors.
 
     Attributes:
         config_json: contents of ``config.json``.
-        others: name -> contents, such as ``generation_config.json`` and an earlier tokenizer's.
-        save_assets: writes further files, such as the tokenizer's, into the directory it is given; these count.
+        others: name -> contents, such as ``generation_config.json`` and an earlier tokenizer's files.
+        save_assets: function that writes further files, such as the tokenizer's, into a directory; they take
+            precedence.
     """
 
     config_json: Mapping[str, Any]
@@ -47,22 +48,23 @@ def export_model(
     group: dist.ProcessGroup | None = None,
     stage_holders: StageHolders | None = None,
 ) -> None:
-    """Export a model: compute a graph's outputs from tensors in memory and write them. Collective over ``group``.
+    """Compute a graph's outputs from tensors in memory and write them as a model. Collective over ``group``.
 
-    Each rank writes files of its own. Tensors are gathered one after the other, in the graph's order on every rank; no
-    more than one group of outputs is in the host's memory at a time.
+    Each rank writes its own files. Tensors are gathered one after the other, in the graph's order on every rank; at
+    most
+    one group of outputs is in host memory at a time.
 
     Args:
-        writer: made from the graph's ``specs``, equally on all ranks; all see its directory.
-        graph: over these tensors, or over those of the full model if pipeline ranks hold different ones.
-        tensors: plain ones, or DTensors.
-        files: what else belongs to the model.
-        group: all ranks that hold a part; ``None`` stands for one process.
-        stage_holders: who holds what, if pipeline ranks hold different tensors.
+        writer: writer made from the graph's ``specs``, equal on all ranks; all ranks see its directory.
+        graph: graph over these tensors, or over the full model's tensors if pipeline ranks hold different ones.
+        tensors: plain tensors or DTensors.
+        files: other files of the model.
+        group: all ranks that hold a part; ``None`` for one process.
+        stage_holders: holders of the tensors if pipeline ranks hold different ones.
 
     Raises:
-        SaveError: the storage failed; nothing is left then.
-        CheckpointError: something else could not be written, or a rank lacks what it should hold; likewise.
+        SaveError: the storage failed; no directory is left then.
+        CheckpointError: another failure, or a rank lacks a tensor that it should hold; no directory is left then.
     """
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     mine = frozenset(file for number, file in enumerate(writer.files) if number % ranks == rank)
@@ -90,7 +92,7 @@ def _write(
     mine: frozenset[str],
     failed: list[Exception],
 ) -> None:
-    """Write this rank's files. A rank that fails goes on gathering, because the others need it to."""
+    """Write this rank's files. A rank that fails continues to gather, because the other ranks wait for it."""
     with ExitStack() as opened:
         shards: dict[str, ShardWriter] = {}
         for group in graph.groups:
@@ -110,7 +112,7 @@ def _write(
             except Exception as error:
                 failed.append(error)
         if failed:
-            # Incomplete files are removed, not checked; what that meets is what has failed already.
+            # Incomplete files are removed, not checked; errors of the removal follow from the first failure.
             with suppress(Exception):
                 opened.pop_all().__exit__(type(failed[0]), failed[0], failed[0].__traceback__)
             return

@@ -1,4 +1,4 @@
-"""Families of models in transformers: names of their classes and tensors, and the published head. Imports no torch."""
+"""Families of models in transformers: names of classes and tensors, and the published head. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from d9d_weights.hugging_face.fields import READ
 
 __all__ = ["ATTENTION", "HEAD_NORMS", "SWIGLU", "Family", "Head", "LanguageModel", "published_head"]
 
-#: Names inside a layer, theirs -> ours: of attention and both norms.
+#: Names of attention and both norms inside a layer: transformers' -> d9d's.
 ATTENTION = {
     "input_layernorm": "attention_norm",
     "self_attn.q_proj": "attention.q_proj",
@@ -19,14 +19,14 @@ ATTENTION = {
     "self_attn.o_proj": "attention.o_proj",
     "post_attention_layernorm": "ffn_norm",
 }
-#: Of the norms of queries and keys.
+#: Names of the norms of queries and keys: transformers' -> d9d's.
 HEAD_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
-#: Of a SwiGLU.
+#: Names inside a SwiGLU: transformers' -> d9d's.
 SWIGLU = {"mlp.gate_proj": "ffn.gate_proj", "mlp.up_proj": "ffn.up_proj", "mlp.down_proj": "ffn.down_proj"}
 
 
 class Head(Protocol):
-    """Config of a head. Classifiers also have ``num_classes``; those of samples, and embeddings, ``pooling``."""
+    """Config of a head. Classifiers also have ``num_classes``; classifiers of samples, and embeddings, ``pooling``."""
 
     @property
     def kind(self) -> str:
@@ -35,7 +35,7 @@ class Head(Protocol):
 
 
 class LanguageModel(Protocol):
-    """Config of a model of any family, as far as names of tensors outside of its layers depend on it."""
+    """Config of a model of any family: the fields on which names of tensors outside of layers depend."""
 
     @property
     def vocab_size(self) -> int:
@@ -44,12 +44,12 @@ class LanguageModel(Protocol):
 
     @property
     def added_tokens(self) -> int:
-        """Number of the last token ids that have a weight of their own."""
+        """Number of token ids at the end of the vocabulary whose embeddings are a separate parameter."""
         ...
 
     @property
     def tie_embeddings(self) -> bool:
-        """Whether the causal_lm head has the embedding's weight."""
+        """Whether the causal_lm head shares the embedding's weight."""
         ...
 
     @property
@@ -60,14 +60,14 @@ class LanguageModel(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """Names by which files call one model family of transformers.
+    """Names of one model family in transformers.
 
     Attributes:
-        model_type: in ``config.json``.
-        prefix: prefix of its classes' names.
-        layer: names inside a layer, theirs -> ours.
-        read: fields of ``config.json`` that become part of our config.
-        only: further fields that are refused unless they have one of these values.
+        model_type: ``model_type`` in ``config.json``.
+        prefix: prefix of the class names.
+        layer: names inside a layer, transformers' -> d9d's.
+        read: fields of ``config.json`` that become part of d9d's config.
+        only: further fields -> accepted values; other values are refused.
     """
 
     model_type: str
@@ -78,29 +78,29 @@ class Family:
 
     @property
     def language_model(self) -> str:
-        """Class of a language model."""
+        """Class name of the language model."""
         return f"{self.prefix}ForCausalLM"
 
     @property
     def classifier(self) -> str:
-        """Class of a classifier over last tokens."""
+        """Class name of the classifier of samples, which reads the last token."""
         return f"{self.prefix}ForSequenceClassification"
 
     @property
     def token_classifier(self) -> str:
-        """Class of a classifier of tokens."""
+        """Class name of the classifier of tokens."""
         return f"{self.prefix}ForTokenClassification"
 
     @property
     def backbone(self) -> str:
-        """Class without heads."""
+        """Class name of the model without heads."""
         return f"{self.prefix}Model"
 
 
 def published_head(heads: Mapping[str, Head]) -> str | None:
-    """Head that a class of transformers has: the first language model, else the first classifier like theirs.
+    """Head that a class of transformers supports: the first language model, else the first supported classifier.
 
-    A classifier of samples comes before one of tokens.
+    A classifier of samples takes precedence over a classifier of tokens.
     """
     for kind in ("causal_lm", "classification", "token_classification"):
         for name, head in heads.items():

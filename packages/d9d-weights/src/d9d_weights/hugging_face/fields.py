@@ -1,6 +1,6 @@
-"""Fields of ``config.json``: which are read, which change nothing, and which are refused.
+"""Fields of ``config.json``: those that are read, have no effect here, or are refused.
 
-The README of d9d-qwen3 shows the same as a table, and a test compares the two.
+The README of d9d-qwen3 has the same table, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from d9d_core.errors import CheckpointError
 
 __all__ = ["HARMLESS", "ONLY", "READ", "check_fields"]
 
-#: Fields that become part of our config.
+#: Fields that become part of d9d's config.
 READ = frozenset(
     {
         "architectures", "attention_bias", "d9d", "head_dim", "hidden_size", "id2label", "initializer_range",
@@ -23,7 +23,7 @@ READ = frozenset(
     }
 )  # fmt: skip
 
-#: Fields that change nothing of what is computed here, whatever they say, by what they are about.
+#: Topic -> fields that have no effect on the computation here, with any value.
 HARMLESS: Mapping[str, frozenset[str]] = {
     "files": frozenset(
         {
@@ -58,7 +58,7 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     ),
 }  # fmt: skip
 
-#: Fields that are refused unless they say what is computed here anyway.
+#: Fields -> accepted values, which d9d computes anyway; other values are refused.
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "attention_dropout": (0,),
@@ -76,28 +76,27 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 
 _ADVICE: Mapping[str, str] = {
     "attention_dropout": "no attention is dropped here; set it to 0",
-    "auto_map": "the files bring model code of their own; take a model without, or remove it if that computes alike",
+    "auto_map": "the files contain their own model code; take a model without code, or remove it if results are equal",
     "quantization_config": "these weights are quantized; take the weights that they were made from",
 }
-#: A value in a message is cut to so many characters.
+#: Most characters of a value in a message.
 _SHOWN = 80
 
 
 def check_fields(
     data: Mapping[str, Any], model: str, read: frozenset[str], more: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Check the fields of a ``config.json``: refuse what it says and we would not do.
-
-    Fields that are null say nothing.
+    """Refuse fields of a ``config.json`` whose effect d9d does not implement. Fields that are null are ignored.
 
     Args:
-        data: the ``config.json``.
-        model: our name of the model, for messages.
-        read: fields that become part of its config.
-        more: fields beside :data:`ONLY` that are refused unless they have one of these values.
+        data: contents of ``config.json``.
+        model: d9d's name of the model, for messages.
+        read: fields that become part of d9d's config.
+        more: further fields -> accepted values, in addition to :data:`ONLY`.
 
     Raises:
-        CheckpointError: a field is unknown, or has a value that is not computed here; names field, value and way out.
+        CheckpointError: a field is unknown, or has a value that d9d does not implement; names field, value and a
+            solution.
     """
     known, only = read.union(*HARMLESS.values()), {**ONLY, **more}
     for name, value in data.items():
@@ -107,10 +106,10 @@ def check_fields(
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
         if name not in only:
             raise CheckpointError(
-                f"config.json: {name} is {shown}, a field that {model} here does not know; if it changes nothing of "
-                "what the model computes, remove it, else take another model"
+                f"config.json: {name} is {shown}, a field that is unknown to {model} here; if it does not affect the "
+                "model's results, remove it, else take another model"
             )
         if value not in only[name]:
             values = " or ".join(map(repr, only[name])) or "null"
-            advice = _ADVICE.get(name, f"{model} here computes {values} only; take a model that has that")
+            advice = _ADVICE.get(name, f"{model} here supports {values} only; take a model with this value")
             raise CheckpointError(f"config.json: {name} is {shown}; {advice}")

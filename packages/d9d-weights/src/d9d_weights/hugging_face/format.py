@@ -1,4 +1,4 @@
-"""Format of a model in Hugging Face layout: ``config.json``, names and layouts of its tensors."""
+"""Interface of a model's Hugging Face format: ``config.json``, and names and layouts of tensors."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ __all__ = ["HuggingFaceFormat"]
 
 
 class HuggingFaceFormat(Protocol):
-    """Format of a model in Hugging Face layout."""
+    """Hugging Face format of a model."""
 
     def config_json(self, config: Any, dtype: str) -> dict[str, Any]:
-        """Contents of ``config.json`` for a model of this config, with parameters of ``dtype`` (``"float32"``)."""
+        """Contents of ``config.json`` for a config and a dtype of parameters, such as ``"float32"``."""
         ...
 
     def config_from_json(self, data: Mapping[str, Any]) -> Any:
         """Config of the model that a ``config.json`` describes.
 
         Raises:
-            CheckpointError: it describes another architecture, or a variant that this model does not compute.
+            CheckpointError: the file describes another architecture, or a variant that this model does not support.
         """
         ...
 
     def importer(self, config: Any, stored: Any) -> Mapper:
-        """Mapper from the names and layouts in Hugging Face files to those of the model.
+        """Mapper from tensors in Hugging Face files to the model's tensors.
 
         Args:
-            config: of the model to be filled.
-            stored: what :meth:`config_from_json` made of the files' ``config.json``; it may differ from ``config``, for
-                example in its heads. What the files lack on purpose is declared with ``Fresh``.
+            config: config of the model to load into.
+            stored: config from the files' ``config.json`` by :meth:`config_from_json`; it may differ from ``config``,
+                for
+                example in its heads. Declare tensors that the files lack on purpose with ``Fresh``.
         """
         ...
 
     def exporter(self, config: Any) -> Mapper:
-        """Mapper from the model's names and layouts to those of Hugging Face. Tied weights appear once."""
+        """Mapper from the model's tensors to tensors in Hugging Face files. Tied weights appear once."""
         ...
 
 
 @runtime_checkable
 class KeepsFields(Protocol):
-    """Optional side of a format: fields of a source's ``config.json`` outlive the training."""
+    """Optional protocol of a format that copies fields of a source's ``config.json`` to exports."""
 
     def kept_fields(self, source: Mapping[str, Any], config: Any) -> dict[str, Any]:
-        """Fields that hold for the trained model too and that :meth:`HuggingFaceFormat.config_json` does not know.
+        """Fields that apply to the trained model too and that :meth:`HuggingFaceFormat.config_json` does not produce.
 
         Args:
-            source: the ``config.json`` beside the weights that training started from.
-            config: of the trained model.
+            source: ``config.json`` of the pretrained weights.
+            config: config of the trained model.
         """
         ...

@@ -14,34 +14,34 @@ _AGAIN = "copy or download the model again"
 
 
 def read_object(file: str, content: bytes) -> dict[str, Any]:
-    """Read a file that holds a JSON object.
+    """Parse a file that contains a JSON object.
 
     Args:
-        file: what errors call it.
-        content: its bytes.
+        file: name of the file in errors.
+        content: contents of the file.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: the content is not a JSON object.
     """
     try:
         value = parse_json(content)
     except ValueError as error:
-        raise CheckpointError(f"{file} is no JSON ({error}): {_AGAIN}") from error
+        raise CheckpointError(f"{file} is not JSON ({error}): {_AGAIN}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds no JSON object but a {type(value).__name__}: {_AGAIN}")
+        raise CheckpointError(f"{file} is not a JSON object but a {type(value).__name__}: {_AGAIN}")
     return value
 
 
 def weight_map(file: str, content: bytes, names: Iterable[str]) -> dict[str, str]:
-    """Read the weight map of an index file, whose weight files all exist.
+    """Read the weight map of an index file, and check that its weight files exist.
 
     Args:
-        file: what errors call the index.
-        content: its bytes.
-        names: files of the directory.
+        file: name of the index in errors.
+        content: contents of the index.
+        names: names of the files in the directory.
 
     Raises:
-        CheckpointError: it is damaged, leaves the directory, or names files that do not exist or are pickles.
+        CheckpointError: the index is damaged, leaves the directory, or names files that do not exist or are pickles.
     """
     table = read_object(file, content).get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(shard, str) for shard in table.values()):
@@ -49,30 +49,30 @@ def weight_map(file: str, content: bytes, names: Iterable[str]) -> dict[str, str
     shards = sorted(set(table.values()))
     for shard in shards:
         if not is_plain_name(shard):
-            raise CheckpointError(f"{file} names '{shard}', which is no file directly in that directory: {_AGAIN}")
+            raise CheckpointError(f"{file} names '{shard}', which is not a file in the same directory: {_AGAIN}")
     refuse_pickles(file, shards)
     if others := [shard for shard in shards if not shard.endswith(SAFETENSORS)]:
-        raise CheckpointError(f"{file} names {some(others)}, which is no {SAFETENSORS} file: {_AGAIN}")
+        raise CheckpointError(f"{file} names {some(others)}, which is not a {SAFETENSORS} file: {_AGAIN}")
     if missing := sorted(set(shards) - set(names)):
-        raise CheckpointError(f"{file} names {some(missing)}, which is not there: {_AGAIN}")
+        raise CheckpointError(f"{file} names {some(missing)}, which does not exist: {_AGAIN}")
     return table
 
 
 def check_index(file: str, table: Mapping[str, str], held: Mapping[str, str]) -> None:
-    """Compare an index with what its files hold.
+    """Compare an index with the contents of its files.
 
     Args:
-        file: what errors call the index.
-        table: tensor -> file, as the index has it.
-        held: tensor -> file, as the files have it.
+        file: name of the index in errors.
+        table: tensor -> file, from the index.
+        held: tensor -> file, from the files.
 
     Raises:
         CheckpointError: they differ.
     """
     if wrong := [f"'{name}' in {shard}" for name, shard in table.items() if held.get(name) != shard]:
-        raise CheckpointError(f"{file} promises {some(wrong)}, but that file does not hold it: {_AGAIN}")
+        raise CheckpointError(f"{file} lists {some(wrong)}, but that file does not contain it: {_AGAIN}")
     if extra := [f"'{name}' in {shard}" for name, shard in held.items() if name not in table]:
         raise CheckpointError(
-            f"{file} does not name {some(extra)}, so it is unclear whether that belongs to the model: "
+            f"{file} does not list {some(extra)}, so it may not belong to the model: "
             "add it to the index, or write the file again without it"
         )

@@ -1,4 +1,4 @@
-"""Roles of the files of a model directory, from their names alone."""
+"""Roles of the files of a model directory, determined from their names."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 SAFETENSORS = ".safetensors"
 _INDEX_END = ".safetensors.index.json"
-#: Reading them runs whatever code they hold.
+#: Suffixes of pickle files; reading such a file runs code from it.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 _TOKENIZER = (
     "tokenizer*.json", "tokenizer*.model", "tokenizer*.txt", "*.jinja", "chat_template.json",
     "vocab*.json", "vocab*.txt", "merges*.txt", "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
-#: What belongs to a model and is no weight: its tokenizer, and how to generate.
+#: Files that are copied unchanged: the tokenizer's, and the generation config.
 _PASSED_THROUGH = ("generation_config.json", *_TOKENIZER)
 
 
 @dataclass(frozen=True, slots=True)
 class FileNames:
-    """Names of files in the layout of a directory with weights.
+    """Names of the files in a directory with weights.
 
     Attributes:
-        config: what describes them.
-        stem: begins the names of the weight files and of their index.
+        config: name of the config file.
+        stem: prefix of the names of weight files and of their index.
     """
 
     config: str
@@ -39,7 +39,7 @@ class FileNames:
 
     @property
     def weights(self) -> str:
-        """Name of the weight file, if there is one only."""
+        """Name of a single weight file."""
         return f"{self.stem}{SAFETENSORS}"
 
     @property
@@ -52,21 +52,21 @@ MODEL_FILES = FileNames(CONFIG, "model")
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name is that of a file directly in a directory: ``..``, ``a/b`` and ``/a`` are not."""
+    """Whether a name denotes a file directly in a directory: ``..``, ``a/b`` and ``/a`` do not."""
     return name not in {"", ".", ".."} and PurePosixPath(name).name == name and "\\" not in name and "\0" not in name
 
 
 def passed_through(names: Iterable[str]) -> list[str]:
-    """Names of the files that a conversion copies as they are."""
+    """Names of the files that a conversion copies unchanged."""
     return sorted(name for name in names if _fits(name, _PASSED_THROUGH))
 
 
 def still_valid(files: Mapping[str, bytes], own: Collection[str]) -> dict[str, bytes]:
-    """Files passed through from another model that belong beside a model's own: not its names, nor a second tokenizer.
+    """Select files of another model that may be copied to a model: no name that it has, and no second tokenizer.
 
     Args:
         files: name -> content.
-        own: names of the files that the model has.
+        own: names of the model's own files.
     """
     has_tokenizer = any(_fits(name, _TOKENIZER) for name in own)
     return {
@@ -81,32 +81,32 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 
 def refuse_pickles(where: str, files: Sequence[str]) -> None:
-    """Refuse pickle files, if there are any, and explain why.
+    """Refuse pickle files, with an explanation.
 
     Raises:
-        CheckpointError: there are.
+        CheckpointError: there are pickle files.
     """
     found = [file for file in files if file.endswith(PICKLES)]
     if found:
         raise CheckpointError(
-            f"{where} holds its weights in {some(found)}: such a file is a pickle, and reading it runs code from it. "
-            "Where you trust it, convert it with transformers: load the model and call "
-            "save_pretrained(..., safe_serialization=True); then use the directory that this writes"
+            f"{where} has its weights in {some(found)}: such a file is a pickle, and reading it runs code from it. "
+            "If you trust the file, convert it with transformers: load the model, call "
+            "save_pretrained(..., safe_serialization=True), and use the directory that this writes"
         )
 
 
 def find_index(where: str, names: Sequence[str]) -> str | None:
-    """Find the index, which says which tensor is in which file, if there is one.
+    """Find the index, which maps tensors to files; ``None`` without one.
 
     Raises:
-        CheckpointError: there are several, or it stands beside a model in one file.
+        CheckpointError: there are several, or there is also a model in one file.
     """
     found = [name for name in names if name.endswith(_INDEX_END)]
     if len(found) > 1:
         raise CheckpointError(f"{where} has several indices ({some(found)}): keep one model in a directory")
     if found and WEIGHTS in names:
         raise CheckpointError(
-            f"{where} has {WEIGHTS} and also {found[0]}, so it is unclear which one is the model: remove one of them"
+            f"{where} has both {WEIGHTS} and {found[0]}, so it is unclear which one is the model: remove one of them"
         )
     return found[0] if found else None
 
@@ -115,12 +115,12 @@ def find_weights(where: str, names: Sequence[str]) -> list[str]:
     """Find the weight files of a directory without an index, in order.
 
     Raises:
-        CheckpointError: there are none, only pickles, or numbers are missing.
+        CheckpointError: there are none, only pickles, or numbered files are missing.
     """
     found = sorted(name for name in names if name.endswith(SAFETENSORS))
     if not found:
         refuse_pickles(where, names)
-        raise CheckpointError(f"{where} has no {SAFETENSORS} file: name a directory that holds a model, or download it")
+        raise CheckpointError(f"{where} has no {SAFETENSORS} file: name a directory with a model, or download it")
     groups: dict[tuple[str, str], set[int]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, found)):
         groups.setdefault((match[1], match[3]), set()).add(int(match[2]))
@@ -132,6 +132,6 @@ def find_weights(where: str, names: Sequence[str]) -> list[str]:
 
 
 def some(names: Sequence[str], shown: int = 3) -> str:
-    """Spell out a few, count the rest."""
+    """List up to ``shown`` names, and count the rest."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more

@@ -1,4 +1,4 @@
-"""Loading of a model's tensors from files in another layout: each rank reads what its shards need, nothing else."""
+"""Loading of a model's tensors from files in another layout; each rank reads only what its shards need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from d9d_weights.sharding.shards import TensorShard, describe
 
 __all__ = ["check_duplicates", "load_tensors"]
 
-#: Larger windows are cut for several threads.
+#: Windows above this many bytes are split for several threads.
 _TASK_BYTES = 1 << 26
 
 
@@ -35,27 +35,26 @@ def load_tensors(
     group: dist.ProcessGroup | None = None,
     on_bytes: Callable[[int], None] = lambda _count: None,
 ) -> None:
-    """Load tensors: fill each target with the graph's output of its name, converted to its dtype.
+    """Fill each target with the graph's output of its name, converted to its dtype.
 
-    Copies that the graph leaves out are not compared with their originals, see :func:`check_duplicates`.
-
-    The host's memory holds no more than the source's buffers, one for each thread, unless the graph computes something
-    from full tensors.
+    Duplicates that the graph leaves out are not compared, see :func:`check_duplicates`. Host memory holds only the
+    source's buffers, one per thread, unless the graph computes functions of full tensors.
 
     Args:
-        graph: whose outputs contain the targets.
-        source: what the graph's inputs are read from; used by several threads.
-        targets: plain tensors or DTensors on any device; equally named on all ranks.
-        threads: that read at a time.
-        once: of the ranks that hold the same numbers, one reads and sends them to the others; by default each reads.
-            Collective over the ranks of the targets' meshes, and of ``copies``.
-        copies: the ranks that hold the same plain tensors, for ``once``.
-        group: the ranks that learn together whether it worked, collective over them; with ``once``, all that load, or
-            those who were sent nothing would go on.
-        on_bytes: told how many bytes of the graph's outputs are filled, by any thread.
+        graph: graph whose outputs include the targets.
+        source: source of the graph's inputs, used by several threads.
+        targets: plain tensors or DTensors on any device; the same names on all ranks.
+        threads: number of threads that read.
+        once: of the ranks that hold the same values, one reads and sends them to the others; by default each reads.
+            Collective over the targets' meshes, and over ``copies``.
+        copies: ranks that hold the same plain tensors, for ``once``.
+        group: ranks that agree on success, collective over them. With ``once``, these must be all loading ranks,
+            because
+            ranks that received nothing would continue otherwise.
+        on_bytes: called with numbers of filled bytes of outputs, by any thread.
 
     Raises:
-        CheckpointError: something cannot be read, on any rank; some targets are filled then.
+        CheckpointError: a tensor cannot be read, on any rank; some targets are filled then.
     """
     on_all(lambda: _load(graph, source, targets, threads, once, copies, on_bytes), group)
 
@@ -69,7 +68,7 @@ def _load(
     copies: dist.ProcessGroup | None,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Load the targets. A rank that fails reads no more, but goes on sending, because the others wait for it."""
+    """Load the targets. A rank that fails stops reading but continues to send, because the other ranks wait for it."""
     local_shards = describe(targets)
     failed: list[BaseException] = []
     with torch.no_grad(), ThreadPoolExecutor(threads, thread_name_prefix="d9d-load") as pool:
@@ -86,23 +85,23 @@ def _load(
                     try:
                         future.result()
                     except CancelledError:
-                        pass  # the first error counts
+                        pass  # the first error is raised
                     except Exception as error:
                         failed.append(error)
                         pool.shutdown(wait=False, cancel_futures=True)
                 if once:
                     _send(target, copies)
-        finally:  # whatever interrupts this must not wait for the rest of the files
+        finally:  # an interrupt must not wait for the remaining files
             pool.shutdown(cancel_futures=True)
     if failed:
         raise failed[0]
 
 
 def check_duplicates(graph: StateGraph, source: TensorSource) -> None:
-    """Compare the tensors that a graph leaves out as copies with their originals. Reads both.
+    """Compare the duplicates that a graph leaves out with their originals. Reads both.
 
     Raises:
-        CheckpointError: one differs, so that numbers would be lost.
+        CheckpointError: a duplicate differs, so its values would be lost.
     """
     for duplicate in graph.duplicates:
         if not _equal(duplicate.copy, duplicate.original, source):
@@ -128,7 +127,7 @@ def _fill(value: Value, source: TensorSource, window: TensorShard, on_bytes: Cal
 
 
 def _tasks(value: Value, shard: TensorShard) -> Iterator[TensorShard]:
-    """Windows that are read one by one; cut by rows only where rows of the source stay together."""
+    """Windows to read separately; split by rows only if rows of the source are contiguous."""
     tensor = shard.tensor
     row = math.prod(tensor.shape[1:]) * tensor.itemsize if tensor.ndim else 0
     if not value.keeps_rows or row == 0 or len(tensor) * row <= _TASK_BYTES:
@@ -140,7 +139,7 @@ def _tasks(value: Value, shard: TensorShard) -> Iterator[TensorShard]:
 
 
 def _groups(target: Tensor, copies: dist.ProcessGroup | None) -> Sequence[tuple[dist.ProcessGroup, int]]:
-    """Groups over which a tensor is replicated, and this rank's number in each."""
+    """Process groups over which a tensor is replicated, and this rank's index in each."""
     if is_dtensor(target):
         mesh = target.device_mesh
         repeated = [dim for dim, placement in enumerate(target.placements) if placement.is_replicate()]
@@ -153,7 +152,7 @@ def _reads(target: Tensor, copies: dist.ProcessGroup | None) -> bool:
 
 
 def _send(target: Tensor, copies: dist.ProcessGroup | None) -> None:
-    """Broadcast a tensor along one group after the other; after the last one, all replicas are filled."""
+    """Broadcast a tensor along one group after the other; then all replicas are filled."""
     tensor = local(target)
     contiguous = tensor if tensor.is_contiguous() else tensor.contiguous()
     for group, _ in _groups(target, copies):

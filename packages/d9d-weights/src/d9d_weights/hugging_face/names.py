@@ -1,7 +1,7 @@
-"""Names of tensors of transformers' decoders and ours. Outside of experts, only names differ.
+"""Mapping between tensor names of transformers' decoders and d9d's. Except for experts, only names differ.
 
-Theirs: ``model.embed_tokens``, ``model.layers.N...``, ``model.norm``, and ``lm_head`` or ``score``. Some publish the
-backbone alone, without ``model.`` before each name.
+transformers' names are ``model.embed_tokens``, ``model.layers.N...``, ``model.norm``, and ``lm_head`` or ``score``.
+Some models are published without heads, and without the prefix ``model.``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from d9d_weights.hugging_face.family import Head, LanguageModel, published_head
 __all__ = ["exporter", "importer", "layer_names"]
 
 _EMBEDDING, _LM_HEAD, _SCORE = "model.embed_tokens.weight", "lm_head.weight", "score"
-#: Errors about heads that their config.json does not describe.
+#: Errors about heads that do not fit their config.json.
 _OTHER_HEAD = (
-    f"'{_LM_HEAD}' in the files differs from '{_EMBEDDING}', and a model with tie_word_embeddings: true would throw it "
-    "away; set model.tie_embeddings to false to keep it, or remove it from the files"
+    f"'{_LM_HEAD}' in the files differs from '{_EMBEDDING}', and a model with tie_word_embeddings: true would drop "
+    "it; set model.tie_embeddings to false to keep it, or remove it from the files"
 )
 _NO_HEAD = (
-    "config.json says tie_word_embeddings: false, but the files hold no '{}'; if the head is the embedding, set "
+    "config.json says tie_word_embeddings: false, but the files have no '{}'; if the head is the embedding, set "
     "model.tie_embeddings to true, else download the missing weight file"
 )
 #: Parameters of classifiers, by kind.
@@ -31,15 +31,15 @@ _CLASSIFIERS = {"classification": ("weight",), "token_classification": ("weight"
 
 
 def importer(config: LanguageModel, stored: LanguageModel, layers: Sequence[Mapper]) -> Mapper:
-    """Mapper from files of a model like ``stored`` to one like ``config``, with other heads and added tokens perhaps.
+    """Mapper from files of a model like ``stored`` to a model like ``config``; heads and added tokens may differ.
 
-    A head starts from the stored one of its name, or from the only stored one of its kind; else it is fresh. A tied
-    head of a model that is not tied any more starts from the head in the files, or where there is none from the
-    embedding.
+    A head is loaded from the stored head of its name, or from the only stored head of its kind; otherwise it is fresh.
+    A
+    formerly tied head is loaded from the head in the files, or from the embedding if there is no such head.
 
     Args:
-        config: of the model to be filled.
-        stored: of the files.
+        config: config of the model to load into.
+        stored: config of the model in the files.
         layers: mappers of the tensors in layers.
     """
     bare = [
@@ -53,21 +53,21 @@ def importer(config: LanguageModel, stored: LanguageModel, layers: Sequence[Mapp
 
 
 def exporter(config: LanguageModel, layers: Sequence[Mapper]) -> Mapper:
-    """Mapper from our names to transformers'. A tied head appears nowhere.
+    """Mapper from d9d's tensor names to transformers'. A tied head is left out.
 
     Args:
-        config: of the model.
+        config: config of the model.
         layers: mappers of the tensors in layers, from files to the model.
     """
     return _correspondence(config, config, layers).inverse()
 
 
 def layer_names(names: Mapping[str, str], biased: Collection[str] = ()) -> Iterator[Mapper]:
-    """Mappers of weights that only have another name inside a layer.
+    """Mappers of weights in a layer that differ only in their names.
 
     Args:
-        names: theirs -> ours.
-        biased: last parts of the names that have a bias, too.
+        names: transformers' names -> d9d's.
+        biased: last components of d9d's names that have a bias too.
     """
     for theirs, ours in names.items():
         for kind in ("weight", "bias") if ours.rpartition(".")[2] in biased else ("weight",):
@@ -80,19 +80,19 @@ def _correspondence(config: LanguageModel, stored: LanguageModel, layers: Sequen
         *layers,
         Rename("model.norm.weight", "norm.weight"),
         *_heads(config, stored),
-        Drop("model.layers.{layer}.self_attn.rotary_emb.inv_freq", optional=True),  # in files of old releases
+        Drop("model.layers.{layer}.self_attn.rotary_emb.inv_freq", optional=True),  # written by old releases
     )
 
 
 def _words(theirs: str, ours: str, config: LanguageModel, stored: LanguageModel) -> list[Mapper]:
-    """Mapper of weights with one row for each token; rows of added tokens have a tensor of their own."""
+    """Mappers of a weight with one row per token; rows of added tokens are a separate tensor."""
     added = config.added_tokens
     if not added:
         return [Rename(theirs, f"{ours}.weight")]
     regular, own = f"{ours}.regular.weight", f"{ours}.added.weight"
     if stored.vocab_size == config.vocab_size:
         return [Chunk(theirs, (regular, own), sizes=(config.vocab_size - added, added))]
-    return [Rename(theirs, regular), Fresh((own,))]  # if the sizes do not fit, the shapes tell
+    return [Rename(theirs, regular), Fresh((own,))]  # the check of shapes reports sizes that do not fit
 
 
 def _heads(config: LanguageModel, stored: LanguageModel) -> Iterator[Mapper]:
@@ -125,7 +125,7 @@ def _heads(config: LanguageModel, stored: LanguageModel) -> Iterator[Mapper]:
         if head.kind != "embedding"
     }
     for theirs in sorted((published | {_LM_HEAD}) - used):
-        yield Drop(theirs, optional=True)  # heads that this model lacks
+        yield Drop(theirs, optional=True)  # heads that the model does not have
 
 
 def _tensors(head: str, config: LanguageModel) -> list[str]:
@@ -133,7 +133,7 @@ def _tensors(head: str, config: LanguageModel) -> list[str]:
 
 
 def _origin(name: str, head: Head, stored: LanguageModel) -> str | None:
-    """Stored head that a head starts from."""
+    """Name of the stored head that a head is loaded from; ``None`` if it is fresh."""
     if name in stored.heads and _alike(head, stored.heads[name]):
         return name
     alike = [other for other, candidate in stored.heads.items() if _alike(head, candidate)]
@@ -146,14 +146,14 @@ def _alike(head: Head, other: Head) -> bool:
 
 
 def _stored_name(head: str, stored: LanguageModel, part: str = "weight") -> str:
-    """Name of a head's weight or bias in files."""
+    """Name of a head's weight or bias in the files."""
     if head != published_head(stored.heads):
         return f"heads.{head}.{part}"
     return _LM_HEAD if stored.heads[head].kind == "causal_lm" else f"{_SCORE}.{part}"
 
 
 def _starts_from_embedding(config: LanguageModel, stored: LanguageModel) -> bool:
-    """Whether a head that was tied gets a weight of its own."""
+    """Whether a formerly tied head gets its own weight."""
     wanted = [name for name, head in config.heads.items() if head.kind == "causal_lm"]
     origins = [_origin(name, config.heads[name], stored) for name in wanted]
     return stored.tie_embeddings and not config.tie_embeddings and any(origin is not None for origin in origins)

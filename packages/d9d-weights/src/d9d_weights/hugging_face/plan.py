@@ -1,4 +1,4 @@
-"""Plan of a model's weight files, from shapes and dtypes alone."""
+"""Plan of a model's weight files, from shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from d9d_weights.hugging_face.layout import MODEL_FILES, FileNames
 def plan_files(
     specs: Mapping[str, TensorSpec], shard_bytes: int, names: FileNames = MODEL_FILES
 ) -> dict[str, dict[str, TensorSpec]]:
-    """Plan the weight files of a model: assign tensors to files one after the other, in the order given.
+    """Assign a model's tensors to weight files, in the given order.
 
     Args:
-        specs: the tensors of a model.
-        shard_bytes: most bytes of tensors in a file; a tensor larger than that gets a file of its own.
-        names: of the files.
+        specs: specs of the model's tensors.
+        shard_bytes: most bytes of tensors in a file; a larger tensor gets a file of its own.
+        names: names of the files.
 
     Returns:
-        File name -> its tensors, widest dtype first, so that all are aligned.
+        File name -> specs of its tensors, widest dtype first, so that all are aligned.
 
     Raises:
-        CheckpointError: there are no tensors, or the limit is no size.
+        CheckpointError: there are no tensors, or the limit is not positive.
     """
     if not specs:
-        raise CheckpointError("a model without tensors cannot be written: check what selects them")
+        raise CheckpointError("a model without tensors cannot be written: check the selection of tensors")
     if shard_bytes < 1:
         raise CheckpointError(f"files of {shard_bytes} bytes cannot hold a model: choose a larger size")
     shards: list[dict[str, TensorSpec]] = [{}]

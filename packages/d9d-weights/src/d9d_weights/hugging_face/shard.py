@@ -1,4 +1,4 @@
-"""Writer of one weight file, each tensor at its offset."""
+"""Writer of one weight file, with each tensor at its planned offset."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from d9d_weights.hugging_face.layout import some
 
 
 class ShardWriter:
-    """Writer of one shard file, whose tensors come in any order. For one thread.
+    """Writer of one weight file, whose tensors may come in any order. For one thread.
 
     Args:
-        file: empty, can be positioned.
-        name: what errors call it.
-        specs: the tensors to come.
-        layout: where they stand.
-        buffer: what tensors pass that are not plain memory of the host.
-        on_bytes: told how many bytes each part of a tensor had.
+        file: empty, seekable file.
+        name: name of the file in errors.
+        specs: specs of the file's tensors.
+        layout: positions of the tensors.
+        buffer: buffer for tensors that are on a device or not contiguous.
+        on_bytes: called with numbers of written bytes.
     """
 
     def __init__(
@@ -48,21 +48,21 @@ class ShardWriter:
         """Write a tensor; afterwards its memory may change.
 
         Args:
-            name: one of the file's.
-            tensor: of the planned shape and dtype; any strides and device.
+            name: name of one of the file's tensors.
+            tensor: tensor of the planned shape and dtype; any strides and device.
 
         Raises:
-            CheckpointError: it does not belong here, is not as planned, or was written before.
+            CheckpointError: the tensor does not belong to this file, differs from its spec, or was written before.
         """
         spec = self._specs.get(name)
         if spec is None:
-            raise CheckpointError(f"'{name}' does not belong into {self._name}: ask file_of() for its file")
+            raise CheckpointError(f"'{name}' does not belong to {self._name}: ask file_of() for its file")
         if name not in self._missing:
             raise CheckpointError(f"'{name}' was already written to {self._name}: write each tensor once")
         if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
             raise CheckpointError(
                 f"'{name}' was planned as {spec.dtype} {list(spec.shape)} in {self._name} "
-                f"and comes as {tensor.dtype} {list(tensor.shape)}"
+                f"but is {tensor.dtype} {list(tensor.shape)}"
             )
         self._file.seek(self._layout.starts[name])
         for _, part in self._buffer.views(tensor.detach(), spec.dtype.itemsize):
@@ -77,7 +77,7 @@ class ShardWriter:
         del self._missing[name]
 
     def check_complete(self) -> None:
-        """Make sure that the file is complete.
+        """Check that all tensors were written.
 
         Raises:
             CheckpointError: tensors are missing.

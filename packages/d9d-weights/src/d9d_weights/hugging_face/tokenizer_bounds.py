@@ -1,7 +1,7 @@
-"""Parts of a ``tokenizer.json`` that are programs, whose steps must not make gigabytes of a short text.
+"""Bounds on the programs in an untrusted ``tokenizer.json``, so that a short text cannot become gigabytes.
 
-The file is a stranger's. The library ``tokenizers`` replaces and adds texts as it says, without limits of its own. It
-bounds the time of expressions itself.
+The library ``tokenizers`` replaces and adds text as the file says, without limits. It limits the time of regular
+expressions itself.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ __all__ = ["check_tokenizer"]
 
 #: Sections whose steps change or add text or tokens.
 _PROGRAMS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-#: Most steps of a section, and tokens that it adds to a text.
+#: Most steps of a section, and most tokens that it adds to a text.
 _MOST_STEPS, _MOST_ADDED = 128, 1024
-#: Characters of the longest text that a step adds, and of the longest that it looks for.
+#: Most characters of a text that a step adds, and of a text that it searches.
 _LONGEST_TEXT, _LONGEST_PATTERN = 256, 1 << 16
-#: Most characters that all replacements together make of one.
+#: Most characters that all replacements together make of one character.
 _MOST_GROWTH = 64
 #: Bytes of the largest table of a SentencePiece normalizer, and of its longest replacement.
 _MOST_TABLE, _LONGEST_REPLACEMENT = 1 << 22, 256
 
 
 def check_tokenizer(value: Any) -> None:
-    """Refuse the value of a ``tokenizer.json`` whose steps make much of a short text.
+    """Refuse a ``tokenizer.json`` whose steps could make a short text very long.
 
     Args:
         value: parsed JSON of bounded depth.
 
     Raises:
-        ValueError: it has such steps.
+        ValueError: the file has such steps.
     """
     for section in _PROGRAMS:
         steps = list(_steps(value.get(section))) if isinstance(value, Mapping) else []
@@ -43,14 +43,14 @@ def check_tokenizer(value: Any) -> None:
             growth *= _growth(step, section)
             _check_lengths(step, section)
         if growth > _MOST_GROWTH:
-            raise ValueError(f"its {section} makes {growth:,.0f} characters of one, more than {_MOST_GROWTH}")
+            raise ValueError(f"its {section} makes {growth:,.0f} characters of one character, more than {_MOST_GROWTH}")
     model = value.get("model") if isinstance(value, Mapping) else None
     if isinstance(model, Mapping):
         _check_lengths({name: text for name, text in model.items() if isinstance(text, str)}, "model")
 
 
 def _steps(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Objects that are steps: a section's own, and those in its lists."""
+    """Steps of a section, nested ones included."""
     if isinstance(value, Mapping):
         yield value
         for name in ("normalizers", "pretokenizers", "processors", "decoders"):
@@ -60,14 +60,14 @@ def _steps(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _growth(step: Mapping[str, Any], section: str) -> float:
-    """Characters that a replacement makes of one."""
+    """Most characters that a replacement makes of one character."""
     if step.get("type") == "Precompiled":
         _check_table(step.get("precompiled_charsmap"), section)
     pattern, content = step.get("pattern"), step.get("content")
     if not isinstance(content, str):
         return 1.0
     literal = pattern.get("String") if isinstance(pattern, Mapping) else None
-    # An expression may match between any two characters, and so may an empty text.
+    # A regular expression, or an empty text, may match between any two characters.
     return max(1.0, len(content) / len(literal)) if isinstance(literal, str) and literal else 1.0 + len(content)
 
 
@@ -90,7 +90,7 @@ def _check_lengths(step: Mapping[str, Any], section: str) -> None:
 
 
 def _ids_of(step: Mapping[str, Any], piece: Any) -> int:
-    """Number of tokens that a part of a template adds; 1 where that cannot be told."""
+    """Number of tokens that a part of a template adds; 1 if unknown."""
     special = piece.get("SpecialToken") if isinstance(piece, Mapping) else None
     known = step.get("special_tokens")
     name = special.get("id") if isinstance(special, Mapping) else None
@@ -100,7 +100,7 @@ def _ids_of(step: Mapping[str, Any], piece: Any) -> int:
 
 
 def _check_table(text: Any, section: str) -> None:
-    """Refuse a table of SentencePiece whose replacements are long: sizes, a trie, and texts that end with a zero."""
+    """Refuse a SentencePiece table with long replacements. It has a size, a trie, and zero-terminated texts."""
     if not isinstance(text, str):
         return
     if len(text) > 2 * _MOST_TABLE:
@@ -108,7 +108,7 @@ def _check_table(text: Any, section: str) -> None:
     try:
         table = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ValueError(f"its {section} has a table that is no base64: {error}") from error
+        raise ValueError(f"its {section} has a table that is not base64: {error}") from error
     begin = 4 + int.from_bytes(table[:4], "little")
     longest = max(map(len, table[begin:].split(b"\0")))
     if longest > _LONGEST_REPLACEMENT:

@@ -1,4 +1,4 @@
-"""Writer of models in Hugging Face layout, by one process or many."""
+"""Writer of models in Hugging Face layout, for one or several processes."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from d9d_weights.hugging_face.shard import ShardWriter
 
 __all__ = ["ModelWriter"]
 
-#: As transformers limits its files.
+#: Default limit of transformers.
 SHARD_BYTES = 5 * 10**9
-#: What transformers wants to see in a header.
+#: Header entry that transformers requires.
 _NOTES = {"format": "pt"}
 
 
 class ModelWriter:
-    """Writer of a model directory whose content is known beforehand. Many ranks may write, each its own files.
+    """Writer of a model directory whose tensors are known in advance. Several ranks may write, each its own files.
 
     One rank calls :meth:`start`; then every rank writes files with :meth:`open_shard`; then one rank calls
-    :meth:`publish`. The caller keeps these apart, such as by barriers.
+    :meth:`publish`. The caller separates these phases, for example by barriers.
 
     Args:
-        directory: a local path, replaced at once, or an fsspec address.
-        specs: every tensor of the model, equal on all ranks.
+        directory: local path, replaced atomically, or fsspec address.
+        specs: specs of all tensors of the model, equal on all ranks.
         shard_bytes: most bytes of tensors in a file; a larger tensor gets a file of its own.
-        on_bytes: told how many bytes a part of a tensor had when it was written.
-        names: of the files.
+        on_bytes: called with numbers of written bytes.
+        names: names of the files.
 
     Raises:
-        CheckpointError: there is nothing to write, a dtype that the format lacks, or no such kind of address.
+        CheckpointError: there are no tensors, a dtype is not supported, or the kind of address is unknown.
     """
 
     def __init__(
@@ -60,42 +60,42 @@ class ModelWriter:
         self._plan = plan_files(specs, shard_bytes, names)
         self._layouts: dict[str, Layout] = {file: plan_layout(part, _NOTES) for file, part in self._plan.items()}
         self._file_of = {name: file for file, part in self._plan.items() for name in part}
-        #: The weight files: numbered, or one.
+        #: Names of the weight files.
         self.files: Sequence[str] = tuple(self._plan)
 
     def file_of(self, name: str) -> str:
-        """Name of the file that a tensor goes into.
+        """Name of the file that a tensor is written to.
 
         Raises:
             CheckpointError: the model has no such tensor.
         """
         if name not in self._file_of:
-            raise CheckpointError(f"'{name}' is no tensor of the model that is written to {self._directory}")
+            raise CheckpointError(f"'{name}' is not a tensor of the model that is written to {self._directory}")
         return self._file_of[name]
 
     def tensors_of(self, file: str) -> Mapping[str, TensorSpec]:
-        """Names of the tensors of a file, in the order of their offsets.
+        """Tensors of a file: name -> spec, in the order of their offsets.
 
         Raises:
             CheckpointError: the model has no such file.
         """
         if file not in self._plan:
-            raise CheckpointError(f"'{file}' is no weight file of {self._directory}: it has {some(self.files)}")
+            raise CheckpointError(f"'{file}' is not a weight file of {self._directory}: it has {some(self.files)}")
         return self._plan[file]
 
     def start(self) -> None:
-        """Prepare the directory. One rank, before any file is opened."""
+        """Prepare the directory. Called by one rank, before any file is opened."""
         self._draft.start()
 
     @contextmanager
     def open_shard(self, file: str) -> Iterator[ShardWriter]:
-        """Write a file; it is on the disk when the block is left.
+        """Write a file; it is on disk at the end of the block.
 
         Args:
             file: one of :attr:`files`; no other rank opens it.
 
         Raises:
-            CheckpointError: there is no such file, or tensors of it were not written.
+            CheckpointError: the file does not exist in the plan, or some of its tensors were not written.
         """
         specs = self.tensors_of(file)
         with self._draft.create(file) as out:
@@ -109,16 +109,16 @@ class ModelWriter:
         files: Mapping[str, bytes],
         save_assets: Callable[[Path], None] | None = None,
     ) -> None:
-        """Add the other files and make the model exist. One rank, when all weight files are written.
+        """Add the other files and make the model exist. Called by one rank, when all weight files are written.
 
         Args:
-            config_json: contents of ``config.json``, or what describes these weights.
-            files: further small files, by name, such as those beside the weights that training started from.
-            save_assets: writes further files, such as the tokenizer's, into the directory that it is given; these
-                count, and no file of another tokenizer stays beside them.
+            config_json: contents of the config file.
+            files: further small files, by name, such as files of the pretrained model.
+            save_assets: function that writes further files, such as the tokenizer's, into a directory; they take
+                precedence, and replace another tokenizer completely.
 
         Raises:
-            CheckpointError: a weight file is missing, or a further file has a name that is taken.
+            CheckpointError: a weight file is missing, or a further file's name is invalid or taken.
         """
         taken = [
             name
@@ -126,7 +126,7 @@ class ModelWriter:
             if not is_plain_name(name) or name in {self._names.config, self._names.index, *self.files}
         ]
         if taken:
-            raise CheckpointError(f"{some(taken)} cannot be added to {self._directory}: no plain name, or taken")
+            raise CheckpointError(f"{some(taken)} cannot be added to {self._directory}: the name is invalid or taken")
         for file, layout in self._layouts.items():
             if (size := self._draft.size(file)) != layout.bytes:
                 raise CheckpointError(
@@ -143,12 +143,12 @@ class ModelWriter:
         self._draft.publish({**still_valid(files, own), **last})
 
     def discard(self) -> None:
-        """Remove what was written but not published. One rank, when no other writes any more; never fails."""
+        """Remove an unpublished directory. Called by one rank, once no other rank writes; never raises."""
         self._draft.discard()
 
 
 def _of_a_model(names: list[str], config: str) -> list[str]:
-    """Files of an earlier model; what makes it exist goes first, so that an interruption leaves none."""
+    """Files of an earlier model, config and index first, so that an interrupted removal leaves no apparent model."""
     ours = [name for name in names if name == config or name.endswith((SAFETENSORS, f"{SAFETENSORS}.index.json"))]
     return sorted(ours, key=lambda name: name.endswith(SAFETENSORS))
 

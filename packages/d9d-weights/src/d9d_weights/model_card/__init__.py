@@ -1,1 +1,1 @@
-"""Model card of an export: ``README.md``, as the Hugging Face Hub shows it."""
+"""Model card of an export: ``README.md``, as shown by the Hugging Face Hub."""

@@ -1,4 +1,4 @@
-"""Model card of an export: what was trained, on what, with which job, and what came of it."""
+"""Model card of an export: the model, its data, its job, and its results."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from d9d_weights.model_card.markdown import inline, table, yaml_block, yaml_text
 from d9d_weights.model_card.public_job import base_name, public_job, without_paths
 
 MODEL_CARD = "README.md"
-#: Ends of the names of transformers' classes -> the Hub's name of what the model is for.
+#: Suffix of transformers' class names -> the Hub's name of the model's purpose.
 _PIPELINES = {
     "ForCausalLM": "text-generation",
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
     "Model": "feature-extraction",
 }
-#: Items of a list in a table.
+#: Most items of a list in a table.
 _SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """Facts that a model card states. None depends on the layout or on time: exports of a run are alike in all layouts.
+    """Facts of a model card. They do not depend on layout or time: exports of a run are equal in all layouts.
 
     Attributes:
-        job: fields of the job, as JSON can hold them.
+        job: fields of the job, as JSON values.
         config_json: contents of the model's ``config.json``.
-        parameters: how many the model has.
-        trained: how many were trained, those that a fine-tuning method added included; ``None`` if unknown.
+        parameters: number of parameters of the model.
+        trained: number of trained parameters, adapters included; ``None`` if unknown.
         data: facts of the data stream; ``None`` if unknown.
-        step: optimizer steps done.
+        step: number of optimizer steps done.
         tokens: tokens (or samples) consumed; ``None`` if unknown.
-        losses: last logged losses and evaluation values, by series.
-        versions: of the packages that trained it, by name.
+        losses: series -> last logged loss or evaluation value.
+        versions: package -> version, of the packages that trained the model.
     """
 
     job: Mapping[str, Any]
@@ -51,7 +51,7 @@ class ModelCard:
         """Contents of ``README.md``.
 
         Args:
-            library: that loads the export; of ``peft``, the weights are an adapter.
+            library: library that loads the export; ``peft`` for an adapter.
         """
         return ("\n\n".join(self._parts(library)) + "\n").encode()
 
@@ -70,7 +70,7 @@ class ModelCard:
             yield "Last logged values."
             yield table(["series", "value"], [(name, f"{value:.4g}") for name, value in sorted(self.losses.items())])
         yield "## Job"
-        yield "Without the fields of where and how it ran; of each path, the last component."
+        yield "Fields about where and how the job ran are left out; paths are cut to their last component."
         yield yaml_block(public_job(self.job))
         if self.versions:
             yield "## Versions"
@@ -105,12 +105,12 @@ class ModelCard:
 
     def _base(self) -> str | None:
         loading, location = self.job.get("loading"), _of(self.job, "model", "pretrained")
-        drawn = isinstance(loading, Mapping) and loading.get("weights") is False  # only its sizes and tokenizer
+        drawn = isinstance(loading, Mapping) and loading.get("weights") is False  # uses only sizes and tokenizer
         return base_name(location) if location and not drawn else None
 
 
 def _of(job: Mapping[str, Any], section: str, name: str) -> str:
-    """Text of a field, without line breaks; empty if there is none. The job of a checkpoint may hold anything."""
+    """Text of a field, without line breaks; empty if absent. The job of a checkpoint may have any values."""
     values = job.get(section)
     value = values.get(name) if isinstance(values, Mapping) else None
     return " ".join(value.split()) if isinstance(value, str) else ""

@@ -1,4 +1,4 @@
-"""Markdown from texts that nobody has checked: a name from a job file cannot leave its place in the page."""
+"""Markdown of untrusted texts, escaped so that, for example, a name from a job file cannot change the page."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from d9d_core.job_file.reading import write_yaml
 
 _LONGEST = 300
-#: Control characters, surrogates, and such as reorder or hide what follows them.
+#: Unicode categories of control characters, surrogates, and characters that reorder or hide text.
 _INVISIBLE = frozenset({"Cc", "Cf", "Cs"})
 _PUNCTUATION = re.compile(r"[*_\[\]#~$!{}]")
-#: Characters that would end a cell, begin HTML, code or a formula, or make a link of a name: readers differ in what a
-#: backslash before them means.
+#: Characters that would end a cell, begin HTML, code or a formula, or turn a name into a link. They become entities,
+#: because renderers differ in the meaning of a backslash before them.
 _ENTITIES = {character: f"&#{ord(character)};" for character in "&<>|`@\\"}
 
 
 def inline(value: object) -> str:
-    """Escape a text as one line of plain text, good for a heading, a paragraph or the cell of a table."""
+    """Escape a text as one line of plain text for a heading, a paragraph or a table cell."""
     words = "".join(" " if c.isspace() else c for c in str(value) if c.isspace() or _is_visible(c)).split()
     line = " ".join(words)
     if len(line) > _LONGEST:
@@ -43,8 +43,8 @@ def yaml_block(value: object) -> str:
 
 
 def yaml_text(value: object) -> str:
-    """Write a value as YAML; invisible characters are escaped."""
-    # Lines are not folded: a folded text may begin a line with what ends the front matter.
+    """Write a value as YAML, with invisible characters escaped."""
+    # Lines are not folded: a folded line could begin with the end marker of the front matter.
     texts = (write_yaml(value, allow_unicode=plain, width=2**31) for plain in (True, False))
     return next(text for text in texts if text.isascii() or all(c == "\n" or _is_visible(c) for c in text))
 

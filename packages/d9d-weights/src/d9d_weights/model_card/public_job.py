@@ -1,4 +1,4 @@
-"""Part of a job that a published model states: what made it, without where it ran and where files lay."""
+"""Publishable part of a job: the settings that made a model, without machines, paths and addresses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 from d9d_core.job_file.job import JobConfig
 from pydantic import BaseModel
 
-#: Sections and fields of where and how a job ran: the model is the same without them. Exports are compared between
-#: layouts, and destinations of logged values may hold addresses and keys.
+#: Sections and fields about where and how a job ran, which do not affect the model. They are left out, because exports
+#: are compared between layouts, and destinations of logged values may contain addresses and keys.
 _OF_THE_RUN = frozenset(
     {
         "run", "device", "mesh", "parallel", "pipeline", "kernels", "metrics", "trackers", "subscribers", "logging",
@@ -19,24 +19,24 @@ _OF_THE_RUN = frozenset(
     }
 )  # fmt: skip
 _WINDOWS = re.compile(r"[A-Za-z]:\\|\\\\")
-#: Texts with a slash that are no path: templates, and sentences.
+#: Texts with a slash that are not paths: templates, and sentences.
 _TEMPLATE = re.compile(r"\n|\{\{|\{%|\{#")
 _SENTENCE = re.compile(r"\s")
-#: Folders of a run: its own name says more.
+#: Names of directories in a run; the run's own name is more informative.
 _FOLDERS = re.compile(r"model|adapter|checkpoints|step-\d+")
 
 
 def changed_fields(job: JobConfig) -> dict[str, Any]:
-    """Fields of a job that differ from their defaults, with the names of its components."""
+    """Fields of a job that differ from their defaults, and the names of its components."""
     changed: dict[str, Any] = _changed(job, job.resolved())
     return changed
 
 
 def public_job(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a job that say what made the model, each path cut to its last component.
+    """Fields of a job that affected the model, with paths cut to their last component.
 
     Args:
-        job: values as JSON can hold them; of a checkpoint, they may be anything.
+        job: JSON values; the job of a checkpoint may have any values.
     """
     values = {name: value for name, value in job.items() if name not in _OF_THE_RUN}
     for name, value in values.items():
@@ -49,7 +49,7 @@ def public_job(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_paths(value: Any) -> Any:
-    """Cut each path and address in a value to its last component, so that no directory, user or host is told."""
+    """Cut each path and address in a value to its last component, so that no directory, user or host is published."""
     if isinstance(value, str):
         return last_component(value)
     if isinstance(value, Mapping):
@@ -58,7 +58,7 @@ def without_paths(value: Any) -> Any:
 
 
 def last_component(text: str) -> str:
-    """Cut a path or address to its last component. Longer texts that have a slash are replaced by their length."""
+    """Cut a path or address to its last component. Other long texts with a slash are replaced by their length."""
     is_address = "://" in text
     if not is_address and "/" not in text and not _WINDOWS.match(text):
         return text
@@ -66,15 +66,18 @@ def last_component(text: str) -> str:
     if _TEMPLATE.search(text) or (_SENTENCE.search(text) and not starts_as_path):
         return f"(text of {len(text):,} characters)"
     if is_address:
-        text = re.split(r"[?#]", text)[0]  # what follows may be a signature
+        text = re.split(r"[?#]", text)[0]  # the query may be a signature
         scheme, _, rest = text.rpartition("://")
         name = rest.rstrip("/").rpartition("/")[2] if "/" in rest.strip("/") else ""
-        return name or f"{scheme.rpartition(':')[2]}://..."  # else the host, or a bucket
+        return name or f"{scheme.rpartition(':')[2]}://..."  # otherwise the host or bucket would be published
     return _components(text)[-1]
 
 
 def base_name(location: str) -> str | None:
-    """Name of the weights that a run started from: of a run's export or checkpoint, the run's. ``None`` without one."""
+    """Name of pretrained weights: for an export or checkpoint of a run, the run's name.
+
+    ``None`` if there is no name.
+    """
     parts = _components(re.split(r"[?#]", location)[0] if "://" in location else location)
     while len(parts) > 1 and _FOLDERS.fullmatch(parts[-1]):
         parts.pop()

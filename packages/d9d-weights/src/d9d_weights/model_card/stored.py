@@ -1,4 +1,4 @@
-"""Model card of a training checkpoint that becomes a model directory, as far as the checkpoint knows the facts."""
+"""Model card of a training checkpoint that is converted to a model directory."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def card_of(
     published: Mapping[str, TensorSpec],
     note: Callable[[str], None],
 ) -> ModelCard:
-    """Model card of a stored checkpoint; it has no facts of the data, and all fields of the job.
+    """Model card of a checkpoint. It has no facts of the data, and all fields of the job.
 
     Args:
-        tensors: the checkpoint.
+        tensors: tensors of the checkpoint.
         config_json: contents of the model's ``config.json``.
-        published: tensors of the model directory.
-        note: prints a warning. The tensors may be sound where other values of the checkpoint are not.
+        published: specs of the tensors in the model directory.
+        note: function that prints a warning, because tensors may be valid even if other values are damaged.
 
     Raises:
-        CheckpointError: no job saved the checkpoint.
+        CheckpointError: the checkpoint was not saved by a job.
     """
     values: Mapping[str, Any] = {}
     try:
@@ -49,7 +49,7 @@ def card_of(
 
 
 def _checked(values: Mapping[str, Any], location: str) -> Mapping[str, Any]:
-    """Values of a checkpoint, after a look at the kinds of those that a card states."""
+    """Values of a checkpoint, after the types of those in a model card were checked."""
     tokens = values.get("tokens")
     wrong = [] if type(tokens) is int and tokens >= 0 else ["tokens"]
     wrong += [] if are_losses(values.get("losses", {})) else ["losses"]  # earlier checkpoints have none
@@ -59,6 +59,6 @@ def _checked(values: Mapping[str, Any], location: str) -> Mapping[str, Any]:
 
 
 def versions_of(plugins: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Versions of the plugins in a manifest, by package; those that have neither version nor digest are left out."""
+    """Package -> version of the plugins in a manifest; plugins without version and digest are left out."""
     found = {name: facts["version"] or facts["sha256"][:12] for name, facts in plugins.items()}
     return {name: text for name, text in found.items() if text}

@@ -1,1 +1,1 @@
-"""Local shards of tensors on several ranks, and agreement between these ranks."""
+"""Local shards of tensors, and communication between the ranks that hold them."""

@@ -1,4 +1,4 @@
-"""Agreement of ranks about failures: what fails on one of them fails on all, with one text."""
+"""Agreement of ranks about failures: a failure on one rank raises an error with the same text on all ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ T = TypeVar("T")
 def on_all(
     action: Callable[[], T], group: dist.ProcessGroup | None, of_storage: type[CheckpointError] = CheckpointError
 ) -> T:
-    """Run a function on every rank, in agreement on errors. Collective over ``group``; ``None`` is one process.
+    """Run a function on every rank; if it fails on any rank, raise on all. Collective over ``group``.
 
     Args:
-        action: the function.
-        group: all ranks.
-        of_storage: what is raised where the storage failed.
+        action: function to run.
+        group: all ranks; ``None`` for one process.
+        of_storage: type of the error if the storage failed.
 
     Raises:
-        CheckpointError: it failed somewhere; the same text on every rank.
+        CheckpointError: the function failed on some rank; the text is the same on every rank.
     """
     result, error = _attempt(action)
     told = all_gather_objects(None if error is None else (_said(error, group), isinstance(error, OSError)), group)
@@ -41,15 +41,15 @@ def on_all(
 def on_main(
     action: Callable[[], Any], group: dist.ProcessGroup | None, of_storage: type[CheckpointError] = CheckpointError
 ) -> Any:
-    """Run a function on the first rank; all agree on its JSON value. Collective over ``group``; ``None``: one process.
+    """Run a function on the first rank, and return its JSON value on all ranks. Collective over ``group``.
 
     Args:
-        action: the function.
-        group: all ranks.
-        of_storage: what is raised where the storage failed.
+        action: function to run.
+        group: all ranks; ``None`` for one process.
+        of_storage: type of the error if the storage failed.
 
     Raises:
-        CheckpointError: it failed; the same text on every rank.
+        CheckpointError: the function failed; the text is the same on every rank.
     """
     is_main = group is None or dist.get_rank(group) == 0
     result, error = _attempt(action) if is_main else (None, None)
@@ -61,7 +61,7 @@ def on_main(
 
 
 def reason(error: BaseException) -> str:
-    """Reason of a failure in one line: its kind too unless it was raised on purpose, its rank if torch collected it."""
+    """Text of an error in one line: with its type unless d9d raised it, and with its rank if torch collected it."""
     if (failures := collected_failures(error)) is not None:
         return _joined(_ranked(failure, rank) for rank, failure in sorted(failures.items()))
     text = " ".join(str(error).split())
@@ -69,9 +69,9 @@ def reason(error: BaseException) -> str:
 
 
 def collected_failures(error: BaseException) -> dict[int, BaseException] | None:
-    """Failures by rank that torch's checkpoint functions have collected; ``None`` of any other error.
+    """Rank -> failure, collected by torch's checkpoint functions; ``None`` for other errors.
 
-    Imports nothing: what nobody has imported has raised nothing.
+    Does not import torch's checkpoint module: unless it is imported, it cannot have raised.
     """
     module = sys.modules.get("torch.distributed.checkpoint.api")
     if module is None or not isinstance(error, module.CheckpointException):
@@ -80,10 +80,10 @@ def collected_failures(error: BaseException) -> dict[int, BaseException] | None:
 
 
 def is_known_to_all(error: BaseException, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks know of an error of torch's checkpoint functions: some rank failed in the checkpoint itself.
+    """Whether all ranks know of an error of torch's checkpoint functions.
 
-    With several ranks, torch collects such failures on all of them. Anything else is the connection to another rank,
-    which may have died: no error of the checkpoint, and a reason to start again.
+    With several ranks, torch collects failures in the checkpoint on all ranks. Other errors concern the connection to a
+    rank that may have died: they are no error of the checkpoint, and the run should restart.
     """
     return collected_failures(error) is not None or (group is None and isinstance(error, Exception))
 
@@ -104,7 +104,7 @@ def _said(error: Exception, group: dist.ProcessGroup | None) -> str:
 
 
 def _ranked(error: BaseException, rank: int) -> str:
-    # Our own texts say where; "no space left on device" does not.
+    # d9d's own errors name the location; "no space left on device" does not.
     return reason(error) if isinstance(error, CheckpointError) else f"rank {rank}: {reason(error)}"
 
 
@@ -115,5 +115,5 @@ def _joined(texts: Iterable[str]) -> str:
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return action(), None
-    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+    except Exception as error:  # all exceptions, because the other ranks wait for the result
         return None, error

@@ -1,9 +1,9 @@
-"""Gather and all-gather of values with another size on every rank: tensors of any shapes, and JSON values.
+"""Gather and all-gather of values whose size differs between ranks: tensors of any shapes, and JSON values.
 
-Every function is collective over all ranks of its group, and all of them notice together when one of them cannot take
-part, so that bad input is an error everywhere rather than a hang. ``group=None`` stands for a job of one process.
+Every function is collective over all ranks of its group. If a rank's input is invalid, an error is raised on all ranks,
+not a hang. ``group=None`` is a job of one process.
 
-The results carry no gradients. Tensors travel as bytes, since not every backend knows every dtype.
+The results carry no gradients. Tensors are sent as bytes, because not every backend supports every dtype.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _MAX_DIMS = 16
 # The longest name of a dtype has 16 characters.
 _NAME_BYTES = 24
 _HEADER = 1 + _MAX_DIMS + _NAME_BYTES // 8
-# A part starts where any dtype may start.
+# Parts start at a multiple of the largest alignment of a dtype.
 _ALIGNMENT = 16
 
 
 def all_gather_tensors(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """All-gather tensors: every rank's, by its rank in the group; collective over ``group``. Waits for the device.
+    """All-gather tensors of any shapes, in rank order. Collective over ``group``; synchronizes with the device.
 
     Args:
-        tensor: any shape and number of dimensions, on the same kind of device everywhere; the group needs a backend for
-            that device.
-        group: who takes part.
+        tensor: any shape and number of dimensions, on the same kind of device on all ranks; the group needs a backend
+            for this device.
+        group: process group; ``None`` for one process.
 
     Returns:
         New tensors on the device of ``tensor``.
 
     Raises:
-        ValueError: dtypes differ, or a tensor has more dimensions than 16; on all ranks.
+        ValueError: dtypes differ, or a tensor has more than 16 dimensions; on all ranks.
     """
     if group is None:
         return [tensor.detach().clone()]
@@ -58,14 +58,14 @@ def all_gather_tensors(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
 
 
 class PendingTensors:
-    """Tensors of all ranks that are on their way. Made by :func:`start_all_gather`."""
+    """All-gathered tensors in flight. Made by :func:`start_all_gather`."""
 
     def __init__(self, received: list[Tensor], work: dist.Work | None) -> None:
         self._received = received
         self._work = work
 
     def wait(self) -> list[Tensor]:
-        """Tensors by rank in the group, for use in the current stream; on a GPU, only that stream waits."""
+        """Tensors in rank order, for use in the current stream; on a GPU, only this stream waits."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -73,12 +73,12 @@ class PendingTensors:
 
 
 def start_all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> PendingTensors:
-    """Start to all-gather tensors of one shape; collective over ``group``. Does not wait for anything.
+    """Start an all-gather of tensors of equal shape. Collective over ``group``; does not wait.
 
     Args:
-        tensor: of the same shape and dtype on every rank, which is not checked; it must stay as it is until
+        tensor: the same shape and dtype on every rank, which is not checked; it must not change until
             :meth:`PendingTensors.wait`.
-        group: who takes part.
+        group: process group; ``None`` for one process.
     """
     if group is None:
         return PendingTensors([tensor.detach().clone()], None)
@@ -88,18 +88,18 @@ def start_all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Pending
 
 
 def gather_tensors(tensor: Tensor, group: dist.ProcessGroup | None, dst: int = 0) -> list[Tensor] | None:
-    """Gather every rank's tensor on one of them; collective over ``group``. Waits for the device.
+    """Gather tensors of any shapes on one rank. Collective over ``group``; synchronizes with the device.
 
     Args:
         tensor: as for :func:`all_gather_tensors`.
-        group: who takes part.
-        dst: who gets them, by its rank in the group.
+        group: process group; ``None`` for one process.
+        dst: destination, as a rank of the group.
 
     Returns:
-        New tensors by rank in the group, on ``dst``; ``None`` elsewhere.
+        New tensors in rank order on ``dst``; ``None`` on other ranks.
 
     Raises:
-        ValueError: as for :func:`all_gather_tensors`, or the group has no such rank.
+        ValueError: as for :func:`all_gather_tensors`, or the group has no rank ``dst``.
     """
     _check_destination(group, dst)
     if group is None:
@@ -116,45 +116,45 @@ def gather_tensors(tensor: Tensor, group: dist.ProcessGroup | None, dst: int = 0
 
 
 def all_gather_objects(value: Json, group: dist.ProcessGroup | None) -> list[Any]:
-    """All-gather JSON values by rank in the group; collective over ``group``. Does not wait for the device.
+    """All-gather JSON values, in rank order. Collective over ``group``; does not synchronize with the device.
 
     Args:
-        value: what JSON can hold, NaN and infinity besides; tuples arrive as lists.
-        group: who takes part; needs a backend for the CPU.
+        value: JSON value; NaN and infinity are allowed, tuples arrive as lists.
+        group: process group with a backend for the CPU; ``None`` for one process.
 
     Raises:
-        TypeError: a value is not JSON; on all ranks, naming theirs.
+        TypeError: a value is not JSON; on all ranks, with the ranks at fault.
     """
     return _decode(dict(enumerate(all_gather_tensors(_encode(value), group))), group)
 
 
 def gather_objects(value: Json, group: dist.ProcessGroup | None, dst: int = 0) -> list[Any] | None:
-    """Gather every rank's JSON value on one of them; collective over ``group``. Does not wait for the device.
+    """Gather JSON values on one rank. Collective over ``group``; does not synchronize with the device.
 
     Args:
         value: as for :func:`all_gather_objects`.
-        group: who takes part; needs a backend for the CPU.
-        dst: who gets them, by its rank in the group.
+        group: process group with a backend for the CPU; ``None`` for one process.
+        dst: destination, as a rank of the group.
 
     Returns:
-        Values by rank in the group, on ``dst``; ``None`` elsewhere.
+        Values in rank order on ``dst``; ``None`` on other ranks.
 
     Raises:
-        TypeError: this rank's value is not JSON, or, on ``dst``, another's is not.
-        ValueError: the group has no such rank.
+        TypeError: this rank's value is not JSON, or, on ``dst``, any rank's value.
+        ValueError: the group has no rank ``dst``.
     """
     _check_destination(group, dst)
     message = _encode(value)
     gathered = gather_tensors(message, group, dst)
     if gathered is None:
-        _decode({dist.get_rank(group): message}, group)  # the rank at fault learns of it here
+        _decode({dist.get_rank(group): message}, group)  # raises on the rank at fault
         return None
     return _decode(dict(enumerate(gathered)), group)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Message of a rank."""
+    """Shape and padded bytes of one rank's tensor."""
 
     shape: tuple[int, ...]
     bytes: int
@@ -168,7 +168,7 @@ def _exchange_headers(tensor: Tensor, group: dist.ProcessGroup) -> list[_Part]:
     header = torch.tensor([tensor.ndim, *shape, *[0] * (_MAX_DIMS - len(shape)), *words], device=tensor.device)
     received = header.new_empty(ranks * _HEADER)
     dist.all_gather_into_tensor(received, header, group=group)
-    rows: list[list[int]] = received.view(ranks, _HEADER).tolist()  # the device is waited for here
+    rows: list[list[int]] = received.view(ranks, _HEADER).tolist()  # synchronizes with the device
     dtypes = [b"".join(w.to_bytes(8, "little", signed=True) for w in row[-3:]).rstrip(b"\0").decode() for row in rows]
     if len(set(dtypes)) > 1:
         raise ValueError(f"cannot gather tensors of different dtypes: {_by_rank(dtypes, group)}; convert them to one")
@@ -183,7 +183,7 @@ def _exchange_headers(tensor: Tensor, group: dist.ProcessGroup) -> list[_Part]:
 
 
 def _to_bytes(tensor: Tensor, size: int) -> Tensor:
-    """uint8 [size], zeros at the end."""
+    """Bytes of a tensor, uint8 [size], padded with zeros."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     padded = flat.new_zeros(size)
     padded[: flat.numel()] = flat
@@ -191,7 +191,7 @@ def _to_bytes(tensor: Tensor, size: int) -> Tensor:
 
 
 def _from_bytes(rows: Sequence[Tensor], parts: Sequence[_Part], dtype: torch.dtype) -> list[Tensor]:
-    """Undo :func:`_to_bytes` for every rank."""
+    """Inverse of :func:`_to_bytes` for every rank."""
     # Copies, so that a small tensor does not keep the padding of all ranks alive.
     return [
         row[: math.prod(part.shape) * dtype.itemsize].view(dtype).reshape(part.shape).clone()
@@ -200,7 +200,7 @@ def _from_bytes(rows: Sequence[Tensor], parts: Sequence[_Part], dtype: torch.dty
 
 
 def _encode(value: Json) -> Tensor:
-    """uint8 [bytes]: ``=`` and the value, or ``!`` and why it is none: everyone has to learn of that."""
+    """Message, uint8 [bytes]: ``=`` and the value, or ``!`` and the error, which all ranks must learn."""
     try:
         _check_json(value, "value")
         text = "=" + json.dumps(value)
@@ -218,11 +218,11 @@ def _decode(messages: Mapping[int, Tensor], group: dist.ProcessGroup | None) -> 
 
 
 def _check_json(value: object, path: str) -> None:
-    """The json module would turn some keys into text without a word."""
+    """Refuse values that the json module would convert silently, such as keys that are not strings."""
     if isinstance(value, dict):
         for key, child in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{path} has the key {key!r}, which is no text")
+                raise TypeError(f"{path} has the key {key!r}, which is not a string")
             _check_json(child, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, child in enumerate(value):

@@ -1,4 +1,4 @@
-"""Persistent tensors of a model, under one canonical name each."""
+"""Persistent tensors of a model, each under one canonical name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["model_tensors"]
 
 
 def model_tensors(stage: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by qualified name; a tied parameter appears once, under its first name."""
+    """Parameters and persistent buffers by qualified name; a tied parameter appears under its first name only."""
     parameters = dict(stage.named_parameters())
     aliases = dict(stage.named_parameters(remove_duplicate=False))
     persistent = stage.state_dict(keep_vars=True)
@@ -22,18 +22,18 @@ def model_tensors(stage: nn.Module) -> dict[str, Tensor]:
 
 
 def gathered(tensors: Mapping[str, Tensor], keep: bool, stage_holders: StageHolders | None = None) -> dict[str, Tensor]:
-    """Gather a model's full tensors into the host's memory, one after the other.
+    """Gather a model's full tensors into host memory, one after the other.
 
-    Collective over the ranks of DTensors' meshes, and of ``stage_holders``.
+    Collective over the meshes of DTensors, and over ``stage_holders``.
 
     Args:
-        tensors: equally named on all ranks, or on all that hold the same stages if there are holders.
-        keep: whether this rank wants the result; the others return nothing.
-        stage_holders: of the model, if pipeline ranks hold different tensors. Those that any of them has here are
+        tensors: the same names on all ranks, or, with ``stage_holders``, on all ranks of a stage.
+        keep: whether this rank needs the result; other ranks return an empty mapping.
+        stage_holders: holders in the model, if pipeline ranks hold different tensors; tensors that any rank passes are
             gathered, in the model's order.
 
     Raises:
-        CheckpointError: the model of ``stage_holders`` has no tensor of that name, or ranks hold different ones.
+        CheckpointError: the model of ``stage_holders`` lacks one of the tensors, or ranks pass different ones.
     """
     gathered_tensors = {}
     there = None if stage_holders is None else stage_holders.among(tensors)

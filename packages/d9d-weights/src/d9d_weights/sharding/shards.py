@@ -1,7 +1,6 @@
-"""Local shards of tensors, and the rank that writes each of them.
+"""Local shards of tensors, and the rank that writes each shard.
 
-A DTensor is described by the windows of the global tensor that this rank holds; any other tensor is one window, all of
-it.
+A DTensor is described by the windows of the global tensor that this rank holds; other tensors are a single window.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TensorShard:
-    """Local shard of a tensor: a window of the global one.
+    """Local shard of a tensor: a window of the global tensor.
 
     Attributes:
-        offset: its first index in each dimension.
-        tensor: its values, sharing memory with the original.
+        offset: first index in each dimension.
+        tensor: values, sharing memory with the original.
     """
 
     offset: tuple[int, ...]
@@ -45,9 +44,9 @@ class LocalShards:
     """Local shards of one tensor on this rank.
 
     Attributes:
-        dtype: number format.
-        shape: of the global tensor.
-        shards: windows that hold at least one number; of an empty tensor, all of it.
+        dtype: dtype of the tensor.
+        shape: shape of the global tensor.
+        shards: windows with at least one element; for an empty tensor, the tensor itself.
     """
 
     dtype: torch.dtype
@@ -59,9 +58,9 @@ def describe(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
     """Describe the shards that this rank holds, by tensor name.
 
     Raises:
-        CheckpointError: one is a partial sum.
+        CheckpointError: a tensor is a partial sum.
     """
-    known: dict[Any, list[ChunkStorageMetadata]] = {}  # of each layout; most tensors have one of a few
+    known: dict[Any, list[ChunkStorageMetadata]] = {}  # cache per layout, because a model has few layouts
     sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
     with torch.no_grad():
         return {
@@ -71,7 +70,7 @@ def describe(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
 
 
 def signature(local_shards: Mapping[str, LocalShards]) -> list[Any]:
-    """Signature of local shards as JSON: everything but the numbers, in a fixed order."""
+    """Signature of local shards as JSON values: names, dtypes, shapes and windows, in a fixed order."""
     return [
         [name, dtype_name(local.dtype), [*local.shape], [[[*p.offset], [*p.tensor.shape]] for p in local.shards]]
         for name, local in sorted(local_shards.items())
@@ -79,7 +78,7 @@ def signature(local_shards: Mapping[str, LocalShards]) -> list[Any]:
 
 
 def check_memory(local_shards: Mapping[str, LocalShards]) -> None:
-    """Refuse a tensor under two names: it would be saved twice, and loading one name would undo the other.
+    """Refuse a tensor under two names: it would be saved twice, and loading one name would overwrite the other.
 
     Raises:
         CheckpointError: two tensors share memory.
@@ -91,17 +90,17 @@ def check_memory(local_shards: Mapping[str, LocalShards]) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Name of a dtype: ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 class Owners:
-    """Owners of shards: the rank that writes each one, once, with about equally many bytes on all ranks.
+    """Ranks that write shards: each shard is written once, and ranks write about equally many bytes.
 
-    Every rank comes to the same result by itself.
+    Every rank computes the same result without communication.
 
     Args:
-        signatures: of all ranks.
+        signatures: signatures of all ranks.
 
     Raises:
         CheckpointError: ranks disagree about a tensor.
@@ -124,14 +123,14 @@ class Owners:
                     sizes[key] = math.prod(size) * getattr(torch, dtype).itemsize
         load = [0] * len(signatures)
         self._owner: dict[tuple[str, tuple[int, ...]], int] = {}
-        # Shards without a choice first; then large before small, which evens out best.
+        # Shards held by one rank come first, then large ones before small ones, which balances best.
         for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key], key)):
             owner = min(holders[key], key=lambda rank: (load[rank], rank))
             self._owner[key] = owner
             load[owner] += sizes[key]
 
     def own(self, local_shards: Mapping[str, LocalShards], rank: int) -> dict[str, LocalShards]:
-        """Local shards reduced to those that this rank writes; some tensors then have none."""
+        """Restrict local shards to those that this rank writes; some tensors then have no shards."""
         own = {}
         for name, local in local_shards.items():
             shards = tuple([shard for shard in local.shards if self._owner[name, shard.offset] == rank])
@@ -152,10 +151,10 @@ def _describe(name: str, tensor: DTensor, known: dict[Any, list[ChunkStorageMeta
     if layout not in known:
         if any(placement.is_partial() for placement in tensor.placements):
             raise CheckpointError(f"tensor '{name}' is a partial sum ({tensor.placements}); reduce it before saving")
-        # Not in the documentation, but it is how any tensor type tells torch's own checkpoints of its shards.
+        # Undocumented, but torch's own checkpoints use this interface for any tensor type.
         known[layout] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     chunks = known[layout]
-    if len(chunks) == 1:  # what follows does the same, more slowly
+    if len(chunks) == 1:  # fast path of the general case below
         tensors = [tensor.to_local()]
     else:
         from torch.distributed.checkpoint.metadata import MetadataIndex  # with all of torch's checkpoints

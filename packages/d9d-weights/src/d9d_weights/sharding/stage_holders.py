@@ -1,4 +1,4 @@
-"""Holders of a model's tensors among pipeline ranks."""
+"""Mapping from a model's tensors to the pipeline ranks that hold them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["StageHolders"]
 
 @dataclass(frozen=True)
 class StageHolders:
-    """Holders of the tensors of a model whose stages are split over pipeline ranks.
+    """Mapping from the tensors of a model to the pipeline ranks that hold them.
 
     Attributes:
-        specs: shape and dtype of each tensor of the full model, in an order that all ranks share.
-        holders: tensor -> the rank in ``group`` that holds it; of several that hold equal copies, one.
-        group: the ranks along ``pp``; needs a backend for the CPU and one for ``device``.
-        device: what tensors are sent from and received on.
+        specs: name -> shape and dtype of the full model's tensors, in the same order on all ranks.
+        holders: name -> rank in ``group`` that holds the tensor; one of them if several hold equal copies.
+        group: process group along ``pp``, with backends for the CPU and for ``device``.
+        device: device for sending and receiving tensors.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -35,26 +35,26 @@ class StageHolders:
     device: torch.device
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make sure that this rank can send what the others will wait for.
+        """Check that this rank holds the tensors that it must send.
 
         Raises:
-            CheckpointError: a tensor of the model has no holder, or this rank should hold one and does not.
+            CheckpointError: a tensor of the model has no holder, or this rank lacks a tensor assigned to it.
         """
         rank = dist.get_rank(self.group)
-        problems = [f"nobody holds '{name}'" for name in self.specs if name not in self.holders]
+        problems = [f"no rank holds '{name}'" for name in self.specs if name not in self.holders]
         for name, holder in self.holders.items():
             if holder == rank and name not in tensors:
-                problems.append(f"'{name}' is not here")
+                problems.append(f"'{name}' is missing")
             elif holder == rank and _spec(tensors[name]) != self.specs[name]:
-                problems.append(f"'{name}' is {_said(_spec(tensors[name]))} here, and {_said(self.specs[name])} there")
-        raise_if(problems, f"what pipeline rank {rank} holds is not what it was said to hold:")
+                problems.append(f"'{name}' is {_said(_spec(tensors[name]))}, not {_said(self.specs[name])}")
+        raise_if(problems, f"the tensors of pipeline rank {rank} differ from those assigned to it:")
 
     def full(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """Full tensor on every rank. Collective over ``group``, and over the mesh of a DTensor.
 
         Args:
-            name: which one, the same on all ranks.
-            tensors: those of this rank. The result may share memory with one of them.
+            name: name of the tensor, the same on all ranks.
+            tensors: tensors of this rank. The result may share memory with one of them.
         """
         holder, spec = self.holders[name], self.specs[name]
         if dist.get_rank(self.group) == holder:
@@ -62,18 +62,18 @@ class StageHolders:
         else:
             gathered = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
         if gathered.numel():
-            # As bytes, since not every backend knows every dtype.
+            # As bytes, because not every backend supports every dtype.
             dist.broadcast(gathered.reshape(-1).view(torch.uint8), group=self.group, group_src=holder)
         return gathered
 
     def among(self, tensors: Mapping[str, Tensor]) -> StageHolders:
-        """Holders of the tensors that ranks hold now, such as the gradients there are. Collective over ``group``.
+        """Holders of the tensors that ranks pass, for example of existing gradients. Collective over ``group``.
 
         Args:
-            tensors: those of this rank, named as in the model; shapes and dtypes may be others.
+            tensors: tensors of this rank, named as in the model; shapes and dtypes may differ from the model's.
 
         Raises:
-            CheckpointError: the model has no tensor of that name, or ranks hold different ones; on all ranks.
+            CheckpointError: the model lacks one of the tensors, or ranks pass different ones; on all ranks.
         """
         listed = [[name, [*tensor.shape], dtype_name(tensor.dtype)] for name, tensor in tensors.items()]
         specs: dict[str, TensorSpec] = {}

@@ -1,4 +1,4 @@
-"""``d9d state``: its commands; :mod:`d9d_weights.state.tensors`, which imports torch, implements them."""
+"""Commands of ``d9d state``; :mod:`d9d_weights.state.tensors`, which imports torch, implements them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from d9d_core.cli.options import AsJson, Files, NoPlugins, command_app, discover_plugins, echo
 
-app = command_app("state", "Look at checkpoints, convert them, compare them.")
+app = command_app("state", "Inspect, convert and compare checkpoints.")
 
 Source = Annotated[str, typer.Argument(help="Model directory, .safetensors file, run, checkpoint, or fsspec address.")]
 
@@ -23,7 +23,7 @@ def state_show(
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
 ) -> None:
-    """List tensors; of a job file, show how its model and the published layout correspond."""
+    """List tensors; for a job file, show how the tensors of its model map to the published layout."""
     from d9d_weights.state.tensors import show_state
 
     show_state(source, discover_plugins(plugin, no_plugins), picture, as_json)
@@ -39,15 +39,15 @@ def state_convert(
     shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest weight file, such as 5GB or 512MiB.")
     ] = "5GB",
-    threads: Annotated[int, typer.Option(metavar="N", help="Reads at a time.", min=1)] = 4,
+    threads: Annotated[int, typer.Option(metavar="N", help="Number of reading threads.", min=1)] = 4,
     keep_from: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Model directory whose tokenizer, eos ids and generation config it gets."),
+        typer.Option(metavar="MODEL", help="Model directory to copy tokenizer, eos ids and generation config from."),
     ] = None,
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
 ) -> None:
-    """Write a model anew: from a training checkpoint, in another number format, in files of another size. No GPU."""
+    """Write a model from a training checkpoint, or in another number format or file size. Needs no GPU."""
     from d9d_weights.state.tensors import Conversion, convert_state, parse_dtype, parse_size
 
     asked = Conversion(source, target, parse_dtype(dtype), parse_size(shard_size), threads, keep_from)

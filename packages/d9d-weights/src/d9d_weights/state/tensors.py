@@ -1,4 +1,4 @@
-"""``d9d state``: look at checkpoints, convert them, compare them. On any machine, in little memory."""
+"""Implementation of ``d9d state``: inspect, convert and compare checkpoints on any machine, with little memory."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def opened(location: str, scope: str = "") -> Iterator[Tensors]:
 
 
 def show_state(location: str, registry: Registry, picture: Path | None, as_json: bool) -> None:
-    """Print the tensors of a checkpoint, or how a job's model and its published form correspond.
+    """Print the tensors of a checkpoint, or the mapping between a job's model and its published form.
 
     Raises:
-        D9dError: it cannot be read.
+        D9dError: the location cannot be read.
     """
     if location.endswith(JOB_SUFFIXES):
         graph = job_state_graph(JobFile.load(location, registry=registry), registry)
@@ -68,7 +68,9 @@ def show_state(location: str, registry: Registry, picture: Path | None, as_json:
         sys.stdout.write((json.dumps(text, indent=1) if as_json else visible(graph_text(graph))) + "\n")
         return
     if picture is not None:
-        raise CheckpointError("--picture draws how a job's model corresponds to its published form; give a job file")
+        raise CheckpointError(
+            "--picture draws the mapping between a job's model and its published form; give a job file"
+        )
     with opened(location) as tensors:
         _print_tensors(tensors.specs, as_json)
 
@@ -97,10 +99,10 @@ class Conversion:
     Attributes:
         source: model directory or checkpoint.
         target: directory to write.
-        dtype: number format of floating-point tensors; ``None`` keeps theirs.
-        shard_bytes: largest file.
-        threads: that read at a time.
-        keep_from: model directory whose tokenizer, generation config and tokens in ``config.json`` the result gets.
+        dtype: dtype of floating-point tensors; ``None`` keeps their dtypes.
+        shard_bytes: most bytes of a weight file.
+        threads: number of threads that read.
+        keep_from: model directory to copy tokenizer, generation config and token ids in ``config.json`` from.
     """
 
     source: str
@@ -115,7 +117,7 @@ def convert_state(asked: Conversion, registry: Registry) -> str:
     """Write a model in Hugging Face layout, from another one or from a training checkpoint; returns a summary.
 
     Raises:
-        CheckpointError: it cannot be read, converted or written, or something is at the target.
+        CheckpointError: the model cannot be read, converted or written, or the target exists.
     """
     _refuse_taken(asked.target)
     with opened(asked.source, "model/") as tensors:
@@ -132,11 +134,11 @@ def convert_state(asked: Conversion, registry: Registry) -> str:
 
 
 def _refuse_taken(target: str) -> None:
-    """Refuse a target that is not empty: it would be replaced, and may be a run, or the source."""
+    """Refuse a target that is not empty: it would be replaced, and could be a run or the source."""
     if "://" in target:
         try:
             taken = bool(open_directory(target).names())
-        except CheckpointError:  # absent; what else may be wrong shows when it is written
+        except CheckpointError:  # absent; other errors are reported when it is written
             taken = False
     else:
         taken = Path(target).exists() and not (Path(target).is_dir() and not any(Path(target).iterdir()))
@@ -147,17 +149,17 @@ def _refuse_taken(target: str) -> None:
 def _described(
     tensors: Tensors, asked: Conversion, registry: Registry
 ) -> tuple[Mapper, dict[str, Any], dict[str, bytes]]:
-    """Graph of the names, new ``config.json``, and the other files.
+    """Mapper, new ``config.json``, and other files of a conversion.
 
-    A model's own README.md is not copied: it is about the model that it was written for.
+    A model's own README.md is not copied, because it describes the original model.
     """
     if isinstance(tensors, ModelDirectory):
         config = tensors.config()
         if asked.dtype is not None:
             if config.get("quantization_config"):
                 raise CheckpointError(
-                    f"{tensors.location} is quantized (quantization_config in config.json): its numbers mean nothing "
-                    "in another format; leave --dtype out, or take the weights it was made from"
+                    f"{tensors.location} is quantized (quantization_config in config.json), so --dtype cannot convert "
+                    "it; omit --dtype, or take the weights before quantization"
                 )
             name = _dtype_name(asked.dtype)
             config |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": name}
@@ -171,7 +173,7 @@ def _described(
         try:
             dtype = Precision.model_validate(job.get("precision", {})).parameters
         except ValidationError as error:
-            raise CheckpointError(f"{tensors.location}: precision in its manifest cannot be: {error}") from error
+            raise CheckpointError(f"{tensors.location}: precision in its manifest is invalid: {error}") from error
     kept, others = _taken_over(job, asked.keep_from, layout, model)
     mapper, config = merger >> layout.exporter(model), {**layout.config_json(model, dtype), **kept}
     card = card_of(tensors, config, StateGraph(mapper, tensors.specs).specs, say)
@@ -181,11 +183,11 @@ def _described(
 def _taken_over(
     job: Mapping[str, Any], keep_from: str | None, layout: HuggingFaceFormat, model: PluginConfig
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Fields of ``config.json`` and files of a model directory that belong to the converted model, too."""
+    """Fields of ``config.json`` and files that are copied from another model directory to the converted model."""
     if keep_from is None:
         origin = job["model"].get("pretrained")
-        if isinstance(origin, str):  # not followed: whoever wrote the checkpoint chose it
-            say(f"note: the run started from {origin!r}; --keep-from takes over its tokenizer, eos ids and the like")
+        if isinstance(origin, str):  # not opened, because an untrusted checkpoint names it
+            say(f"note: the run started from {origin!r}; use --keep-from to copy its tokenizer, eos ids and the like")
         return {}, {}
     with ModelDirectory.open(keep_from) as source:
         kept = layout.kept_fields(source.config(), model) if isinstance(layout, KeepsFields) else {}
@@ -193,10 +195,10 @@ def _taken_over(
 
 
 def diff_states(left: str, right: str, tolerance: float, as_json: bool) -> bool:
-    """Compare the tensors of two checkpoints' states: print how they differ; returns whether they agree.
+    """Compare the tensors of two checkpoints and print the differences. Returns whether they agree.
 
     Raises:
-        CheckpointError: one cannot be read.
+        CheckpointError: a checkpoint cannot be read.
     """
     with ExitStack() as stack:
         a, b = (stack.enter_context(opened(location)) for location in (left, right))
@@ -244,14 +246,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def parse_dtype(text: str | None) -> torch.dtype | None:
-    """Parse a dtype: ``bfloat16`` and the like.
+    """Parse the name of a floating-point dtype, such as ``bfloat16``.
 
     Raises:
-        CheckpointError: it is no floating-point format.
+        CheckpointError: the text is not such a name.
     """
     found = None if text is None else getattr(torch, text, None)
     if text is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise CheckpointError(f"--dtype: '{text}' is no number format; such as float32, bfloat16, float16")
+        raise CheckpointError(f"--dtype: '{text}' is not a floating-point format, such as float32, bfloat16, float16")
     return found
 
 
@@ -259,7 +261,7 @@ def parse_size(text: str) -> int:
     """Parse a size: ``5GB`` is 5 * 10**9, ``2GiB`` is 2 * 2**30.
 
     Raises:
-        CheckpointError: it is no size.
+        CheckpointError: the text is not a size.
     """
     match = _SIZE.fullmatch(text.strip())
     try:
@@ -267,6 +269,6 @@ def parse_size(text: str) -> int:
     except ValueError:
         number = math.nan
     if match is None or not 0 < number < math.inf:
-        raise CheckpointError(f"--shard-size: '{text}' is no size; such as 5GB or 512MiB")
+        raise CheckpointError(f"--shard-size: '{text}' is not a size, such as 5GB or 512MiB")
     power = " KMGT".index(match[2].upper() or " ")
     return max(1, int(number * (1024 if match[3] else 1000) ** power))

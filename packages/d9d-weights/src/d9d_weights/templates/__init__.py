@@ -1,1 +1,1 @@
-"""Chat templates of published models: rendered in a process of their own, with bounds on time and memory."""
+"""Chat templates of published models, rendered in a separate process with limits on time and memory."""

@@ -1,4 +1,4 @@
-"""Templates in a process of their own: what one does to memory and time stays there."""
+"""Separate process that renders chat templates, so that their use of memory and time is limited."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import Any
 
 __all__ = ["TemplateError", "TemplateLimits", "TemplateProcess"]
 
-#: Bytes of the largest answer: a rendering of as many characters as the sandbox allows, in UTF-8 and escaped.
+#: Bytes of the largest answer: a rendering with the sandbox's most characters, in UTF-8 and escaped.
 _MAX_ANSWER = 1 << 27
-#: Renderings that end the process, after which a template renders nothing more: each may take all of its seconds.
+#: Consecutive renderings that may end the process; then a template is refused, because each may take the full time.
 _MOST_ENDED = 3
 _PACKAGES = ("d9d_weights", "jinja2", "markupsafe")
 _START = "import sys; sys.path[:0] = sys.argv[1:]; from d9d_weights.templates.worker import main; main()"
@@ -31,9 +31,9 @@ class TemplateLimits:
     """Limits of one rendering.
 
     Attributes:
-        steps: iterations of loops, and calls.
-        seconds: of a processor.
-        memory: bytes of the address space of the process; macOS does not keep this limit.
+        steps: most iterations of loops and calls.
+        seconds: most seconds of CPU time.
+        memory: most bytes of the process's address space; macOS does not enforce this limit.
     """
 
     steps: int = 1 << 22
@@ -42,11 +42,11 @@ class TemplateLimits:
 
 
 class TemplateError(ValueError):
-    """Template that is malformed, fails or exceeds its limits.
+    """A template is malformed, fails or exceeds its limits.
 
     Attributes:
-        key: name of the template, if it is malformed.
-        line: of the template, if it is malformed there.
+        key: name of a malformed template; ``None`` for other errors.
+        line: line of the error in a malformed template, if known.
     """
 
     def __init__(self, message: str, key: str | None = None, line: int | None = None) -> None:
@@ -59,9 +59,9 @@ class Rendered:
     """Rendered template.
 
     Attributes:
-        text: the rendering.
+        text: rendered text.
         marks: characters ``[begin, end)`` of each generation block.
-        misplaced: whether a block was rendered into something else than the text, so that its place is unknown.
+        misplaced: whether the text of a block is not at its recorded place, so that the place is unknown.
     """
 
     text: str
@@ -70,18 +70,18 @@ class Rendered:
 
 
 class TemplateProcess:
-    """Process of its own that renders chat templates, and imports no torch.
+    """Separate process that renders chat templates, and imports no torch.
 
-    The process serves all renderings, one at a time, and is started anew after it has ended. It ends with this object,
-    and with the process that made it.
+    The process serves all renderings, one at a time, and is restarted after it has ended. It ends with this object, and
+    with the parent process.
 
     Args:
-        texts: templates by name.
-        now: time that ``strftime_now`` tells; if absent, the time of the rendering.
-        limits: of one rendering.
+        texts: name -> template.
+        now: time returned by ``strftime_now``; by default, the time of the rendering.
+        limits: limits of one rendering.
 
     Attributes:
-        depends_on_date: whether renderings differ from day to day, because a template asks for the date.
+        depends_on_date: whether renderings change from day to day, because a template reads the date.
         marked: name of a template -> whether it has generation blocks.
 
     Raises:
@@ -97,7 +97,7 @@ class TemplateProcess:
         self._lock = Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._owner = 0
-        self._ended = 0  # renderings in a row that the process did not live through
+        self._ended = 0  # consecutive renderings that ended the process
         with self._lock:
             facts = self._start()
         if (malformed := facts["malformed"]) is not None:
@@ -110,11 +110,11 @@ class TemplateProcess:
         """Render a template.
 
         Args:
-            key: its name.
-            variables: as JSON has them; what JSON has not is sent as its text.
+            key: name of the template.
+            variables: JSON values; other values are converted to text.
 
         Raises:
-            TemplateError: the template refuses the variables, fails, or exceeds its limits.
+            TemplateError: the template raises an error or exceeds its limits, or the variables cannot be sent.
         """
         try:
             request = _line({"key": key, "variables": variables})
@@ -134,9 +134,10 @@ class TemplateProcess:
         return Rendered(answer["text"], marks, answer["misplaced"])
 
     def _start(self) -> dict[str, Any]:
-        """Start a process, and return the facts of the templates."""
-        # Not as a copy of this process, which has threads and torch; without site, which would cost most of the time,
-        # and with -P, because the working directory may be the one of the template.
+        """Start a process, and return facts about the templates."""
+        # Not a fork of this process, which has threads and torch. Without site, whose import would take most of the
+        # time;
+        # with -P, because the working directory may contain malicious modules.
         command = [sys.executable, "-E", "-P", "-S", "-s", "-c", _START, *_paths()]
         child = subprocess.Popen(  # noqa: S603 - our own module
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=-1
@@ -156,10 +157,10 @@ class TemplateProcess:
             self._child.stdin.write(request)
             self._child.stdin.flush()
             answer = self._child.stdout.readline(_MAX_ANSWER)
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             pass
         finally:
-            if not answer.endswith(b"\n"):  # half a request or an answer is in the pipes
+            if not answer.endswith(b"\n"):  # incomplete data is in the pipes
                 child, self._child = self._child, None
                 code = child.poll() if answer else _status(child)
                 self._end()
@@ -169,16 +170,16 @@ class TemplateProcess:
         return found
 
     def _reason(self, code: int | None, answered: bool) -> str:
-        """Why there is no answer."""
+        """Reason for a missing answer."""
         if answered:
             return f"it renders more than {_MAX_ANSWER:,} bytes"
         if code == -getattr(signal, "SIGPROF", 0):
             return f"it takes more than {self._limits.seconds:g} seconds"
-        return f"its process ended with status {code}, perhaps for want of memory ({self._limits.memory:,} bytes)"
+        return f"its process ended with status {code}, perhaps for lack of memory ({self._limits.memory:,} bytes)"
 
 
 def _status(child: subprocess.Popen[bytes]) -> int | None:
-    """Status of a process that closed its output, which is the last that it does."""
+    """Exit status of a process that has closed its output, its last action."""
     try:
         return child.wait(1)
     except subprocess.TimeoutExpired:
@@ -190,21 +191,21 @@ def _line(value: Any) -> bytes:
 
 
 def _paths() -> list[str]:
-    """Directories that the process imports from."""
+    """Directories from which the process imports."""
     found = (find_spec(name) for name in _PACKAGES)
     return list(dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in found if spec is not None and spec.origin))
 
 
 def _end(child: subprocess.Popen[bytes], owner: int) -> None:
-    """End a process and wait for it; a copy of the process that started it closes its own ends alone."""
+    """End a process and wait for it; in a forked copy of the parent, only close the pipes."""
     if os.getpid() == owner:
         child.kill()
         child.wait()
     else:
-        child.returncode = 0  # which is not known here, and not asked for
+        child.returncode = 0  # unknown in a forked copy
     for pipe in (child.stdin, child.stdout):
         try:
             if pipe is not None:
                 pipe.close()
-        except OSError:  # what was not sent
+        except OSError:  # unsent data
             continue

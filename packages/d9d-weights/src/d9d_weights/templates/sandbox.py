@@ -1,7 +1,7 @@
-"""Sandbox of chat templates: Jinja without the file system, with bounds on steps and on the size of values.
+"""Sandbox of chat templates: Jinja without the file system, with limits on steps and on the size of values.
 
-It runs in a process whose time and memory are limited, see :mod:`d9d_weights.templates.process`: a list of what a
-template must not do is never complete. The bounds here answer sooner, alike on every system, and with the reason.
+It runs in a process with limits on time and memory, see :mod:`d9d_weights.templates.process`, because no list of
+forbidden operations is complete. The limits here apply earlier, equally on every system, and name the reason.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-#: Most characters of a rendered conversation, and of any value on the way; most elements of a list.
+#: Most characters of a rendered conversation and of any intermediate value; most elements of a list.
 MAX_SIZE = 1 << 24
 #: Most bits of a whole number.
 _MAX_BITS = 1 << 12
-#: Widths in ``'%99999d' % x`` and ``'{:99999}'.format(x)``, and widths that are arguments themselves.
+#: Large widths in ``'%99999d' % x`` and ``'{:99999}'.format(x)``, and widths that are arguments.
 _WIDTH = re.compile(r"\d{5,}|%[^%]*\*|\{[^{}]*\{")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Sandboxed environment of a template: one rendering at a time.
+    """Sandboxed environment of a template; runs one rendering at a time.
 
     Args:
         max_steps: most iterations of loops and calls of one rendering.
-        now: time that ``strftime_now`` tells; if absent, the time of the rendering.
+        now: time returned by ``strftime_now``; by default, the time of the rendering.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -50,8 +50,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "raise_exception": _raise_exception,
             "strftime_now": self._strftime_now,
         }
-        del self.globals["lipsum"]  # random text has no place in training data
-        #: Spans of characters that generation blocks rendered, and their text.
+        del self.globals["lipsum"]  # random text does not belong in training data
+        #: Start of each generation block in characters, and its text.
         self.marks: list[tuple[int, str]] = []
         self.rendered = 0
         self._max_steps = max_steps
@@ -59,16 +59,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._now = now
 
     def compile_bounded(self, tree: nodes.Template, name: str) -> jinja2.Template:
-        """Template of a syntax tree, with its loops and concatenations bounded. Changes the tree."""
+        """Compile a syntax tree, with limits on loops and concatenations. Changes the tree."""
         code = self.compile(_Bounds().visit(tree), name, name)
         return jinja2.Template.from_code(self, code, self.make_globals(None))
 
     def run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        """Render a template of this environment; ``marks`` then tells of its generation blocks.
+        """Render a template of this environment, and record its generation blocks in ``marks``.
 
         Raises:
-            SecurityError: a bound was exceeded.
-            Exception: whatever the template raises.
+            SecurityError: a limit was exceeded.
+            Exception: any exception that the template raises.
         """
         self.marks, self.rendered, self._steps = [], 0, 0
         pieces = []
@@ -84,33 +84,33 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Count a step.
 
         Raises:
-            SecurityError: there were too many.
+            SecurityError: the limit is exceeded.
         """
         self._steps += 1
         if self._steps > self._max_steps:
             raise SecurityError(f"it takes more than {self._max_steps:,} steps")
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Call an object from a template. The odd names leave all others to keyword arguments."""
+        """Call an object from a template. The unusual names leave all other names to keyword arguments."""
         __self.step()
-        if __obj is not __self.globals["range"]:  # which has a bound of its own
+        if __obj is not __self.globals["range"]:  # range has a limit of its own
             _check_arguments(args, kwargs)
             _check_method(__obj, args)
         return _checked(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply an operator whose result may be large."""
+        """Apply an operator whose result may be large, within limits."""
         _check_operation(operator, left, right)
         return _checked(super().call_binop(context, operator, left, right))
 
     @pass_context
     def _counted(self, _context: Context, values: Any) -> Iterator[Any]:
-        """Iterate in a loop. That it takes the context keeps it from being evaluated when templates are compiled."""
+        """Count iterations of a loop. Taking the context prevents evaluation when templates are compiled."""
         for value in values:
             self.step()
             yield value
 
-    def _strftime_now(self, format: str) -> str:  # noqa: A002 - templates may name it
+    def _strftime_now(self, format: str) -> str:  # noqa: A002 - templates may pass it by name
         return (self._now or datetime.now()).strftime(format)
 
     @staticmethod
@@ -120,18 +120,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class GenerationBlock(Extension):
-    """Block ``{% generation %}`` ... ``{% endgeneration %}``: renders its body and records where."""
+    """Block ``{% generation %}`` ... ``{% endgeneration %}``: renders its body and records its place."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block, whose name was just read."""
+        """Parse the block, after its name."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("record"), [], [], body).set_lineno(line)
 
     def record(self, caller: Callable[[], str]) -> str:
-        """Text of the body."""
+        """Render and record the body."""
         text = caller()
         environment = self.environment
         assert isinstance(environment, Sandbox)
@@ -140,9 +140,9 @@ class GenerationBlock(Extension):
 
 
 class _Bounds(NodeTransformer):
-    """Transformer that makes loops count and concatenations check their size."""
+    """Transformer that makes loops count iterations and concatenations check their size."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja2 looks for this name
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - name required by jinja2
         self.generic_visit(node)
         node.iter = _filtered(node.iter, "_counted")
         return node
@@ -153,7 +153,7 @@ class _Bounds(NodeTransformer):
 
 
 class _Namespace(Namespace):
-    """Namespace without names that lead into the interpreter."""
+    """Namespace without names that give access to the interpreter."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
@@ -174,9 +174,9 @@ def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Filter with bounds on its arguments and its result."""
+    """Wrap a filter with limits on its arguments and its result."""
 
-    @wraps(function)  # keeps the marks of filters that take the context
+    @wraps(function)  # keeps jinja2's markers on filters that take the context
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _check_arguments(args[1:], kwargs)
         texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
@@ -188,13 +188,13 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse widths, counts and repetitions that make large values."""
+    """Refuse large numbers (widths, counts, repetitions), which could make large values."""
     if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in (*args, *kwargs.values())):
         raise SecurityError(f"a call has a number above {MAX_SIZE:,}")
 
 
 def _check_method(method: Any, args: tuple[Any, ...]) -> None:
-    """Refuse methods of strings whose result is far larger than what they are given."""
+    """Refuse methods of strings whose result would be far larger than their arguments."""
     method = getattr(method, "__wrapped__", method)  # jinja2 wraps str.format
     name, text = getattr(method, "__name__", ""), getattr(method, "__self__", None)
     if not isinstance(text, str):
@@ -243,7 +243,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON of a value: unlike jinja2's filter without escapes for HTML, and with keys in their order."""
+    """JSON of a value; unlike jinja2's filter, without HTML escapes and with keys in their order."""
     if isinstance(indent, int) and indent > 64:
         raise TemplateError("tojson: indent is above 64")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,6 +1,6 @@
-"""Process that renders templates: reads requests from its standard input, and writes answers to its standard output.
+"""Worker process that renders templates: reads requests from standard input, and writes answers to standard output.
 
-A request and an answer are a line of JSON each. The first request has the templates; each other one renders.
+A request and an answer are one line of JSON each. The first request contains the templates; later ones render.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from d9d_weights.templates.sandbox import Sandbox
 
 
 def main() -> None:
-    """Worker that renders templates: answers requests until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks decides what Ctrl-C ends
+    """Answer requests until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     first = _read(requests)
     if first is None:
@@ -35,20 +35,20 @@ def main() -> None:
             try:
                 answer = templates.render(request["key"], request["variables"])
             except MemoryError:
-                answer = {"error": "it takes more memory than a template may have", "ended": True}
+                answer = {"error": "it exceeds the memory limit of templates", "ended": True}
             _write(answers, answer)
         if answer.get("ended"):
-            return  # what is left of the memory may be too little for the next one
+            return  # the remaining memory may be too small for the next request
 
 
 class _Templates:
-    """Templates of the first request, compiled."""
+    """Compiled templates of the first request."""
 
     def __init__(self, first: Mapping[str, Any]) -> None:
         now = None if first["now"] is None else datetime.fromisoformat(first["now"])
         self._sandbox = Sandbox(first["steps"], now)
         self._compiled: dict[str, jinja2.Template] = {}
-        #: Key, line and cause of the first template that is malformed.
+        #: Key, line and cause of the first malformed template.
         self.malformed: tuple[str, int | None, str] | None = None
         self.dated = False
         self.marked: dict[str, bool] = {}
@@ -60,7 +60,7 @@ class _Templates:
             except (TemplateError, SyntaxError) as error:
                 self.malformed = key, getattr(error, "lineno", None), str(error)
             except (RecursionError, MemoryError, ValueError) as error:
-                self.malformed = key, None, f"it is nested too deeply or holds an odd literal ({error})"
+                self.malformed = key, None, f"it is nested too deeply or has an invalid literal ({error})"
             if self.malformed is not None:
                 return
 
@@ -72,16 +72,19 @@ class _Templates:
         self._compiled[key] = self._sandbox.compile_bounded(tree, key)
 
     def render(self, key: str, variables: dict[str, Any]) -> dict[str, Any]:
-        """Render: ``text``, ``marks`` and whether they are ``misplaced``; or the ``error`` that the template raised."""
+        """Render a template. Returns ``text``, ``marks`` and whether they are ``misplaced``.
+
+        Or the template's ``error``.
+        """
         try:
             text = self._sandbox.run(self._compiled[key], variables)
         except TemplateError as error:
             return {"error": error.message or type(error).__name__}
         except RecursionError:
-            return {"error": "it calls itself without end"}
+            return {"error": "it recurses without end"}
         except MemoryError:
             raise
-        except Exception as error:  # a template can raise anything that Python does
+        except Exception as error:  # a template can raise any exception
             return {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
         found = self._sandbox.marks
         misplaced = any(text[begin : begin + len(body)] != body for begin, body in found)
@@ -90,7 +93,7 @@ class _Templates:
 
 
 class _Bounded:
-    """Block that ends this process if it computes for too long, in whatever function. Without effect on Windows."""
+    """Block that ends this process if it computes for too long, in any function. Without effect on Windows."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -104,7 +107,7 @@ class _Bounded:
     @staticmethod
     def _set(seconds: float) -> None:
         if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # of which SIGPROF ends the process
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal SIGPROF ends the process
 
 
 def _limit_memory(most: int) -> None:
@@ -112,11 +115,11 @@ def _limit_memory(most: int) -> None:
         import resource
     except ImportError:  # Windows
         return
-    # macOS knows the limit and does not keep it.
+    # macOS accepts the limit but does not enforce it.
     for kind, limit in ((resource.RLIMIT_AS, most), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
         try:
             resource.setrlimit(kind, (limit, limit))
-        except (ValueError, OSError):  # a lower one is in force
+        except (ValueError, OSError):  # a lower limit is in force
             continue
 
 
