@@ -82,7 +82,7 @@ def test_no_place_takes_an_address_that_nothing_can_read(place: str) -> None:
 @pytest.mark.parametrize("address", ["s3://bucket/runs", "file:///tmp/runs", "memory://x"])
 def test_a_field_for_paths_of_this_machine_refuses_addresses(place: str, address: str) -> None:
     for given in (address, Path(address)):
-        with pytest.raises(ValidationError, match="an address is not supported here; give a path of this machine"):
+        with pytest.raises(ValidationError, match="an address is not supported here; give a local path"):
             valid(FIELDS[place], given)
     valid(FIELDS[place], "C:/runs")
     valid(FIELDS[place], "a:b/c")

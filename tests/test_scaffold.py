@@ -115,9 +115,9 @@ def test_a_scaffold_is_complete_and_small(kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "complaint"),
     [
-        ("acme", "metrics", "--kind metrics: there is no template of that kind; kinds: metric, tracker"),
-        ("9lives", "metric", "'9lives' is no name of a package"),
-        ("d9d-mine", "metric", "names that begin with d9d- are those of first-party packages"),
+        ("acme", "metrics", "--kind metrics: there is no template of this kind; kinds: metric, tracker"),
+        ("9lives", "metric", "'9lives' is not a package name"),
+        ("d9d-mine", "metric", "names that begin with d9d- are reserved for first-party packages"),
     ],
 )
 def test_what_cannot_be_scaffolded_is_refused(tmp_path: Path, name: str, kind: str, complaint: str) -> None:

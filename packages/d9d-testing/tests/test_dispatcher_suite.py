@@ -31,7 +31,7 @@ FAULTS = [
     ("ForgetsTheGradientOfWeights", 1, COMPUTES, r"(?s)weights got no gradient on rank 0.*in float32, spread"),
     ("Averages", 1, COMPUTES, "float32, spread: out 0"),
     ("ChangesTokens", 1, COMPUTES, "the dispatcher has changed tokens in place"),
-    ("HidesSpareRows", 2, COMPUTES, "rows belong to nobody, but spare_rows is False"),
+    ("HidesSpareRows", 2, COMPUTES, "rows are padding, but spare_rows is False"),
     ("CountsTooMany", 1, COMPUTES, "counts add up to"),
     ("Widens", 1, COMPUTES, "combine returned torch.float64, the outputs of the experts are torch.float32"),
     ("LeavesThingsToChance", 1, "test_the_same_input_gives_the_same_bits", "float32: out differs"),

@@ -131,7 +131,7 @@ def test_the_time_of_the_declaration_is_reported(suite: Make) -> None:
         ({"summary": "x" * 101}, "test_summaries_are_one_line", "at most 100 characters"),
         ({"summary": "two\nlines"}, "test_summaries_are_one_line", "must be one line"),
         ({"build": "missing"}, "test_references_load", "does not load: AttributeError"),
-        ({"build": "NUMBER"}, "test_references_load", "is a int, which cannot be called"),
+        ({"build": "NUMBER"}, "test_references_load", "is a int, which is not callable"),
         ({"name": "gues"}, "test_configs_belong_to_their_records", "Literal['guess'] = 'guess'"),
         ({"config": "Loose"}, "test_configs_belong_to_their_records", "not a subclass of d9d_core"),
         ({"config": "Open"}, "test_configs_belong_to_their_records", "refuse unknown fields"),

@@ -13,12 +13,12 @@ from d9d_testing.scaffold.package import plugin_files, write_plugin
 @pytest.mark.parametrize(
     ("name", "kind", "says"),
     [
-        ("class", "metric", "a word or a module of Python itself; use another, such as acme-class"),
-        ("json", "metric", "a word or a module of Python itself"),
+        ("class", "metric", "a keyword or a module of Python; use another, such as acme-class"),
+        ("json", "metric", "a keyword or a module of Python"),
         ("adamw", "optimizer", "the optimizer of that name comes from d9d-optim"),
         ("d9d-mine", "metric", "first-party"),
-        ("1st", "metric", "is no name of a package"),
-        ("acme", "gizmo", "no template of that kind"),
+        ("1st", "metric", "is not a package name"),
+        ("acme", "gizmo", "no template of this kind"),
     ],
 )
 def test_a_name_that_cannot_work_is_refused(name: str, kind: str, says: str) -> None:

@@ -50,7 +50,7 @@ FAULTS = [
     (
         "one program too few",
         COMPUTES,
-        "2 ranks, 1 microbatches, {'fault': 'one program too few'}: 1 programs; make one",
+        "2 ranks, 1 microbatches, {'fault': 'one program too few'}: 1 programs; return one",
     ),
     ("an idle rank", COMPUTES, "ranks [1] have no stage"),
     ("sends far ahead", WAITS, "rank 0 at S>0.3 waits for R>1.2 on rank 1; rank 1 at S<1.1 waits for R<0.0 on rank 0"),
@@ -87,7 +87,7 @@ def test_a_promise_that_is_broken_or_idle_is_named(promised: float, text: str) -
 
 
 def test_a_schedule_must_say_what_it_holds() -> None:
-    with pytest.raises(NotImplementedError, match="say how much memory the schedule takes at most"):
+    with pytest.raises(NotImplementedError, match="return the schedule's largest memory use"):
         suite("none", most_held=ScheduleSuite.most_held).test_no_rank_holds_more_than_promised()
 
 

@@ -58,7 +58,7 @@ FAULTS = [
     (
         "hides_a_collective",
         COMMUNICATES,
-        "besides what is listed exactly, listed 0 times, made 2 times: [16, 16]",
+        "in addition to exactly listed calls, listed 0 times, made 2 times: [16, 16]",
     ),
     ("invents_a_collective", COMMUNICATES, "all_reduce of 16 bytes among (0, 1): listed 2 times, made 0 times"),
     ("miscounts_a_collective", COMMUNICATES, "listed 0 times, made 2 times: [16, 16] bytes"),
@@ -73,7 +73,7 @@ def test_a_fault_is_found_and_named(fault: str, name: str, text: str) -> None:
 
 
 def test_meshes_without_ranks_along_the_strategys_axes_are_refused() -> None:
-    with pytest.raises(AssertionError, match=r"Suite\.meshes one with two or more ranks along \['dp_replicate'\]"):
+    with pytest.raises(AssertionError, match=r"add a mesh with two or more ranks along \['dp_replicate'\]"):
         check(suite("sums_nothing", meshes=({},)), "test_every_axis_of_its_record_is_tested")
 
 

@@ -1,1 +1,1 @@
-"""What d9d tests its own plugins with: registry fixture, conformance suites, tolerances, gloo worlds."""
+"""Test tools of d9d, also for plugins: registry fixture, conformance suites, tolerances, gloo worlds."""

@@ -1,7 +1,7 @@
-"""Compilation of Triton kernels where there is no GPU: proof that what tests interpret would compile.
+"""Ahead-of-time compilation of Triton kernels without a GPU: shows that kernels tested by the interpreter compile.
 
-A function of the caller's launches kernels with tensors of the CPU, in a process in which Triton interprets nothing.
-Each launch compiles its kernel for a GPU that is not there, as Triton would for these arguments, and runs nothing.
+A function of the caller launches kernels with CPU tensors, in a process where Triton does not interpret. Each launch
+compiles its kernel for a given GPU, as Triton would for these arguments, and runs nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Shared memory that a block may have, bytes: compute capability -> most.
+#: Compute capability -> most bytes of shared memory per thread block.
 _SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 _SECONDS = 600
 
@@ -26,23 +26,24 @@ _SECONDS = 600
 def compile_launches(
     package: str, file: str | Path, function: str, capabilities: Iterable[int] = (80, 90)
 ) -> dict[str, list[int]]:
-    """Compile Triton kernels ahead of time: those that a function launches, for all of these GPUs, in a new process.
+    """Compile the Triton kernels that a function launches, for several GPUs, in a new process.
 
     Args:
-        package: name of the package whose kernels are meant, all of its modules.
+        package: package of the kernels; all its modules are examined.
         file: Python file of the function, such as the test's ``__file__``.
-        function: name of a function without arguments. What it launches leaves its outputs as they are.
-        capabilities: of the GPUs: 80, 86, 89, 90, 100 or 120.
+        function: name of a function without arguments that launches kernels. Its outputs are not computed.
+        capabilities: compute capabilities of the GPUs: 80, 86, 89, 90, 100 or 120.
 
     Returns:
-        ``module:name`` of each Triton function of the package -> the capabilities that it was compiled for; none if
-        nothing launches it. A function that a kernel calls is compiled with that kernel.
+        ``module:name`` of each Triton function of the package -> capabilities for which it was compiled; empty if it
+        was
+        not launched. A function that a kernel calls is compiled with that kernel.
 
     Raises:
         AssertionError: a kernel does not compile, or needs more shared memory than a GPU has; with all output.
     """
     command = [sys.executable, "-m", __name__, package, str(file), function, *map(str, capabilities)]
-    # Read when Triton is imported, so the process must start with it.
+    # Triton reads the variable when it is imported, so the process must start with it.
     env = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
     assert done.returncode == 0, f"{function} of {file}:\n{done.stdout[-2000:]}{done.stderr[-6000:]}"
@@ -51,13 +52,13 @@ def compile_launches(
 
 
 class _Absent:
-    """Driver of a GPU that is not there: says which one, and no more."""
+    """Triton driver of an absent GPU, which only reports the compute capability."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
 
     def get_current_device(self) -> int:
-        return self.capability  # Triton keeps what it compiles by device
+        return self.capability  # Triton caches compiled kernels by device
 
     def get_current_stream(self, _device: int) -> int:
         return 0
@@ -78,7 +79,7 @@ def _functions(package: str) -> Iterator[Any]:
 
 
 def _with_callees(function: Any, seen: dict[int, Any]) -> None:
-    """Note a Triton function and those that it calls by a name of its module."""
+    """Collect a Triton function and the functions that it calls by a name in its module."""
     if id(function) in seen:
         return
     seen[id(function)] = function
@@ -126,7 +127,7 @@ def _main(package: str, file: str, function: str, *capabilities: str) -> None:
     names = {
         f"{found.fn.__module__}:{found.fn.__name__}": sorted(compiled.get(key, ())) for key, found in known.items()
     }
-    print(json.dumps(names))  # noqa: T201 - the answer
+    print(json.dumps(names))  # noqa: T201 - result for the parent process
 
 
 if __name__ == "__main__":

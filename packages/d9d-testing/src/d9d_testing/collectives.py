@@ -1,4 +1,4 @@
-"""Collectives that a job really makes, recorded on a running rank, and compared with what its plan lists."""
+"""Collectives of a job, recorded on a running rank and compared with the collectives that its plan lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_testing.layouts import job_of, topology_here
 
-#: Operator of torch -> kind, and the argument whose bytes count: see :class:`d9d_core.strategy.Collective`.
+#: Torch operator -> kind of collective, and index of the argument whose bytes count
+#: (:class:`d9d_core.strategy.Collective`).
 _OPERATORS: Mapping[str, tuple[Kind, int]] = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::_allgather_base_": ("all_gather", 0),
@@ -32,7 +33,7 @@ _OPERATORS: Mapping[str, tuple[Kind, int]] = {
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
     "_c10d_functional::all_to_all_single": ("all_to_all", 0),
 }
-#: Operators of the same namespaces that send nothing.
+#: Operators of the same namespaces that do not communicate.
 _SILENT = ("wait_tensor", "monitored_barrier_")
 
 
@@ -40,9 +41,9 @@ class Call(NamedTuple):
     """Call of a collective on this rank.
 
     Attributes:
-        kind: operation; torch's own name if :class:`~d9d_core.strategy.Collective` has no word for it.
-        ranks: numbers of the ranks of the group; of a send or a receive, this rank's and the other's, in order.
-        bytes: as :class:`d9d_core.strategy.Collective` counts them.
+        kind: kind of the collective; torch's operator name for kinds that :class:`~d9d_core.strategy.Collective` lacks.
+        ranks: global ranks of the group; for a send or a receive, this rank and the peer, in ascending order.
+        bytes: bytes, counted as in :class:`d9d_core.strategy.Collective`.
     """
 
     kind: str
@@ -51,10 +52,10 @@ class Call(NamedTuple):
 
 
 class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that records the collectives of this thread, and of backwards on the CPU; those among one rank are left out.
+    """Mode that records collectives of this thread, and of CPU backwards; collectives over one rank are left out.
 
     Attributes:
-        calls: those recorded so far, in order.
+        calls: recorded calls, in order.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ranks = tuple(dist.get_process_group_ranks(group))
             size = _bytes(args[counted])
             if name == "_c10d_functional::all_gather_into_tensor":
-                size *= len(ranks)  # its input is one part
+                size *= len(ranks)  # the argument is one rank's part
             if kind in ("send", "receive"):
                 ranks = tuple(sorted((dist.get_rank(), dist.get_global_rank(group, args[2]))))
             if len(ranks) > 1:
@@ -87,7 +88,7 @@ class StepRecorder:
     """Subscriber that records the collectives of each step.
 
     Attributes:
-        steps: calls of the steps that have ended.
+        steps: recorded calls of each finished step.
     """
 
     def __init__(self) -> None:
@@ -95,7 +96,7 @@ class StepRecorder:
         self._mode = CollectiveRecorder()
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
-        """Begin and end of a step."""
+        """Subscriptions to the begin and the end of each step."""
         return [(StepStarts, self._begin), (StepEnds, self._end)]
 
     def _begin(self, _event: StepStarts) -> None:
@@ -108,9 +109,9 @@ class StepRecorder:
 
 
 def recorded_step(values: Mapping[str, Any], plugins: Sequence[str]) -> list[tuple[str, tuple[int, ...], int]]:
-    """Train a job and return the calls of its last step on this rank; runs on every rank of a world.
+    """Train a job and return the calls of its last step on this rank. Collective over a world.
 
-    The last, because in the first some parts open connections.
+    The last step is recorded because connections are opened in the first.
     """
     job, recorder = job_of(values, plugins), StepRecorder()
     job.build(lambda _text: None, topology_here(job), observers=[recorder]).train()
@@ -118,19 +119,20 @@ def recorded_step(values: Mapping[str, Any], plugins: Sequence[str]) -> list[tup
 
 
 def listed_step(values: Mapping[str, Any], plugins: Sequence[str], rank: int) -> list[Collective]:
-    """Collectives of a step that the plan of a job lists for a rank; starts no process."""
+    """Collectives that a job's plan lists for a step on a rank; starts no process."""
     return [entry.collective for entry in job_of(values, plugins).plan(rank=rank).collectives.entries]
 
 
 def differences(listed: Iterable[Collective], recorded: Iterable[tuple[str, tuple[int, ...], int]]) -> list[str]:
-    """Differences between listed and recorded collectives, one line each; none if the list is right.
+    """Differences between listed and recorded collectives, one line each; empty if the list is right.
 
-    Calls of known size must be there exactly as often as listed. What is listed with an approximate size must be there
-    as often, and the bytes of all calls of a kind among the same ranks may differ by a factor of two; of what is listed
-    with a largest number of calls there may be fewer.
+    Calls of known size must be recorded exactly as often as listed. Calls of approximate size must be recorded as often
+    as listed, and the total bytes of a kind over the same ranks may differ by a factor of two. Calls listed with an
+    upper
+    bound may be recorded less often.
 
     Args:
-        listed: of a plan.
+        listed: collectives of a plan.
         recorded: kind, ranks and bytes of each call.
     """
     exact: Counter[Call] = Counter()
@@ -159,7 +161,9 @@ def _loose_differences(what: str, listed: Sequence[Collective], sizes: Sequence[
     least = sum(one.count for one in listed if not one.at_most)
     if not least <= len(sizes) <= most:
         span = f"{least} to {most}" if least < most else str(most)
-        return [f"{what}: besides what is listed exactly, listed {span} times, made {len(sizes)} times: {sizes} bytes"]
+        return [
+            f"{what}: in addition to exactly listed calls, listed {span} times, made {len(sizes)} times: {sizes} bytes"
+        ]
     if any(one.bytes is None for one in listed):
         return []
     at_most = sum((one.bytes or 0) * one.count for one in listed)
@@ -174,7 +178,7 @@ def _group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
     if isinstance(given, torch.ScriptObject):
         return dist.ProcessGroup.unbox(given)
     c10d: Any = dist.distributed_c10d
-    group = c10d._resolve_process_group(given) if isinstance(given, str) else given  # noqa: SLF001 - by its name
+    group = c10d._resolve_process_group(given) if isinstance(given, str) else given  # noqa: SLF001 - no public function
     assert isinstance(group, dist.ProcessGroup), f"no process group among {sorted(arguments)}"
     return group
 

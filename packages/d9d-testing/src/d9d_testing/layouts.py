@@ -1,6 +1,6 @@
-"""One job in many layouts: the harness behind the strategy suite and the layout table.
+"""Harness that runs one job in many layouts, for the strategy suite and the layout table.
 
-Layouts of equal size share one world, because starting processes costs more than running tiny jobs.
+Layouts with the same number of ranks share a world, because starting processes takes longer than tiny jobs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from d9d_testing.world import World
 
 @dataclass(frozen=True)
 class Harness:
-    """Harness of layouts: a job that is run in many layouts.
+    """Job that is run in several layouts and compared.
 
     Attributes:
-        values: the job file; mesh and parallel are those of each layout.
-        plugins: whose records the job may name: modules, or paths of single-file plugins.
-        steps: optimizer steps.
+        values: values of the job file; each layout replaces mesh and parallel.
+        plugins: plugins of the job: modules, or paths of single-file plugins.
+        steps: number of optimizer steps.
     """
 
     values: Mapping[str, Any]
@@ -52,14 +52,15 @@ class Harness:
         guides: Sequence[Measurement] = (),
         elsewhere: bool = False,
     ) -> list[Measurement]:
-        """What each layout computes, in the order given.
+        """Measure each layout, in the given order.
 
         Args:
-            layouts: with one or more ranks each.
+            layouts: layouts to measure, each with one or more ranks.
             fault: ``file.py:function``, called with each job on every rank before it is built.
-            guides: for each layout, a measurement whose gradients the optimizer gets, so that every step starts where
-                it does there.
-            elsewhere: round elsewhere, as a sound run might.
+            guides: measurement for each layout whose gradients replace its own in the optimizer, so that every step
+                starts
+                from the same weights.
+            elsewhere: round differently, as another correct run might.
         """
         found: dict[int, Measurement] = {}
         with tempfile.TemporaryDirectory(prefix="d9d-layouts-") as directory:
@@ -81,16 +82,17 @@ class Harness:
         reference: Layout | None = None,
         fault: str | None = None,
     ) -> list[Verdict]:
-        """How far each layout is from the reference, by default one process without strategies.
+        """Compare each layout with a reference, by default one process without strategies.
 
         Args:
-            layouts: with one or more ranks each.
-            reference: what they are compared with.
-            fault: ``file.py:function``, called on every rank before a layout is built (but not the reference), to see
-                that what it breaks is noticed.
+            layouts: layouts to compare, each with one or more ranks.
+            reference: layout to compare with.
+            fault: ``file.py:function``, called on every rank before a layout (but not the reference) is built, to
+                verify that
+                its damage is detected.
 
         Raises:
-            RankFailedError: a rank raised.
+            RankFailedError: a rank raised an exception.
         """
         reference = reference or Layout("one process", {}, ())
         expected = self.measure([reference])[0]
@@ -102,17 +104,18 @@ class Harness:
         ]
 
     def compare_resumed(self, first: Layout, second: Layout, reference: Layout | None = None) -> Verdict:
-        """How far a run that changes its layout half-way is from one that does not, by default in one process.
+        """Compare a run that changes its layout half-way with the reference, by default one process.
 
-        The job's learning rate must not depend on the number of steps: the first half is a job of its own.
+        The job's learning rate must not depend on the number of steps, because the first half is a separate job.
 
         Args:
-            first: runs half of the steps and saves.
-            second: continues from there.
-            reference: what the whole run is compared with.
+            first: layout that runs half of the steps and saves.
+            second: layout that continues from the checkpoint.
+            reference: layout of the whole run to compare with.
 
         Raises:
-            RankFailedError: a rank raised; among others, if the second layout cannot load what the first saved.
+            RankFailedError: a rank raised an exception, for example because the second layout cannot load the
+                checkpoint.
         """
         reference = reference or Layout("one process", {}, ())
         expected, half = self.measure([reference])[0], self.steps // 2
@@ -146,10 +149,10 @@ class Harness:
 
 
 def assert_passed(verdicts: Sequence[Verdict]) -> None:
-    """Every layout computed what the reference did.
+    """Assert that every layout computed the same as the reference.
 
     Raises:
-        AssertionError: one did not; the message has one line for each.
+        AssertionError: a layout did not; the message has one line per failed layout.
     """
     failed = [f"{v.layout}: step {v.diverged[0] + 1}: {v.diverged[1]}" for v in verdicts if v.diverged is not None]
     assert not failed, "\n".join(failed)
@@ -163,7 +166,7 @@ def measure_all(
     guides: Sequence[Mapping[str, Any] | None],
     elsewhere: bool,
 ) -> list[dict[str, Any]]:
-    """Measure several jobs in their layouts, one after the other; runs on every rank of a world."""
+    """Measure several jobs, one after the other. Collective over a world."""
     found = []
     for values, guide in zip(jobs, guides, strict=True):
         job = job_of(values, plugins)
@@ -177,7 +180,7 @@ def measure_all(
 
 
 def train_part(values: Mapping[str, Any], plugins: Sequence[str], guide: Mapping[str, Any]) -> dict[str, Any]:
-    """Train a job to its end, from its newest checkpoint if it has one; runs on every rank of a world."""
+    """Train a job to its end, from its newest checkpoint if there is one. Collective over a world."""
     job = job_of(values, plugins)
     witness = Witness(Measurement(**guide))
     job.build(lambda _text: None, topology_here(job), observers=[witness]).train()
@@ -185,7 +188,7 @@ def train_part(values: Mapping[str, Any], plugins: Sequence[str], guide: Mapping
 
 
 def job_of(values: Mapping[str, Any], plugins: Sequence[str]) -> Job:
-    """A validated job over exactly these plugins: modules, or paths of single-file plugins."""
+    """Validated job that uses exactly these plugins: modules, or paths of single-file plugins."""
     registry = Registry.of(*map(_plugin_module, plugins))
     return Job.from_values(values, registry=registry)
 
@@ -198,10 +201,10 @@ def _plugin_module(plugin: str) -> object:
 
 
 def topology_here(job: Job) -> Topology:
-    """This process in the default process group; on a CUDA machine, with a device of its own."""
+    """Topology of this process in the default process group; on CUDA, each rank has its own device."""
     device = torch.device("cpu")
     if job.device != "cpu":
-        load_kernels_eagerly(job.device)  # for whichever job of this process has a pipeline
+        load_kernels_eagerly(job.device)  # needed if any job of this process has a pipeline
         device = torch.device("cuda", dist.get_rank())
         torch.cuda.set_device(device)
     return Topology(

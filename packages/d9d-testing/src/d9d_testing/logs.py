@@ -1,4 +1,4 @@
-"""Logs of runs, as the tracker ``jsonl`` leaves them."""
+"""Logs of runs, written by the tracker ``jsonl``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
-    """Lines of a run's ``metrics.jsonl``."""
+    """Entries of a run's ``metrics.jsonl``."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
 def read_log_without_times(run: Path) -> list[dict[str, Any]]:
-    """Lines of a run's ``metrics.jsonl`` without the series that another run of the same job may not repeat."""
+    """Entries of a run's ``metrics.jsonl`` without series that depend on time or memory, which vary between runs."""
     of_time = ("tokens_per_second", "mfu")
     return [
         {name: value for name, value in line.items() if name not in of_time and not name.startswith("memory/")}

@@ -1,4 +1,4 @@
-"""Operators that code runs, counted by name."""
+"""Counter of torch operators."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # nothing public see
 
 
 class OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that counts the operators of this thread, collectives among them, and of backwards on the CPU.
+    """Mode that counts the torch operators of this thread, collectives included, and of CPU backwards.
 
     Attributes:
-        counts: calls so far by name, such as ``aten.mm`` or ``c10d.allreduce_``.
+        counts: operator name, such as ``aten.mm`` or ``c10d.allreduce_`` -> number of calls.
     """
 
     def __init__(self) -> None:

@@ -14,6 +14,6 @@ def d9d_commands() -> Iterator[CommandSpec]:
     """Command ``new``."""
     yield CommandSpec(
         name="new",
-        summary="Write a new package to begin with.",
+        summary="Write the skeleton of a new package.",
         app=Ref("d9d_testing.scaffold.command:app"),
     )

@@ -1,4 +1,4 @@
-"""Processes of a job as the system sees them, for tests that end them. Reads ``/proc``, so for Linux alone."""
+"""Processes of a job, read from ``/proc``, for tests that kill them. Linux only."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-#: The loopback's addresses, as :func:`listening_at` spells them.
+#: Loopback addresses in the notation of :func:`listening_at`.
 LOOPBACK = frozenset({"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"})
 _GONE = (FileNotFoundError, ProcessLookupError)
 _LISTENING = "0A"
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that a process has started and that have not been waited for, from any of its threads."""
+    """Child processes of all threads of a process that have not been waited for."""
     found = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(*_GONE):  # the thread may end meanwhile
+        with suppress(*_GONE):  # the thread may have ended
             found += [int(word) for word in file.read_text().split()]
     return found
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Processes that a process has started, and those that these have started, and so on."""
+    """Children of a process, their children, and so on."""
     children = children_of(pid)
     return children + [one for child in children for one in descendants_of(child)]
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
-    """Rank -> process, of a launcher's children."""
+    """Rank -> process id, from the children of a launcher."""
     found = {}
     for child in children_of(launcher):
-        with suppress(*_GONE, PermissionError):  # it ends meanwhile
+        with suppress(*_GONE, PermissionError):  # the process may have ended
             if match := re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{child}/environ").read_bytes()):
                 found[int(match[1])] = child
     return found
@@ -48,7 +48,7 @@ def listening_at(pid: int) -> list[str]:
     """Addresses, in hexadecimal digits, on which a process accepts TCP connections."""
     links = []
     for file in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(*_GONE):  # it may be closed meanwhile
+        with suppress(*_GONE):  # the file may have been closed
             links.append(str(file.readlink()))
     tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table.splitlines()]

@@ -1,4 +1,4 @@
-"""Model directory as it is published on a hub. Needs transformers."""
+"""Model directory like those published on a hub. Needs transformers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ CHAT_TEMPLATE = (
 
 
 def write_published(directory: Path, padded_vocabulary: int | None = None, **sizes: int) -> Path:
-    """Write a tiny Qwen3 as published models are: random weights, tokenizer and chat template, saved by transformers.
+    """Write a tiny Qwen3 with random weights, tokenizer and chat template, saved by transformers.
 
     Args:
-        directory: to write.
-        padded_vocabulary: rows of the embedding; by default, one for each token.
+        directory: directory to write.
+        padded_vocabulary: rows of the embedding; by default, one per token.
         sizes: fields of the config.
     """
     import torch

@@ -1,4 +1,4 @@
-"""The fixtures that pytest offers wherever d9d-testing is installed.
+"""Pytest fixtures and markers, available wherever d9d-testing is installed.
 
 Every pytest run loads this file, so it imports nothing heavy.
 """
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The markers that the suites carry."""
+    """Register the markers of the suites."""
     config.addinivalue_line("markers", "smoke: quick; shows that the installed versions work together")
     config.addinivalue_line("markers", "gpus(n): needs n CUDA devices")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs more devices than there are."""
+    """Skip tests that need more CUDA devices than there are."""
     marker = item.get_closest_marker("gpus")
     if marker is None:
         return
@@ -45,9 +45,9 @@ def world() -> type[World]:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
-    """Pytest fixture: ``registry("d9d_qwen3.plugin", my_module)`` holds exactly these plugins and core's own records.
+    """Factory of registries with given plugins only: ``registry("d9d_qwen3.plugin", my_module)``.
 
-    While the test runs, looking for installed plugins is an error: what happens to be installed decides no test.
+    While the test runs, discovery of installed plugins is an error, so that the result does not depend on them.
     """
     from d9d_core.registry import installed
     from d9d_core.registry.registry import Registry
@@ -60,7 +60,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
     def of(*plugins: str | ModuleType | object) -> Registry:
         modules = [importlib.import_module(plugin) if isinstance(plugin, str) else plugin for plugin in plugins]
         with monkeypatch.context() as patch:
-            patch.setattr(installed, "scan", scan)  # says which distribution a given module belongs to
+            patch.setattr(installed, "scan", scan)  # finds the distribution of a given module
             return Registry.of(*modules)
 
     monkeypatch.setattr(installed, "scan", refuse)

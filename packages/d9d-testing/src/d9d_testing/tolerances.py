@@ -1,7 +1,7 @@
-"""How near two computations of the same thing must be, per dtype.
+"""Tolerances of comparisons between two computations of the same result, per dtype.
 
-Values are compared element by element. Gradients are compared as directions: by angle and by norm, per tensor or per
-row, because single elements that cancel to almost nothing say little, and a wrong direction says everything.
+Values are compared element by element. Gradients are compared by angle and norm, per tensor or per row, because single
+elements that nearly cancel are unreliable, while a wrong direction indicates an error.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = [
 
 
 def tolerance(*tensors: Tensor) -> Tolerance:
-    """The widest tolerance of the tensors' dtypes.
+    """Widest tolerance of the tensors' dtypes.
 
     Raises:
-        KeyError: one of them is no floating-point dtype of the table.
+        KeyError: the table has no entry for a dtype.
     """
     return max((TOLERANCES[tensor.dtype] for tensor in tensors), key=lambda entry: entry.rtol)
 
@@ -31,16 +31,16 @@ def tolerance(*tensors: Tensor) -> Tolerance:
 def assert_close_values(
     actual: Tensor, expected: Tensor, within: Tolerance | None = None, what: str = "values"
 ) -> None:
-    """Compare element by element, shapes included; NaN is equal to nothing.
+    """Assert that values are close element by element, with equal shapes; NaN equals nothing.
 
     Args:
-        actual: what was computed, any shape.
-        expected: what it should be.
-        within: how near; by default what the dtypes allow.
-        what: the name of the tensors in the message.
+        actual: computed values, any shape.
+        expected: expected values.
+        within: tolerance; by default according to the dtypes.
+        what: name of the tensors in the message.
 
     Raises:
-        AssertionError: they differ by more; the message says where most.
+        AssertionError: the values differ by more; the message shows the largest difference.
     """
     limit = within or tolerance(actual, expected)
     torch.testing.assert_close(
@@ -54,16 +54,16 @@ def assert_close_gradients(
     within: Tolerance | None = None,
     by: Literal["tensor", "row"] = "tensor",
 ) -> None:
-    """Assert that gradients are within tolerances of angle and norm. One that should be zero must be zero.
+    """Assert that gradients are close in angle and norm. A gradient that should be zero must be zero.
 
     Args:
         actual: parameter name -> gradient.
-        expected: the same names and shapes.
-        within: how near; by default what the dtypes allow.
-        by: compare each tensor as one vector, or each row (last dim) as one.
+        expected: gradients with the same names and shapes.
+        within: tolerance; by default according to the dtypes.
+        by: compare each tensor, or each row (last dimension), as one vector.
 
     Raises:
-        AssertionError: names or shapes differ, or some gradients do; the message lists the worst ten.
+        AssertionError: names or shapes differ, or gradients are not close; the message lists the ten worst.
     """
     missing, extra = expected.keys() - actual.keys(), actual.keys() - expected.keys()
     assert not missing, f"no gradient for {sorted(missing)}"

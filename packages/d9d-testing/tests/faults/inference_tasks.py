@@ -61,7 +61,7 @@ def remembering(self: Any, kept: Mapping[str, Tensor]) -> dict[str, Any]:
 
 FAULTS = {
     "no column of rows": (with_(columns={"mean": "mean"}), "the first one must be 'row'"),
-    "a column without words": (with_(columns={"row": "number", "mean": " "}), "has no words"),
+    "a column without words": (with_(columns={"row": "number", "mean": " "}), "has no description"),
     "inputs are a mapping": (with_(inputs=lambda self, microbatch: {"x": microbatch["x"]}), "not StageInputs"),
     "one number is kept for all": (
         with_(process=lambda self, outputs, _m: {"mean": outputs["y"].mean()}), "the first dimension is 4",
@@ -81,7 +81,7 @@ FAULTS = {
         with_(rows=lambda self, kept: {**Means.rows(self, kept), "row": list(range(1, 1 + len(kept["rows"])))}),
         "",
     ),
-    "rows are relative to each other": (with_(rows=relative), "differs when the samples come in two microbatches"),
+    "rows are relative to each other": (with_(rows=relative), "differs if the samples are split into two microbatches"),
     "rows depend on how many were asked for": (with_(rows=remembering), "differs"),
     "the tally is a mean": (
         with_(tally=lambda self, rows: {"mean": sum(rows["mean"]) / len(rows["mean"])}), "return sums, not means",

@@ -50,9 +50,9 @@ def table(_self: object, total: int) -> Schedule:
 
 
 FAULTS = {
-    "counts its calls": ({"make": counting}, "remember nothing"),
-    "remembers the lowest factor": ({"make": stateful}, "remember nothing"),
-    "negative near the end": ({"make": lambda _s, total: lambda step: 1 - 2 * step / total}, "would climb the loss"),
+    "counts its calls": ({"make": counting}, "without state"),
+    "remembers the lowest factor": ({"make": stateful}, "without state"),
+    "negative near the end": ({"make": lambda _s, total: lambda step: 1 - 2 * step / total}, "would increase the loss"),
     "infinite in the first step": (
         {"make": lambda _s, _t: lambda step: 1 / step if step else math.inf},
         "it must be finite",
@@ -72,5 +72,5 @@ FAULTS = {
         "",
     ),
     "returns tensors": ({"make": lambda _s, total: lambda step: torch.tensor(1 - step / total)}, "return a float"),
-    "zero in every step": ({"make": lambda _s, _t: lambda _step: 0.0}, "nothing is ever trained"),
+    "zero in every step": ({"make": lambda _s, _t: lambda _step: 0.0}, "nothing is trained"),
 }

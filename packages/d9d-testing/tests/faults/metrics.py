@@ -200,7 +200,7 @@ FAULTS = {
     "forgets to reset a value": ({"made_of": ForgetsToResetTheMaximum}, ""),
     "remembers beside the state": ({"made_of": RemembersBesideTheState}, ""),
     "state grows with the first update": ({"made_of": GrowsItsState}, ""),
-    "state changes its dtype": ({"made_of": WidensItsState}, "it must stay the same"),
+    "state changes its dtype": ({"made_of": WidensItsState}, "it must not change form"),
     "computing resets": ({"made_of": ResetsInCompute}, ""),
     "series are named by value": ({"made_of": NamesSeriesByValue}, ""),
     "values are matrices": ({"made_of": ReturnsMatrices}, "return 0-d or 1-D tensors"),

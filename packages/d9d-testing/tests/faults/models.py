@@ -172,7 +172,7 @@ FAULTS = {
     "a norm is idle": _model(skips_a_norm, "without gradient"),
     "mixes samples": _model(mixes_samples, ""),
     "reads a value on the host": _model(reads_a_value, ""),
-    "config.json leaves something out": _part("", hugging_face=ForgetsAField),
+    "config.json lacks some fields": _part("", hugging_face=ForgetsAField),
     "counts ten times the FLOPs": _part("", flops=lambda config, length: 10.0 * 6 * 40_000),
     "claims a trait that it lacks": (
         {"claims": "model:experts"},

@@ -143,8 +143,8 @@ class Sound(SubscriberSuite):
 
 FAULTS = {
     "no events": ({"made_of": NoEvents}, "subscriptions() is empty"),
-    "an event that does not exist": ({"made_of": UnknownEvent}, "which is no event"),
-    "a handler of two arguments": ({"made_of": HandlerOfTwoArguments}, "must take the event alone"),
+    "an event that does not exist": ({"made_of": UnknownEvent}, "which is not an event"),
+    "a handler of two arguments": ({"made_of": HandlerOfTwoArguments}, "must take the event only"),
     "keeps results": ({"made_of": KeepsResults}, "still exist after step"),
     "keeps packs": ({"made_of": KeepsPacks}, "still exist after step"),
     "reads the loss": ({"made_of": ReadsTheLoss}, "take them from ValuesLogged"),
@@ -152,8 +152,8 @@ FAULTS = {
     "changes weights at the end": ({"made_of": ChangesWeights}, "differ from a run without"),
     "clears gradients": ({"made_of": ClearsGradients}, "handlers must not change"),
     "leaves the model in evaluation": ({"made_of": LeavesTheModelInEvaluation}, "handlers must not change"),
-    "swallows its failure": ({"made_of": SwallowsItsFailure}, "ends as if nothing had happened"),
-    "fails when the run fails": ({"made_of": FailsWhenTheRunFails}, "fails itself"),
+    "swallows its failure": ({"made_of": SwallowsItsFailure}, "the run succeeds"),
+    "fails when the run fails": ({"made_of": FailsWhenTheRunFails}, "the subscriber itself fails"),
     "takes its time": ({"made_of": TakesItsTime}, ""),
     "does not know a resumed run": ({"made_of": CountsFromZeroInEachProcess}, ""),
 }

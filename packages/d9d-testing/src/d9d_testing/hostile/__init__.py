@@ -1,1 +1,1 @@
-"""Hostile input: hypothesis strategies for files that were made to harm, and a judge of what reading them does."""
+"""Hostile input: hypothesis strategies for malicious files, and a judge of the effects of reading them."""

@@ -1,4 +1,4 @@
-"""Small files of corpora that stand for gigabytes, and what is said of each. Needs pyarrow."""
+"""Small corpus files that expand to gigabytes, and the expected error of each. Needs pyarrow."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LONG = "a" * 20_000_000
 
 
 def parquet(table: Any, **options: Any) -> Callable[[Path], None]:
-    """Writer of a Parquet file."""
+    """Function that writes a Parquet file."""
     return lambda path: pq.write_table(pa.table(table()), path, compression="zstd", **options)
 
 
 def arrow(table: Any, compression: str = "zstd", stream: bool = False) -> Callable[[Path], None]:
-    """Writer of an Arrow file, or of a stream."""
+    """Function that writes an Arrow file or stream."""
 
     def write(path: Path) -> None:
         made = pa.table(table())
@@ -33,7 +33,7 @@ def arrow(table: Any, compression: str = "zstd", stream: bool = False) -> Callab
 
 
 def repeated(rows: int, text: str) -> Any:
-    """Column of one text, again and again, that takes the place of one."""
+    """Dictionary-encoded column that repeats one text and stores it once."""
     return pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
 
 
@@ -43,7 +43,7 @@ def many(values: Any, count: int) -> Any:
 
 
 def compressed(module: Any, *parts: bytes) -> Callable[[Path], None]:
-    """Writer of a compressed file."""
+    """Function that writes a compressed file."""
 
     def write(path: Path) -> None:
         with module.open(path, "wb") as out:
@@ -53,7 +53,7 @@ def compressed(module: Any, *parts: bytes) -> Callable[[Path], None]:
     return write
 
 
-#: Name of a file -> how it is made, and what must be said of it; an empty text for those that are read.
+#: File name -> function that writes it, and text of the expected error; empty if the file is readable.
 BOMBS: dict[str, tuple[Callable[[Path], None], str]] = {
     "dictionary.parquet": (parquet(lambda: {"text": [LONG] * 50}, dictionary_pagesize_limit=1 << 30), ""),
     "page.parquet": (parquet(lambda: {"text": ["a" * 900_000_000]}, use_dictionary=False), "promises 900,000,0"),

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 from d9d_testing.hostile.values import edited
 
-#: Draws an example of a strategy.
+#: Function that draws an example of a strategy.
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 LENGTH_BYTES = 8
 
 
 def damage(draw: Draw, directory: Path, outside: Path) -> str:
-    """Make a hostile file: damage one file of a directory, and return how.
+    """Damage one file of a directory, and return a description of the damage.
 
     Args:
-        draw: of a strategy.
-        directory: of files, JSON and safetensors among them.
-        outside: a file that nobody may read, to which links may lead.
+        draw: function that draws an example of a strategy.
+        directory: directory with JSON, safetensors and other files.
+        outside: forbidden file, a possible target of links.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
     file = draw(st.sampled_from(files))
@@ -55,12 +55,12 @@ def damage(draw: Draw, directory: Path, outside: Path) -> str:
 
 
 def edit_json(draw: Draw, file: Path) -> None:
-    """Edit the value in a JSON file."""
+    """Edit the value of a JSON file."""
     file.write_text(json.dumps(draw(edited(json.loads(file.read_text("utf-8"))))), "utf-8")
 
 
 def edit_header(draw: Draw, file: Path) -> None:
-    """Edit the header of a safetensors file, or its claimed length."""
+    """Edit the header of a safetensors file, or its stated length."""
     content = file.read_bytes()
     length = int.from_bytes(content[:LENGTH_BYTES], "little")
     header, rest = json.loads(content[LENGTH_BYTES : LENGTH_BYTES + length]), content[LENGTH_BYTES + length :]
@@ -70,9 +70,9 @@ def edit_header(draw: Draw, file: Path) -> None:
 
 
 def damage_checkpoint(draw: Draw, checkpoints: Path, outside: Path) -> str:
-    """Make hostile checkpoint files: damage a file, a manifest with the right checksum, or names; and return how.
+    """Damage a file, a manifest (with a valid checksum) or names of checkpoints, and return a description.
 
-    After ``"consistent"`` damage, all checksums are right again, so a load of other values is nobody's fault.
+    After ``"consistent"`` damage, all checksums are valid, so a load of other values is not an error.
     """
     folders = sorted(path for path in checkpoints.iterdir() if path.is_dir())
     folder = draw(st.sampled_from(folders))
@@ -96,7 +96,7 @@ def damage_checkpoint(draw: Draw, checkpoints: Path, outside: Path) -> str:
 
 
 def sign(folder: Path) -> None:
-    """Make the manifest's own checksum right."""
+    """Set the manifest's own checksum to the valid one."""
     manifest = json.loads((folder / "manifest.json").read_text())
     if isinstance(manifest, dict):
         manifest.pop("sha256", None)
@@ -104,7 +104,7 @@ def sign(folder: Path) -> None:
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-#: Names beside those of checkpoints.
+#: Further names that may appear in a directory of checkpoints.
 STRAYS: Sequence[str] = (
     *("step-99", "step-7", "step-²", "step-00000006.damaged", "step-00000099", "step-00000002", "step-", "step-x"),
     *("step-99999999999999999999", "step--0000001", ".step-00000008.tmp", ".step-00000004.old.tmp", ".lock", "x"),

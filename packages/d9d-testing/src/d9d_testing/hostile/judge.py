@@ -1,4 +1,4 @@
-"""Judge of what reading a file does: refused, read, a traceback, no end, or more files than it may touch."""
+"""Judge of a file's reader: it may refuse, read, raise another exception, hang, or touch forbidden files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from d9d_core.failures import describe
 Kind = Literal["refused", "read", "traceback", "hang", "outside", "wrong"]
 
 
-class WrongLoad(Exception):  # noqa: N818 - says what it is
-    """A damaged file was read, with other values than the undamaged one has."""
+class WrongLoad(Exception):  # noqa: N818 - the name describes the outcome
+    """A damaged file was read without an error, but with wrong values."""
 
 
 class Endless(BaseException):
-    """The time is up. No reader may catch it."""
+    """The time limit was exceeded. A BaseException, so that readers do not catch it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Verdict:
     """Verdict on one file.
 
     Attributes:
-        kind: what reading did.
-        about: the error and where it came from; empty if all went well.
+        kind: outcome of reading.
+        about: error and its origin; empty after success.
     """
 
     kind: Kind
@@ -41,16 +41,16 @@ class Verdict:
 
     @property
     def is_sound(self) -> bool:
-        """Whether that is how it should be."""
+        """Whether the outcome is acceptable: the file was refused, or read correctly."""
         return self.kind in ("refused", "read")
 
 
 class Judge:
-    """Judge of readers of hostile input, for the main thread. Its audit hook stays, so make one only.
+    """Judge of readers of hostile input, for the main thread. Its audit hook cannot be removed, so create only one.
 
     Args:
-        inside: directories that may be read and written.
-        seconds: of the processor's time that a reader may take, and five times as long to wait.
+        inside: directories that readers may read and write.
+        seconds: limit on a reader's CPU time; the limit on its elapsed time is five times as long.
     """
 
     def __init__(self, *inside: Path, seconds: float = 10) -> None:
@@ -88,16 +88,16 @@ class Judge:
             return
         path, flags = os.fsdecode(arguments[0]), arguments[2] or 0
         if flags & os.O_NOFOLLOW and Path(path).is_symlink():
-            return  # refused by the system
+            return  # the open() fails
         real = os.path.realpath(path)
-        # What is no regular file is refused after it was opened; were it read, that would never end.
+        # Special files are refused after they were opened; reading one would hang, which is judged separately.
         writes = flags & (os.O_WRONLY | os.O_RDWR)
         if (writes or Path(real).is_file()) and not any(real == d or real.startswith(d + os.sep) for d in self._inside):
             self._touched.append(real)
 
 
 def _printed(error: D9dError) -> Verdict:
-    """Verdict on an error raised on purpose, which must be one that a terminal and a log can take."""
+    """Verdict on a d9d error, whose text must be printable and short."""
     try:
         text = describe(error)
         text.encode()
@@ -121,20 +121,20 @@ def _watched(read: Callable[[], object]) -> None:
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Limit of the time that :func:`_watched` may take within the block."""
+    """Limit the time of :func:`_watched` inside the block."""
 
     def stop(_number: int, frame: FrameType | None) -> None:
-        # Not around it: what is raised while the clocks are stopped would leave one running.
+        # Only inside _watched: an exception raised while the timers are being stopped would leave one running.
         while frame is not None:
             if frame.f_code is _watched.__code__:
                 raise Endless
             frame = frame.f_back
 
-    # Of the processor's time, so that a busy machine is no fault; who waits and uses none gets several times as much.
+    # CPU time, so that a busy machine causes no failure; a reader that waits without computing gets more time.
     clocks = ((signal.SIGPROF, signal.ITIMER_PROF, seconds), (signal.SIGALRM, signal.ITIMER_REAL, 5 * seconds))
     before = [signal.signal(number, stop) for number, _, _ in clocks]
     for _, clock, limit in clocks:
-        signal.setitimer(clock, limit, 1)  # again, because what is raised in a callback of the interpreter is lost
+        signal.setitimer(clock, limit, 1)  # repeated, because an exception in a callback of the interpreter is lost
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Values in the files of strangers, and files of tensors: model directories, adapters, and the job.yaml of a run."""
+"""Malicious values for job.yaml, adapter, model and tokenizer files, and functions that write such files."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: Text that a terminal would obey.
+#: Text with escape sequences that control a terminal.
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
-#: Name of the file that code of a stranger makes.
+#: Name of the file that malicious code would create.
 CANARY = "canary"
-#: Data that runs a program.
+#: Data section that runs a program.
 CALL = {"name": "dataset", "build": "subprocess:check_call", "arguments": {"args": ["touch", CANARY]}}
 CONFUSION = {
     "name": "confusion", "problem": {"kind": "multiclass", "num_classes": 257}, "statistics": ["function"],
     "function": "stranger:statistic", "predictions": "logits", "targets": "targets",
 }  # fmt: skip
 TEXTS = {"name": "text", "sources": ["python:topics"], "sequence_length": 32}
-#: Name of a hostile sort -> sections of the job.yaml that a stranger wrote; CANARY stands for the file to make.
+#: Description -> malicious sections of a job.yaml, which create the file CANARY if their code runs.
 JOBS: Mapping[str, Mapping[str, Any]] = {
     "a plugin file": {"plugins": {"files": ["stranger.py"]}},
     "a list of plugin files": {"plugins": ["stranger.py"]},
@@ -38,7 +38,7 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     "checkpoints at an address": {"checkpoint": {"dir": "canary://checkpoints"}},
     "a tokenizer at an address": {"data": {"tokenizer": "canary://tokenizer.json"}},
 }  # fmt: skip
-#: Fields of an ``adapter_config.json``, each of which the library would compute on for long, or fill memory with.
+#: Description -> fields of an ``adapter_config.json`` with which a library would compute for long or exhaust memory.
 ADAPTERS: Mapping[str, Any] = {
     "a regular expression that backtracks": {"target_modules": "(a*)*(b*)*(\\w+\\.?)*$"},
     "one in exclude_modules": {"exclude_modules": "((\\w+)+)+$"},
@@ -57,7 +57,7 @@ ADAPTERS: Mapping[str, Any] = {
     "a module to import": {"megatron_core": "os", "megatron_config": {"a": 1}},
     "a field of the future": {"run_this": "x"},
 }
-#: Name of a file of a model, and fields that a stranger changed in it, or its whole text.
+#: Description -> name of a model file, and its malicious fields or whole text.
 CONFIGS: Mapping[str, tuple[str, Any]] = {
     "ends that are texts": ("generation_config.json", {"eos_token_id": "x"}),
     "ends that are lists of lists": ("generation_config.json", {"eos_token_id": [[1], {"a": 2}]}),
@@ -92,14 +92,14 @@ CONFIGS: Mapping[str, tuple[str, Any]] = {
 
 
 def weights(file: Path, *names: str) -> Path:
-    """File of tensors of one number, with any names."""
+    """Write a file of one-element tensors with any names."""
     header = {name: {"dtype": "U8", "shape": [1], "data_offsets": [at, at + 1]} for at, name in enumerate(names)}
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(len(names)))
     return file
 
 
-#: Parts of a ``tokenizer.json`` that make gigabytes of a short text, or compute on it for long.
+#: Description -> parts of a ``tokenizer.json`` that turn a short text into gigabytes or take very long.
 TOKENIZERS: Mapping[str, Mapping[str, Any]] = {
     "a normalizer that multiplies": {
         "normalizer": {
@@ -125,12 +125,12 @@ def change_json(file: Path, fields: Mapping[str, Any]) -> None:
 
 
 def replace_file(file: Path, kind: str, target: Path) -> None:
-    """Put a named pipe, the device that is never at its end, or a link in the place of a file.
+    """Replace a file by a named pipe, an endless device, or a link.
 
     Args:
-        file: to replace.
+        file: file to replace.
         kind: ``"pipe"``, ``"device"`` or ``"link"``.
-        target: of a link.
+        target: target of a link.
     """
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)

@@ -1,25 +1,25 @@
-"""Chat templates that were made to fill memory or to compute for ever."""
+"""Malicious chat templates that exhaust memory or never end."""
 
 from __future__ import annotations
 
 
 def grown(change: str, times: int = 60, first: str = "['a']") -> str:
-    """Start of a template that changes ``ns.s`` again and again."""
+    """Beginning of a template that changes ``ns.s`` repeatedly."""
     begin = f"{{% set ns = namespace(s={first}) %}}{{% for i in range({times}) %}}"
     return f"{begin}{{% set ns.s = {change} %}}{{% endfor %}}"
 
 
 def doubled(macro: str, call: str, times: int) -> str:
-    """Template whose macro renders its body twice, in calls inside each other."""
+    """Template whose macro renders its body twice, in nested calls."""
     return f"{{% macro m() %}}{macro}{{% endmacro %}}" + "{% call m() %}" * times + call + "{% endcall %}" * times
 
 
-#: Lists that share their items: 2 ** 60 leaves for whatever walks over all of them.
+#: Lists that share their items: a walk over all of them visits 2 ** 60 leaves.
 NESTED = grown("[ns.s, ns.s]")
 OTHER = NESTED.replace("ns.s", "other.s").replace("set ns =", "set other =")
-#: A text of 16 million characters, which is the longest that the sandbox's own bounds allow.
+#: Text of 16 million characters, the longest that the sandbox allows.
 LONG = "{% set long = 'ab ' * 5592405 %}"
-#: What a template does -> its text.
+#: Description -> malicious template.
 ATTACKS = {
     "nested lists as JSON": NESTED + "{{ ns.s | tojson }}",
     "nested lists compared": NESTED + OTHER + "{{ ns.s == other.s }}",

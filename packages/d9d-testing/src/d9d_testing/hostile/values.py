@@ -1,4 +1,4 @@
-"""Strategies for JSON values: hostile ones, values of a JSON schema, and edits of a given value. Needs hypothesis."""
+"""Strategies for JSON values: hostile values, values of a JSON schema, and edits of a given value. Needs hypothesis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-#: Values that broke a reader somewhere: of every kind, at every edge.
+#: Values of every kind at every limit; each has broken some reader.
 HOSTILE: Sequence[Any] = (
     *(None, True, False, 0, 1, -1, 2, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**62, 2**63 - 1, 2**63),
     *(-(2**63), 10**18, 10**30, 10**400, 0.5, -0.0, 1e-320, 1e30, 1e300, float("inf"), float("-inf"), float("nan")),
@@ -19,9 +19,9 @@ HOSTILE: Sequence[Any] = (
 
 
 def hostile_values() -> st.SearchStrategy[Any]:
-    """Values that hardly any field expects."""
+    """Values that few fields expect."""
     nested = st.integers(20, 250).map(_nested)
-    # Copies, because edits change what is in them.
+    # Copies, because edits change nested values.
     return st.one_of(
         st.sampled_from(HOSTILE).map(copy.deepcopy), st.integers(), st.floats(), st.text(max_size=20), nested
     )
@@ -35,11 +35,11 @@ def _nested(depth: int) -> Any:
 
 
 def schema_values(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> st.SearchStrategy[Any]:
-    """Values that a JSON schema allows as far as their types tell, for hostile tests.
+    """Values of the types that a JSON schema allows; other constraints are ignored.
 
     Args:
-        schema: of the value.
-        root: the whole schema, whose ``$defs`` references lead to.
+        schema: schema of the value.
+        root: schema with the ``$defs`` that references name; by default ``schema``.
     """
     root = schema if root is None else root
     if "$ref" in schema:
@@ -71,15 +71,15 @@ def schema_values(schema: Mapping[str, Any], root: Mapping[str, Any] | None = No
 def _some(
     draw: st.DrawFn, needed: dict[str, st.SearchStrategy[Any]], others: dict[str, st.SearchStrategy[Any]]
 ) -> dict[str, Any]:
-    """Object with few of its many optional fields: with all of them, hardly one is valid."""
+    """Object with few of its many optional fields, because an object with all of them is rarely valid."""
     chosen = draw(st.lists(st.sampled_from(sorted(others)), max_size=3, unique=True))
     return {name: draw(value) for name, value in {**needed, **{name: others[name] for name in chosen}}.items()}
 
 
 @st.composite
 def edited(draw: st.DrawFn, value: Any, edits: int = 2) -> Any:
-    """Copy of a JSON value with one or a few edits anywhere: replaced, removed, added, swapped, or repeated."""
-    result = [copy.deepcopy(value)]  # so that the value itself has a place
+    """Copy of a JSON value with one or a few edits anywhere: values are replaced, removed, added or swapped."""
+    result = [copy.deepcopy(value)]  # in a list, so that the value itself can be replaced
     for _ in range(draw(st.integers(1, edits))):
         target, key = draw(st.sampled_from(list(_places(result))))
         action = draw(st.sampled_from(["replace", "replace", "remove", "add", "swap"]))
@@ -98,7 +98,7 @@ def edited(draw: st.DrawFn, value: Any, edits: int = 2) -> Any:
 
 
 def _places(value: Any) -> Any:
-    """Containers and keys of all values within a value."""
+    """Container and key of every nested value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in list(items):
         yield value, key
@@ -107,12 +107,12 @@ def _places(value: Any) -> Any:
 
 @st.composite
 def edited_job(draw: st.DrawFn, job: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy of a job with a few sections or fields as the schema allows them, and maybe an edit that it does not."""
+    """Copy of a job with some sections drawn from the schema, and possibly one edit outside of the schema."""
     values = copy.deepcopy(dict(job))
     for section in draw(st.lists(st.sampled_from(sorted(schema["properties"])), max_size=3, unique=True)):
         fresh = draw(schema_values(schema["properties"][section], schema))
         old = values.get(section)
-        # Mostly a section keeps the fields that it must have.
+        # Keep required fields of a section in most cases.
         values[section] = {**old, **fresh} if isinstance(old, dict) and isinstance(fresh, dict) else fresh
     if draw(st.booleans()):
         changed = draw(edited(values, edits=1))

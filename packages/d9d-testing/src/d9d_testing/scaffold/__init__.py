@@ -1,1 +1,1 @@
-"""Scaffolds of plugin packages, for ``d9d new plugin``."""
+"""Skeletons of plugin packages, for ``d9d new plugin``."""

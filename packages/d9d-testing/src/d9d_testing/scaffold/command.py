@@ -1,4 +1,4 @@
-"""``d9d new``: packages to begin with."""
+"""``d9d new``: writes skeletons of packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from d9d_testing.scaffold.package import write_plugin
 
 app = typer.Typer(
     name="new",
-    help="Write a new package to begin with.",
+    help="Write the skeleton of a new package.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -22,7 +22,7 @@ app = typer.Typer(
 
 @app.callback()
 def new() -> None:
-    """Write a new package to begin with."""
+    """Write the skeleton of a new package."""
 
 
 @app.command("plugin")
@@ -30,10 +30,10 @@ def new_plugin(
     name: Annotated[str, typer.Argument(help="Name of the distribution, such as acme-metrics.")],
     kind: Annotated[str, typer.Option("--kind", metavar="KIND", help=f"{', '.join([*KINDS][:-1])} or {[*KINDS][-1]}.")],
     directory: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Where to write it; by default ./NAME.")
+        Path | None, typer.Option(metavar="PATH", help="Directory to write; by default ./NAME.")
     ] = None,
 ) -> None:
-    """Write a complete plugin that works: declaration, implementation, tests with its conformance suite, and a job."""
+    """Write a complete, working plugin: declaration, implementation, tests with its conformance suite, and a job."""
     root = directory or Path(name)
     written = write_plugin(root, name, kind)
     console = console_for()

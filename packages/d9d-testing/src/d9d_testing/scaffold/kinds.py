@@ -1,4 +1,4 @@
-"""Kinds of plugins that can be scaffolded: what each declares, needs, and changes in a job file."""
+"""Kinds of plugins for ``d9d new plugin``: declaration, dependencies, and sections of the job file of each kind."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of plugin that can be scaffolded, and the looks of its package.
+    """Kind of plugin that ``d9d new plugin`` can write.
 
     Attributes:
-        summary: what the example does, in one line.
+        summary: one line about the example.
         hook: hook that yields the record.
         spec: class of the record.
-        record: fields of the record besides name and summary; ``{package}``, ``{name}`` and ``{Name}`` are filled in.
-        section: lines for a job file that select it.
-        job: sections of ``job.yaml`` that differ from those of :data:`BASE_JOB`; an empty text leaves one out.
-        needs: distributions that the implementation imports, besides d9d-core and pydantic.
-        tests: distributions that its tests and ``job.yaml`` need besides.
-        configured: whether it has a config.
+        record: fields of the record in addition to name and summary; ``{package}``, ``{name}`` and ``{Name}`` are
+            replaced.
+        section: lines of a job file that select the plugin.
+        job: sections of ``job.yaml`` that replace sections of :data:`BASE_JOB`; an empty text removes a section.
+        needs: distributions that the implementation imports, in addition to d9d-core and pydantic.
+        tests: further distributions that the tests and ``job.yaml`` need.
+        configured: whether the plugin has a config.
     """
 
     summary: str
@@ -38,7 +39,7 @@ _MODEL = (
     "{name: qwen3, vocab_size: 257, hidden_size: 32, intermediate_size: 64, num_layers: 2, num_attention_heads: 2, "
     "num_key_value_heads: 1, max_positions: 64}"
 )
-#: A language model on text that every Python brings along; trains in seconds on a CPU.
+#: Language model on text that comes with Python; trains in seconds on a CPU.
 BASE_JOB: Mapping[str, str] = {
     "run": "{name: {name}}",
     "model": _MODEL,
@@ -98,7 +99,7 @@ KINDS: Mapping[str, Kind] = {
         job={"task": "{name: {name}, gamma: 2}"},
     ),
     "dataset": Kind(
-        summary="Sequences that count.",
+        summary="Arithmetic sequences of tokens.",
         hook="d9d_datasets",
         spec="DatasetSpec",
         build="{Name}",
@@ -118,7 +119,7 @@ KINDS: Mapping[str, Kind] = {
         job={"model": "{name: {name}, vocab_size: 257}", "export": "false"},
     ),
     "strategy": Kind(
-        summary="Activations of blocks wait in the host's memory.",
+        summary="Offloads saved activations of blocks to host memory.",
         hook="d9d_strategies",
         spec="StrategySpec",
         build="{Name}",
@@ -128,7 +129,7 @@ KINDS: Mapping[str, Kind] = {
         tests=("d9d-engine",),
     ),
     "schedule": Kind(
-        summary="All forwards, then all backwards, of two stages on each rank in a V.",
+        summary="All forwards, then all backwards; two stages per rank in a V.",
         hook="d9d_schedules",
         spec="ScheduleSpec",
         build="build",
@@ -138,7 +139,7 @@ KINDS: Mapping[str, Kind] = {
         needs=("d9d-pipeline>=0.1,<0.2",),
     ),
     "peft": Kind(
-        summary="Low-rank terms beside linear layers.",
+        summary="Low-rank adapters of linear layers.",
         hook="d9d_peft_methods",
         spec="PeftSpec",
         build="{Name}",
@@ -146,7 +147,7 @@ KINDS: Mapping[str, Kind] = {
         job={"peft": '{name: {name}, rank: 4, match: "*.q_proj"}'},
     ),
     "kernel": Kind(
-        summary="The gate of SwiGLU, which keeps less for the backward.",
+        summary="The gate of SwiGLU with less memory for the backward.",
         hook="d9d_kernels",
         spec="KernelSpec",
         build="build",

@@ -1,4 +1,4 @@
-"""Packages written from templates: a plugin that works, with its tests, a job and a README."""
+"""Plugin packages written from templates: a working plugin with tests, a job and a README."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _VERSIONS = ">=0.1,<0.2"
 
 
 def plugin_files(name: str, kind: str) -> dict[str, str]:
-    """Files of the package that is scaffolded for a new plugin, by path relative to its directory.
+    """Files of a new plugin package: path relative to its directory -> contents.
 
     Args:
-        name: name of the distribution, such as ``acme-metrics``; the plugin's own name follows from it.
+        name: name of the distribution, such as ``acme-metrics``; the plugin's own name is derived from it.
         kind: one of :data:`~d9d_testing.scaffold.kinds.KINDS`.
 
     Raises:
-        PluginError: there is no such kind, or the name is none that a new plugin may have.
+        PluginError: the kind does not exist, or a new plugin cannot have the name.
     """
     if kind not in KINDS:
-        raise PluginError(f"--kind {kind}: there is no template of that kind; kinds: {', '.join(KINDS)}")
+        raise PluginError(f"--kind {kind}: there is no template of this kind; kinds: {', '.join(KINDS)}")
     package = re.sub(r"[-.]+", "_", name).lower()
     if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", package):
-        raise PluginError(f"'{name}' is no name of a package; use letters, digits and dashes, such as acme-metrics")
+        raise PluginError(f"'{name}' is not a package name; use letters, digits and dashes, such as acme-metrics")
     if package.startswith("d9d_"):
-        raise PluginError(f"'{name}': names that begin with d9d- are those of first-party packages; use another")
+        raise PluginError(f"'{name}': names that begin with d9d- are reserved for first-party packages; use another")
     if keyword.iskeyword(package) or package in sys.stdlib_module_names:
-        raise PluginError(f"'{name}' is a word or a module of Python itself; use another, such as acme-{package}")
+        raise PluginError(f"'{name}' is a keyword or a module of Python; use another, such as acme-{package}")
     spec = KINDS[kind]
     word = next(hook.name for hook in HOOKS if hook.hook == spec.hook)
     if home := KnownPlugins.shipped().home(word, package):
@@ -54,18 +54,18 @@ def plugin_files(name: str, kind: str) -> dict[str, str]:
 
 
 def write_plugin(directory: Path, name: str, kind: str) -> list[Path]:
-    """Write the scaffold of a new plugin: its package.
+    """Write a new plugin package.
 
     Args:
-        directory: of the package; must not exist, or be empty.
+        directory: directory of the package; it must be absent or empty.
         name: see :func:`plugin_files`.
         kind: see :func:`plugin_files`.
 
     Returns:
-        The files, in order.
+        Paths of the files, sorted.
 
     Raises:
-        PluginError: there is no such kind, the name is none, or the directory has files or cannot be written.
+        PluginError: the kind does not exist, the name is invalid, or the directory is not empty or cannot be written.
     """
     made = plugin_files(name, kind)
     try:
@@ -81,7 +81,7 @@ def write_plugin(directory: Path, name: str, kind: str) -> list[Path]:
 
 
 def template(name: str) -> Template:
-    """A template by its path, such as ``metric/metric.py``."""
+    """Template with a path such as ``metric/metric.py``."""
     return Template(files("d9d_testing.scaffold").joinpath("templates", f"{name}.tmpl").read_text("utf-8"))
 
 
@@ -120,7 +120,7 @@ def _job(package: str, spec: Kind) -> str:
 
 
 def _filled(text: str, names: Mapping[str, str]) -> str:
-    """Text with ``{name}`` and the like replaced; other braces stay, as YAML has them."""
+    """Text with ``{name}`` and the like replaced; other braces, which YAML uses, stay."""
     for word, value in names.items():
         text = text.replace(f"{{{word}}}", value)
     return text

@@ -1,1 +1,1 @@
-"""Conformance suites, one per extension point: subclass one in a test file and name what it is about."""
+"""Conformance suites, one per extension point: subclass a suite in a test file and set its target."""

@@ -1,4 +1,4 @@
-"""Conformance suite of datasets: the order of samples, resume, the slices of ranks and worker processes."""
+"""Conformance suite of datasets: order of samples, resume, slices of ranks, and worker processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Plain = list[dict[str, Tensor]]
 
 
 class DatasetSuite(ComponentSuite):
-    """The conformance suite of datasets (:class:`d9d_core.data.DataStream`).
+    """Conformance suite of datasets (:class:`d9d_core.data.DataStream`).
 
     Subclass it, name the dataset, and write the files that it reads::
 
@@ -35,15 +35,15 @@ class DatasetSuite(ComponentSuite):
                 return {"sources": [str(directory)]}
 
     Attributes:
-        batch_size: samples of a pack, a multiple of 8; the data should have enough of them for several packs.
-        packs: how many packs are looked at.
+        batch_size: samples of a pack, a multiple of 8; the data should have enough samples for several packs.
+        packs: number of packs to examine.
         shuffled: whether another seed gives another order.
-        other: fields that make other data, whose state must be refused.
-        rows_per_sample: rows of a sample in all fields but ``samples`` [b], which numbers the samples, if there is one.
-        too_long: fields with which samples do not hold all records, if records have a length: such as a small
-            ``sequence_length``.
-        workers: field of the config that says how many processes build packs, which take seconds to start; skipped
-            with ``None``, and where the config has no such field.
+        other: fields that select other data, whose state must be refused.
+        rows_per_sample: rows per sample in all tensors except ``samples`` [b], the indices of the samples.
+        too_long: fields with which records are too long for a sample, such as a small ``sequence_length``, if records
+            have a length.
+        workers: config field with the number of processes that build packs. The test takes seconds; it is skipped with
+            ``None``, and if the config has no such field.
     """
 
     kind = "dataset"
@@ -56,19 +56,19 @@ class DatasetSuite(ComponentSuite):
     too_long: ClassVar[Mapping[str, Any]] = {}
     workers: ClassVar[str | None] = "workers"
 
-    # --- what subclasses may say
+    # --- for subclasses to override
 
     def fields(self, directory: Path) -> Mapping[str, Any]:  # noqa: ARG002 - for subclasses
-        """Fields of the config, over data in an empty directory; the same data in every call."""
+        """Config fields, with data in an initially empty directory; the same data in every call."""
         return {}
 
     def packs_documents(self, directory: Path) -> bool | None:
-        """Whether samples hold several documents, as the config says (:class:`d9d_core.data.PacksDocuments`)."""
+        """Whether samples hold several documents, from the config (:class:`d9d_core.data.PacksDocuments`)."""
         fields = {**self.config, **self._data(directory)}
         return packs_documents(configured(self.kind, self.plugin, self.target, fields)[1])
 
     def sample(self, microbatch: Mapping[str, Tensor], row: int) -> object:
-        """Identity of a sample, whatever it is batched with; by default all of its values, without padding."""
+        """Identity of a sample, independent of its batch; by default all of its values without padding."""
         values: list[tuple[str, tuple[Any, ...]]] = []
         for name, tensor in sorted(microbatch.items()):
             for place in self._rows(name, row):
@@ -78,10 +78,10 @@ class DatasetSuite(ComponentSuite):
                 values.append((name, tuple(value.flatten().tolist())))
         return tuple(values)
 
-    # --- what holds for all
+    # --- tests
 
     def test_order_depends_on_the_seed_alone(self, tmp_path: Path) -> None:
-        """Not on the process, its random numbers, or what was read before."""
+        """The order does not depend on the process, its random numbers, or earlier reads."""
         with self.opened(tmp_path) as stream:
             expected = self.take(stream, self.packs)
         for seed in (1, 2):
@@ -101,7 +101,7 @@ class DatasetSuite(ComponentSuite):
             )
 
     def test_packs_are_microbatches_of_the_stated_size(self, tmp_path: Path) -> None:
-        """As many on every rank, with the same names, on the CPU."""
+        """Every rank gets the same number of microbatches, with the same names, on the CPU."""
         names = set()
         for ranks, size in ((1, 2), (2, 1), (4, 2)):
             for rank in range(ranks):
@@ -124,7 +124,7 @@ class DatasetSuite(ComponentSuite):
         assert len(names) == 1, f"microbatches have different names: {sorted(names)}"
 
     def test_every_microbatch_has_the_tensors_that_the_record_names(self, tmp_path: Path) -> None:
-        """Tasks that read others are refused before the data is opened."""
+        """Tasks that read other tensors are refused before the data is opened."""
         config = configured(self.kind, self.plugin, self.target, {**self.config, **self._data(tmp_path)})[1]
         given = given_by(registry_of(self.plugin), config)
         if given is None:
@@ -139,9 +139,9 @@ class DatasetSuite(ComponentSuite):
                 )
 
     def test_samples_hold_several_documents_only_if_the_config_says_so(self, tmp_path: Path) -> None:
-        """Kernels of attention are chosen by that, and ignore ``documents`` where it is denied."""
+        """The config's statement selects attention kernels, which ignore ``documents`` if it is false."""
         if self.packs_documents(tmp_path) is not False:
-            pytest.skip("the config does not say that a sample is one document")
+            pytest.skip("the config does not state that a sample is one document")
         with self.opened(tmp_path) as stream:
             for microbatch in itertools.chain(*self.take(stream, self.packs)):
                 documents = microbatch.get("documents", microbatch["tokens"] * 0)
@@ -153,7 +153,7 @@ class DatasetSuite(ComponentSuite):
                 )
 
     def test_slices_of_ranks_make_up_the_global_pack(self, tmp_path: Path) -> None:
-        """Slices of all ranks hold the same samples in every step, whatever the ranks and the microbatch size."""
+        """The ranks' slices of a step contain the same samples for any number of ranks and any microbatch size."""
         with self.opened(tmp_path, microbatch_size=1) as stream:
             expected = [self.counted([pack]) for pack in self.take(stream, self.packs)]
         for ranks, size in ((1, 4), (2, 2), (4, 1)):
@@ -166,12 +166,12 @@ class DatasetSuite(ComponentSuite):
                 missing, extra = expected[step] - samples, samples - expected[step]
                 assert samples == expected[step], (
                     f"pack {step} over {ranks} ranks with microbatches of {size}: {missing.total()} of "
-                    f"{self.batch_size} samples are missing and {extra.total()} are others than on one rank; form "
+                    f"{self.batch_size} samples are missing and {extra.total()} differ from one rank's samples; form "
                     "packs globally, and give each rank its part"
                 )
 
     def test_a_stream_resumes_at_any_pack(self, tmp_path: Path) -> None:
-        """In a new process or backwards, from plain data; no sample comes twice and none is left out."""
+        """A stream resumes in a new process or backwards, from JSON state; no sample is repeated or left out."""
         with self.opened(tmp_path) as stream:
             states = [plain_json(stream.state(), "state()")]
             expected: list[_Plain] = []
@@ -190,7 +190,7 @@ class DatasetSuite(ComponentSuite):
                 _assert_same(self.take(stream, self.packs - step), expected[step:], f"resumed at pack {step}")
 
     def test_state_is_the_same_on_all_ranks(self, tmp_path: Path) -> None:
-        """One rank's is saved, and may be loaded with another number of ranks."""
+        """The state of one rank is saved, and may be loaded on another number of ranks."""
         with self.opened(tmp_path) as stream:
             self.take(stream, 1)
             saved, expected = plain_json(stream.state(), "state()"), [self.counted([p]) for p in self.take(stream, 2)]
@@ -204,10 +204,10 @@ class DatasetSuite(ComponentSuite):
                 stream.load_state(saved)
                 for step, pack in enumerate(self.take(stream, 2)):
                     found[step] += self.counted([pack])
-        assert found == expected, "two ranks that load the state of one go on with other samples"
+        assert found == expected, "two ranks that load the state of one rank continue with other samples"
 
     def test_packs_that_were_given_out_stay_as_they_are(self, tmp_path: Path) -> None:
-        """The loop fetches packs ahead."""
+        """Reading further packs must not change earlier ones, because the loop prefetches packs."""
         with self.opened(tmp_path) as stream:
             pack = stream.next_pack()
             before = _copied(pack)
@@ -215,7 +215,7 @@ class DatasetSuite(ComponentSuite):
             _assert_same([_copied(pack)], [before], "after two more packs, the first one")
 
     def test_state_of_other_data_is_refused(self, tmp_path: Path) -> None:
-        """With a ``DataError``; otherwise a run would go on with samples that it has seen."""
+        """The state is refused with a ``DataError``; otherwise a run would repeat samples."""
         if not self.other:
             pytest.skip(f"{type(self).__name__}.other names no fields that make other data")
         with self.opened(tmp_path, fields=self.other) as stream:
@@ -224,11 +224,11 @@ class DatasetSuite(ComponentSuite):
         with self.opened(tmp_path) as stream, suppress(DataError):
             stream.load_state(state)
             raise AssertionError(
-                f"the state of a stream with {dict(self.other)} is taken; keep what identifies the data in state()"
+                f"the state of a stream with {dict(self.other)} is accepted; keep what identifies the data in state()"
             )
 
     def test_what_samples_do_not_hold_is_said(self, tmp_path: Path) -> None:
-        """In the facts ``cut_documents`` or ``dropped``, and in a line at each start; or the data is refused."""
+        """Shortened and dropped records appear in the facts and in a line at each start; or the data is refused."""
         if not self.too_long:
             pytest.skip(f"{type(self).__name__}.too_long names no fields with which samples do not hold all records")
         for start in ("first", "second"):
@@ -237,14 +237,14 @@ class DatasetSuite(ComponentSuite):
                 facts = plain_json(stream.facts, "facts")
                 counted = {name: facts[name] for name in ("cut_documents", "dropped") if facts.get(name)}
                 assert counted, (
-                    f"with {dict(self.too_long)} records lose a part or are left out, and the facts say nothing of it; "
-                    "count them in 'cut_documents' and 'dropped'"
+                    f"with {dict(self.too_long)} records are shortened or dropped, but the facts do not count them; "
+                    "set the facts 'cut_documents' and 'dropped'"
                 )
                 said = any(f"{count:,}" in note for count in counted.values() for note in notes)
-                assert said, f"at the {start} start no line of DataContext.note says {counted}; it has {notes}"
+                assert said, f"at the {start} start no line of DataContext.note contains {counted}; lines: {notes}"
 
     def test_worker_processes_change_nothing(self, tmp_path: Path) -> None:
-        """Packs and states are those without any."""
+        """Packs and states are the same with worker processes as without."""
         workers = self.workers
         if workers is None:
             pytest.skip(f"{type(self).__name__}.workers is None")
@@ -257,10 +257,10 @@ class DatasetSuite(ComponentSuite):
         ):
             for step in range(self.packs):
                 _assert_same(self.take(there, 1), self.take(here, 1), f"pack {step} of 2 worker processes")
-                assert there.state() == here.state(), f"after pack {step} the state is another with worker processes"
+                assert there.state() == here.state(), f"after pack {step} the state differs with worker processes"
 
     def test_facts_are_plain_data_and_assets_are_written(self, tmp_path: Path) -> None:
-        """Tasks compare facts with the model, epochs are counted by them; an exported model gets the assets."""
+        """Facts are JSON values, equal on all ranks (tasks and epochs use them); assets are written without error."""
         with self.opened(tmp_path, rank=0, ranks=2) as first, self.opened(tmp_path, rank=1, ranks=2) as second:
             here, there = (plain_json(stream.facts, "facts") for stream in (first, second))
             assert here == there, f"rank 0 of 2 has the facts {here}, rank 1 of 2 {there}"
@@ -277,7 +277,7 @@ class DatasetSuite(ComponentSuite):
             stream.save_assets(assets)
 
     def test_one_pass_gives_every_row_once(self, tmp_path: Path) -> None:
-        """In order over the packs and the ranks, then fillers; in the same microbatches whatever the ranks."""
+        """Rows come in order over packs and ranks, then fillers; microbatches do not depend on the number of ranks."""
         for size, micro, ranks in ((self.batch_size, 2, 2), (4 * self.batch_size, 1, 4)):
             alone, facts = self._passed(tmp_path, size, micro, ranks=1)
             self._check_rows(alone, facts)
@@ -289,7 +289,7 @@ class DatasetSuite(ComponentSuite):
             )
 
     def test_one_pass_resumes_at_any_pack(self, tmp_path: Path) -> None:
-        """On another number of ranks, too."""
+        """One pass resumes on another number of ranks too."""
         size = self.batch_size
         expected, _ = self._passed(tmp_path, size, 2, ranks=1)
         with self._in_one_pass(tmp_path, size, 2) as stream:
@@ -307,14 +307,14 @@ class DatasetSuite(ComponentSuite):
     def _passed(
         self, directory: Path, size: int, micro: int, ranks: int, state: Mapping[str, Any] | None = None
     ) -> tuple[list[_Plain], dict[str, Any]]:
-        """Packs of one pass, the parts of all ranks after each other, and the facts; skips where there is no pass."""
+        """Packs of one pass with the parts of all ranks concatenated, and the facts; skips if there is no such pass."""
         packs: list[_Plain] = []
         facts: dict[str, Any] = {}
         for rank in range(ranks):
             with self._in_one_pass(directory, size, micro, rank=rank, ranks=ranks) as stream:
                 facts = plain_json(stream.facts, "facts")
                 if "rows" not in facts:
-                    pytest.skip("the stream makes no pass in order: it has no fact 'rows'")
+                    pytest.skip("the stream cannot make one pass: it has no fact 'rows'")
                 if state is not None:
                     stream.load_state(state)
                 count = -(-int(facts["samples"]) // size)
@@ -329,7 +329,7 @@ class DatasetSuite(ComponentSuite):
             for microbatch in pack:
                 firsts = microbatch["rows"]
                 fillers = firsts < 0
-                assert bool((fillers[1:] >= fillers[:-1]).all()), f"fillers stand before samples: rows {firsts}"
+                assert bool((fillers[1:] >= fillers[:-1]).all()), f"fillers come before samples: rows {firsts}"
                 targets = microbatch.get("targets")
                 assert targets is None or targets.is_floating_point() or bool((targets[fillers] < 0).all()), (
                     f"a filler has targets: rows {firsts}; give it -100"
@@ -343,7 +343,7 @@ class DatasetSuite(ComponentSuite):
         expected = list(range(facts["rows"]))
         assert found == expected, f"one pass has the rows {found}, expected each of {facts['rows']} once, in order"
 
-    # --- what subclasses may use
+    # --- helpers for subclasses
 
     @contextmanager
     def opened(
@@ -359,7 +359,7 @@ class DatasetSuite(ComponentSuite):
         fields: Mapping[str, Any] | None = None,
         note: Callable[[str], None] = lambda _text: None,
     ) -> Iterator[Any]:
-        """A stream over the data; closed afterwards if it can be."""
+        """Open a stream over the data; closed at the end of the block if it has ``close()``."""
         context = DataContext(
             seed=seed,
             batch_size=batch_size or self.batch_size,
@@ -382,7 +382,7 @@ class DatasetSuite(ComponentSuite):
         return [_copied(stream.next_pack()) for _ in range(count)]
 
     def counted(self, packs: Sequence[_Plain]) -> Counter[object]:
-        """How often each sample is in the packs."""
+        """Number of occurrences of each sample in the packs."""
         microbatches = [microbatch for pack in packs for microbatch in pack]
         firsts = [next(iter(microbatch.items())) for microbatch in microbatches]
         sizes = [len(tensor) // len(self._rows(name, 0)) for name, tensor in firsts]
@@ -390,7 +390,7 @@ class DatasetSuite(ComponentSuite):
         return Counter(self.sample(microbatch, row) for microbatch, size in pairs for row in range(size))
 
     def _rows(self, name: str, sample: int) -> range:
-        """Rows of a sample in a field of a microbatch."""
+        """Rows of a sample in a tensor of a microbatch."""
         rows = 1 if name == "samples" else self.rows_per_sample
         return range(sample * rows, (sample + 1) * rows)
 
@@ -411,7 +411,7 @@ def _same(found: Sequence[_Plain], expected: Sequence[_Plain]) -> bool:
 def _assert_same(found: Sequence[_Plain], expected: Sequence[_Plain], where: str) -> None:
     difference = _difference(found, expected)
     assert difference is None, (
-        f"{where}: {difference}; what a pack holds must depend on the seed and on the consumed samples alone"
+        f"{where}: {difference}; a pack must depend on the seed and the number of consumed samples only"
     )
 
 

@@ -1,4 +1,4 @@
-"""What importing a module brings along, seen by a process that has imported nothing else."""
+"""Modules that an import loads, measured in a process that has imported nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-#: What a declaration must not import: it takes seconds, and a declaration loads on every ``d9d`` command.
+#: Modules that a declaration must not import: they take seconds, and declarations load on every ``d9d`` command.
 HEAVY = frozenset(
     {"matplotlib", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "torch", "transformers", "triton", "typer"}
 )
@@ -28,11 +28,11 @@ print(json.dumps(facts))
 
 @dataclass(frozen=True, slots=True)
 class ImportFacts:
-    """The import of one module.
+    """Facts about the import of one module.
 
     Attributes:
-        milliseconds: how long it took, which depends on the machine and on what it was doing.
-        modules: every module that was imported with it and not before.
+        milliseconds: time of the import, which varies between machines and runs.
+        modules: all modules that the import loaded.
     """
 
     milliseconds: float
@@ -40,15 +40,15 @@ class ImportFacts:
 
     @property
     def heavy(self) -> list[str]:
-        """Which of :data:`HEAVY` came along."""
+        """Modules of :data:`HEAVY` that the import loaded."""
         return sorted(HEAVY & self.modules)
 
 
 def import_fresh(*modules: str) -> dict[str, ImportFacts]:
-    """Import ``modules`` one after the other in a new process that has this one's ``sys.path``.
+    """Import modules one after the other in a new process with this process's ``sys.path``.
 
     Raises:
-        AssertionError: one cannot be imported; the text is its traceback.
+        AssertionError: a module cannot be imported; the text is its traceback.
     """
     done = subprocess.run(  # noqa: S603 - this interpreter and a constant script
         [sys.executable, "-c", _SCRIPT],

@@ -1,4 +1,4 @@
-"""Conformance suite of kernels: values and gradients of a backend against its op's reference."""
+"""Conformance suite of kernels: compares values and gradients of a backend with its op's reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Results = dict[str, Tensor]
 
 
 class KernelSuite:
-    """The conformance suite of kernels: backends of ops (:class:`d9d_core.plugin.KernelSpec`).
+    """Conformance suite of kernels, the backends of ops (:class:`d9d_core.plugin.KernelSpec`).
 
     Subclass it and name op and backend::
 
@@ -32,19 +32,19 @@ class KernelSuite:
             target = "rms_norm.my_kernel"
             device = "cuda"
 
-    The ops of d9d-nn, d9d-moe and d9d-parallel are known: how a model calls them, with which shapes. For another op,
-    say so in ``op`` (:class:`d9d_testing.suites.support.ops.Op`).
+    Calls and shapes are known for the ops of d9d-nn, d9d-moe and d9d-parallel. For another op, override ``op``
+    (:class:`d9d_testing.suites.support.ops.Op`).
 
     Attributes:
         target: ``op.name`` of the record.
-        plugin: its declaration module, or the path of a single-file plugin; by default, whatever is installed.
-        device: where the tensors are; with ``cuda``, mark the class ``@pytest.mark.gpu`` or skip it without one.
-        asked: the device that ``supports`` is asked about; by default ``device``. Another one is for backends whose
+        plugin: declaration module, or path of a single-file plugin; by default, any installed plugin.
+        device: device of the tensors; for ``cuda``, mark the class ``@pytest.mark.gpu`` or skip it without a GPU.
+        asked: device in the signatures passed to ``supports``; by default ``device``. Set another one for backends
+            whose
             library is replaced by a stand-in on the CPU.
-        dtypes: of the inputs; those that ``supports`` refuses are passed over, but not all may be.
+        dtypes: dtypes of the inputs; dtypes that ``supports`` refuses are skipped, but it must accept at least one.
         gradients: whether the backend has a backward.
-        tolerances: how near values and gradients must be, by dtype; others are for backends that round to fewer bits on
-            purpose.
+        tolerances: tolerances of values and gradients, by dtype; replace them for backends that round more on purpose.
         refused: changes of an accepted signature that ``supports`` must refuse: ``device``, ``dtype`` or static facts.
     """
 
@@ -59,33 +59,36 @@ class KernelSuite:
     tolerances: ClassVar[Mapping[torch.dtype, Tolerance]] = TOLERANCES
     refused: ClassVar[Sequence[Mapping[str, Any]]] = ({"dtype": "int8"},)
 
-    # --- what subclasses may say
+    # --- for subclasses to override
 
     def op(self) -> Op:
-        """How models call the op."""
+        """Op under test, with its calls in models."""
         name = self.target.partition(".")[0]
-        assert name in KNOWN_OPS, f"say in {type(self).__name__}.op how models call '{name}'"
+        assert name in KNOWN_OPS, f"override {type(self).__name__}.op with the calls of '{name}'"
         known = KNOWN_OPS[name]
         pytest.importorskip(known.package, reason=f"the reference of '{name}' is in {known.package}")
         return known
 
     def takes(self, call: Call) -> bool:  # noqa: ARG002 - for subclasses
-        """Whether the backend computes a call that its signature does not rule out, such as one without documents."""
+        """Whether the backend supports a call; override it for limits that a signature cannot express."""
         return True
 
     def function(self, signature: OpSignature) -> Callable[..., Any]:
-        """What the backend's record builds."""
+        """Function that the backend's record builds."""
         built: Callable[..., Any] = self.spec().build.load()(signature)
         return built
 
     def operators(self) -> Sequence[str]:
-        """Patterns over the torch operators that the backend's record names."""
+        """Patterns of torch operator names in the backend's record."""
         return self.spec().operators
 
-    # --- what holds for all
+    # --- tests
 
     def test_values_are_those_of_the_reference(self) -> None:
-        """Computed in float64, over dtypes and odd shapes; shape and dtype are those of the reference in that dtype."""
+        """Values match a float64 reference, over dtypes and odd shapes.
+
+        Shape and dtype match the reference in that dtype.
+        """
         for where, signature, call in self.accepted():
             with torch.no_grad():
                 found, expected = self.run(signature, call)["out"], self.exact(call)["out"]
@@ -99,7 +102,7 @@ class KernelSuite:
             assert_close_values(found, expected, replace(within, atol=within.atol * scale), where)
 
     def test_gradients_are_those_of_the_reference(self) -> None:
-        """Of all inputs that models differentiate, by angle and norm; also where an expanded gradient arrives."""
+        """Gradients of all differentiable inputs match by angle and norm, also for an expanded output gradient."""
         self.need_gradients()
         for where, signature, call in self.accepted():
             within = self.tolerances[getattr(torch, signature.dtype)]
@@ -113,13 +116,13 @@ class KernelSuite:
                         continue
                     if self.is_rounding(gradient, call):
                         limit = 100 * within.atol * max(1.0, gradient.abs().max().item())
-                        assert (found[name] - gradient).abs().max() <= limit, f"{where}: gradient of {name} is no zero"
+                        assert (found[name] - gradient).abs().max() <= limit, f"{where}: gradient of {name} is not zero"
                         continue
                     what = f"{where}, {'expanded' if expanded else 'random'} gradient: {name}"
                     assert_close_gradients({what: found[name]}, {what: gradient}, within)
 
     def test_a_frozen_input_has_no_gradient_and_disturbs_no_other(self) -> None:
-        """Fine-tuning trains a few parameters only."""
+        """Fine-tuning trains few parameters: other inputs get no gradient, and the trained one's does not change."""
         self.need_gradients()
         for where, signature, call in self.accepted(first=True):
             everything = self.run(signature, call, backward=True)
@@ -131,7 +134,7 @@ class KernelSuite:
                 assert_close_gradients({name: found[name]}, {name: everything[name]})
 
     def test_inputs_are_only_read(self) -> None:
-        """They are activations and weights of the model."""
+        """The backend must not write to its inputs, which are activations and weights of the model."""
         for where, signature, call in self.accepted():
             inputs = {name: tensor.clone() for name, tensor in call.inputs.items()}
             before = bits(inputs)
@@ -140,20 +143,21 @@ class KernelSuite:
             assert not changed, f"{where}: writes into its inputs {changed}"
 
     def test_inputs_need_not_be_contiguous(self) -> None:
-        """A projection hands over a view."""
+        """Inputs may be views, such as the outputs of a projection."""
         for where, signature, call in self.accepted():
             inputs = {name: _strided(tensor) for name, tensor in call.inputs.items()}
             found = self.run(signature, replace(call, inputs=inputs), backward=self.gradients, clone=False)
             expected = self.run(signature, call, backward=self.gradients)
             for name, tensor in expected.items():
                 within = tolerance(found[name], tensor)
-                # Libraries add up products of other strides in another order; a sum near zero is no more exact for it.
+                # Libraries add products of other strides in another order; near zero, the error is relative to the
+                # scale.
                 scale = max(1.0, tensor.abs().max().item()) if tensor.numel() else 1.0
                 what = f"{where}, inputs that are not contiguous: {name}"
                 assert_close_values(found[name], tensor, replace(within, atol=within.atol * scale), what)
 
     def test_support_is_decided_with_reasons(self) -> None:
-        """The same for the same signature; ``d9d explain`` prints the reason."""
+        """``supports`` answers equal signatures equally and gives a reason, which ``d9d explain`` prints."""
         decisions = []
         for _, signature, _ in self.calls():
             first, again = self.decision(signature), self.decision(signature)
@@ -169,7 +173,7 @@ class KernelSuite:
         )
 
     def test_what_it_cannot_compute_is_refused(self) -> None:
-        """With a reason, and not by raising: the selector then takes another backend."""
+        """``supports`` refuses with a reason instead of raising, so that the selector can choose another backend."""
         _, signature, _ = next(iter(self.accepted()))
         for changes in self.refused:
             facts = dict(changes)
@@ -187,7 +191,7 @@ class KernelSuite:
             assert decision.reason.strip(), f"supports() refuses {changed} without a reason"
 
     def test_an_operator_that_it_names_computes_the_output(self) -> None:
-        """One of them, so that checkpointed blocks can keep it (:attr:`d9d_core.plugin.KernelSpec.operators`)."""
+        """An operator named in the record runs, so that checkpointed blocks can keep its output."""
         patterns = self.operators()
         for where, signature, call in self.accepted(first=True) if patterns else ():
             with OperatorCounter() as counter, torch.no_grad():
@@ -195,7 +199,7 @@ class KernelSuite:
             named = [name for name in counter.counts if any(fnmatch.fnmatchcase(name, each) for each in patterns)]
             assert named, f"{where}: runs {', '.join(counter.counts)}, none of its record's {', '.join(patterns)}"
 
-    # --- what subclasses may use
+    # --- helpers for subclasses
 
     def spec(self) -> KernelSpec:
         """The record."""
@@ -204,11 +208,11 @@ class KernelSuite:
         return spec
 
     def decision(self, signature: OpSignature) -> Any:
-        """The backend's answer."""
+        """Decision of the backend on a signature."""
         return self.spec().supports.load()(signature)
 
     def calls(self) -> Iterator[tuple[str, OpSignature, Call]]:
-        """What messages call it, signature and call, over all dtypes."""
+        """Yield name, signature and call, over all dtypes."""
         name = self.target.partition(".")[0]
         for dtype in self.dtypes:
             for call in self.op().calls():
@@ -219,10 +223,10 @@ class KernelSuite:
                 yield f"{dtype}, {call.name}", signature, replace(call, inputs=inputs)
 
     def accepted(self, *, first: bool = False) -> Iterator[tuple[str, OpSignature, Call]]:
-        """The calls that ``supports`` accepts.
+        """Yield the calls that ``supports`` accepts.
 
         Args:
-            first: one of each dtype only.
+            first: yield only one call per dtype.
         """
         found: set[str] = set()
         for where, signature, call in self.calls():
@@ -261,7 +265,7 @@ class KernelSuite:
         trained: Sequence[str] | None = None,
         clone: bool = True,
     ) -> _Results:
-        """``out``, and the gradient of each trained input by its name."""
+        """Output as ``out``, and the gradient of each trained input by its name."""
         inputs = {name: tensor.detach().clone() if clone else tensor for name, tensor in call.inputs.items()}
         trained = self.differentiable(call) if trained is None else trained
         leaves = {name: inputs[name].detach().requires_grad_() for name in trained if backward}
@@ -280,7 +284,7 @@ class KernelSuite:
         return [name for name, tensor in inputs if tensor.is_floating_point() and name not in call.constants]
 
     def is_rounding(self, gradient: Tensor, call: Call) -> bool:
-        """Whether a gradient in float64 is nothing but rounding, so that its direction says nothing."""
+        """Whether a float64 gradient consists of rounding errors only, so that its direction is meaningless."""
         largest = max((t.abs().max().item() for t in call.inputs.values() if t.numel()), default=0.0)
         return gradient.abs().max().item() <= 1e-9 * max(1.0, largest)
 
@@ -294,7 +298,7 @@ def _gradients(results: _Results) -> _Results:
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    """Equal values, every second place in memory."""
+    """View with equal values that uses every second element of its memory."""
     wide = torch.empty(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype, device=tensor.device)
     wide.fill_(-1)
     view = wide[..., ::2]

@@ -1,4 +1,4 @@
-"""Conformance suite of learning-rate schedules: pure functions of the step."""
+"""Conformance suite of learning-rate schedules, which are pure functions of the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from d9d_testing.suites.support.component import ComponentSuite
 
 
 class LrScheduleSuite(ComponentSuite):
-    """The conformance suite of learning-rate schedules (:class:`d9d_core.optimizer.LrSchedule`).
+    """Conformance suite of learning-rate schedules (:class:`d9d_core.optimizer.LrSchedule`).
 
     Subclass it and name the schedule::
 
@@ -22,7 +22,7 @@ class LrScheduleSuite(ComponentSuite):
             config = {"warmup_steps": 10}
 
     Attributes:
-        totals: numbers of steps of the runs to try; the config must fit all of them.
+        totals: total numbers of steps to try; the config must fit all of them.
     """
 
     kind = "lr schedule"
@@ -30,18 +30,18 @@ class LrScheduleSuite(ComponentSuite):
     totals: ClassVar[Sequence[int]] = (20, 101)
 
     def test_every_step_has_a_finite_factor_that_is_not_negative(self) -> None:
-        """From the first step to the last, and some factor is above zero."""
+        """All factors from the first step to the last are finite and not negative, and some factor is above zero."""
         for total in self.totals:
             factors = self.factors(total)
             for step, factor in enumerate(factors):
                 where = f"{total} steps, step {step}: the factor is {factor!r}"
                 assert type(factor) in (float, int), f"{where}, a {type(factor).__name__}; return a float"
                 assert math.isfinite(factor), f"{where}; it must be finite"
-                assert factor >= 0, f"{where}; a negative one would climb the loss"
-            assert any(factors), f"{total} steps: every factor is zero, so nothing is ever trained"
+                assert factor >= 0, f"{where}; a negative factor would increase the loss"
+            assert any(factors), f"{total} steps: every factor is zero, so nothing is trained"
 
     def test_a_factor_depends_on_the_step_alone(self) -> None:
-        """Whatever was asked before, in any order: a resumed run starts in the middle."""
+        """A factor does not depend on earlier calls, because a resumed run starts in the middle."""
         for total in self.totals:
             expected = self.factors(total)
             schedule = self.build(total)
@@ -51,11 +51,11 @@ class LrScheduleSuite(ComponentSuite):
                     found = schedule(step)
                     assert found == expected[step], (
                         f"{total} steps: step {step} has factor {found!r}, but {expected[step]!r} in a fresh schedule; "
-                        "compute it from the step alone and remember nothing"
+                        "compute it from the step alone, without state"
                     )
 
     def test_a_factor_is_the_same_in_every_process(self) -> None:
-        """Ranks do not tell each other: no random numbers."""
+        """Factors use no random numbers, because ranks do not communicate them."""
         for total in self.totals:
             found = []
             kept = random.getstate()
@@ -68,7 +68,7 @@ class LrScheduleSuite(ComponentSuite):
             assert found[0] == found[1], f"{total} steps: factors depend on the state of a random number generator"
 
     def test_steps_past_the_end_have_factors_too(self) -> None:
-        """A run that is prolonged, or evaluated after its last step, may ask; no exception."""
+        """Steps after the end must not raise: a run may be extended or evaluated after its last step."""
         for total in self.totals:
             schedule = self.build(total)
             for step in (total, total + 1, 2 * total, 1000 * total):
@@ -76,14 +76,14 @@ class LrScheduleSuite(ComponentSuite):
                     factor = schedule(step)
                 except Exception as error:
                     raise AssertionError(
-                        f"{total} steps: step {step}, past the end, raises {error!r}; let the last factor hold"
+                        f"{total} steps: step {step}, past the end, raises {error!r}; return the last factor"
                     ) from error
                 assert math.isfinite(factor), f"{total} steps: step {step}, past the end, has factor {factor!r}"
                 assert factor >= 0, f"{total} steps: step {step}, past the end, has factor {factor!r}"
 
-    # --- what subclasses may use
+    # --- helpers for subclasses
 
     def factors(self, total: int) -> list[Any]:
-        """The factors of all steps of a run, from a new schedule."""
+        """Factors of all steps of a run, from a new schedule."""
         schedule = self.build(total)
         return [schedule(step) for step in range(total)]

@@ -1,4 +1,4 @@
-"""Conformance suite of metrics: states that merge over ranks, are saved, loaded and reset."""
+"""Conformance suite of metrics: states are merged over ranks, saved, loaded and reset."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _OPERATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "max": lambda shards: shards.amax(0),
     "min": lambda shards: shards.amin(0),
 }
-#: Dtypes that gloo and NCCL both reduce, by sums, maxima and minima.
+#: Dtypes that both gloo and NCCL can reduce by sum, maximum and minimum.
 _REDUCED = (torch.float16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
 class MetricSuite(ComponentSuite):
-    """The conformance suite of metrics (:class:`d9d_core.metric.Metric`).
+    """Conformance suite of metrics (:class:`d9d_core.metric.Metric`).
 
     Subclass it and name the metric::
 
         class TestMyMetric(MetricSuite):
             target = "my_metric"
 
-    By default it observes what first-party tasks observe. A metric that needs something else says what a task observes
-    in some samples, equal ones in every call; a metric over tallies also gives the model::
+    By default it uses the observations of first-party tasks. For other observations, override ``observations``, which
+    must return equal tensors in every call; for a metric over tallies, also override ``stage``::
 
             def observations(self, samples):
                 return {"scores": torch.arange(12.0)[samples]}
@@ -44,27 +44,27 @@ class MetricSuite(ComponentSuite):
                 return MyModel()
 
     Attributes:
-        samples: how many there are.
+        samples: number of samples.
     """
 
     kind = "metric"
 
     samples: ClassVar[int] = SAMPLES
 
-    # --- what subclasses may say
+    # --- for subclasses to override
 
     def observations(self, samples: slice) -> Mapping[str, Tensor]:
-        """What the metric takes in for these of ``samples`` samples; the same in every call."""
+        """Observations of some of the ``samples`` samples; equal in every call."""
         return observed(samples)
 
     def stage(self) -> nn.Module | None:
-        """The model that a metric over tallies is attached to."""
+        """Model to which a metric over tallies is attached."""
         return None
 
-    # --- what holds for all
+    # --- tests
 
     def test_shards_merge_to_the_whole(self) -> None:
-        """However samples are cut into microbatches and dealt to ranks, some of which may have none."""
+        """Values do not depend on how samples are split into microbatches and ranks; some ranks may have no samples."""
         expected = _values(self.updated([slice(0, self.samples)]))
         assert expected, "the metric computes no series from these observations; give it others in observations()"
         for seed in range(8):
@@ -78,7 +78,7 @@ class MetricSuite(ComponentSuite):
             _assert_same(merged, expected, where, "merge sums and counts, and divide in compute()")
 
     def test_ranks_that_saw_nothing_change_nothing(self) -> None:
-        """The state of a new metric, and that of one after ``reset()``, are neutral."""
+        """The states of a new metric and of a reset metric are neutral in a merge."""
         parts = [slice(0, self.samples)]
         expected = _values(self.updated(parts))
         emptied = self.updated(parts)
@@ -88,7 +88,7 @@ class MetricSuite(ComponentSuite):
             _assert_same(merged, expected, f"merged with a {name} one", "start from the operation's neutral value")
 
     def test_state_has_its_final_form_from_the_start(self) -> None:
-        """Names, shapes and dtypes: a checkpoint is loaded into it, and ranks reduce it together."""
+        """Names, shapes and dtypes never change, because checkpoints are loaded into the state and ranks reduce it."""
         metric = self.made()
         start = facts(metric.state())
         known = metric.reductions
@@ -104,20 +104,20 @@ class MetricSuite(ComponentSuite):
         for what, happen in moments.items():
             happen()
             now = facts(metric.state())
-            assert now == start, f"after {what} the state is {now}, at the start it is {start}; it must stay the same"
+            assert now == start, f"after {what} the state is {now}, at the start it is {start}; it must not change form"
 
     def test_reset_forgets_everything(self) -> None:
-        """Afterwards it is as new."""
+        """After ``reset`` the metric is like a new one."""
         metric, fresh = self.updated([slice(0, self.samples)]), self.made()
         metric.reset()
         changed = differing(bits(fresh.state()), bits(metric.state()))
         assert not changed, f"reset() leaves {changed} of the state"
         part = [slice(3, 8)]
         again = _values(self.updated(part, metric))
-        _assert_same(again, _values(self.updated(part)), "after reset()", "forget what is beside the state too")
+        _assert_same(again, _values(self.updated(part)), "after reset()", "reset attributes outside of the state too")
 
     def test_a_loaded_state_continues(self) -> None:
-        """In a new metric, with a copy of the state alone."""
+        """A new metric continues from a copy of the state alone."""
         first, rest = [slice(0, 5)], [slice(5, self.samples)]
         expected = _values(self.updated([*first, *rest]))
         saved = {name: tensor.clone() for name, tensor in self.updated(first).state().items()}
@@ -128,7 +128,7 @@ class MetricSuite(ComponentSuite):
         )
 
     def test_a_refused_step_counts_nowhere(self) -> None:
-        """The loop takes back the update of a step that was not finite."""
+        """The loop can undo the update of a non-finite step by ``load_state``."""
         metric = self.updated([slice(0, 5)])
         before = {name: tensor.clone() for name, tensor in metric.state().items()}
         statistics = Statistics({"mine": metric}, gated=True)
@@ -136,10 +136,13 @@ class MetricSuite(ComponentSuite):
         metric.update(self.observations(slice(5, self.samples)))
         statistics.settle(torch.tensor(False))
         changed = differing(bits(before), bits(metric.state()))
-        assert not changed, f"{changed} keep the update of a refused step; let load_state() replace the whole state"
+        assert not changed, f"{changed} keep the update of a refused step; load_state() must replace the whole state"
 
     def test_series_keep_their_names(self) -> None:
-        """Trackers and charts know them by name; computing changes nothing."""
+        """Series names never change, because trackers and charts identify series by name.
+
+        ``compute`` changes no state.
+        """
         metric = self.updated([slice(0, 5)])
         before = bits(metric.state())
         names = list(metric.compute())
@@ -151,10 +154,10 @@ class MetricSuite(ComponentSuite):
             found = list(self.updated(parts).compute())
             assert found == names, f"series of samples {parts} are {found}, of others {names}; keep the names"
         unknown = set(self.made().compute()) - set(names)
-        assert not unknown, f"before the first update there are series {sorted(unknown)} that later are none"
+        assert not unknown, f"before the first update there are series {sorted(unknown)} that do not exist later"
 
     def test_values_can_be_logged(self) -> None:
-        """Scalars, vectors or tables, without a graph."""
+        """Values are scalars, vectors or tables, without a graph."""
         for name, value in self.updated([slice(0, self.samples)]).compute().items():
             found = value.values if isinstance(value, Table | Vector) else value
             assert isinstance(found, Tensor), f"{name} is a {type(value).__name__}; return tensors, Vectors or Tables"
@@ -162,10 +165,10 @@ class MetricSuite(ComponentSuite):
                 assert found.ndim == 2, f"table {name} has shape {tuple(found.shape)}; it needs two dims"
             else:
                 assert found.ndim < 2, f"{name} has shape {tuple(found.shape)}; return 0-d or 1-D tensors, or a Table"
-            assert not found.requires_grad, f"{name} carries a graph; detach what is observed"
+            assert not found.requires_grad, f"{name} carries a graph; detach the observations"
 
     def test_vectors_keep_their_series(self) -> None:
-        """Each value of a vector is a series, which trackers and charts know by name."""
+        """The length and names of a vector never change, because each value is logged as a series."""
         wholes = [self.made(), self.updated([slice(0, 1)]), self.updated([slice(0, self.samples)])]
         expected: dict[str, Any] = {}
         for metric in wholes:
@@ -177,7 +180,7 @@ class MetricSuite(ComponentSuite):
                 assert series == known, f"the values of {name} are {series}, before they were {known}; keep all of them"
 
     def test_states_are_reduced_together(self) -> None:
-        """Packed with those of other metrics into a buffer for each operation and dtype."""
+        """States can be packed with other metrics' states into one buffer per operation and dtype."""
         for metric in (self.made(), self.updated([slice(0, 5)])):
             for name, tensor in metric.state().items():
                 where = f"state {name} of dtype {tensor.dtype}"
@@ -190,12 +193,12 @@ class MetricSuite(ComponentSuite):
         expected = _values(metric)
         twin = self.made()
         twin.load_state({name: packed.view(name) for name in state})
-        _assert_same(_values(twin), expected, "loaded from a buffer of all states", "take the tensors as they are")
+        _assert_same(_values(twin), expected, "loaded from a buffer of all states", "use the loaded tensors unchanged")
         changed = differing(before, bits({name: packed.view(name) for name in state}))
         assert not changed, f"compute() writes into {changed} of the state"
 
     def test_an_update_only_reads_and_never_waits(self) -> None:
-        """Observations belong to the step, and the device goes on."""
+        """``update`` does not write to observations, and does not synchronize with the device."""
         metric = self.made()
         observations = {name: tensor.clone() for name, tensor in self.observations(slice(0, 5)).items()}
         before = bits(observations)
@@ -208,7 +211,7 @@ class MetricSuite(ComponentSuite):
         assert not changed, f"update() writes into the observations {changed}"
 
     def test_values_are_computed_without_waiting(self) -> None:
-        """Beside the steps, of a state that was merged; so are the loading of one and the reset."""
+        """``load_state`` and ``compute`` do not synchronize, because they run during steps."""
         metric = self.updated([slice(0, 5)])
         state = metric.state()
         for what, happen in {"load_state()": lambda: metric.load_state(state), "compute()": metric.compute}.items():
@@ -219,14 +222,14 @@ class MetricSuite(ComponentSuite):
                 "return device tensors"
             )
 
-    # --- what subclasses may use
+    # --- helpers for subclasses
 
     def made(self) -> Any:
-        """A new metric, attached to the model if it wants one."""
+        """New metric, attached to the model if it is a metric over tallies."""
         metric = self.build()
         if isinstance(metric, StageMetric):
             stage = self.stage()
-            assert stage is not None, f"{type(self).__name__}: give the model of a metric over tallies in stage()"
+            assert stage is not None, f"{type(self).__name__}: override stage() with the model of a metric over tallies"
             metric.attach(stage)
         return metric
 
@@ -238,13 +241,13 @@ class MetricSuite(ComponentSuite):
         return metric
 
     def cuts(self, chance: random.Random) -> list[slice]:
-        """All samples in microbatches of random sizes."""
+        """All samples, split into microbatches of random sizes."""
         inner = chance.sample(range(1, self.samples), chance.randrange(self.samples - 1))
         ends = [0, *sorted(inner), self.samples]
         return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
 
     def merged(self, metrics: Sequence[Any]) -> dict[str, Tensor]:
-        """The values of the merged state, as ranks merge it."""
+        """Values of the state after a merge over ranks."""
         states = [metric.state() for metric in metrics]
         reductions = metrics[0].reductions
         merged = self.made()

@@ -1,4 +1,4 @@
-"""What every model must keep. Shapes: B samples, S positions, V words of the vocabulary."""
+"""Conformance suite of models. Shapes: B samples, S positions, V token ids."""
 
 from __future__ import annotations
 
@@ -53,35 +53,36 @@ from d9d_testing.suites.support.models import (
 )
 from d9d_testing.tolerances import TOLERANCES, Tolerance, assert_close_gradients, assert_close_values
 
-#: What the jobs of the layout test name besides the model.
+#: Plugins that the jobs of the layout test use in addition to the model's.
 _LAYOUT_PLUGINS = ("d9d_nn.plugin", "d9d_parallel.plugin", "d9d_testing.toy.plugin")
 
 
 class ModelSuite:
-    """Subclass it, name the declaration module and the model, and pytest runs the rest on its ``tiny`` config.
+    """Conformance suite of models: tests a model on its ``tiny`` config.
 
-    For example::
+    Subclass it and name the declaration module and the model::
 
         class TestMyModel(ModelSuite):
             plugin = "acme_models.plugin"
             target = "my_model"
 
-    What a model does not claim (``provides``) is skipped. It may claim fewer traits than the blocks it is made of have:
-    strategies that need one of the others are then refused. Models that claim
-    ``model:causal_lm`` are called with ``tokens``, ``positions``, ``documents`` and ``targets``.
+    Tests of capabilities that the model does not claim (``provides``) are skipped. A model may claim fewer traits than
+    its modules have; strategies that need unclaimed traits are then refused. Models that claim ``model:causal_lm`` are
+    called with ``tokens``, ``positions``, ``documents`` and ``targets``.
 
     Attributes:
         plugin: module of the entry point.
         target: name of the model.
-        flops_per_parameter: least and greatest training FLOPs per token and parameter of the tiny config. 6 for a dense
+        flops_per_parameter: lowest and highest training FLOPs per token and parameter of the tiny config. 6 for a dense
             model; less with a large embedding or idle experts, more with long sequences.
-        depth: field of the config that says how many blocks there are.
-        depth_scaled: whether what each block writes to the residual stream starts smaller by the root of the depth
+        depth: config field with the number of blocks.
+        depth_scaled: whether initial outputs of blocks to the residual stream are divided by the square root of the
+            depth
             (Radford et al. 2019, "GPT-2", section 2.3), so that the stream does not grow with depth.
-        initial_std: pattern over names of parameters -> standard deviation that they start with.
-        exported_as_stored: patterns over names of parameters whose Hugging Face layout is [in, out], as the Conv1D of
-            GPT-2 has it; all other matrices are exported as linear layers hold them, [out, in].
-        reference: ``module:class`` whose ``from_pretrained(directory, dtype=...)`` gives a language model from exported
+        initial_std: pattern of parameter names -> initial standard deviation.
+        exported_as_stored: patterns of parameter names whose Hugging Face layout is [in, out], like GPT-2's Conv1D; all
+            other matrices are exported in the layout of linear layers, [out, in].
+        reference: ``module:class`` whose ``from_pretrained(directory, dtype=...)`` loads a language model from exported
             files, such as ``transformers:AutoModelForCausalLM``.
     """
 
@@ -98,36 +99,36 @@ class ModelSuite:
 
     @pytest.fixture
     def spec(self) -> ModelSpec:
-        """The record of the model."""
+        """Record of the model."""
         specs = [spec for spec in importlib.import_module(self.plugin).d9d_models() if spec.name == self.target]
         assert specs, f"{self.plugin} declares no model '{self.target}'"
         return specs[0]  # type: ignore[no-any-return]
 
     @pytest.fixture
     def config(self, spec: ModelSpec) -> Any:
-        """Its tiny config."""
+        """Tiny config of the model."""
         return spec.tiny.load()()
 
     @pytest.fixture
     def model(self, spec: ModelSpec, config: Any) -> nn.Module:
-        """The whole tiny model, initialised, in float32."""
+        """Full tiny model, initialised, in float32."""
         return initialised(spec, config)
 
     @pytest.fixture
     def language_model(self, spec: ModelSpec, model: nn.Module) -> nn.Module:
-        """The model, if it is a causal language model."""
+        """Full tiny model; skips the test if it is not a causal language model."""
         require(spec, "model:causal_lm")
         return model
 
     # --- building ---------------------------------------------------------------------------------------------------
 
     def test_builds_on_the_meta_device_without_memory(self, spec: ModelSpec, config: Any) -> None:
-        """Planning a large model on a laptop must cost nothing."""
+        """Building on the meta device must allocate nothing, so that a laptop can plan a large model."""
         allocated = [name for name, tensor in tensors_of(on_meta(spec, config)) if not tensor.is_meta]
-        assert not allocated, f"not on the meta device: {allocated}; create tensors without naming a device"
+        assert not allocated, f"not on the meta device: {allocated}; create tensors without a device argument"
 
     def test_initialisation_fills_every_parameter_and_buffer(self, spec: ModelSpec, config: Any) -> None:
-        """After materialisation and ``reset_parameters`` nothing is left as it was allocated."""
+        """After materialisation and ``reset_parameters``, no uninitialised element is left."""
         stage = on_meta(spec, config).to_empty(device="cpu")
         poison(stage)
         for module in modules_with(stage, LateInit).values():
@@ -136,7 +137,7 @@ class ModelSuite:
         assert not left, f"not filled by any reset_parameters(): {left}"
 
     def test_reset_parameters_fills_own_parameters_only(self, spec: ModelSpec, config: Any) -> None:
-        """Each module is seeded by its name, so it must not draw for its children."""
+        """A module must not initialise its children, because each module has its own seed."""
         stage = on_meta(spec, config).to_empty(device="cpu")
         for name, module in modules_with(stage, LateInit).items():
             poison(stage)
@@ -146,18 +147,18 @@ class ModelSuite:
             assert not filled, f"{name or 'the model'}.reset_parameters() also fills {filled}"
 
     def test_initialisation_depends_on_the_seed_alone(self, spec: ModelSpec, config: Any) -> None:
-        """Equal seeds give equal weights, other seeds others."""
+        """Equal seeds give equal weights; other seeds give other weights."""
         first, again, other = (dict(initialised(spec, config, seed=s).named_parameters()) for s in (0, 0, 1))
         assert all(torch.equal(first[name], again[name]) for name in first)
         assert not all(torch.equal(first[name], other[name]) for name in first)
 
     def test_parameters_start_with_the_stated_deviation(self, model: nn.Module) -> None:
-        """Those of each pattern together."""
+        """Parameters that match a pattern have the stated standard deviation together."""
         if not self.initial_std:
-            pytest.skip(f"{type(self).__name__}.initial_std states none")
+            pytest.skip(f"{type(self).__name__}.initial_std is empty")
         for pattern, expected in self.initial_std.items():
             found = [p.flatten() for name, p in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
-            assert found, f"initial_std: no parameter is called like '{pattern}'"
+            assert found, f"initial_std: no parameter matches '{pattern}'"
             std = torch.cat(found).std().item()
             within = max(0.05, 4 / (2 * sum(map(len, found))) ** 0.5)  # four standard errors
             assert abs(std - expected) <= within * expected, (
@@ -165,23 +166,25 @@ class ModelSuite:
             )
 
     def test_the_residual_stream_starts_the_same_in_deeper_models(self, spec: ModelSpec, config: Any) -> None:
-        """What a block's modules write to it shrinks with the root of the depth."""
+        """Outputs of a block's modules to the stream shrink with the square root of the depth."""
         require(spec, "model:causal_lm", "model:blocks")
         if not self.depth_scaled:
             pytest.skip(f"{type(self).__name__}.depth_scaled is False")
         fields = config.model_dump()
-        assert self.depth in fields, f"the config has no '{self.depth}'; name its depth in {type(self).__name__}.depth"
+        assert self.depth in fields, (
+            f"the config has no '{self.depth}'; set {type(self).__name__}.depth to its depth field"
+        )
         written = []
         for depth in (2, 18):
             deeper = type(config).model_validate({**fields, self.depth: depth})
             written.append(residual_writers(initialised(spec, deeper), microbatch(deeper)))
         if not written[0]:
-            pytest.skip("which modules write to the residual stream cannot be told")
+            pytest.skip("it is unclear which modules write to the residual stream")
         for name, shallow in written[0].items():
             ratio = written[1][name] / max(shallow, 1e-30)
             assert ratio < 0.6, (
                 f"{name} writes {ratio:.2f} times as much to the residual stream of 18 blocks as of 2, where 0.33 "
-                "keeps the stream what it is; divide the initial deviation of its output projection by "
+                "keeps the size of the stream; divide the initial deviation of its output projection by "
                 f"sqrt(2 x layers), or set {type(self).__name__}.depth_scaled = False"
             )
 
@@ -190,7 +193,7 @@ class ModelSuite:
         assert type(config) is spec.config.load()
         assert type(config).model_validate_json(config.model_dump_json()) == config
 
-    # --- what it says about itself ----------------------------------------------------------------------------------
+    # --- declarations -----------------------------------------------------------------------------------------------
 
     def test_claims_agree_with_traits(self, spec: ModelSpec, model: nn.Module) -> None:
         """``provides`` names only traits that some module of the model implements."""
@@ -199,7 +202,7 @@ class ModelSuite:
         assert claimed <= has, f"claimed, but no module implements it: {sorted(claimed - has)}"
 
     def test_traits_name_modules_that_exist(self, model: nn.Module) -> None:
-        """Blocks, attention cores, tensor-parallel children and op slots are where the traits say."""
+        """Names of blocks, attention cores, tensor-parallel children and op slots lead to the stated modules."""
         for module in modules_with(model, HasBlocks).values():
             assert all(submodule(module, name) is block for name, block in module.blocks().items())
         for core_owner in modules_with(model, ContextParallelizable).values():
@@ -207,14 +210,14 @@ class ModelSuite:
         split = (TensorStyle.COLUMN, TensorStyle.ROW, TensorStyle.VOCAB)
         for planned in modules_with(model, TensorParallelizable).values():
             for name, style in planned.tensor_parallel_plan().items():
-                weight = getattr(submodule(planned, name), "weight", None)  # a tied head has none
+                weight = getattr(submodule(planned, name), "weight", None)  # a tied head has no weight
                 is_vector = weight is not None and weight.ndim < 2
                 assert not (is_vector and style in split), f"{name}: a vector cannot be {style}"
         for caller in modules_with(model, HasOps).values():
             assert all(attrgetter(name)(caller) is slot for name, slot in caller.op_slots().items())
 
     def test_flops_are_about_six_per_parameter(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
-        """Two forward and four backward for each parameter of a matmul, and more for longer sequences."""
+        """Two forward and four backward FLOPs per parameter of a matrix product, and more for longer sequences."""
         if spec.flops is None:
             pytest.skip("the model states no FLOPs")
         flops = spec.flops.load()
@@ -225,7 +228,7 @@ class ModelSuite:
         assert flops(config, 16) >= flops(config, 8)
 
     def test_hugging_face_round_trip_is_bitwise(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
-        """What is exported and imported again is the same state; the export holds each weight once."""
+        """Export and import restore the state bit for bit; the export contains each weight once."""
         if spec.hugging_face is None:
             pytest.skip("the model has no Hugging Face format")
         form = spec.hugging_face.load()()
@@ -238,10 +241,13 @@ class ModelSuite:
         described = json.loads(json.dumps(form.config_json(config, "float32")))
         assert described["architectures"]
         assert described["model_type"]
-        assert form.config_from_json(described) == config, "config.json leaves something out"
+        assert form.config_from_json(described) == config, "config.json lacks some fields of the config"
 
     def test_matrices_are_exported_as_linear_layers_hold_them(self, spec: ModelSpec, config: Any) -> None:
-        """[out, in], however the forward uses them; a square one has the same shape either way."""
+        """Exported matrices are [out, in].
+
+        Square ones, whose shape cannot tell, are checked by their use in the forward.
+        """
         if spec.hugging_face is None:
             pytest.skip("the model has no Hugging Face format")
         require(spec, "model:causal_lm")
@@ -256,16 +262,16 @@ class ModelSuite:
             for matrix in matrices:
                 wrong = [other for other, t in exported.items() if t.shape == matrix.shape and torch.equal(t, matrix)]
                 assert not wrong, (
-                    f"{name} multiplies from the right as [in, out] = {list(matrix.shape)}, and so it is exported "
-                    f"as {wrong[0]}; Hugging Face's linear layers hold [out, in]: transpose it in the exporter and the "
-                    f"importer, or name it in {type(self).__name__}.exported_as_stored"
+                    f"{name} is used as right factor [in, out] = {list(matrix.shape)}, and is exported in this layout "
+                    f"as {wrong[0]}; Hugging Face's linear layers have [out, in]: transpose it in the exporter and the "
+                    f"importer, or add it to {type(self).__name__}.exported_as_stored"
                 )
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_logits_and_every_gradient_are_those_of_the_reference(
         self, spec: ModelSpec, config: Any, tmp_path: Path, dtype: str
     ) -> None:
-        """The implementation that everybody uses computes the same from the exported files."""
+        """The reference implementation computes the same logits and gradients from the exported files."""
         if self.reference is None or spec.hugging_face is None:
             pytest.skip("there is no reference implementation")
         require(spec, "model:causal_lm")
@@ -286,12 +292,12 @@ class ModelSuite:
         if dtype == "float32":
             assert_close_values(logits, expected, within=Tolerance(1e-5, 1e-5, 0, 0))
             assert_close_gradients(mine, reference, within=Tolerance(rtol=0, atol=0, angle=1e-8, norm=1e-4))
-        else:  # each rounds at other places; both are as far from the exact numbers as from each other
+        else:  # rounding differs; both deviate from exact results as much as from each other
             assert_close_gradients({"logits": logits}, {"logits": expected}, within=TOLERANCES[torch.bfloat16])
             assert_close_gradients(mine, reference, within=TOLERANCES[torch.bfloat16])
 
     def test_every_data_parallel_layout_computes_the_same(self, config: Any) -> None:
-        """Loss, gradients and updates of three steps, against one process; needs d9d-nn and d9d-parallel."""
+        """Loss, gradients and updates of three steps match a single process; needs d9d-nn and d9d-parallel."""
         if missing := [plugin for plugin in _LAYOUT_PLUGINS if not find_spec(plugin.partition(".")[0])]:
             pytest.skip(f"needs {', '.join(missing)}")
         specs = [spec for spec in importlib.import_module(self.plugin).d9d_models() if spec.name == self.target]
@@ -316,7 +322,7 @@ class ModelSuite:
         ]
         assert_passed(Harness(values, (self.plugin, *_LAYOUT_PLUGINS)).compare(layouts))
 
-    # --- what it computes -------------------------------------------------------------------------------------------
+    # --- computation ------------------------------------------------------------------------------------------------
 
     def test_loss_has_one_value_per_token_and_none_for_ignored_targets(
         self, language_model: nn.Module, config: Any
@@ -360,7 +366,7 @@ class ModelSuite:
         assert_close_values(logits_of(language_model, alone), logits_of(language_model, batch)[:1])
 
     def test_later_tokens_do_not_change_earlier_logits(self, language_model: nn.Module, config: Any) -> None:
-        """The model is causal."""
+        """Changing a token does not change logits at earlier positions."""
         batch, position = microbatch(config), 7
         changed = batch["tokens"].clone()
         changed[:, position] = (changed[:, position] + 1) % config.vocab_size
@@ -369,7 +375,7 @@ class ModelSuite:
         assert not torch.allclose(after[:, position], before[:, position])
 
     def test_packed_documents_do_not_see_each_other(self, language_model: nn.Module, config: Any) -> None:
-        """Documents packed into one sample have the losses they have alone."""
+        """Documents packed into one sample have the same losses as alone."""
         batch = microbatch(config)
         packed = language_model(**batch)["token_loss"]
         for sample in range(len(packed)):
@@ -379,7 +385,7 @@ class ModelSuite:
                 assert_close_values(language_model(**alone)["token_loss"][0], packed[sample, inside])
 
     def test_padding_changes_nothing(self, language_model: nn.Module, config: Any) -> None:
-        """Samples padded to one length have the losses and gradients that they have alone."""
+        """Padded samples have the same losses and gradients as alone."""
         batch, lengths = microbatch(config), torch.tensor([12, 7])
         padding = torch.arange(12) >= lengths.unsqueeze(1)
         padded = {
@@ -402,7 +408,7 @@ class ModelSuite:
     # --- pipeline stages --------------------------------------------------------------------------------------------
 
     def test_stages_start_as_the_whole_does(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
-        """Names and initial values do not depend on the split. What several stages have, all of them start with."""
+        """Names and initial values do not depend on the split; shared tensors start equal on all stages."""
         require(spec, "model:pipeline")
         stages, source = (
             [initialised(spec, config, stage=Stage(index, 2)) for index in range(2)],
@@ -411,10 +417,10 @@ class ModelSuite:
         found = [item for stage in stages for item in tensors_of(stage)]
         assert {name for name, _ in found} == source.keys()
         different = [name for name, tensor in found if not torch.equal(tensor, source[name])]
-        assert not different, f"other values than in the whole model: {different}"
+        assert not different, f"values differ from the full model's: {different}"
 
     def test_layers_are_split_as_the_job_says(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
-        """``pipeline.layers`` is followed, and refused if the model has another number of layers."""
+        """The split follows ``pipeline.layers``; a wrong number of layers is refused."""
         require(spec, "model:pipeline", "model:blocks")
         total = count_blocks(model)
         counts = (total - 1, 1)
@@ -424,7 +430,7 @@ class ModelSuite:
                 on_meta(spec, config, Stage(0, 2, wrong))
 
     def test_two_stages_compute_what_the_whole_does(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
-        """Loss and gradients agree; those of a weight that both stages have add up to those of the whole model."""
+        """Losses and gradients match the full model's; gradients of a weight on both stages add up."""
         require(spec, "model:pipeline", "model:causal_lm")
         batch, stages = microbatch(config), split(spec, config, model)
         loss = model(**batch)["token_loss"]
@@ -440,12 +446,12 @@ class ModelSuite:
         found: dict[str, Tensor] = {}
         for stage in stages:
             gradients = gradients_of(stage)
-            assert gradients.keys() == dict(stage.named_parameters()).keys(), "a stage holds what it does not use"
+            assert gradients.keys() == dict(stage.named_parameters()).keys(), "a stage has unused parameters"
             found |= {name: found[name] + g if name in found else g for name, g in gradients.items()}
         assert_close_gradients(found, gradients_of(model))
 
     def test_boundary_predicts_what_crosses_it(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
-        """Names, shapes and dtypes of a stage's outputs follow from shapes alone; the last stage hands on nothing."""
+        """Names, shapes and dtypes of a stage's outputs follow from shapes; the last stage's boundary is empty."""
         require(spec, "model:pipeline", "model:causal_lm")
         batch = microbatch(config)
         shapes = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}

@@ -1,4 +1,4 @@
-"""Conformance suite of optimizers: the gate, named state, layouts, resume and the learning rate."""
+"""Conformance suite of optimizers: gate, state, layouts, resume and learning rate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHAPES: Mapping[str, Sequence[int]] = {
 
 
 class OptimizerSuite(ComponentSuite):
-    """The conformance suite of optimizers (:class:`d9d_core.optimizer.Optimizer`).
+    """Conformance suite of optimizers (:class:`d9d_core.optimizer.Optimizer`).
 
     Subclass it and name the optimizer::
 
@@ -36,11 +36,11 @@ class OptimizerSuite(ComponentSuite):
             config = {"lr": 0.1}
 
     Attributes:
-        shapes: parameters by name; a rank of the world of two holds an uneven part of some.
-        dtypes: of the parameters.
-        device: where they are.
+        shapes: name -> shape of the parameters; in a world of two ranks, some are sharded unevenly.
+        dtypes: dtypes of the parameters.
+        device: device of the parameters.
         linear_in_lr: whether the first update is proportional to the learning rate; ``False`` for optimizers whose
-            state depends on it.
+            state depends on the learning rate.
     """
 
     kind = "optimizer"
@@ -53,7 +53,7 @@ class OptimizerSuite(ComponentSuite):
     # --- the gate
 
     def test_a_closed_gate_changes_no_bit(self) -> None:
-        """Neither of parameters nor of state, before the first update and after it, whatever the gradients are."""
+        """A step with a closed gate changes neither parameters nor state, for any gradients."""
         for dtype in self.dtypes:
             for value in (float("nan"), float("inf"), 1.0):
                 parameters, optimizer = self.made(dtype)
@@ -70,7 +70,7 @@ class OptimizerSuite(ComponentSuite):
                     stepped(optimizer, parameters, [updates], self.device)
 
     def test_a_refused_step_leaves_no_trace(self) -> None:
-        """Later updates are those of a run without it: no step is counted outside of the state."""
+        """After a step with a closed gate, later updates are the same as in a run without that step."""
         for dtype in self.dtypes:
             plain, one = self.made(dtype)
             interrupted, other = self.made(dtype)
@@ -82,27 +82,27 @@ class OptimizerSuite(ComponentSuite):
             changed = differing(bits(plain) | bits(one.state()), bits(interrupted) | bits(other.state()))
             assert not changed, (
                 f"{dtype}: steps whose gate was false change later updates of {changed}; count steps in a tensor of "
-                "the state, behind the gate"
+                "the state that the gate protects"
             )
 
     def test_an_open_gate_updates_every_parameter(self) -> None:
-        """Each that has a gradient, in its own dtype and memory."""
+        """Every parameter with a gradient is updated in place, in its own dtype."""
         for dtype in self.dtypes:
             parameters, optimizer = self.made(dtype)
             places = {name: parameter.data_ptr() for name, parameter in parameters.items()}
             moved_ever: set[str] = set()
-            for step in (0, 1):  # the second may take back what the first did
+            for step in (0, 1):  # the second step may revert the first
                 before = bits(parameters)
                 stepped(optimizer, parameters, [step], self.device)
                 moved_ever |= set(differing(before, bits(parameters)))
             idle = sorted(parameters.keys() - moved_ever)
-            assert not idle, f"{dtype}: after two updates with gradients, {idle} are what they were"
+            assert not idle, f"{dtype}: two updates with gradients did not change {idle}"
             moved = [name for name, parameter in parameters.items() if parameter.data_ptr() != places[name]]
             assert not moved, f"{dtype}: {moved} have new memory; update parameters in place"
             assert all(str(p.dtype) == f"torch.{dtype}" for p in parameters.values()), f"{dtype}: a dtype changed"
 
     def test_a_parameter_without_a_gradient_is_left_alone(self) -> None:
-        """With its state."""
+        """A parameter without a gradient, and its state, do not change."""
         parameters, optimizer = self.made(self.dtypes[0])
         stepped(optimizer, parameters, [0], self.device)
         lonely = next(iter(parameters))
@@ -116,7 +116,7 @@ class OptimizerSuite(ComponentSuite):
         assert changed, "with one gradient missing, nothing is updated at all"
 
     def test_a_step_never_waits_for_the_device(self) -> None:
-        """The gate is decided where it is; a step that reads it on the host stops the GPU in every step."""
+        """The gate is evaluated on the device; reading it on the host would synchronize in every step."""
         parameters, optimizer = self.made(self.dtypes[0])
         set_gradients(parameters, 0)
         gate = self.gate()
@@ -130,24 +130,24 @@ class OptimizerSuite(ComponentSuite):
     # --- state
 
     def test_state_is_complete_and_named_from_the_start(self) -> None:
-        """``<parameter>/<slot>``: names, shapes and dtypes after ``init_state()`` are those after any step."""
+        """State is named ``<parameter>/<slot>``; names, shapes and dtypes never change after ``init_state()``."""
         for dtype in self.dtypes:
             parameters, optimizer = self.made(dtype)
             start = facts(optimizer.state())
             strange = [name for name in start if "/" not in name or name.rpartition("/")[0] not in parameters]
-            assert not strange, f"{dtype}: state {strange} is not named '<parameter name>/<slot>'; checkpoints are"
+            assert not strange, f"{dtype}: state {strange} must be named '<parameter name>/<slot>' for checkpoints"
             again = facts(self.made(dtype)[1].state())
             assert again == start, f"{dtype}: two optimizers of the same parameters name their state differently"
             stepped(optimizer, parameters, [0, 1], self.device)
             later = facts(optimizer.state())
             assert later == start, (
-                f"{dtype}: state after two steps is not that after init_state(): only then "
-                f"{sorted(start.items() - later.items())}, only now {sorted(later.items() - start.items())}; make all "
-                "of it in init_state(), because a checkpoint is loaded into it"
+                f"{dtype}: state after two steps differs from state after init_state(): only then "
+                f"{sorted(start.items() - later.items())}, only now {sorted(later.items() - start.items())}; create "
+                "all state in init_state(), because a checkpoint is loaded into it"
             )
 
     def test_a_resumed_optimizer_continues_bit_for_bit(self) -> None:
-        """Its state is copied into a new one's tensors; nothing else is saved."""
+        """A new optimizer continues after the saved state was copied into its tensors; nothing else is saved."""
         for dtype in self.dtypes:
             parameters, optimizer = self.made(dtype)
             stepped(optimizer, parameters, [0, 1], self.device)
@@ -159,19 +159,19 @@ class OptimizerSuite(ComponentSuite):
                 for name, tensor in successor.state().items():
                     tensor.copy_(saved[name])
             loaded = differing(bits(saved), bits(successor.state()))
-            assert not loaded, f"{dtype}: copying into state() does not reach {loaded}; give out the tensors themselves"
+            assert not loaded, f"{dtype}: copying into state() does not change {loaded}; return the tensors themselves"
             for step in (2, 3):
                 stepped(optimizer, parameters, [step], self.device)
                 stepped(successor, resumed, [step], self.device)
             changed = differing(bits(parameters) | bits(optimizer.state()), bits(resumed) | bits(successor.state()))
             assert not changed, (
-                f"{dtype}: a resumed optimizer computes other {changed}; something it remembers is missing in state()"
+                f"{dtype}: a resumed optimizer computes different {changed}; state() lacks something it remembers"
             )
 
     # --- learning rate
 
     def test_the_learning_rate_factor_multiplies_the_base_rate(self) -> None:
-        """Of every group; the last factor counts, and zero moves nothing."""
+        """The factor applies to every group and replaces earlier factors; factor zero changes no parameter."""
         steps = {factor: self.first_update(factor) for factor in (1.0, 0.5, 0.0)}
         moved = [name for name, update in steps[0.0].items() if update.any()]
         assert not moved, f"with a learning-rate factor of 0, {moved} move; multiply every group's rate by the factor"
@@ -181,28 +181,31 @@ class OptimizerSuite(ComponentSuite):
                 assert_close_values(steps[0.5][name], update / 2, what=what)
         _, optimizer = self.made(self.dtypes[0])
         base = optimizer.lr
-        assert isinstance(base, float), f"lr is a {type(base).__name__}; it is logged as a float"
+        assert isinstance(base, float), f"lr is a {type(base).__name__}; it must be a float, for logging"
         for factor in (0.5, 0.25, 1.0):
             optimizer.set_lr_factor(factor)
             assert abs(optimizer.lr - factor * base) <= 1e-12 * base, (
-                f"lr is {optimizer.lr:g} with a factor of {factor:g}, the base rate is {base:g}; factors replace each "
-                "other, they do not add up"
+                f"lr is {optimizer.lr:g} with a factor of {factor:g}, the base rate is {base:g}; a factor replaces the "
+                "previous one, it does not multiply it"
             )
 
     def test_describe_is_plain_data_about_every_parameter(self) -> None:
-        """``d9d explain`` prints it."""
+        """``describe`` returns JSON values that name every parameter, for ``d9d explain``."""
         parameters, optimizer = self.made(self.dtypes[0])
         described = plain_json(optimizer.describe(), "describe()")
         assert isinstance(described, dict), f"describe() gives {described!r}; return group -> settings and names"
         assert described, "describe() is empty; return group -> settings and parameter names"
         named = _words(described)
         missing = [name for name in parameters if name not in named]
-        assert not missing, f"describe() names no {missing}; list the parameters of each group"
+        assert not missing, f"describe() lacks {missing}; list the parameters of each group"
 
-    # --- what only some optimizers do
+    # --- optional protocols
 
     def test_gradients_divided_in_the_step_count_as_if_divided_before(self) -> None:
-        """Of optimizers that clip inside of their step; the divisor holds for one step."""
+        """Division inside the step equals division before it, for optimizers that clip inside the step.
+
+        It lasts one step.
+        """
         for dtype in self.dtypes:
             plain, one = self.made(dtype)
             divided, other = self.made(dtype)
@@ -225,7 +228,7 @@ class OptimizerSuite(ComponentSuite):
             )
 
     def test_evaluation_weights_are_there_inside_of_their_block_alone(self) -> None:
-        """Of optimizers that average weights: training goes on with the bits it had, after an exception too."""
+        """If the optimizer averages weights, parameters are restored bit for bit after the block or an exception."""
         for dtype in self.dtypes:
             parameters, optimizer = self.made(dtype)
             averages = isinstance(optimizer, AveragesWeights)
@@ -236,17 +239,17 @@ class OptimizerSuite(ComponentSuite):
             with suppress(_EarlyEndError), optimizer.evaluation_weights():
                 idle = sorted(parameters.keys() - set(differing(before, bits(parameters))))
                 raise _EarlyEndError
-            assert not idle, f"{dtype}: inside of evaluation_weights(), {idle} are what they are in training"
+            assert not idle, f"{dtype}: inside evaluation_weights(), {idle} have their training values"
             changed = differing(before, bits(parameters) | bits(optimizer.state()))
             assert not changed, (
-                f"{dtype}: after evaluation_weights(), {changed} have other bits than before; keep a copy, and put it "
-                "back in a finally"
+                f"{dtype}: evaluation_weights() does not restore {changed} bit for bit; keep a copy, and restore it "
+                "in a finally block"
             )
 
     # --- layouts
 
     def test_parameters_of_other_ranks_have_meta_state_and_change_nothing(self) -> None:
-        """The optimizer is given the whole model, of which other pipeline stages are on the meta device."""
+        """Parameters of other pipeline stages are on the meta device; their state is too, and updates ignore them."""
         for dtype in self.dtypes:
             whole, one = self.made(dtype)
             here = draw_parameters(self.shapes, dtype, self.device)
@@ -255,7 +258,7 @@ class OptimizerSuite(ComponentSuite):
                 here[name] = nn.Parameter(here[name].to("meta"))
             other = self.build(here)
             other.init_state()
-            assert facts(other.state()) == facts(one.state()), f"{dtype}: state differs where parameters are elsewhere"
+            assert facts(other.state()) == facts(one.state()), f"{dtype}: state differs if parameters are on meta"
             wrong = [n for n, t in other.state().items() if n.rpartition("/")[0] in away and not t.is_meta]
             assert not wrong, f"{dtype}: {wrong} are not on the meta device, as their parameters are; use zeros_like"
             for step in (0, 1):
@@ -269,7 +272,7 @@ class OptimizerSuite(ComponentSuite):
             assert not changed, f"{dtype}: with parameters of other ranks on the meta device, {changed} differ"
 
     def test_sharded_parameters_are_updated_as_whole_ones(self) -> None:
-        """DTensors over two ranks, uneven, replicated and empty ones included; state is sharded like them."""
+        """Updates of DTensors over two ranks, uneven, replicated and empty shards included, match plain tensors."""
         for dtype in self.dtypes:
             results = World(2).run(
                 optimizer_ranks.sharded_steps, self.address(), {k: list(v) for k, v in self.shapes.items()}, dtype
@@ -277,33 +280,33 @@ class OptimizerSuite(ComponentSuite):
             for rank, result in enumerate(results):
                 where = f"{dtype}, rank {rank} of 2"
                 assert not result["refused"], f"{where}: a closed gate changes {result['refused']}"
-                # On the CPU, as the ranks are: generators of devices draw other gradients.
+                # On the CPU like the ranks, because generators of other devices draw other gradients.
                 whole = draw_parameters(self.shapes, dtype)
                 optimizer = self.build(whole)
                 optimizer.init_state()
                 expected = facts({**whole, **optimizer.state()})
                 assert result["facts"] == {name: [list(s), d] for name, (s, d) in expected.items()}, (
-                    f"{where}: state of DTensors must have the names, whole shapes and dtypes of plain state"
+                    f"{where}: state of DTensors must have the names, full shapes and dtypes of plain state"
                 )
                 stepped(optimizer, whole, [0, 1], "cpu")
                 for name, tensor in whole.items():
                     assert_close_values(result["parameters"][name], tensor.detach().cpu(), what=f"{where}: {name}")
 
-    # --- what subclasses may use
+    # --- helpers for subclasses
 
     def made(self, dtype: str) -> tuple[dict[str, nn.Parameter], Any]:
-        """Parameters, and an optimizer of them with its state."""
+        """Parameters, and an optimizer with initialised state."""
         parameters = draw_parameters(self.shapes, dtype, self.device)
         optimizer = self.build(parameters)
         optimizer.init_state()
         return parameters, optimizer
 
     def gate(self, *, open_: bool = True) -> Tensor:
-        """A gate on the device."""
+        """Gate on the device."""
         return torch.tensor(open_, device=self.device)
 
     def first_update(self, factor: float) -> dict[str, Tensor]:
-        """Parameter -> how the first step moves it."""
+        """Parameter -> change by the first step."""
         parameters, optimizer = self.made("float32" if "float32" in self.dtypes else self.dtypes[0])
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         optimizer.set_lr_factor(0.3)
@@ -313,7 +316,7 @@ class OptimizerSuite(ComponentSuite):
 
 
 class _EarlyEndError(Exception):
-    """Ends a block early."""
+    """Raised to end a block early."""
 
 
 def _words(value: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""Conformance suite of fine-tuning methods: what trains, merging, names and layouts."""
+"""Conformance suite of fine-tuning methods: trainable parameters, merging, names and layouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARALLEL = "d9d_parallel.plugin"
 
 
 class PeftSuite(ComponentSuite):
-    """The conformance suite of fine-tuning methods (:class:`d9d_core.peft.PeftMethod`).
+    """Conformance suite of fine-tuning methods (:class:`d9d_core.peft.PeftMethod`).
 
     Subclass it and name the method::
 
@@ -37,17 +37,17 @@ class PeftSuite(ComponentSuite):
             config = {"rank": 4}
             matches_nothing = {"match": "absent"}
 
-    By default it adapts the toy model ``toy_linears``, blocks of ``torch.nn.Linear``. A method for other layers brings
-    a model of its own, which maps ``x`` [B, features] to ``y`` [B, features]::
+    By default it adapts the toy model ``toy_linears``, blocks of ``torch.nn.Linear``. For a method of other layers,
+    provide a model that maps ``x`` [B, features] to ``y`` [B, features]::
 
         model_plugin = "my_plugin.my_tests.model"
         model = {"name": "my_model", "features": 8}
 
     Attributes:
-        model: fields of the model.
-        model_plugin: its declaration module, if it is not the toy's.
-        matches_nothing: fields of the config with which no layer matches.
-        starts_as_the_model: whether the adapted model first computes what it did before.
+        model: config fields of the model.
+        model_plugin: declaration module of the model; ``None`` for a toy model.
+        matches_nothing: config fields that match no layer.
+        starts_as_the_model: whether the adapted model initially computes the same as the original model.
     """
 
     kind = "peft method"
@@ -60,56 +60,56 @@ class PeftSuite(ComponentSuite):
     # --- names
 
     def test_parameters_of_the_model_keep_names_and_shapes(self) -> None:
-        """Published weights and checkpoints are loaded into them; nothing is allocated."""
+        """Pretrained weights and checkpoints can still be loaded; ``inject`` allocates no memory."""
         stage = self.on_meta()
         before = facts(dict(stage.named_parameters()))
         self.build().inject(stage)
         after = facts(dict(stage.named_parameters()))
         gone = sorted(before.keys() - after.keys())
-        assert not gone, f"inject() takes away {gone}; parameters of the model keep their names"
+        assert not gone, f"inject() removes {gone}; parameters of the model must keep their names"
         other = sorted(name for name in before if before[name] != after[name])
         assert not other, f"inject() changes shapes or dtypes of {other}"
         here = [name for name, tensor in stage.named_parameters() if not tensor.is_meta]
-        assert not here, f"inject() allocates {here}; make tensors on the device of those they belong to"
+        assert not here, f"inject() allocates {here}; create tensors on the device of the layer they belong to"
 
     def test_it_names_what_trains(self) -> None:
-        """Parameters that exist, the same names on every rank, and new ones train."""
+        """``inject`` returns existing parameters, the same on every rank, with all new ones among them."""
         stages = [self.on_meta(), self.on_meta()]
         known = dict(stages[0].named_parameters()).keys()
         named = [self.build().inject(stage) for stage in stages]
         assert isinstance(named[0], frozenset), f"inject() returns a {type(named[0]).__name__}; return a frozenset"
         assert named[0], "inject() trains nothing"
-        assert named[0] == named[1], f"inject() names {sorted(named[0] ^ named[1])} in one model and not in another"
+        assert named[0] == named[1], f"inject() returns {sorted(named[0] ^ named[1])} for one model and not another"
         now = dict(stages[0].named_parameters()).keys()
         unknown = sorted(named[0] - now)
-        assert not unknown, f"inject() names {unknown}, which the model has not"
+        assert not unknown, f"inject() returns {unknown}, which the model does not have"
         idle = sorted(now - known - named[0])
-        assert not idle, f"inject() adds {idle}, which do not train; name them too, or make them buffers"
+        assert not idle, f"inject() adds {idle} but does not return them; return them too, or make them buffers"
 
     def test_a_method_that_matches_nothing_is_refused(self) -> None:
-        """With a ``BuildError``: nothing in a job file does nothing."""
+        """A method that matches nothing raises ``BuildError``, because every setting must have an effect."""
         if not self.matches_nothing:
-            pytest.skip(f"{type(self).__name__}.matches_nothing names no fields with which no layer matches")
+            pytest.skip(f"{type(self).__name__}.matches_nothing has no fields that match no layer")
         with pytest.raises(BuildError) as refusal:
             self.build(**self.matches_nothing).inject(self.on_meta())
-        assert str(refusal.value).strip(), "it is refused without a reason"
+        assert str(refusal.value).strip(), "the BuildError has no text"
 
-    # --- what it computes
+    # --- computation
 
     def test_new_tensors_can_be_initialised(self) -> None:
-        """Each module fills its own in ``reset_parameters()``; the model starts as it was."""
+        """Modules initialise their tensors in ``reset_parameters()``; the model's own parameters are unaffected."""
         (plain, _), (adapted, _) = self.adapted(), self.adapted(self.build())
         left = sorted(name for name, tensor in adapted.named_parameters() if not tensor.isfinite().all())
-        assert not left, f"{left} are not filled; give the modules that own them reset_parameters()"
+        assert not left, f"{left} are not initialised; the modules that own them need reset_parameters()"
         own = dict(plain.named_parameters())
         other = [name for name, p in adapted.named_parameters() if name in own and not torch.equal(p, own[name])]
-        assert not other, f"with the method, {other} start with other values"
+        assert not other, f"with the method, {other} have other initial values"
         if self.starts_as_the_model:
-            what = "the output of the adapted model before any step, against that of the model"
+            what = "the output of the adapted model before any step, compared with the original model"
             assert_close_values(self.forward(adapted), self.forward(plain), what=what)
 
     def test_merging_changes_no_output(self) -> None:
-        """And leaves the model's own parameters alone, under their names, without what was injected."""
+        """Merging keeps the output, the model's own parameters and their names, and removes injected tensors."""
         own = facts(dict(self.on_meta().named_parameters()))
         method = self.build()
         stage, named = self.adapted(method)
@@ -118,19 +118,19 @@ class PeftSuite(ComponentSuite):
         expected = self.forward(stage)
         assert not torch.allclose(expected, base), f"random values in {sorted(named)} do not change the output"
         method.merge(stage)
-        assert_close_values(self.forward(stage), expected, what="the output after merge(), against before")
+        assert_close_values(self.forward(stage), expected, what="the output after merge(), compared with before")
         left = facts(dict(stage.named_parameters()))
         assert left == own, (
-            f"after merge() there are {sorted(left.keys() - own.keys())} besides and no {sorted(own.keys() - left)}; "
-            "an export has the tensors of the model alone"
+            f"after merge() there are extra {sorted(left.keys() - own.keys())} and no {sorted(own.keys() - left)}; "
+            "an export must have the model's own tensors only"
         )
 
     @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
     def test_switched_off_it_computes_as_the_model_did(self, compiled: bool) -> None:
-        """Inside the block only, and with everything left as it was; for methods with ``off``."""
+        """Inside ``off``, outputs equal the original model's; afterwards everything is restored."""
         method = self.build()
         if not isinstance(method, SwitchesOff):
-            pytest.skip("it trains the model's own parameters, or says nothing about being switched off")
+            pytest.skip("the method does not implement off()")
         stage, named = self.adapted(method)
         _randomise(stage, named)
         base, before = self.forward(self.adapted()[0]), bits(dict(stage.named_parameters()))
@@ -138,42 +138,42 @@ class PeftSuite(ComponentSuite):
         assert not torch.allclose(expected, base), f"random values in {sorted(named)} do not change the output"
         if compiled:
             torch.compiler.reset()
-            # Block by block, as strategies compile: so alike blocks share what was compiled, adapted or not.
+            # Block by block, like strategies: equal blocks share compiled code, adapted or not.
             blocks = stage.blocks().values() if isinstance(stage, HasBlocks) else [stage]
             for block in blocks:
                 block.compile(backend="eager", fullgraph=True)
             assert_close_values(self.forward(stage), expected, what="the output of the compiled model")
         with method.off(stage):
-            what = "the output inside off(), against that of the model"
+            what = "the output inside off(), compared with the original model"
             assert_close_values(self.forward(stage), base, what=what)
             with method.off(stage):
                 assert_close_values(self.forward(stage), base, what=f"in a second block, {what}")
             assert_close_values(self.forward(stage), base, what=f"after a second block, {what}")
-        assert_close_values(self.forward(stage), expected, what="the output after off(), against before")
+        assert_close_values(self.forward(stage), expected, what="the output after off(), compared with before")
         assert not differing(before, bits(dict(stage.named_parameters()))), "off() changes tensors"
         with pytest.raises(LookupError), method.off(stage):
             raise LookupError
         assert_close_values(self.forward(stage), expected, what="the output after an error inside off()")
 
     def test_only_what_it_names_is_trained(self, tmp_path: Path) -> None:
-        """Over three steps: every other parameter keeps its bits, and each of these moves."""
+        """Over three steps, all returned parameters change, and all others keep their bits."""
         named = self.build().inject(self.on_meta())
         trainer = job_of(self.job_values(run={"dir": str(tmp_path)}), self.plugins()).build(lambda _: None)
         before = bits(dict(trainer.stage.named_parameters()))
         trainer.train()
         changed = set(differing(before, bits(dict(trainer.stage.named_parameters()))))
-        assert not changed - named, f"{sorted(changed - named)} are trained, but inject() does not name them"
-        assert not named - changed, f"inject() names {sorted(named - changed)}, which three steps leave as they are"
+        assert not changed - named, f"{sorted(changed - named)} are trained, but inject() does not return them"
+        assert not named - changed, f"inject() returns {sorted(named - changed)}, but three steps do not change them"
 
     # --- jobs
 
     def test_a_resumed_run_goes_on_as_if_nothing_had_happened(self) -> None:
-        """Injected tensors are in the checkpoint, and are found again."""
+        """Injected tensors are saved in checkpoints and restored."""
         plain, other = Layout("first half", {}, ()), Layout("second half", {}, ())
         assert_passed([self.harness().compare_resumed(plain, other)])
 
     def test_every_data_parallel_layout_computes_the_same(self) -> None:
-        """Loss, gradients and updates of three steps, against one process; needs d9d-parallel."""
+        """Loss, gradients and updates of three steps match a single process; needs d9d-parallel."""
         self.need_layouts()
         layouts = [Layout("replicate 2", {"dp_replicate": 2}, ("replicate",)), self.sharded()]
         assert_passed(self.harness(_PARALLEL).compare(layouts))
@@ -185,14 +185,14 @@ class PeftSuite(ComponentSuite):
         verdicts = [harness.compare_resumed(self.sharded(), plain), harness.compare_resumed(plain, self.sharded())]
         assert_passed(verdicts)
 
-    # --- what subclasses may use
+    # --- helpers for subclasses
 
     def plugins(self, *more: str) -> Sequence[str]:
-        """The toy plugin, that of the model and the method's."""
+        """Plugins of the toy, the model and the method."""
         return list(dict.fromkeys(p for p in (_TOY, self.model_plugin, self.plugin, *more) if p is not None))
 
     def job_values(self, **sections: Any) -> dict[str, Any]:
-        """A job that fine-tunes the model for three steps."""
+        """Job that fine-tunes the model for three steps."""
         return {
             "steps": 3,
             "device": "cpu",
@@ -209,20 +209,20 @@ class PeftSuite(ComponentSuite):
         }
 
     def harness(self, *more: str) -> Harness:
-        """The job in layouts."""
+        """Harness that runs the job in layouts."""
         return Harness(self.job_values(), self.plugins(*more))
 
     def sharded(self) -> Layout:
-        """FSDP over two ranks."""
+        """Layout with FSDP over two ranks."""
         return Layout("fsdp 2", {"dp_shard": 2}, ("fsdp",))
 
     def need_layouts(self) -> None:
-        """Skip the test if there are no strategies."""
+        """Skip the test without d9d-parallel."""
         if find_spec(_PARALLEL.partition(".")[0]) is None:
             pytest.skip("needs d9d-parallel")
 
     def on_meta(self) -> nn.Module:
-        """The model, before anything is injected."""
+        """Model on the meta device, before injection."""
         job = job_of(self.job_values(), self.plugins())
         spec = job.registry.find("model", job.model.selector).spec
         assert isinstance(spec, ModelSpec)
@@ -231,7 +231,7 @@ class PeftSuite(ComponentSuite):
         return stage
 
     def adapted(self, method: Any = None) -> tuple[nn.Module, frozenset[str]]:
-        """The model on the CPU as a job starts it, with a method or without, and what trains."""
+        """Initialised model on the CPU, with or without the method, and the trainable parameters."""
         stage = self.on_meta()
         named = method.inject(stage) if method is not None else frozenset()
         stage.to_empty(device="cpu")
@@ -244,7 +244,7 @@ class PeftSuite(ComponentSuite):
         return stage, named
 
     def forward(self, stage: nn.Module) -> Tensor:
-        """The output for some samples."""
+        """Output for some samples."""
         x = torch.randn(5, self.model["features"], generator=torch.Generator().manual_seed(3))
         stage.eval()
         with torch.no_grad():

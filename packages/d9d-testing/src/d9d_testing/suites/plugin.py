@@ -1,4 +1,4 @@
-"""What every plugin must keep, whatever it offers."""
+"""Conformance suite of all plugins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CORE_NAMESPACES = frozenset({"mesh", "model", "strategy", "device", "import"})
 
 
 class PluginSuite:
-    """What holds for every plugin.
+    """Conformance suite of all plugins, of any extension point.
 
     Subclass it and name the declaration module::
 
@@ -30,9 +30,9 @@ class PluginSuite:
             examples = {"expert_choice": {"capacity": 2}}
 
     Attributes:
-        plugin: the module of the entry point.
-        examples: record name -> the fields its config needs at least. Models have their ``tiny`` config instead.
-        builds_on: declaration modules of the plugins whose capability tokens this one uses.
+        plugin: module of the entry point.
+        examples: record name -> required fields of its config. Models have their ``tiny`` config instead.
+        builds_on: declaration modules of the plugins whose capability tokens this plugin uses.
     """
 
     pytestmark = pytest.mark.smoke
@@ -42,22 +42,22 @@ class PluginSuite:
     builds_on: ClassVar[tuple[str, ...]] = ()
 
     def test_declaration_imports_nothing_heavy(self, record_property: Callable[[str, object], None]) -> None:
-        """The declaration loads without torch and pydantic; a report keeps how long it took (aim: under 100 ms)."""
+        """The declaration loads without torch and pydantic; its time is recorded in the report (aim: under 100 ms)."""
         facts = import_fresh(self.plugin)[self.plugin]
         record_property("declaration_milliseconds", round(facts.milliseconds, 1))
         assert not facts.heavy, f"{self.plugin} imports {', '.join(facts.heavy)}; refer to heavy code with Ref"
 
     def test_declares_its_plugin_api(self) -> None:
-        """``D9D_API`` is what this core offers."""
+        """``D9D_API`` equals the version of the installed d9d-core."""
         stated = getattr(self._module(), "D9D_API", None)
         assert stated == API_VERSION, f"{self.plugin}: D9D_API is {stated!r}; this d9d-core offers {API_VERSION}"
 
     def test_registers_at_least_one_record(self) -> None:
-        """The hooks are accepted by the registry and yield something."""
-        assert self._entries(), f"{self.plugin} declares nothing; are its hooks decorated with @hookimpl?"
+        """The registry accepts the hooks, and they yield at least one record."""
+        assert self._entries(), f"{self.plugin} declares no records; are its hooks decorated with @hookimpl?"
 
     def test_summaries_are_one_line(self) -> None:
-        """A summary fits in a table of ``d9d plugins show``; names are checked by the records themselves."""
+        """A summary fits into a table line; names are checked by the records themselves."""
         _none(
             f"{entry}: the summary must be one line of at most {_SUMMARY_LENGTH} characters"
             for entry in self._entries()
@@ -65,11 +65,11 @@ class PluginSuite:
         )
 
     def test_references_load(self) -> None:
-        """Every ``Ref`` leads to something; what builds can be called."""
+        """Every ``Ref`` loads; references that build components are callable."""
         _none(problem for entry in self._specs() for problem in _reference_problems(entry))
 
     def test_formats_of_model_files_load_without_torch(self) -> None:
-        """The ``config.json`` of the model that a job names is read before torch is imported."""
+        """Hugging Face formats import no torch, because a job's ``config.json`` is read before torch is imported."""
         references = [
             reference
             for entry in self._specs()
@@ -78,7 +78,7 @@ class PluginSuite:
         ]
         modules = dict.fromkeys(str(reference).partition(":")[0] for reference in references)
         found = import_fresh(*modules) if modules else {}
-        _none(f"{name} imports torch; import it where it is used" for name in found if "torch" in found[name].modules)
+        _none(f"{name} imports torch; import it inside functions" for name in found if "torch" in found[name].modules)
 
     def test_configs_belong_to_their_records(self) -> None:
         """Each config is a frozen, strict ``PluginConfig`` whose ``name`` is the record's."""
@@ -93,7 +93,7 @@ class PluginSuite:
         )
 
     def test_configs_round_trip_through_json(self) -> None:
-        """A dumped config reads back as the same config: runs and checkpoints keep it that way."""
+        """A dumped config reads back equal, because runs and checkpoints store dumps."""
         for entry, config in self._instances():
             text = json.dumps(config.model_dump(mode="json"))
             again = type(config).model_validate_json(text, context=self._names())
@@ -107,7 +107,7 @@ class PluginSuite:
             assert name.get("const") == entry.spec.key, f"{entry}: 'name' is {name} in the schema"
 
     def test_capability_tokens_are_known(self) -> None:
-        """A token is core's, or declared by this plugin or one it builds on; a misspelt one would never hold."""
+        """Tokens are core's, or declared by this plugin or one it builds on; a misspelt token would never hold."""
         plugins = [importlib.import_module(name) for name in (self.plugin, *self.builds_on)]
         specs = [entry.spec for entry in Registry.of(*plugins).entries("capability")]
         declared = {spec.token for spec in specs if isinstance(spec, CapabilitySpec)}
@@ -122,7 +122,7 @@ class PluginSuite:
         return importlib.import_module(self.plugin)
 
     def _names(self) -> dict[str, Any]:
-        """Context in which a config inside of another is selected by name."""
+        """Validation context that resolves names of nested configs."""
         plugins = [importlib.import_module(name) for name in (self.plugin, *self.builds_on)]
         return {"registry": Registry.of(*plugins)}
 
@@ -168,7 +168,7 @@ def _reference_problems(entry: Entry) -> Iterator[str]:
         try:
             value = reference.load()
         except (ImportError, AttributeError) as error:
-            # A marker may leave a library out on this platform; the record says that it needs it.
+            # A marker may exclude a library on this platform; the record states that it needs it.
             if isinstance(error, ModuleNotFoundError) and error.name in required:
                 continue
             yield f"{entry}: {field}={reference} does not load: {error!r}"
@@ -176,7 +176,7 @@ def _reference_problems(entry: Entry) -> Iterator[str]:
         if field in ("build", "supports", "tiny", "run", "flops", "cost", "alternatives", "simulate") and not callable(
             value
         ):
-            yield f"{entry}: {field}={reference} is a {type(value).__name__}, which cannot be called"
+            yield f"{entry}: {field}={reference} is a {type(value).__name__}, which is not callable"
 
 
 def _config_problems(entry: Entry, config: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What every pipeline schedule must do: compute each microbatch once, in a bounded memory, without waiting forever."""
+"""Conformance suite of pipeline schedules: complete programs, bounded memory, no deadlocks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Case = tuple[int, int, Mapping[str, Any], Sequence[Program]]
 
 
 class ScheduleSuite:
-    """The conformance suite of pipeline schedules.
+    """Conformance suite of pipeline schedules.
 
-    Subclass it, name the schedule, and say what it promises::
+    Subclass it, name the schedule, and state its memory limit::
 
         class TestMySchedule(ScheduleSuite):
             plugin = "my_plugin.plugin"
@@ -34,13 +34,14 @@ class ScheduleSuite:
             def most_held(self, ranks, microbatches, settings):
                 return min(microbatches, ranks)
 
-    Each test runs over all ``ranks``, the least number of microbatches and those after it up to three for each rank,
-    and all settings.
+    Each test runs over all ``ranks``, all ``settings``, and numbers of microbatches from the smallest supported one up
+    to
+    three more per rank.
 
     Attributes:
-        plugin: the module that declares it, or the path of a single-file plugin.
-        target: its name.
-        settings: fields of its config, one mapping for each variation to test.
+        plugin: declaration module, or path of a single-file plugin.
+        target: name of the schedule.
+        settings: config fields, one mapping for each variation to test.
         ranks: numbers of pipeline ranks to try.
     """
 
@@ -51,39 +52,39 @@ class ScheduleSuite:
     settings: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
     ranks: ClassVar[Sequence[int]] = (1, 2, 3, 4)
 
-    # --- what subclasses promise
+    # --- for subclasses to override
 
     def most_held(self, ranks: int, microbatches: int, settings: Mapping[str, Any]) -> float:
-        """The largest number of microbatches that a rank holds activations of at a time.
+        """Largest number of microbatches whose activations a rank holds at a time.
 
-        A stage's part of a microbatch counts as one divided by the number of stages on its rank.
+        A microbatch in one stage counts as one divided by the number of stages on the rank.
         """
-        raise NotImplementedError(f"{type(self).__name__}.most_held: say how much memory the schedule takes at most")
+        raise NotImplementedError(f"{type(self).__name__}.most_held: return the schedule's largest memory use")
 
     def least_microbatches(self, ranks: int, settings: Mapping[str, Any]) -> int:  # noqa: ARG002 - for subclasses
-        """The smallest number of microbatches that the schedule takes."""
+        """Smallest number of microbatches that the schedule supports."""
         return 1
 
-    # --- what holds for all
+    # --- tests
 
     def test_every_stage_computes_each_microbatch_once_and_in_order(self) -> None:
         """Sends and receives match, and reductions come last."""
         for ranks, microbatches, settings, programs in self.cases():
             where = _where(ranks, microbatches, settings)
-            assert len(programs) == ranks, f"{where}: {len(programs)} programs; make one for each rank"
+            assert len(programs) == ranks, f"{where}: {len(programs)} programs; return one per rank"
             idle = [rank for rank, stages in enumerate(placement(programs)) if not stages]
             assert not idle, f"{where}: ranks {idle} have no stage"
             problems = validate(programs, count_stages(programs), microbatches, buffers=None)
             assert not problems, f"{where}: {'; '.join(problems[:5])}"
 
     def test_nobody_waits_forever(self) -> None:
-        """Even if a rank may send another only one tensor in advance."""
+        """There is no deadlock even if a rank may send another only one tensor in advance."""
         for ranks, microbatches, settings, programs in self.cases():
             problems = validate(programs, count_stages(programs), microbatches, buffers=1)
             assert not problems, f"{_where(ranks, microbatches, settings)}: {'; '.join(problems[:5])}"
 
     def test_no_rank_holds_more_than_promised(self) -> None:
-        """From forward to backward, or to the gradients of weights; the promise is kept and is not idle."""
+        """Activations are held from forward to (weight) backward; the stated limit holds and is reached."""
         reached = False
         for ranks, microbatches, settings, programs in self.cases():
             held = max(map(_most_held, programs))
@@ -96,14 +97,14 @@ class ScheduleSuite:
         assert reached, f"no rank ever holds what {type(self).__name__}.most_held says; lower it"
 
     def test_the_same_numbers_give_the_same_programs(self) -> None:
-        """Every rank generates the programs of all for itself."""
+        """Programs are deterministic, because every rank generates all programs itself."""
         for ranks, microbatches, settings, programs in self.cases():
             again = self.schedule(settings)(ranks, microbatches)
             difference = diff_programs(programs, again)
             assert not difference, f"{_where(ranks, microbatches, settings)}: {'; '.join(difference[:5])}"
 
     def test_too_few_microbatches_are_refused(self) -> None:
-        """With the least number, so that whoever reads it knows what to set."""
+        """The error contains the smallest supported number, so that the user knows what to set."""
         for settings in self.settings:
             for ranks in self.ranks:
                 least = self.least_microbatches(ranks, settings)
@@ -113,14 +114,14 @@ class ScheduleSuite:
                 assert type(refusal.value) is ValueError, f"{where}: raise a ValueError"
 
     def test_programs_survive_being_printed(self) -> None:
-        """And JSON, which the text goes into line by line."""
+        """The text form of programs, also stored as JSON lines, parses to equal programs."""
         for ranks, microbatches, settings, programs in self.cases():
             lines = json.loads(json.dumps(format_programs(programs).split("\n")))
             difference = diff_programs(programs, parse_programs("\n".join(lines)))
             assert not difference, f"{_where(ranks, microbatches, settings)}: {'; '.join(difference[:5])}"
 
     def test_ranks_compute_at_the_same_time(self) -> None:
-        """A simulated step of several microbatches is shorter than if one rank computed after the other."""
+        """A simulated step of several microbatches is shorter than the ranks' work in sequence."""
         simulate = pytest.importorskip("d9d_pipeline.simulator.run").simulate
         for ranks, microbatches, settings, programs in self.cases():
             step = simulate(programs, buffers=1)
@@ -129,16 +130,18 @@ class ScheduleSuite:
                 assert step.makespan < work - 1e-6, f"{where}: no two ranks ever compute at the same time"
 
     def test_it_is_made_without_torch(self) -> None:
-        """Programs are looked at on machines that have none; a single file may import what it wants."""
+        """Schedules import no torch, because machines without it inspect programs; single files may import anything."""
         if self.plugin.endswith(".py"):
             pytest.skip("a single-file plugin")
         spec = self.spec()
         references = {reference: reference.target.partition(":")[0] for reference in (spec.config, spec.build)}
         facts = import_fresh(*dict.fromkeys(references.values()))
         for reference, module in references.items():
-            assert "torch" not in facts[module].modules, f"{self.target}: {reference} imports torch; programs need none"
+            assert "torch" not in facts[module].modules, (
+                f"{self.target}: {reference} imports torch, which is not needed"
+            )
 
-    # --- what subclasses may use
+    # --- helpers for subclasses
 
     def spec(self) -> ScheduleSpec:
         """The record."""
@@ -149,14 +152,14 @@ class ScheduleSuite:
         return spec
 
     def schedule(self, settings: Mapping[str, Any]) -> Schedule:
-        """One with these fields."""
+        """Schedule with these config fields."""
         spec = self.spec()
         config = spec.config.load().model_validate({"name": self.target, **settings})
         made: Schedule = spec.build.load()(config)
         return made
 
     def cases(self) -> Iterator[Case]:
-        """Ranks, microbatches, settings and the programs for them."""
+        """Yield ranks, microbatches, settings and programs."""
         for settings in self.settings:
             schedule = self.schedule(settings)
             for ranks in self.ranks:

@@ -1,4 +1,4 @@
-"""What every strategy must do: change how a model runs, and nothing about what it computes."""
+"""Conformance suite of strategies, which change how a model runs but not its results."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ _TOY_MODEL = {"blocks": 3, "dropout": 0.1}
 
 
 class StrategySuite:
-    """The conformance suite of strategies.
+    """Conformance suite of strategies.
 
-    Subclass it, name the strategy and the meshes it is for::
+    Subclass it, name the strategy and its meshes::
 
         class TestMyStrategy(StrategySuite):
             plugin = "my_plugin.plugin"
             target = "my_strategy"
             meshes = ({"dp_shard": 2}, {"dp_shard": 4})
 
-    Every test runs the toy job of d9d-testing, whose model has blocks, an unused parameter and dropout. A strategy that
-    needs another trait brings a model of its own, which maps ``x`` [B, features] to ``y`` [B, features]::
+    Every test runs the toy job of d9d-testing, whose model has blocks, an unused parameter and dropout. For a strategy
+    that needs another trait, provide a model that maps ``x`` [B, features] to ``y`` [B, features]::
 
             model_plugin = "my_plugin.my_tests.model"
             model = {"name": "my_model", "features": 8}
 
     Attributes:
-        plugin: the module that declares it, or the path of a single-file plugin.
-        target: its name.
-        meshes: the meshes it is tested on; small, as every rank is a process. Runs are resumed on the last one.
-        settings: fields of its config, one mapping for each variation to test. Runs are resumed with the first one.
-        beside: further strategies of the job, as a job file lists them.
-        model: fields of the toy model, or of the plugin's own.
-        model_plugin: what declares another model: a module, or the path of a single-file plugin.
-        large: the mesh of a job that is planned without processes; by default, 64 ranks along each axis in turn.
-        declares_collectives: whether it says what it communicates (``Applied.collectives``), as ``d9d explain`` shows.
+        plugin: declaration module, or path of a single-file plugin.
+        target: name of the strategy.
+        meshes: meshes to test; small, because every rank is a process. Resume is tested on the last one.
+        settings: config fields, one mapping for each variation to test. Resume is tested with the first one.
+        beside: further strategies of the job, as in a job file.
+        model: config fields of the toy model, or of another model.
+        model_plugin: declaration module, or path of a single-file plugin, of another model.
+        large: meshes of a job that is planned without processes; by default, 64 ranks along each axis in turn.
+        declares_collectives: whether the strategy lists its collectives (``Applied.collectives``) for ``d9d explain``.
     """
 
     plugin: ClassVar[str]
@@ -64,26 +64,26 @@ class StrategySuite:
     declares_collectives: ClassVar[bool] = True
 
     def test_every_axis_of_its_record_is_tested(self) -> None:
-        """On one rank, a forgotten reduction shows nothing."""
+        """Every axis of the record is tested with several ranks, because one rank cannot show a missing reduction."""
         missing = self.spec().axes - {axis for mesh in self.meshes for axis, size in mesh.items() if size > 1}
-        assert not missing, f"give {type(self).__name__}.meshes one with two or more ranks along {sorted(missing)}"
+        assert not missing, f"add a mesh with two or more ranks along {sorted(missing)} to {type(self).__name__}.meshes"
 
     @pytest.mark.parametrize("microbatch", [4, 1], ids=["one-microbatch", "several-microbatches"])
     def test_loss_gradients_and_updates_are_those_of_one_process(self, microbatch: int) -> None:
-        """Three optimizer steps; weights after a step show in the gradients of the next."""
+        """Three optimizer steps match a single process; weights after a step affect the gradients of the next."""
         for mesh in self.meshes:
             layouts = [self.layout(mesh, settings) for settings in self.settings]
             assert_passed(self.harness(mesh, microbatch).compare(layouts))
 
     def test_a_run_continues_in_one_process_and_back(self) -> None:
-        """What is saved in its layout goes on in one process as if nothing had happened, and the other way round."""
+        """A checkpoint of the strategy's layout continues in one process with the same results, and vice versa."""
         mesh = self.meshes[-1]
         harness, plain = self.harness(mesh, microbatch=2), Layout("one process", {}, ())
         mine = self.layout(mesh, self.settings[0])
         assert_passed([harness.compare_resumed(mine, plain), harness.compare_resumed(plain, mine)])
 
     def test_names_and_shapes_of_parameters_stay(self) -> None:
-        """Checkpoints and optimizers know parameters by name."""
+        """Names and full shapes of parameters do not change, because checkpoints and optimizers depend on them."""
         expected = {name: tuple(parameter.shape) for name, parameter in self.stage().named_parameters()}
         for mesh, settings in product(self.meshes, self.settings):
             stage, _ = self.applied(mesh, settings)
@@ -91,10 +91,10 @@ class StrategySuite:
             gone, new = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
             assert gone == new == [], f"{mesh} {settings}: parameters must keep their names; gone {gone}, new {new}"
             other = {name: (shape, found[name]) for name, shape in expected.items() if shape != found[name]}
-            assert not other, f"{mesh} {settings}: parameters must keep their whole shapes (before, after): {other}"
+            assert not other, f"{mesh} {settings}: parameters must keep their full shapes (before, after): {other}"
 
     def test_nothing_is_allocated(self) -> None:
-        """The model is on the meta device until all strategies were applied, and so it stays."""
+        """The strategy allocates no memory: the model stays on the meta device until all strategies are applied."""
         for mesh, settings in product(self.meshes, self.settings):
             stage, _ = self.applied(mesh, settings)
             tensors = [*stage.named_parameters(), *stage.named_buffers()]
@@ -104,7 +104,7 @@ class StrategySuite:
             )
 
     def test_it_says_what_it_changed_and_whose_gradients_it_reduces(self) -> None:
-        """Modules and parameters that exist, and mesh axes."""
+        """``Applied`` lists existing modules, parameters, views and mesh axes."""
         for mesh, settings in product(self.meshes, self.settings):
             stage, outcome = self.applied(mesh, settings)
             modules, parameters = dict(stage.named_modules()), dict(stage.named_parameters())
@@ -127,7 +127,7 @@ class StrategySuite:
                 assert not unknown, f"{where}.{what} that do not exist: {unknown}"
 
     def test_the_plan_of_a_large_job_needs_no_processes(self) -> None:
-        """``d9d check`` applies it to the model in a simulated world."""
+        """``d9d check`` can apply the strategy in a simulated world."""
         axes = self.spec().axes
         for mesh in self.large or [{axis: 64} for axis in sorted(axes)] or [{}]:
             values = self.job_values(mesh=mesh, parallel=self.parallel(self.settings[0]), batch={"size": 64})
@@ -135,7 +135,7 @@ class StrategySuite:
             assert self.target in names, f"{mesh}: applied were {names}"
 
     def test_the_collectives_of_a_traced_step_are_those_it_declares(self) -> None:
-        """On the last mesh, with two microbatches: kind, ranks, bytes and number of all calls of the whole job."""
+        """On the last mesh, with two microbatches: kind, ranks, bytes and number of the whole job's calls match."""
         mesh = self.meshes[-1]
         ranks = Mesh(**mesh).world_size
         batch = {"size": 4 * Mesh(**mesh).data_parallel_size, "microbatch": 2}
@@ -146,7 +146,7 @@ class StrategySuite:
                 assert outcome.collectives is None, f"{where} is declared; remove declares_collectives from the suite"
                 continue
             assert outcome.collectives is not None, (
-                f"{where} is None, so that d9d explain cannot say what the strategy communicates; declare it, or set "
+                f"{where} is None, so that d9d explain cannot list the strategy's collectives; declare them, or set "
                 f"{type(self).__name__}.declares_collectives to False"
             )
             with tempfile.TemporaryDirectory(prefix="d9d-collectives-") as directory:
@@ -157,14 +157,14 @@ class StrategySuite:
                 found = differences(listed_step(values, self.plugins(), rank), made[rank])
                 assert not found, f"{where} on rank {rank}:\n" + "\n".join(found)
 
-    # --- what subclasses may use
+    # --- helpers for subclasses
 
     def plugins(self) -> list[str]:
-        """The toy plugin, the strategy's, and that of the model."""
+        """Plugins of the toy, the strategy and the model."""
         return [_TOY, self.plugin, *([self.model_plugin] if self.model_plugin else [])]
 
     def parallel(self, settings: Mapping[str, Any]) -> list[Any]:
-        """The strategies of a job."""
+        """Strategies of a job."""
         return [*self.beside, {"name": self.target, **settings}]
 
     def spec(self) -> StrategySpec:
@@ -175,7 +175,7 @@ class StrategySuite:
         return spec
 
     def model_values(self) -> dict[str, Any]:
-        """The model section of a job."""
+        """Model section of a job."""
         return {"name": "toy_model", "features": 6, **({} if self.model_plugin else _TOY_MODEL), **self.model}
 
     def stage(self) -> torch.nn.Module:
@@ -188,7 +188,7 @@ class StrategySuite:
         return model
 
     def job_values(self, **sections: Any) -> dict[str, Any]:
-        """A job file over the toy plugin."""
+        """Values of a job file that uses the toy plugin."""
         model = self.model_values()
         return {
             "steps": 4,
@@ -205,16 +205,16 @@ class StrategySuite:
         }
 
     def layout(self, mesh: Mapping[str, int], settings: Mapping[str, Any]) -> Layout:
-        """The strategy on a mesh."""
+        """Layout with the strategy on a mesh."""
         return Layout(f"{dict(mesh)} {dict(settings)}", mesh, self.parallel(settings))
 
     def harness(self, mesh: Mapping[str, int], microbatch: int) -> Harness:
-        """The toy job with four samples per step and data-parallel rank."""
+        """Harness of the toy job with four samples per step and data-parallel rank."""
         batch = {"size": 4 * Mesh(**mesh).data_parallel_size, "microbatch": microbatch}
         return Harness(self.job_values(batch=batch), self.plugins())
 
     def applied(self, mesh: Mapping[str, int], settings: Mapping[str, Any]) -> tuple[torch.nn.Module, Applied]:
-        """The toy model on the meta device after the strategy, in a simulated world, and what the strategy says."""
+        """Apply the strategy to the toy model on the meta device, in a simulated world; return model and result."""
         job = job_of(
             self.job_values(
                 mesh=dict(mesh),

@@ -1,4 +1,4 @@
-"""Conformance suite of subscribers: observers of a run that change nothing in it."""
+"""Conformance suite of subscribers, which observe a run and change nothing in it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from d9d_testing.suites.support.component import ComponentSuite
 from d9d_testing.suites.support.tensors import HostReads, bits, differing
 
 _TOY = "d9d_testing.toy.plugin"
-#: Steps whose tensors the loop itself may still hold when a run has ended.
+#: Steps whose tensors the loop itself may still hold after a run.
 _RECENT = 2
 
 
 class SubscriberSuite(ComponentSuite):
-    """The conformance suite of subscribers (:class:`d9d_core.subscriber.Subscriber`).
+    """Conformance suite of subscribers (:class:`d9d_core.subscriber.Subscriber`).
 
     Subclass it and name the subscriber::
 
@@ -37,12 +37,12 @@ class SubscriberSuite(ComponentSuite):
             def broken_fields(self, directory):
                 return {"path": str(directory / "missing" / "events")}
 
-    It watches the toy job of d9d-testing: eight steps, an evaluation and a checkpoint every four.
+    The subscriber observes the toy job of d9d-testing: eight steps, with an evaluation and a checkpoint every four.
 
     Attributes:
-        waits: whether its handlers may read values of the device, which stops a GPU in each such step.
-        job: sections that replace those of the toy job, for subscribers that need another model or task.
-        builds_on: declaration modules of the plugins that ``job`` names.
+        waits: whether handlers may read device values, which synchronizes with the GPU.
+        job: sections that replace sections of the toy job, for subscribers that need another model or task.
+        builds_on: declaration modules of the plugins that ``job`` uses.
     """
 
     kind = "subscriber"
@@ -51,33 +51,33 @@ class SubscriberSuite(ComponentSuite):
     job: ClassVar[Mapping[str, Any]] = {}
     builds_on: ClassVar[tuple[str, ...]] = ()
 
-    # --- what subclasses may say
+    # --- for subclasses to override
 
     def fields(self, directory: Path) -> Mapping[str, Any]:  # noqa: ARG002 - for subclasses
-        """Fields of the config."""
+        """Config fields."""
         return {}
 
     def broken_fields(self, directory: Path) -> Mapping[str, Any] | None:  # noqa: ARG002 - for subclasses
-        """Fields with which a handler fails; ``None`` if there are none."""
+        """Config fields with which a handler fails; ``None`` if there are none."""
         return None
 
-    # --- what holds for all
+    # --- tests
 
     def test_it_subscribes_to_events_that_exist(self, tmp_path: Path) -> None:
-        """With functions of one argument."""
+        """Subscriptions are pairs of an existing event type and a function of one argument."""
         pairs = list(self.watching(tmp_path).subscriptions())
         assert pairs, "subscriptions() is empty; yield pairs of an event of d9d_core.events and a function"
         known = ", ".join(event.__name__ for event in ev.CATALOGUE)
         for event, handler in pairs:
-            assert event in ev.CATALOGUE, f"subscribes to {event!r}, which is no event; events are: {known}"
+            assert event in ev.CATALOGUE, f"subscribes to {event!r}, which is not an event; events are: {known}"
             assert callable(handler), f"the handler of {event.__name__} is {handler!r}; give a function"
             try:
                 inspect.signature(handler).bind(object())
             except TypeError as error:
-                raise AssertionError(f"the handler of {event.__name__} must take the event alone: {error}") from error
+                raise AssertionError(f"the handler of {event.__name__} must take the event only: {error}") from error
 
     def test_losses_and_weights_are_those_of_a_run_without_it(self, tmp_path: Path) -> None:
-        """Bit for bit, over the whole run."""
+        """Losses and weights of the whole run are identical, bit for bit."""
         plain = self.trained(tmp_path / "plain", [])
         watched = self.trained(tmp_path / "watched", [self.watching(tmp_path)])
         for step, (found, expected) in enumerate(zip(watched.losses, plain.losses, strict=True)):
@@ -89,7 +89,7 @@ class SubscriberSuite(ComponentSuite):
         assert not changed, f"after the run, {changed} differ from a run without the subscriber"
 
     def test_it_keeps_no_tensors_of_past_steps(self, tmp_path: Path) -> None:
-        """Packs and results would fill the device's memory."""
+        """The subscriber must not hold packs and results, which would fill device memory."""
         subscriber = self.watching(tmp_path)
         tracer = _Tracer()
         self.trained(tmp_path / "run", [subscriber, tracer])
@@ -98,12 +98,12 @@ class SubscriberSuite(ComponentSuite):
         names = sorted({what for step, what in tracer.alive() if step < tracer.last - _RECENT})
         assert not alive, (
             f"{', '.join(names)} of steps {alive} still exist after step {tracer.last}; keep host values, from "
-            "ValuesLogged, or copies of the few numbers that are needed"
+            "ValuesLogged, or copies of a few numbers"
         )
         del subscriber
 
     def test_handlers_never_wait_for_the_device(self, tmp_path: Path) -> None:
-        """A value that is read in a handler stops the GPU in every step; ``ValuesLogged`` has them on the host."""
+        """Handlers must not read device values, which synchronizes in every step; ``ValuesLogged`` has host values."""
         if self.waits:
             pytest.skip(f"{type(self).__name__}.waits is True")
         watched = _Watched(self.watching(tmp_path))
@@ -114,21 +114,19 @@ class SubscriberSuite(ComponentSuite):
         )
 
     def test_what_it_raises_ends_the_run(self, tmp_path: Path) -> None:
-        """Observers are part of the job: nothing is swallowed."""
+        """Exceptions of handlers end the run, because subscribers are part of the job."""
         fields = self.broken_fields(tmp_path)
         if fields is None:
-            pytest.skip(f"{type(self).__name__}.broken_fields gives no fields with which a handler fails")
+            pytest.skip(f"{type(self).__name__}.broken_fields returns no fields with which a handler fails")
         subscriber = self.build(**fields)
         try:
             self.trained(tmp_path / "run", [subscriber])
-        except Exception:  # whatever it is: the loop raises what the handler raised
+        except Exception:  # any type: the loop raises the handler's exception
             return
-        raise AssertionError(
-            f"with {dict(fields)} the run ends as if nothing had happened; let exceptions leave the handler"
-        )
+        raise AssertionError(f"with {dict(fields)} the run succeeds; handlers must not catch their exceptions")
 
     def test_a_run_that_fails_ends_with_its_own_error(self, tmp_path: Path) -> None:
-        """Not with another one of the subscriber, which is told of the failure."""
+        """A failure of the run is raised, not an exception of the subscriber that is notified of it."""
 
         class Failing:
             def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
@@ -141,24 +139,24 @@ class SubscriberSuite(ComponentSuite):
         with pytest.raises(ZeroDivisionError, match="the fault of another") as caught:
             self.trained(tmp_path / "run", [self.watching(tmp_path), Failing()])
         notes = getattr(caught.value, "__notes__", [])
-        assert not notes, f"told of a failed run, the subscriber fails itself: {notes[0]}"
+        assert not notes, f"the subscriber itself fails when it is notified of a failed run: {notes[0]}"
 
     def test_it_watches_a_resumed_run(self, tmp_path: Path) -> None:
-        """A new process, from a checkpoint in the middle, to the same weights."""
+        """A run resumed from a checkpoint with a new subscriber gives the same weights."""
         plain = self.trained(tmp_path / "plain", [])
         self.trained(tmp_path / "run", [self.watching(tmp_path)], steps=4)
         resumed = self.trained(tmp_path / "run", [self.watching(tmp_path)])
         changed = differing(bits(plain.weights), bits(resumed.weights))
         assert not changed, f"after a resumed run, {changed} differ from a run without the subscriber"
 
-    # --- what subclasses may use
+    # --- helpers for subclasses
 
     def watching(self, directory: Path) -> Any:
         """A new subscriber."""
         return self.build(**self.fields(directory))
 
     def trained(self, directory: Path, subscribers: Iterable[Any], steps: int = 8) -> _Curve:
-        """The losses and weights of a run with these observers."""
+        """Losses and weights of a run with these subscribers."""
         values = {
             "run": {"name": "suite", "dir": str(directory)},
             "steps": steps,
@@ -183,7 +181,7 @@ class SubscriberSuite(ComponentSuite):
 
 
 class _Curve:
-    """The losses of a run, as the loop logs them."""
+    """Losses of a run, as logged."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -223,7 +221,7 @@ class _Tracer:
 
 
 class _Watched:
-    """A subscriber whose handlers are watched for reads of values."""
+    """Wrapper of a subscriber that detects reads of device values in its handlers."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""Conformance suite of tasks: loss sums, the weights that divide them, and observations."""
+"""Conformance suite of tasks: loss sums, their weights, and observations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Sums = dict[str, Tensor]
 
 
 class TaskSuite(ComponentSuite):
-    """The conformance suite of tasks (:class:`d9d_core.task.Task`).
+    """Conformance suite of tasks (:class:`d9d_core.task.Task`).
 
     Subclass it and name the task::
 
@@ -34,14 +34,15 @@ class TaskSuite(ComponentSuite):
             accepts = ({"vocab_size": 8}, {"vocab_size": 8})
             rejects = (({"vocab_size": 8}, {"vocab_size": 9}),)
 
-    By default microbatches have the names of language modelling, and outputs are ``token_loss`` and ``class_logits``. A
-    task with others overrides ``microbatch`` and ``outputs``.
+    By default microbatches have the names of language modelling, and outputs are ``token_loss`` and ``class_logits``.
+    For
+    other tensors, override ``microbatch`` and ``outputs``.
 
     Attributes:
-        samples: how many ``microbatch`` can give.
-        observes: names of the observations; by default, whatever there is, as long as it is always the same.
-        accepts: fields of a model's config, and facts of data that goes with it.
-        rejects: such pairs that do not go together.
+        samples: number of samples that ``microbatch`` can give.
+        observes: names of the observations; by default any, as long as they never change.
+        accepts: fields of a model's config, and facts of data that fit it.
+        rejects: pairs of config fields and facts that do not fit.
     """
 
     kind = "task"
@@ -51,25 +52,25 @@ class TaskSuite(ComponentSuite):
     accepts: ClassVar[tuple[Mapping[str, Any], Mapping[str, Any]]] = ({}, {})
     rejects: ClassVar[Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]] = ()
 
-    # --- what subclasses may say
+    # --- for subclasses to override
 
     def microbatch(self, samples: slice, *, counted: bool = True) -> Mapping[str, Tensor]:
-        """Some of ``samples`` samples; the same in every call.
+        """Some of ``samples`` samples; equal in every call.
 
         Args:
-            samples: which.
-            counted: ``False`` to mark them such that none counts in any loss term that leaves out samples.
+            samples: samples to return.
+            counted: if ``False``, no sample may count in any loss term that can ignore samples.
         """
         return observations.microbatch(samples, counted=counted)
 
     def outputs(self, microbatch: Microbatch, scale: Tensor) -> Mapping[str, Tensor]:
-        """What a model's last stage returns: a function of each sample, times the 0-d ``scale``, a parameter."""
+        """Outputs of a model's last stage: a function of each sample, times ``scale``, a 0-d parameter."""
         return observations.outputs(microbatch, scale)
 
-    # --- what holds for all
+    # --- tests
 
     def test_weights_depend_on_the_microbatch_alone(self) -> None:
-        """They are known before the first backward, one for each term, on the device."""
+        """Weights are known before the first backward, one per term, on the device."""
         task, batch = self.build(), self.whole()
         terms = dict(task.coefficients)
         assert terms, "coefficients is empty; name each loss term and its coefficient"
@@ -90,7 +91,7 @@ class TaskSuite(ComponentSuite):
             assert weights[term] > 0, f"the weight of {term} is zero although samples count; see microbatch()"
 
     def test_losses_are_float32_sums_with_a_graph(self) -> None:
-        """One 0-d tensor for each term, finite."""
+        """Losses are finite 0-d float32 tensors with a graph, one per term."""
         task, batch = self.build(), self.whole()
         scale = torch.ones((), requires_grad=True)
         sums = task.losses(self.outputs(batch, scale), batch)
@@ -111,19 +112,21 @@ class TaskSuite(ComponentSuite):
         for cut in (1, self.samples // 2, self.samples - 1):
             parts = [self.sums(task, self.microbatch(part)) for part in (slice(0, cut), slice(cut, self.samples))]
             for name, value in expected.items():
-                what = f"{name} of {cut} and {self.samples - cut} samples together, against all at once (sum, no mean)"
+                what = (
+                    f"{name} of {cut} and {self.samples - cut} samples added, compared with all at once (sum, no mean)"
+                )
                 assert_close_values(parts[0][name] + parts[1][name], value, what=what)
 
     def test_a_batch_twice_has_twice_the_sums(self) -> None:
-        """So that the loss of a step does not depend on the size of its batch."""
+        """Sums are proportional to the batch, so that the loss of a step does not depend on the batch size."""
         task, batch = self.build(), self.whole()
         double = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
         expected = self.sums(task, batch)
         for name, value in self.sums(task, double).items():
-            assert_close_values(value, 2 * expected[name], what=f"{name} of a batch twice, against twice that of once")
+            assert_close_values(value, 2 * expected[name], what=f"{name} of a doubled batch, against twice the sum")
 
     def test_weights_count_what_losses_sum(self) -> None:
-        """Of copies of one sample, some of which do not count, the mean loss is that of one."""
+        """The mean loss of copies of one sample, some of which do not count, equals the loss of one copy."""
         task = self.build()
         one = next(
             slice(i, i + 1)
@@ -135,13 +138,13 @@ class TaskSuite(ComponentSuite):
         mixed = self.means(task, {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
         for term, mean in alone.items():
             what = (
-                f"the mean of {term} over five equal samples of which two count, against one; weights() must count "
-                "exactly the samples or positions that losses() sums"
+                f"the mean of {term} over five equal samples of which two count, compared with one; weights() must "
+                "count exactly the samples or positions that losses() sums"
             )
             assert_close_values(mixed[term], mean, what=what)
 
     def test_what_does_not_count_has_no_loss_and_no_nan(self) -> None:
-        """Zero weight: a zero loss and a finite gradient of zeros."""
+        """A term of zero weight has zero loss and a zero, finite gradient."""
         task, batch = self.build(), dict(self.microbatch(slice(0, self.samples), counted=False))
         weights = task.weights(batch)
         silent = [term for term in task.coefficients if not weights[term]]
@@ -159,7 +162,7 @@ class TaskSuite(ComponentSuite):
         assert scale.grad is None or scale.grad == 0, f"terms of zero weight have a gradient of {scale.grad}"
 
     def test_inputs_are_what_the_microbatch_has(self) -> None:
-        """The first stage gets something, and nothing is changed."""
+        """The first stage gets at least one tensor, and the microbatch is not changed."""
         task, batch = self.build(), self.whole()
         before = bits(batch)
         inputs = task.inputs(batch)
@@ -175,22 +178,22 @@ class TaskSuite(ComponentSuite):
         assert not changed, f"the task writes into {changed} of the microbatch"
 
     def test_what_the_record_reads_is_what_the_task_needs(self) -> None:
-        """A dataset that lacks one of these tensors is refused, one that gives no others is not."""
+        """The record's ``reads`` lists exactly the required tensors, because datasets are accepted by this list."""
         spec = configured(self.kind, self.plugin, self.target, self.config)[0]
         batch = self.whole()
         found = {name: batch[name].ndim for name in spec.reads if name in batch}
         assert found == spec.reads, (
-            f"the record says that the task reads {spec.reads}, of which microbatch() has {found}"
+            f"the record states that the task reads {spec.reads}, but microbatch() has only {found} of these"
         )
         for name in sorted(spec.reads):
-            with pytest.raises((D9dError, KeyError)):  # noqa: PT012 - whichever method comes to it
+            with pytest.raises((D9dError, KeyError)):  # noqa: PT012 - raised by the first method that reads it
                 self._run({other: tensor for other, tensor in batch.items() if other != name}, batch)
-                raise AssertionError(f"the task works without {name}, which its record says it reads; take it out")
+                raise AssertionError(f"the task works without {name}, which its record lists in reads; remove it")
         if spec.reads and not isinstance(self.build(), TwoPassTask):  # whose first pass adds tensors
             self._run({name: batch[name] for name in spec.reads}, batch)
 
     def test_tokens_are_counted_without_waiting(self) -> None:
-        """From shapes alone; or, where some positions are padding, on the device."""
+        """Tokens are counted from shapes, or on the device if some positions are padding."""
         task, batch = self.build(), self.whole()
         shapes = {name: tensor.to("meta") for name, tensor in batch.items()}
         count = task.count(shapes)
@@ -207,7 +210,7 @@ class TaskSuite(ComponentSuite):
         assert count > 0, f"count() is {count}"
 
     def test_observations_are_detached_tensors_of_fixed_names(self) -> None:
-        """Metrics find them by name in every microbatch."""
+        """Metrics find observations by name in every microbatch."""
         task = self.build()
         names = set()
         for part in (slice(0, self.samples), slice(0, 1), slice(2, 5)):
@@ -223,22 +226,22 @@ class TaskSuite(ComponentSuite):
             assert set(found) == set(self.observes), f"observed are {list(found)}, declared {sorted(self.observes)}"
 
     def test_check_takes_what_fits_and_facts_that_are_unknown(self) -> None:
-        """While a job is planned, nothing is known about the data."""
+        """``check`` accepts fitting facts and missing ones, because no facts are known while a job is planned."""
         model, known = self.accepts
         for facts in (known, {}):
             self.build().check(SimpleNamespace(**model), dict(facts))
 
     def test_check_refuses_what_it_cannot_use(self) -> None:
-        """Before anything is built."""
+        """``check`` refuses a model and data that do not fit, before anything is built."""
         if not self.rejects:
-            pytest.skip(f"{type(self).__name__}.rejects names no model and data that do not go together")
+            pytest.skip(f"{type(self).__name__}.rejects names no model and data that do not fit")
         for model, known in self.rejects:
             with pytest.raises(D9dError) as refusal:
                 self.build().check(SimpleNamespace(**model), dict(known))
             assert str(refusal.value), f"a model with {dict(model)} is refused without a reason"
 
     def _run(self, batch: Microbatch, whole: Microbatch) -> None:
-        """Call each method of a new task that reads a microbatch, with the outputs of the whole one."""
+        """Call each method of a new task on a microbatch, with outputs for the complete one."""
         task = self.build()
         task.count(batch)
         if isinstance(task, TwoPassTask):
@@ -249,23 +252,23 @@ class TaskSuite(ComponentSuite):
         task.losses(outputs, batch)
         task.observations(outputs, batch)
 
-    # --- what subclasses may use
+    # --- helpers for subclasses
 
     def whole(self) -> dict[str, Tensor]:
         """All samples."""
         return dict(self.microbatch(slice(0, self.samples)))
 
     def losses(self, task: Any, batch: Microbatch) -> _Sums:
-        """The loss sums."""
+        """Loss sums by term."""
         sums = task.losses(self.outputs(batch, torch.ones((), requires_grad=True)), batch)
         return {term: sums[term].detach() for term in task.coefficients}
 
     def sums(self, task: Any, batch: Microbatch) -> _Sums:
-        """Losses and weights by what messages call them."""
+        """Losses and weights, by their names in messages."""
         weights, losses = task.weights(batch), self.losses(task, batch)
         return {f"the loss {t}": losses[t] for t in losses} | {f"the weight of {t}": weights[t].float() for t in losses}
 
     def means(self, task: Any, batch: Microbatch) -> _Sums:
-        """Loss over weight."""
+        """Loss divided by weight, by term."""
         weights = task.weights(batch)
         return {term: value / weights[term] for term, value in self.losses(task, batch).items()}

@@ -1,4 +1,4 @@
-"""Conformance suite of trackers: a run's life cycle, resume, all kinds of values, and backends that fail."""
+"""Conformance suite of trackers: life cycle of a run, resume, all kinds of values, and failing backends."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from d9d_engine.trackers.hub import TrackerHub
 from d9d_testing.suites.support.component import ComponentSuite, plain_json
 
 _VALUES = {"loss": 1.5, "lr": 1e-3, "eval/loss": math.nan, "grad_norm": math.inf}
-#: Step -> series -> value, as a backend gives them back.
+#: Step -> series -> value, as read back from a backend.
 Logged = Mapping[int, Mapping[str, float | None]]
-#: Kinds of values besides numbers and tables, with the protocol of a run that takes them, and two examples.
+#: Further kinds of values -> protocol of a run that accepts them, and a function that returns an example.
 _KINDS: Mapping[str, tuple[type, Callable[[], Any]]] = {
     "histograms": (TakesHistograms, lambda: Histogram(torch.tensor([1.0, 0.0, 3.0]), -1.0, 2.0)),
     "texts": (TakesTexts, lambda: "a text\nof two *lines*"),
@@ -37,7 +37,7 @@ _KINDS: Mapping[str, tuple[type, Callable[[], Any]]] = {
 }
 
 
-#: Names that labels of a corpus may make: paths, control characters, half a surrogate pair, hundreds of characters.
+#: Names that labels of a dataset may cause: paths, control characters, half a surrogate pair, hundreds of characters.
 _ODD_NAMES = (
     *(".", "..", "", "f1/.", "a//b", "/a", "a/", "a/../b", "-", " a ", "_step", "step", "a\\b", "a:b", "a%2Fb", "100%"),
     *("nul\0", "bell\a\x1b[31m", "a\nb", "half \ud800", "\N{HIRAGANA LETTER A}" * 100, "x" * 10_000, "x" * 10_001),
@@ -45,26 +45,26 @@ _ODD_NAMES = (
 
 
 def by_step(points: Iterable[tuple[int, str, float | None]]) -> Logged:
-    """Sort the points of a backend (step, series, value) by step.
+    """Group the points of a backend (step, series, value) by step.
 
     Raises:
-        AssertionError: a series has a step twice.
+        AssertionError: a series has two values for one step.
     """
     found: dict[int, dict[str, float | None]] = {}
     for step, name, value in points:
         values = found.setdefault(step, {})
         assert name not in values, (
-            f"series '{name}' has step {step} twice; a resumed run removes steps after RunInfo.resumed_step, or passes "
-            "over those that the backend has"
+            f"series '{name}' has step {step} twice; a resumed run must remove steps after RunInfo.resumed_step, or "
+            "skip steps that the backend already has"
         )
         values[name] = value
     return found
 
 
 class TrackerSuite(ComponentSuite):
-    """The conformance suite of trackers (:class:`d9d_core.tracker.Tracker`).
+    """Conformance suite of trackers (:class:`d9d_core.tracker.Tracker`).
 
-    Subclass it, name the tracker, and say how to read back what it logged::
+    Subclass it, name the tracker, and implement reading logged values back::
 
         class TestMyTracker(TrackerSuite):
             target = "my_tracker"
@@ -78,9 +78,9 @@ class TrackerSuite(ComponentSuite):
     Each run has ``directory`` as its run directory.
 
     Attributes:
-        patience: seconds that a call may take, also when the backend does not answer.
-        rewinds: whether the backend can remove what came after a checkpoint; where not, it stays, and no step of a
-            series is written twice.
+        patience: most seconds per call, also if the backend does not answer.
+        rewinds: whether the backend can remove entries after a checkpoint's step; if not, they stay, and no step of a
+            series may be written twice.
     """
 
     kind = "tracker"
@@ -88,56 +88,57 @@ class TrackerSuite(ComponentSuite):
     patience: ClassVar[float] = 2.0
     rewinds: ClassVar[bool] = True
 
-    # --- what subclasses may say
+    # --- for subclasses to override
 
     def fields(self, directory: Path) -> Mapping[str, Any]:  # noqa: ARG002 - for subclasses
-        """Fields of the config."""
+        """Config fields."""
         return {}
 
     def default_fields(self) -> Mapping[str, Any]:
-        """Fields that have no default, or whose default needs an account or a network."""
+        """Config fields without a default, or whose default needs an account or a network."""
         return {}
 
     def broken_fields(self, directory: Path) -> Mapping[str, Any]:
-        """Fields with which the backend fails or does not answer, such as a closed port.
+        """Config fields with which the backend fails or does not answer, such as a closed port.
 
-        By default those of ``fields``; the run's directory cannot be made then.
+        By default the result of ``fields``; the run's directory cannot be created in that test.
         """
         return self.fields(directory)
 
     def logged(self, directory: Path) -> Logged | None:  # noqa: ARG002 - for subclasses
-        """Values that the backend has of the run, by step; ``None`` if it keeps nothing that can be read.
+        """Values that the backend stores for the run, by step; ``None`` if they cannot be read back.
 
-        :func:`by_step` makes it of single points, and finds duplicates. Of several runs in one place, the last counts.
+        :func:`by_step` groups single points, and finds duplicates. If there are several runs in one place, return the
+        last.
         """
         return None
 
     def logged_tables(self, directory: Path) -> Mapping[int, Sequence[str]] | None:  # noqa: ARG002 - for subclasses
-        """Names of the tables that the backend has of the run, by step; ``None`` if they cannot be read."""
+        """Names of the tables that the backend stores for the run, by step; ``None`` if they cannot be read back."""
         return None
 
     def logged_kind(self, directory: Path, kind: str) -> Mapping[int, Sequence[str]] | None:  # noqa: ARG002
-        """Names of the ``histograms``, ``texts`` or ``pictures`` that the backend has of the run, by step.
+        """Names of the ``histograms``, ``texts`` or ``pictures`` that the backend stores for the run, by step.
 
-        ``None`` if they cannot be read.
+        ``None`` if they cannot be read back.
         """
         return None
 
     def logged_file(self, directory: Path, name: str) -> bytes | None:  # noqa: ARG002 - for subclasses
-        """Content of a file that the backend has of the run; ``None`` if it cannot be read."""
+        """Content of a file that the backend stores for the run; ``None`` if it cannot be read back."""
         return None
 
     def crash(self, run: Any) -> None:
-        """Do to a run what the death of its process does; by default nothing.
+        """Simulate the death of a run's process; by default nothing.
 
-        For backends that let no second run continue one that this process still has.
+        For backends that refuse to continue a run that is still open in this process.
         """
 
-    # --- what holds for all
+    # --- tests
 
     @pytest.mark.parametrize("status", ["finished", "stopped", "failed"])
     def test_a_run_is_opened_written_and_closed(self, tmp_path: Path, status: Any) -> None:
-        """Whatever the values are, and also without any."""
+        """A run accepts any values, and also none."""
         for steps in ((), (1, 5, 5)):
             hub, notes = self.hub(self.fields(tmp_path))
             hub.open(self.run_info(tmp_path), {})
@@ -150,7 +151,7 @@ class TrackerSuite(ComponentSuite):
             assert not notes, f"with writes after steps {list(steps)}, closed as {status}: {notes[0]}"
 
     def test_what_is_written_is_kept(self, tmp_path: Path) -> None:
-        """All series of each step, as they were when they were written."""
+        """All series of each step are stored, with their values at the time of the call."""
         run = self.opened(tmp_path)
         for step in (1, 2, 3):
             values = {"loss": float(step), "lr": 0.5 * step}
@@ -165,16 +166,16 @@ class TrackerSuite(ComponentSuite):
         assert logged == expected, f"logged are {logged}, written were {expected}"
 
     def test_a_flush_keeps_what_was_written(self, tmp_path: Path) -> None:
-        """Whoever reads then has everything, because a crash may follow."""
+        """After ``flush``, a reader finds everything, because a crash may follow."""
         run = self.opened(tmp_path)
         run.write(1, {"loss": 1.0})
         run.flush()
         logged = self.read(tmp_path)
         run.close("finished")
-        assert logged == {1: {"loss": 1.0}}, f"after flush(), logged are {logged}; write buffers out"
+        assert logged == {1: {"loss": 1.0}}, f"after flush(), logged are {logged}; write out buffers"
 
     def test_a_resumed_run_drops_what_came_after_the_checkpoint(self, tmp_path: Path) -> None:
-        """It crashed some steps later, which are repeated; what the checkpoint knows stays."""
+        """Steps after the checkpoint of a crashed run are removed and repeated; earlier entries stay."""
         run = self.opened(tmp_path)
         for step in (1, 2, 3, 4):
             run.write(step, {"loss": 1.0})
@@ -196,7 +197,7 @@ class TrackerSuite(ComponentSuite):
         if not self.rewinds:
             assert [logged.get(step) for step in (1, 2, 3, 4)] == [{"loss": 1.0}] * 4, f"resumed, logged are {logged}"
             assert 5 in logged, f"resumed at step 4 and written after step 5, logged are {logged}"
-            assert not logged.keys() - {1, 2, 3, 4, 5, 6}, f"logged are steps nobody has written: {logged}"
+            assert not logged.keys() - {1, 2, 3, 4, 5, 6}, f"logged are steps that were never written: {logged}"
             return
         expected = {step: {"loss": 2.0 if step == 5 else 1.0} for step in (1, 2, 3, 4, 5)}
         assert logged == expected, (
@@ -204,16 +205,16 @@ class TrackerSuite(ComponentSuite):
         )
 
     def test_a_new_run_begins_empty(self, tmp_path: Path) -> None:
-        """Even where an earlier one was."""
+        """A new run has no entries of an earlier run in the same place."""
         for loss in (1.0, 2.0):
             run = self.opened(tmp_path)
             run.write(int(loss), {"loss": loss})
             run.close("failed")
         logged = self.read(tmp_path)
-        assert logged == {2: {"loss": 2.0}}, f"a new run at step 0 has {logged}; resumed_step = 0 starts anew"
+        assert logged == {2: {"loss": 2.0}}, f"a new run at step 0 has {logged}; resumed_step = 0 must start empty"
 
     def test_writes_after_close_are_refused_or_lost(self, tmp_path: Path) -> None:
-        """They raise or do nothing; closing twice does no harm either."""
+        """Calls after ``close`` raise or do nothing, a second ``close`` included."""
         run = self.opened(tmp_path)
         run.write(1, {"loss": 1.0})
         run.close("finished")
@@ -225,17 +226,20 @@ class TrackerSuite(ComponentSuite):
         assert after == before, f"after close(), writes change what was logged from {before} to {after}"
 
     def test_state_is_plain_data(self, tmp_path: Path) -> None:
-        """A checkpoint keeps it, before the first write and later."""
+        """State is JSON values for a checkpoint, before the first write and later."""
         run = self.opened(tmp_path)
         for step in (0, 1):
             if step:
                 run.write(step, _VALUES)
             state = plain_json(run.state(), "state()")
-            assert isinstance(state, dict), f"state() is {state!r}; return names and values, or {{}}"
+            assert isinstance(state, dict), f"state() is {state!r}; return a mapping, possibly empty"
         run.close("finished")
 
     def test_a_backend_that_fails_ends_no_process_and_holds_up_no_call(self, tmp_path: Path) -> None:
-        """The loop then switches the tracker off; before a checkpoint and at its end, it waits for what was called."""
+        """Failures raise an Exception within ``patience``.
+
+        The loop waits for pending calls at checkpoints and at its end.
+        """
         file = tmp_path / "no directory"
         file.write_text("")
         tracker, run = self.build(**self.broken_fields(tmp_path)), None
@@ -263,7 +267,7 @@ class TrackerSuite(ComponentSuite):
                 failed = True
             except BaseException as error:
                 raise AssertionError(
-                    f"{name}() raises {error!r}, which is meant to end a process; raise an Exception"
+                    f"{name}() raises {error!r}, which would end the process; raise an Exception"
                 ) from error
             seconds = time.perf_counter() - begin
             assert seconds <= self.patience, (
@@ -275,12 +279,12 @@ class TrackerSuite(ComponentSuite):
             assert run is not None, "open() returns None although the backend fails; raise an Exception"
 
     def test_tables_are_taken_as_they_are(self, tmp_path: Path) -> None:
-        """With holes and names of rows; tables are not changed, and those of later steps are dropped on resume."""
+        """Tables with NaN and row names are stored unchanged; tables of later steps are removed on resume."""
         run: Any = self.opened(tmp_path)
         takes_tables = isinstance(run, TakesTables)
         if not takes_tables:
             run.close("finished")
-            pytest.skip("the tracker takes no tables")
+            pytest.skip("the tracker does not accept tables")
         table = _table()
         before = table.values.clone()
         for step in (1, 2):
@@ -305,7 +309,7 @@ class TrackerSuite(ComponentSuite):
             assert found == expected, f"resumed at step 1, tables are {found}, expected {expected}"
 
     def test_series_with_tags_are_told_apart(self, tmp_path: Path) -> None:
-        """Backends without tags join them to the name."""
+        """Series with equal names and different tags stay separate; backends without tags join tags to the name."""
         run = self.opened(tmp_path)
         run.write(1, {"loss": 1.0, SeriesName("loss", {"stage": "train"}): 2.0})
         run.write(1, {SeriesName("loss", {"stage": "eval"}): 3.0})
@@ -315,7 +319,7 @@ class TrackerSuite(ComponentSuite):
 
     @pytest.mark.parametrize("kind", ["write", *(f"write_{kind}" for kind in _KINDS)])
     def test_an_odd_name_costs_neither_the_tracker_nor_another_name(self, tmp_path: Path, kind: str) -> None:
-        """Alone and beside others; every name is kept under one of its own, of all kinds that the tracker takes."""
+        """Odd names, alone and with others, are stored under distinct names, for all accepted kinds of values."""
         make = (lambda: 2.0) if kind == "write" else _KINDS[kind.removeprefix("write_")][1]
         hub, notes = self.hub(self.fields(tmp_path))
         hub.open(self.run_info(tmp_path), {})
@@ -341,7 +345,7 @@ class TrackerSuite(ComponentSuite):
             )
 
     def test_the_defaults_write(self, tmp_path: Path) -> None:
-        """A tracker that the job names and says nothing more about keeps values, with its real library."""
+        """A tracker without settings stores values, with its real library."""
         hub, notes = self.hub(self.default_fields())
         hub.open(self.run_info(tmp_path), {})
         hub.write(1, {"loss": 1.0})
@@ -352,13 +356,16 @@ class TrackerSuite(ComponentSuite):
 
     @pytest.mark.parametrize("kind", _KINDS)
     def test_other_kinds_are_taken_as_they_are(self, tmp_path: Path, kind: str) -> None:
-        """Histograms, texts and pictures are not changed; those of later steps are dropped or replaced on resume."""
+        """Histograms, texts and pictures are stored unchanged.
+
+        Entries of later steps are removed or replaced on resume.
+        """
         protocol, make = _KINDS[kind]
         run: Any = self.opened(tmp_path)
         takes_any = isinstance(run, protocol)
         if not takes_any:
             run.close("finished")
-            pytest.skip(f"the tracker takes no {kind}")
+            pytest.skip(f"the tracker does not accept {kind}")
         given, expected = make(), make()
         name = SeriesName("other", {"stage": "train"})
         for step in (1, 2):
@@ -371,7 +378,7 @@ class TrackerSuite(ComponentSuite):
         again.write(2, {"loss": 1.0})
         getattr(again, f"write_{kind}")(2, {"one": given, name: make()})
         again.close("finished")
-        assert _bytes(given) == _bytes(expected), f"write_{kind}() changes what it is given"
+        assert _bytes(given) == _bytes(expected), f"write_{kind}() changes its argument"
         logged = self.logged_kind(tmp_path, kind)
         _bury(run)
         if logged is not None:
@@ -380,7 +387,7 @@ class TrackerSuite(ComponentSuite):
             assert found == both, f"resumed at step 1, {kind} are {found}, expected {both}"
 
     def test_a_name_of_several_kinds_costs_none_of_them(self, tmp_path: Path) -> None:
-        """Such as the loss of a batch and the histogram of its samples' losses, and also after a resume."""
+        """A number and another kind of value may share a name, also after a resume."""
         run: Any = self.opened(tmp_path)
         kinds = {kind: make for kind, (protocol, make) in _KINDS.items() if isinstance(run, protocol)}
         state = None
@@ -397,21 +404,21 @@ class TrackerSuite(ComponentSuite):
         logged = self.logged(tmp_path)
         _bury(buried)
         found = {step: values.get("loss") for step, values in (logged or {}).items()}
-        assert logged is None or found == {1: 1.0, 2: 2.0}, f"beside {', '.join(kinds)} of that name, 'loss' is {found}"
+        assert logged is None or found == {1: 1.0, 2: 2.0}, f"with {', '.join(kinds)} of that name, 'loss' is {found}"
         for kind in kinds:
             named = self.logged_kind(tmp_path, kind)
             counts = {step: len(names) for step, names in (named or {}).items() if names}
             assert named is None or counts == {1: 1, 2: 1}, (
-                f"beside the number 'loss', {kind} of that name are {named}; name one of them another way, or raise"
+                f"with the number 'loss', {kind} of that name are {named}; store one under another name, or raise"
             )
 
     def test_files_are_copied(self, tmp_path: Path) -> None:
-        """The backend has them as they were, when the file has changed since."""
+        """The backend stores files as they were at the time of the call, even if they change later."""
         run: Any = self.opened(tmp_path)
         takes_files = isinstance(run, TakesFiles)
         if not takes_files:
             run.close("finished")
-            pytest.skip("the tracker takes no files")
+            pytest.skip("the tracker does not accept files")
         (file := tmp_path / "notes.txt").write_text("first")
         run.write_files(1, {"notes": file})
         run.flush()
@@ -421,23 +428,23 @@ class TrackerSuite(ComponentSuite):
         logged = self.logged_file(tmp_path, "notes")
         assert logged in (None, b"first"), f"a file that was logged and changed afterwards reads {logged!r}; copy it"
 
-    # --- what subclasses may use
+    # --- helpers for subclasses
 
     def hub(self, fields: Mapping[str, Any]) -> tuple[TrackerHub, list[str]]:
-        """The loop's hub over this tracker, and the lines it prints."""
+        """The engine's hub with this tracker, and the lines that it prints."""
         notes: list[str] = []
         return TrackerHub({self.target: self.build(**fields)}, notes.append), notes
 
     def opened(self, directory: Path, *, resumed_step: int = 0, state: Any = None) -> Any:
-        """A run in a directory."""
+        """Open a run in a directory."""
         return self.build(**self.fields(directory)).open(self.run_info(directory, resumed_step), state)
 
     def run_info(self, directory: Path, resumed_step: int = 0) -> RunInfo:
-        """A run of ten steps."""
+        """Facts of a run of ten steps."""
         return RunInfo("suite", directory, "a run of the suite", {"steps": 10}, 10, resumed_step)
 
     def read(self, directory: Path) -> Logged:
-        """What was logged; skips the test where nothing can be read."""
+        """Logged values; skips the test if they cannot be read back."""
         logged = self.logged(directory)
         if logged is None:
             pytest.skip(f"{type(self).__name__}.logged does not say how to read back what was logged")
@@ -445,7 +452,7 @@ class TrackerSuite(ComponentSuite):
 
 
 def _bury(run: Any) -> None:
-    """Close a run whose process is meant to have died, for the sake of its open files; only once all was read."""
+    """Close a run whose process is simulated as dead, to release its files; only after everything was read."""
     with suppress(Exception):
         run.close("failed")
 

@@ -1,1 +1,1 @@
-"""A complete, tiny plugin in plain torch (model, data, task, optimizer, metric), to test everything around them."""
+"""Complete, tiny plugin in plain torch (model, data, task, optimizer, metric and more), to test the code around it."""

@@ -1,4 +1,4 @@
-"""A toy fine-tuning method: low-rank terms beside linear layers (Hu et al. 2021, "LoRA", section 4.1).
+"""Toy fine-tuning method: low-rank adapters of linear layers (Hu et al. 2021, "LoRA", section 4.1).
 
 Legend: O features out, I features in, R rank.
 """
@@ -18,7 +18,7 @@ from d9d_testing.toy.config import ToyAdapterConfig
 
 
 class LowRank(nn.Module):
-    """``up down x``; zero at the start, so that training starts from the model as it is."""
+    """``up down x``; initially zero, so that training starts from the original model."""
 
     def __init__(self, weight_OI: Tensor, rank: int) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class LowRank(nn.Module):
 
 
 class AdaptedLinear(nn.Linear):
-    """Linear layer with the toy adapter's low-rank term; its own parameters keep their names."""
+    """Linear layer with the toy adapter's low-rank update; its own parameters keep their names."""
 
     adapter: LowRank
     adapter_off: bool
 
     @classmethod
     def around(cls, linear: nn.Linear, rank: int) -> AdaptedLinear:
-        """The layer with a new term, on its device."""
+        """Adapted copy of a layer, with a new adapter on its device."""
         adapted = cast("AdaptedLinear", _copy(linear, cls))
         adapted.adapter, adapted.adapter_off = LowRank(linear.weight, rank), False
         return adapted
@@ -56,19 +56,19 @@ class AdaptedLinear(nn.Linear):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """A plain layer with the term in its weight."""
+        """Plain layer with the adapter merged into its weight."""
         self.weight.add_(self.adapter.up @ self.adapter.down)
         return _copy(self, nn.Linear)
 
 
 class ToyAdapter:
-    """Toy adapter: a fine-tuning method that replaces each matching ``torch.nn.Linear``."""
+    """Toy fine-tuning method that replaces each matching ``torch.nn.Linear``."""
 
     def __init__(self, config: ToyAdapterConfig) -> None:
         self._config = config
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
-        """Add the terms, which train.
+        """Add adapters and return their parameters.
 
         Raises:
             BuildError: no linear layer matches.
@@ -76,22 +76,20 @@ class ToyAdapter:
         found = [(name, m) for name, m in _linears(stage) if fnmatch.fnmatchcase(name, self._config.match)]
         if not found:
             names = ", ".join(name for name, _ in _linears(stage)) or "none"
-            raise BuildError(
-                f"peft.match: no linear layer is called like '{self._config.match}'; the model has: {names}"
-            )
+            raise BuildError(f"peft.match: no linear layer matches '{self._config.match}'; the model has: {names}")
         for name, linear in found:
             stage.set_submodule(name, AdaptedLinear.around(linear, self._config.rank))
         return frozenset(f"{name}.adapter.{leaf}" for name, _ in found for leaf in ("down", "up"))
 
     def merge(self, stage: nn.Module) -> None:
-        """Put plain layers back."""
+        """Replace adapted layers by merged plain layers."""
         for name, linear in list(_linears(stage)):
             if isinstance(linear, AdaptedLinear):
                 stage.set_submodule(name, linear.merged())
 
     @contextmanager
     def off(self, stage: nn.Module) -> Iterator[None]:
-        """Compute without the terms inside the block."""
+        """Disable the adapters inside the block."""
         before = {m: m.adapter_off for m in stage.modules() if isinstance(m, AdaptedLinear)}
         for linear in before:
             linear.adapter_off = True
@@ -107,7 +105,7 @@ def _linears(stage: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _copy(linear: nn.Linear, kind: type[nn.Linear]) -> nn.Linear:
-    """A layer of another class with the same parameters."""
+    """Layer of another class with the same parameters."""
     made = kind(linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype)
     made.weight = linear.weight
     made.bias = linear.bias

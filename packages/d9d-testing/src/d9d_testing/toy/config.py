@@ -41,15 +41,15 @@ class ToyDataConfig(PluginConfig):
     features: int = 4
     """Width."""
     nan_at: int | None = None
-    """Pack (0-based) whose target is NaN."""
+    """Index of the pack whose targets are NaN."""
     masked_at: int | None = None
-    """Pack (0-based) in which no sample counts."""
+    """Index of the pack in which all samples are masked."""
     samples: int | None = None
-    """Samples that an epoch is said to have."""
+    """Stated number of samples per epoch."""
 
 
 class ToyTokensConfig(PluginConfig):
-    """Random tokens, and the tokens after them to predict."""
+    """Random tokens, with the next tokens as targets."""
 
     name: Literal["toy_tokens"] = "toy_tokens"
     """Selects this dataset."""
@@ -60,17 +60,17 @@ class ToyTokensConfig(PluginConfig):
 
     @property
     def sample_lengths(self) -> SampleLengths:
-        """The length of all microbatches."""
+        """Length of all microbatches."""
         return SampleLengths(self.sequence_length, self.sequence_length)
 
 
 class ToyTaskConfig(PluginConfig):
-    """Squared error, and a second term with another denominator."""
+    """Squared error, and a second loss term with another denominator."""
 
     name: Literal["toy_task"] = "toy_task"
     """Selects this task."""
     decay: float = 0.0
-    """Coefficient of the mean squared output; zero leaves the term out."""
+    """Coefficient of the mean squared output; zero removes the term."""
 
 
 class ToyOptimizerConfig(PluginConfig):
@@ -83,30 +83,30 @@ class ToyOptimizerConfig(PluginConfig):
 
 
 class ToyMetricConfig(PluginConfig):
-    """Mean absolute error since the last log entry."""
+    """Mean absolute error over the logging interval."""
 
     name: Literal["toy_metric"] = "toy_metric"
     """Selects this metric."""
 
 
 class ToyRecorderConfig(PluginConfig):
-    """Writes the name of every event."""
+    """Appends the name of every event to a file."""
 
     name: Literal["toy_recorder"] = "toy_recorder"
     """Selects this subscriber."""
     path: Path
-    """One line per event is appended to this file."""
+    """File to which one line per event is appended."""
 
 
 class ToyTrackerConfig(PluginConfig):
-    """A backend with a run id, which may fail."""
+    """Tracker with a run id, which can be made to fail."""
 
     name: Literal["toy_tracker"] = "toy_tracker"
     """Selects this tracker."""
     path: Path | None = None
-    """Every call is written to this file, one per line."""
+    """File to which every call is appended, one per line."""
     fails_in: Literal["nothing", "open", "write", "flush", "close"] = "nothing"
-    """The call that raises."""
+    """Call that raises."""
 
 
 class ToyStrategyConfig(PluginConfig):
@@ -115,11 +115,11 @@ class ToyStrategyConfig(PluginConfig):
     name: Literal["toy_strategy"] = "toy_strategy"
     """Selects this strategy."""
     blocks: int = 1
-    """How many blocks; with zero it matches nothing."""
+    """Number of blocks; zero matches nothing."""
 
 
 class ToyPipelineStrategyConfig(PluginConfig):
-    """Needs a trait that the toy model lacks."""
+    """Requires a trait that the toy model lacks."""
 
     name: Literal["toy_pipeline_strategy"] = "toy_pipeline_strategy"
     """Selects this strategy."""
@@ -135,20 +135,20 @@ class ToyPeftConfig(PluginConfig):
 
 
 class ToyAdapterConfig(PluginConfig):
-    """Trains a low-rank term beside each linear layer."""
+    """Trains a low-rank adapter of each linear layer."""
 
     name: Literal["toy_adapter"] = "toy_adapter"
     """Selects this method."""
     rank: int = 2
-    """Rank of the added terms."""
+    """Rank of the adapters."""
     match: str = "*"
-    """Pattern over the names of the linear layers that are adapted."""
+    """Pattern of the names of linear layers to adapt."""
 
 
 class ToyScheduleConfig(PluginConfig):
-    """A schedule with a defect of choice."""
+    """Schedule with a selectable defect."""
 
     name: Literal["toy_schedule"] = "toy_schedule"
     """Selects this schedule."""
     forgets: Literal["nothing", "backward", "reduce"] = "nothing"
-    """The action that its programs lack."""
+    """Actions missing in its programs."""

@@ -1,4 +1,4 @@
-"""The toy data: samples are a function of seed and index alone."""
+"""Toy datasets, whose samples depend on seed and index only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from d9d_testing.toy.config import ToyDataConfig, ToyTokensConfig
 
 
 class ToyStream:
-    """Toy data: packs of ``x``, ``y`` and ``mask``."""
+    """Stream of the toy data: packs of ``x``, ``y`` and ``mask``."""
 
     def __init__(self, config: ToyDataConfig, context: DataContext) -> None:
         self._config = config
@@ -22,13 +22,13 @@ class ToyStream:
 
     @property
     def facts(self) -> State:
-        """The width, and the samples of an epoch if it has any."""
+        """Number of features, and the samples per epoch if configured."""
         names = ("samples", "rows") if self._context.one_pass else ("samples",)
         counts = {} if self._config.samples is None else dict.fromkeys(names, self._config.samples)
         return {"features": self._config.features, **counts}
 
     def next_pack(self) -> Pack:
-        """The next microbatches of this rank."""
+        """Next microbatches of this rank."""
         size, micro = self._context.batch_size, self._context.microbatch_size
         generator = torch.Generator().manual_seed(self._context.seed * 1_000_003 + self._packs)
         x = torch.randn(size, self._config.features, generator=generator)
@@ -48,7 +48,7 @@ class ToyStream:
         return [{name: parts[name][index] for name in tensors} for index in range(len(parts["x"]))]
 
     def state(self) -> State:
-        """Packs taken."""
+        """Number of packs taken."""
         return {"packs": self._packs, "features": self._config.features}
 
     def load_state(self, state: State) -> None:
@@ -60,12 +60,15 @@ class ToyStream:
         self._packs = packs
 
     def save_assets(self, directory: Path) -> None:
-        """One file."""
+        """Write one file."""
         (directory / "features.txt").write_text(str(self._config.features))
 
 
 class ToyTokens:
-    """Toy data: packs of ``tokens`` and ``targets``, int64 [samples, positions]; some targets are ignored."""
+    """Stream of toy tokens: packs of ``tokens`` and ``targets``, int64 [samples, positions].
+
+    Some targets are ignored.
+    """
 
     def __init__(self, config: ToyTokensConfig, context: DataContext) -> None:
         self._config = config
@@ -74,11 +77,11 @@ class ToyTokens:
 
     @property
     def facts(self) -> State:
-        """Sizes."""
+        """Vocabulary size and sequence length."""
         return {"vocab_size": self._config.vocab_size, "sequence_length": self._config.sequence_length}
 
     def next_pack(self) -> Pack:
-        """The next microbatches of this rank."""
+        """Next microbatches of this rank."""
         context, config = self._context, self._config
         generator = torch.Generator().manual_seed(context.seed * 1_000_003 + self._packs)
         shape = (context.batch_size, config.sequence_length + 1)
@@ -92,7 +95,7 @@ class ToyTokens:
         return [{"tokens": tokens.contiguous(), "targets": target} for tokens, target in zip(*parts, strict=True)]
 
     def state(self) -> State:
-        """Packs taken."""
+        """Number of packs taken."""
         return {"packs": self._packs}
 
     def load_state(self, state: State) -> None:
@@ -102,4 +105,4 @@ class ToyTokens:
         self._packs = packs
 
     def save_assets(self, directory: Path) -> None:
-        """None: these tokens mean nothing."""
+        """Write nothing: there is no tokenizer."""

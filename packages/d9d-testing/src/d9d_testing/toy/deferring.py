@@ -1,4 +1,4 @@
-"""The smallest layer that leaves the gradient of its weight for later. Shapes: [B, F]."""
+"""Minimal layer that defers its weight gradient. Shapes: [B, F]."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class Deferring(nn.Module):
-    """Toy layer ``x @ weight`` that defers weight gradients: it has the trait :class:`d9d_core.traits.DefersWeights`.
+    """Layer ``x @ weight`` with the trait :class:`d9d_core.traits.DefersWeights`.
 
     Args:
-        features: F, of the input and the output. The weight [F, F] is drawn from torch's default generator.
+        features: F, of input and output. The weight [F, F] is initialised by torch's default generator.
     """
 
     def __init__(self, features: int) -> None:
@@ -24,7 +24,7 @@ class Deferring(nn.Module):
         self.deferral: Deferral | None = None
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        """The weight's gradient is left."""
+        """Defer the gradient of the weight."""
         self.deferral = deferral
         return ("weight",)
 
@@ -32,7 +32,7 @@ class Deferring(nn.Module):
         """[B, F] -> [B, F]."""
         if self.deferral is None or not self.deferral.wanted or not self.weight.requires_grad:
             return x @ self.weight
-        # The backward must come to the op also if only the weight needs it, which autograd does not see.
+        # If only the weight needs a gradient, autograd would not call the op's backward without this input.
         alone = None if x.requires_grad else x.new_empty(0).requires_grad_()
         out: Tensor = _Product.apply(x, self.weight.detach(), self.deferral, get_gradient_edge(self.weight), alone)
         return out

@@ -1,4 +1,4 @@
-"""The toy model's files of Hugging Face. Imports no torch."""
+"""Hugging Face format of the toy model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
 
 class ToyFormat:
-    """Toy format of exported weights: the model's tensors under other names."""
+    """Hugging Face format in which the toy model's tensors have a prefix."""
 
     def config_json(self, config: Any, dtype: str) -> dict[str, Any]:
-        """Just the sizes."""
+        """Contents of ``config.json``: only the sizes."""
         return {"model_type": "toy", "features": config.features, "dtype": dtype}
 
     def config_from_json(self, data: Mapping[str, Any]) -> ToyModelConfig:
-        """The width; whoever loads knows the rest."""
+        """Config with the stored width; other fields have their defaults."""
         return ToyModelConfig(features=data["features"])
 
     def importer(self, _config: Any, _stored: Any) -> Mapper:
-        """Remove the prefix."""
+        """Mapper that removes the prefix."""
         from d9d_weights.graph.select import Select
 
         return Select("toy")
 
     def exporter(self, config: Any) -> Mapper:
-        """Prefix every name."""
+        """Mapper that adds the prefix."""
         return self.importer(config, config).inverse()

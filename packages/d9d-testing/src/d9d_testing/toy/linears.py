@@ -1,4 +1,4 @@
-"""A toy model over ``torch.nn.Linear``, for what looks for such layers. Legend: B samples, F features."""
+"""Toy model of ``torch.nn.Linear``, for methods that change such layers. Legend: B samples, F features."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class ToyLinearBlock(nn.Module):
 
 
 class ToyLinears(nn.Module):
-    """A chain of blocks."""
+    """Chain of toy blocks."""
 
     def __init__(self, config: ToyLinearsConfig) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(index): ToyLinearBlock(config.features) for index in range(config.blocks)})
 
     def blocks(self) -> Mapping[str, nn.Module]:
-        """The chain."""
+        """Blocks of the chain."""
         return {f"layers.{index}": block for index, block in self.layers.items()}
 
     def forward(self, *, x: Tensor) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ class ToyLinears(nn.Module):
 
 
 def build(config: ToyLinearsConfig, stage: Stage) -> nn.Module:
-    """The model; it cannot be cut into stages."""
+    """Build the model, which supports only one stage."""
     if stage.count > 1:
-        raise BuildError("toy_linears: this model has one stage; take toy_model for a pipeline")
+        raise BuildError("toy_linears: this model has one stage; use toy_model for a pipeline")
     return ToyLinears(config)

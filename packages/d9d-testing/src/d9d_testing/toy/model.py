@@ -22,7 +22,7 @@ class ToyBlock(nn.Module):
         self.weight = nn.Parameter(torch.empty(features, features))
 
     def reset_parameters(self) -> None:
-        """Small random values."""
+        """Fill the weight with small random values."""
         nn.init.normal_(self.weight, std=0.3)
 
     def forward(self, x_BF: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class ToyBlock(nn.Module):
 
 
 class ToyModel(nn.Module):
-    """Toy model: a chain of blocks, whole or one stage of it, and an unused parameter, which must not disturb.
+    """Toy model, or one stage of it: a chain of blocks, and a parameter that never gets a gradient.
 
     The unused parameter is on the first stage, the buffer ``scale`` on the last.
     """
@@ -49,18 +49,18 @@ class ToyModel(nn.Module):
             self.register_buffer("scale", torch.empty(1))
 
     def reset_parameters(self) -> None:
-        """Own tensors only."""
+        """Fill the model's own tensors."""
         if self.stage.is_first:
             nn.init.ones_(self.unused)
         if self.stage.is_last:
             nn.init.ones_(self.get_buffer("scale"))
 
     def blocks(self) -> Mapping[str, nn.Module]:
-        """The chain, or this stage's part of it."""
+        """Blocks of the chain, or of this stage."""
         return {f"layers.{index}": block for index, block in self.layers.items()}
 
     def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-        """``x`` [B, F] in the dtype of the weights; nothing on the last stage."""
+        """``x`` [B, F] in the dtype of the weights; empty for the last stage."""
         if self.stage.is_last:
             return {}
         return {"x": TensorSpec(microbatch["x"].shape, next(self.layers.parameters()).dtype)}
@@ -73,7 +73,7 @@ class ToyModel(nn.Module):
 
 
 def _blocks_of(blocks: int, stage: Stage) -> range:
-    """As many as the job says, else equally many but for the rest, which the first stages take."""
+    """Blocks of a stage: as the job says, else evenly split, with the remainder on the first stages."""
     counts = stage.layers
     if counts is None:
         size, rest = divmod(blocks, stage.count)
@@ -87,5 +87,5 @@ def _blocks_of(blocks: int, stage: Stage) -> range:
 
 
 def build(config: ToyModelConfig, stage: Stage) -> nn.Module:
-    """The whole model, or one stage of it."""
+    """Build the full model, or one stage of it."""
     return ToyModel(config, stage)

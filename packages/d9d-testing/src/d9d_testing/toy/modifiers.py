@@ -15,13 +15,13 @@ from d9d_testing.toy.config import ToyPeftConfig, ToyPipelineStrategyConfig, Toy
 
 
 class ToyStrategy:
-    """Halves the outputs of the first blocks."""
+    """Strategy that halves the outputs of the first blocks."""
 
     def __init__(self, config: ToyStrategyConfig | ToyPipelineStrategyConfig) -> None:
         self._blocks = getattr(config, "blocks", 1)
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:  # noqa: ARG002
-        """Register a hook on each."""
+        """Register a hook on each chosen block."""
         found = [item for model in modules_with(stage, HasBlocks).values() for item in model.blocks().items()]
         chosen = dict(islice(found, self._blocks))
         for block in chosen.values():
@@ -30,29 +30,32 @@ class ToyStrategy:
 
 
 class ToyPeft:
-    """Trains the named parameters; merging doubles the model's scale, so that a test can see it."""
+    """Fine-tuning method that trains the named parameters.
+
+    Merging doubles the model's scale, so that tests can see it.
+    """
 
     def __init__(self, config: ToyPeftConfig) -> None:
         self._trains = frozenset(config.trains)
 
     def inject(self, stage: nn.Module) -> frozenset[str]:  # noqa: ARG002
-        """Nothing is injected."""
+        """Return the trained parameters; nothing is injected."""
         return self._trains
 
     def merge(self, stage: nn.Module) -> None:
-        """Leave a trace, where the scale is."""
+        """Set the scale to 2."""
         for name, buffer in stage.named_buffers():
             if name == "scale":
                 buffer.fill_(2.0)
 
 
 class ToySchedule:
-    """The single-stage program, perhaps with something missing."""
+    """Single-stage schedule, possibly with missing actions."""
 
     def __init__(self, config: ToyScheduleConfig) -> None:
         self._forgets = {"nothing": (), "backward": (Backward,), "reduce": (Reduce,)}[config.forgets]
 
     def __call__(self, stages: int, microbatches: int) -> Sequence[Program]:
-        """One program."""
+        """Program of the single stage."""
         (program,) = single_stage(stages, microbatches)
         return [tuple(action for action in program if not isinstance(action, self._forgets))]

@@ -1,4 +1,4 @@
-"""A subscriber that records, and a tracker that may fail."""
+"""Toy subscriber that records events, and toy tracker that may fail."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from d9d_testing.toy.config import ToyRecorderConfig, ToyTrackerConfig
 
 
 class ToyRecorder:
-    """Appends the name of every event to a file."""
+    """Subscriber that appends the name of every event to a file."""
 
     def __init__(self, config: ToyRecorderConfig) -> None:
         self._path = config.path
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
-        """Everything."""
+        """Subscriptions to all events."""
         return [(event, self._record) for event in CATALOGUE]
 
     def _record(self, event: object) -> None:
@@ -28,7 +28,7 @@ class ToyRecorder:
 
 
 class ToyTracker:
-    """Toy tracker: writes its calls to a file; raises in one of them."""
+    """Tracker that appends its calls to a file, and raises in one of them."""
 
     def __init__(self, config: ToyTrackerConfig) -> None:
         self._config = config
@@ -41,22 +41,22 @@ class ToyTracker:
             raise OSError("connection lost")
 
     def open(self, run: RunInfo, state: State | None) -> ToyTracker:
-        """Start, or continue the run with the id that was saved."""
+        """Start a run, or continue the run with the saved id."""
         self._call("open", f"{run.name} at {run.resumed_step} with {state}")
         return self
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Only the step."""
+        """Record the step and the number of values."""
         self._call("write", f"{step}: {len(values)} values")
 
     def flush(self) -> None:
-        """Nothing."""
+        """Record the call."""
         self._call("flush", "")
 
     def state(self) -> State:
-        """The run id."""
+        """Run id."""
         return {"id": "toy-1"}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        """End."""
+        """Record the end of the run."""
         self._call("close", status)

@@ -1,4 +1,4 @@
-"""The toy optimizer."""
+"""Toy optimizer: gradient descent with momentum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from d9d_testing.toy.config import ToyOptimizerConfig
 
 
 class ToyOptimizer:
-    """Toy optimizer: ``m = 0.9 m + g; p = p - lr m``."""
+    """Optimizer ``m = 0.9 m + g; p = p - lr m``."""
 
     def __init__(self, config: ToyOptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> None:
         self._base = config.lr
@@ -23,12 +23,12 @@ class ToyOptimizer:
         self._momentum: dict[str, Tensor] = {}
 
     def init_state(self) -> None:
-        """Zeros."""
+        """Create momentum of zeros."""
         self._momentum = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
 
     @torch.no_grad()
     def step(self, gate: Tensor) -> None:
-        """Update where the gate is open."""
+        """Update parameters and momentum if the gate is open."""
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
@@ -38,22 +38,22 @@ class ToyOptimizer:
             weight.copy_(torch.where(gate, weight - self._lr * new, weight))
 
     def set_lr_factor(self, factor: float) -> None:
-        """For the coming steps."""
+        """Set the factor of the next steps."""
         self._lr = self._base * factor
 
     @property
     def lr(self) -> float:
-        """The learning rate now."""
+        """Current learning rate."""
         return self._lr
 
     def describe(self) -> Mapping[str, Any]:
-        """One group."""
+        """One group with all parameters."""
         return {"all": {"lr": self._base, "parameters": list(self._parameters)}}
 
     def collectives(self) -> Sequence[Collective]:
-        """None: updates are elementwise."""
+        """No collectives: updates are elementwise."""
         return ()
 
     def state(self) -> Mapping[str, Tensor]:
-        """Momentum by parameter."""
+        """Momentum by parameter name."""
         return {f"{name}/momentum": tensor for name, tensor in self._momentum.items()}

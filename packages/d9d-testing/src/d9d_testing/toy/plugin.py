@@ -24,7 +24,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_models() -> Iterator[ModelSpec]:
-    """Chains of small blocks."""
+    """Toy models: chains of small blocks."""
     yield ModelSpec(
         name="toy_model",
         summary="A chain of residual tanh blocks.",
@@ -47,7 +47,7 @@ def d9d_models() -> Iterator[ModelSpec]:
 
 @hookimpl
 def d9d_datasets() -> Iterator[DatasetSpec]:
-    """Random features with a known target."""
+    """Toy datasets: random features with a known target, and random tokens."""
     yield DatasetSpec(
         name="toy_data",
         summary="Random features and a smooth function of them.",
@@ -66,7 +66,7 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
 
 @hookimpl
 def d9d_tasks() -> Iterator[TaskSpec]:
-    """Regression."""
+    """Toy task: regression."""
     yield TaskSpec(
         name="toy_task",
         summary="Squared error.",
@@ -79,7 +79,7 @@ def d9d_tasks() -> Iterator[TaskSpec]:
 
 @hookimpl
 def d9d_optimizers() -> Iterator[OptimizerSpec]:
-    """Momentum."""
+    """Toy optimizer: momentum."""
     yield OptimizerSpec(
         name="toy_optimizer",
         summary="Gradient descent with momentum.",
@@ -90,10 +90,10 @@ def d9d_optimizers() -> Iterator[OptimizerSpec]:
 
 @hookimpl
 def d9d_metrics() -> Iterator[MetricSpec]:
-    """Largest error."""
+    """Toy metric: mean absolute error."""
     yield MetricSpec(
         name="toy_metric",
-        summary="Mean absolute error since the last log entry.",
+        summary="Mean absolute error over the logging interval.",
         config=Ref("d9d_testing.toy.config:ToyMetricConfig"),
         build=Ref("d9d_testing.toy.task:ToyMetric"),
         reads={"absolute"},
@@ -102,7 +102,7 @@ def d9d_metrics() -> Iterator[MetricSpec]:
 
 @hookimpl
 def d9d_subscribers() -> Iterator[SubscriberSpec]:
-    """A recorder."""
+    """Toy subscriber: a recorder of events."""
     yield SubscriberSpec(
         name="toy_recorder",
         summary="Writes the name of every event.",
@@ -113,10 +113,10 @@ def d9d_subscribers() -> Iterator[SubscriberSpec]:
 
 @hookimpl
 def d9d_trackers() -> Iterator[TrackerSpec]:
-    """A backend that may fail."""
+    """Toy tracker, which may fail."""
     yield TrackerSpec(
         name="toy_tracker",
-        summary="Writes its calls to a file and may fail in one.",
+        summary="Appends its calls to a file and may fail in one.",
         config=Ref("d9d_testing.toy.config:ToyTrackerConfig"),
         build=Ref("d9d_testing.toy.observers:ToyTracker"),
     )
@@ -124,7 +124,7 @@ def d9d_trackers() -> Iterator[TrackerSpec]:
 
 @hookimpl
 def d9d_strategies() -> Iterator[StrategySpec]:
-    """One that works and one that cannot."""
+    """Toy strategies: a working one, and one whose requirement never holds."""
     yield StrategySpec(
         name="toy_strategy",
         summary="Halves the outputs of blocks.",
@@ -135,7 +135,7 @@ def d9d_strategies() -> Iterator[StrategySpec]:
     )
     yield StrategySpec(
         name="toy_pipeline_strategy",
-        summary="Needs a trait that the toy model lacks.",
+        summary="Requires a trait that the toy model lacks.",
         config=Ref("d9d_testing.toy.config:ToyPipelineStrategyConfig"),
         build=Ref("d9d_testing.toy.modifiers:ToyStrategy"),
         anchor="tensor",
@@ -145,16 +145,16 @@ def d9d_strategies() -> Iterator[StrategySpec]:
 
 @hookimpl
 def d9d_peft_methods() -> Iterator[PeftSpec]:
-    """Some parameters as they are, or a few new ones."""
+    """Toy fine-tuning methods: one trains given parameters, one adds adapters."""
     yield PeftSpec(
         name="toy_peft",
-        summary="Trains the parameters it is given.",
+        summary="Trains given parameters.",
         config=Ref("d9d_testing.toy.config:ToyPeftConfig"),
         build=Ref("d9d_testing.toy.modifiers:ToyPeft"),
     )
     yield PeftSpec(
         name="toy_adapter",
-        summary="Trains a low-rank term beside each linear layer.",
+        summary="Trains a low-rank adapter of each linear layer.",
         config=Ref("d9d_testing.toy.config:ToyAdapterConfig"),
         build=Ref("d9d_testing.toy.adapter:ToyAdapter"),
     )
@@ -162,10 +162,10 @@ def d9d_peft_methods() -> Iterator[PeftSpec]:
 
 @hookimpl
 def d9d_schedules() -> Iterator[ScheduleSpec]:
-    """A schedule with a defect of choice."""
+    """Toy schedule with a selectable defect."""
     yield ScheduleSpec(
         name="toy_schedule",
-        summary="The single-stage program, perhaps with something missing.",
+        summary="The single-stage program, possibly with missing actions.",
         config=Ref("d9d_testing.toy.config:ToyScheduleConfig"),
         build=Ref("d9d_testing.toy.modifiers:ToySchedule"),
     )

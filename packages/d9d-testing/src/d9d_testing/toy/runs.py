@@ -1,4 +1,4 @@
-"""Jobs over the toy plugin, and what their runs leave behind."""
+"""Jobs that use the toy plugin, and results of their runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from d9d_testing.toy import plugin
 
 @cache
 def toy_registry() -> Registry:
-    """Core's own records and the toy plugin's; a registry never changes."""
+    """Registry of the foundation and the toy plugin; cached, because registries are immutable."""
     return Registry.of(plugin)
 
 
@@ -30,9 +30,9 @@ def toy_job(directory: Path, *overrides: str, **sections: Any) -> Job:
     """Job of a toy run: twelve steps in milliseconds.
 
     Args:
-        directory: gets the job file and the runs.
-        overrides: ``section.field=value``.
-        sections: replace or add sections of the job file.
+        directory: directory for the job file and the runs.
+        overrides: assignments ``section.field=value``.
+        sections: sections that replace or extend the job file.
     """
     values: dict[str, Any] = {
         "run": {"name": "toy", "dir": str(directory / "runs")},
@@ -44,7 +44,7 @@ def toy_job(directory: Path, *overrides: str, **sections: Any) -> Job:
         "task": {"name": "toy_task", "decay": 0.01},
         "optimizer": "toy_optimizer",
         "metrics": ["toy_metric"],
-        # A picture takes as long as the steps.
+        # No picture: drawing it takes as long as the steps.
         "trackers": ["console", {"name": "jsonl", "picture": False}],
         "logging": {"every": 5},
         "checkpoint": {"every": 4},
@@ -56,29 +56,29 @@ def toy_job(directory: Path, *overrides: str, **sections: Any) -> Job:
 
 
 def quiet(job: Job) -> Trainer:
-    """Build without notes."""
+    """Build a trainer without printed notes."""
     return job.build(lambda _: None)
 
 
 def noted(job: Job) -> tuple[Trainer, list[str]]:
-    """Build, and collect the notes."""
+    """Build a trainer, and collect its notes."""
     notes: list[str] = []
     return job.build(notes.append), notes
 
 
 def metrics_of(job: Job) -> list[dict[str, Any]]:
-    """The lines of the run's metrics.jsonl."""
+    """Entries of the run's metrics.jsonl."""
     return read_log(job.run.directory)
 
 
 def final_tensors(job: Job) -> dict[str, Tensor]:
-    """The tensors of the run's newest checkpoint."""
+    """Tensors of the run's newest checkpoint."""
     newest = CheckpointStore(job.run.directory / "checkpoints", None).paths()[0]
     return load_file(newest / "tensors-00000.safetensors")
 
 
 def assert_identical(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-    """Same names, and every bit the same."""
+    """Assert equal names, and tensors equal bit for bit."""
     assert first.keys() == second.keys(), f"only in one: {sorted(first.keys() ^ second.keys())}"
     different = [name for name in first if not torch.equal(first[name], second[name])]
     assert not different, f"differ: {different}"

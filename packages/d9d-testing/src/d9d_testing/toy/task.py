@@ -15,36 +15,36 @@ from d9d_testing.toy.config import ToyMetricConfig, ToyTaskConfig
 
 
 class ToyTask:
-    """Toy task: squared error over unmasked samples; optionally the mean squared output over all."""
+    """Task: squared error over unmasked samples; optionally the mean squared output over all samples."""
 
     def __init__(self, config: ToyTaskConfig) -> None:
         self._decay = config.decay
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """One or two terms."""
+        """Coefficients of one or two loss terms."""
         return {"error": 1.0} | ({"decay": self._decay} if self._decay else {})
 
     def check(self, model: Any, facts: State) -> None:
-        """Widths must agree."""
+        """Check that data and model have the same number of features."""
         features = facts.get("features", model.features)
         if model.features != features:
             raise DataError(f"data has {features} features, model.features is {model.features}")
 
     def count(self, microbatch: Microbatch) -> int:
-        """Samples."""
+        """Number of samples."""
         return len(microbatch["x"])
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Unmasked samples, and all samples."""
+        """Numbers of unmasked samples and of all samples."""
         return {"error": microbatch["mask"].sum(), "decay": torch.ones_like(microbatch["mask"]).sum()}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Features."""
+        """Features for the first stage."""
         return StageInputs(first={"x": microbatch["x"]})
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Sums over samples."""
+        """Loss sums over samples."""
         error = (outputs["y"] - microbatch["y"]).float().square().mean(-1) * microbatch["mask"]
         return {"error": error.sum(), "decay": outputs["y"].float().square().mean(-1).sum()}
 
@@ -62,7 +62,7 @@ class ToyMetric:
 
     @property
     def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
-        """Both are sums."""
+        """Both states are summed."""
         return {"sum": "sum", "count": "sum"}
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
@@ -72,18 +72,18 @@ class ToyMetric:
         self._count = self._count.to(values.device) + values.numel()
 
     def state(self) -> dict[str, Tensor]:
-        """Sum and count."""
+        """Sum and count of errors."""
         return {"sum": self._sum, "count": self._count}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue."""
+        """Continue from a state."""
         self._sum, self._count = state["sum"], state["count"]
 
     def compute(self) -> Mapping[str, Tensor]:
-        """The mean; zero before the first update."""
+        """Mean error; zero before the first update."""
         return {"absolute_error": self._sum / self._count.clamp(min=1)}
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Set sum and count to zero."""
         self._sum = torch.zeros_like(self._sum)
         self._count = torch.zeros_like(self._count)

@@ -1,7 +1,7 @@
-"""A function run on n processes that form one process group, in a fraction of a second.
+"""Worlds: run a function on n processes that form a process group, in a fraction of a second.
 
-The processes are forked from a server that has torch imported already; only the first world of a test run pays for that
-(3 to 4 seconds). They meet through a file, so no port is taken.
+The processes are forked from a server that has already imported torch, so that only the first world of a test run takes
+3 to 4 seconds. They connect through a file, so no port is needed.
 """
 
 from d9d_testing.world.errors import RankFailedError, RankHungError, WorldError

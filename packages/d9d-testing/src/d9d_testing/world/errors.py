@@ -1,4 +1,4 @@
-"""What a world raises: assertion errors, because they are the outcome of a test."""
+"""Errors of a world: assertion errors, because they are results of a test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class WorldError(AssertionError):
     """Some ranks did not return.
 
     Attributes:
-        reports: rank -> its traceback, stack, or how it ended.
+        reports: rank -> traceback, stack, or reason of its end.
     """
 
     def __init__(self, headline: str, reports: Mapping[int, str]) -> None:
@@ -22,11 +22,11 @@ class WorldError(AssertionError):
 
 
 class RankFailedError(WorldError):
-    """Ranks raised, or their processes died. The others were stopped."""
+    """Ranks raised exceptions, or their processes died. The others were stopped."""
 
 
 class RankHungError(WorldError):
-    """Ranks were still running at the time limit; the reports are their stacks. All were stopped."""
+    """Ranks were still running at the time limit; the reports are their stacks. All ranks were stopped."""
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,7 +1,7 @@
-"""What crosses between a test and its ranks: plain data and tensors, copied.
+"""Serialisation between a test and its ranks: plain data and copies of tensors.
 
-Left to multiprocessing, a tensor would arrive as memory shared between ranks, where one rank's in-place operation
-changes what another one sees.
+With multiprocessing's own serialisation, tensors would share memory between ranks, so that one rank's in-place
+operations would affect others.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class _Packed:
 
 
 def pack(value: Any, where: str = "value") -> Any:
-    """Replace the tensors in ``value`` by copies that any process can take over.
+    """Replace tensors in ``value`` by copies that any process can unpack.
 
     Raises:
-        TypeError: something in it is neither plain data nor a dense tensor; the text says what and where.
+        TypeError: a nested value is neither plain data nor a dense tensor; the text names it.
     """
     if type(value) in _PLAIN or isinstance(value, Path):
         return value
@@ -44,9 +44,9 @@ def pack(value: Any, where: str = "value") -> Any:
 
 
 def unpack(value: Any, where: str = "value") -> Any:
-    """The inverse of :func:`pack`."""
+    """Inverse of :func:`pack`."""
     if isinstance(value, _Packed):
-        # frombuffer refuses empty buffers, hence the spare byte; bytearray because tensors are writable.
+        # frombuffer refuses empty buffers, hence the extra byte; a bytearray gives a writable tensor.
         flat = torch.frombuffer(bytearray(value.data + b"\0"), dtype=torch.uint8)[: len(value.data)].clone()
         return flat.view(value.dtype).reshape(value.shape)
     if isinstance(value, (dict, *_CONTAINERS)):
@@ -56,7 +56,7 @@ def unpack(value: Any, where: str = "value") -> Any:
 
 def _pack_tensor(tensor: torch.Tensor) -> _Packed:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    data = ctypes.string_at(flat.data_ptr(), len(flat)) if len(flat) else b""  # numpy is not at hand everywhere
+    data = ctypes.string_at(flat.data_ptr(), len(flat)) if len(flat) else b""  # without numpy, which may be missing
     return _Packed(tensor.dtype, tuple(tensor.shape), data)
 
 
@@ -66,4 +66,6 @@ def _walk(value: Any, visit: Callable[[Any, str], Any], where: str) -> Any:
     if type(value) in _CONTAINERS:
         return type(value)([visit(item, f"{where}[{index}]") for index, item in enumerate(value)])
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise TypeError(f"{where} is a {kind}; ranks take and return plain data (dicts, lists, numbers, text) and tensors")
+    raise TypeError(
+        f"{where} is a {kind}; ranks accept and return plain data (dicts, lists, numbers, text) and tensors"
+    )

@@ -1,4 +1,4 @@
-"""What runs in the process of one rank."""
+"""Process of one rank of a world."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-#: Past the time limit a rank ends by itself, in case nobody is left to stop it.
+#: Seconds after the time limit at which a rank exits by itself, in case the test's process is gone.
 ORPHAN_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Launch of a worker: the message that every rank of a world is given.
+    """Message that starts every rank of a world.
 
-    The function travels by file and name, because pytest gives test modules names that nobody can import.
+    The function is identified by file and name, because pytest's names of test modules cannot be imported.
     """
 
     module: str
@@ -41,36 +41,36 @@ class Launch:
     environ: Mapping[str, str]
 
     def stack_file(self, rank: int) -> Path:
-        """Where a rank writes its stacks when it is asked to."""
+        """File to which a rank writes its stacks on request."""
         return self.directory / f"stack-{rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a rank ended: with a packed value, or with the text of a traceback."""
+    """Result of a rank: a packed value, or the text of a traceback."""
 
     value: Any = None
     error: str | None = None
 
 
 def main(rank: int, launch: Launch, connection: Connection) -> None:
-    """Join the process group, call the function, report, and leave when everyone is done."""
+    """Join the process group, call the function, report, and leave when all ranks are done."""
     _enter(rank, launch)
     connection.send(_call(rank, launch))
     with contextlib.suppress(EOFError):
-        connection.recv()  # until the test has heard from every rank: one that leaves early breaks its peers
+        connection.recv()  # until all ranks have reported: a rank that leaves early breaks its peers
     _leave()
 
 
 def _enter(rank: int, launch: Launch) -> None:
-    # What the server had imported stays: to look through it takes half a second at each collection of garbage, and
-    # would copy its memory.
+    # Objects imported by the server are excluded from garbage collection: scanning them takes half a second each time,
+    # and would copy the shared memory.
     gc.freeze()
-    os.environ.clear()  # the server's environment is that of the first test that used a world
+    os.environ.clear()  # it belongs to the first test that used a world
     os.environ.update(launch.environ)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(launch.size), LOCAL_WORLD_SIZE=str(launch.size))
-    # Without it gloo looks up the host's name, which fails on machines without a network.
+    # By default gloo resolves the host name, which fails on machines without a network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     stacks = launch.stack_file(rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -86,7 +86,7 @@ def _call(rank: int, launch: Launch) -> Report:
     try:
         torch.set_num_threads(1)
         store = dist.FileStore(str(launch.directory / "store"), launch.size)  # type: ignore[attr-defined]
-        # Longer than the test's own limit, so that a hang is reported with stacks and not by the backend.
+        # Longer than the test's own limit, so that a hang is reported with stacks, not by the backend.
         limit = timedelta(seconds=launch.timeout + ORPHAN_SECONDS)
         dist.init_process_group(launch.backend, store=store, rank=rank, world_size=launch.size, timeout=limit)
         _wait_for_all(store, launch.size)
@@ -97,7 +97,7 @@ def _call(rank: int, launch: Launch) -> Report:
 
 
 def _wait_for_all(store: Any, size: int) -> None:
-    """Wait until all ranks are connected: a function that leaves the group at once would break what others connect."""
+    """Wait until all ranks are connected: a rank that leaves the group at once would break connections in progress."""
     store.add("connected", 1)
     while store.add("connected", 0) < size:
         time.sleep(0.005)
@@ -125,7 +125,7 @@ def _module(launch: Launch) -> Any:
         spec = None
     if spec is not None and spec.origin == launch.file:
         return importlib.import_module(launch.module)
-    # A script must not run once more in each rank: that is what it does under its own name.
+    # A script must not run again in each rank, which it would under its own name.
     name = "__mp_main__" if launch.module == "__main__" else launch.module
     spec = importlib.util.spec_from_file_location(name, launch.file)
     if spec is None or spec.loader is None:

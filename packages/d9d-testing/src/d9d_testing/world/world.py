@@ -1,4 +1,4 @@
-"""The test's side of a world: start the ranks, collect what they report, and leave none behind."""
+"""Test's side of a world: starts the ranks, collects their reports, and stops them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from d9d_testing.world import worker
 from d9d_testing.world.errors import RankFailedError, RankHungError
 from d9d_testing.world.worker import Launch, Report
 
-#: Imported once, by the server that all ranks are forked from; the server skips what is not installed. FSDP and DTensor
-#: import ``torch._dynamo`` on first use. ``d9d_testing.layouts`` brings d9d-engine, which took each rank half a second;
-#: what follows it, all that jobs of transformers import when they are built, took each another fifth of a second.
+#: Modules that the server imports before ranks are forked from it; absent ones are skipped. FSDP and DTensor import
+#: ``torch._dynamo`` on first use. ``d9d_testing.layouts`` imports d9d-engine, which took each rank half a second; the
+#: modules after it, imported by jobs with transformers, took each rank a further fifth of a second.
 PRELOAD = (
     "pytest",
     "torch.distributed.tensor.parallel",
@@ -45,20 +45,20 @@ PRELOAD = (
     "d9d_qwen3.config",
     "d9d_qwen3.model",
 )
-#: How long other ranks may still report their own failure after the first one did.
+#: Seconds in which other ranks may still report their own failures after the first one.
 GRACE_SECONDS = 0.2
-#: How long a rank may take to write its stacks, or to leave after everyone has reported.
+#: Seconds in which a rank must write its stacks, or leave after all ranks have reported.
 LEAVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """World of tests: ``size`` processes with one process group.
+    """Set of ``size`` processes with one process group, for tests.
 
     Attributes:
-        size: the number of ranks.
+        size: number of ranks.
         timeout: seconds after which ranks that have not returned count as hanging.
-        backend: the process group's backend.
+        backend: backend of the process group.
     """
 
     size: int
@@ -66,18 +66,18 @@ class World:
     backend: str = "gloo"
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``function(*args, **kwargs)`` on every rank; collective over all of them.
+        """Call ``function(*args, **kwargs)`` on every rank; collective over all ranks.
 
         The ranks have this process's environment and working directory, torchrun's variables (``RANK``, ...), one
-        thread each and the default process group. The function must stand at the top level of its module (or be a
+        thread each and the default process group. The function must be defined at the top level of its module (or be a
         static method of a class there). Arguments and results are plain data and tensors, which are copied.
 
         Returns:
-            What each rank returned, by rank.
+            Result of each rank, in rank order.
 
         Raises:
-            RankFailedError: ranks raised or died; carries their tracebacks.
-            RankHungError: ranks did not return in time; carries the stack of every rank.
+            RankFailedError: ranks raised exceptions or died; contains their tracebacks.
+            RankHungError: ranks did not return in time; contains the stack of every rank.
             TypeError: the function or an argument cannot be sent to another process.
         """
         __tracebackhide__ = True
@@ -112,7 +112,9 @@ def _home(function: Callable[..., Any]) -> tuple[str, str]:
     qualname = getattr(function, "__qualname__", repr(function))
     file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
     if file is None or "<" in qualname:
-        raise TypeError(f"{qualname} runs in other processes, which find it by name: define it at the top of a module")
+        raise TypeError(
+            f"{qualname} runs in other processes, which import it by name: define it at the top of a module"
+        )
     return function.__module__, file
 
 
@@ -126,7 +128,7 @@ def _started(launch: Launch) -> Iterator[list[_Rank]]:
             ours, theirs = context.Pipe()
             process = context.Process(target=worker.main, args=(rank, launch, theirs), name=f"rank {rank}")
             process.start()
-            theirs.close()  # else the end of a rank would not be seen
+            theirs.close()  # otherwise the end of a rank's process would not be noticed
             ranks.append(_Rank(process, ours))
         yield ranks
         for rank_ in ranks:
@@ -152,7 +154,8 @@ def _collect(ranks: list[_Rank], launch: Launch) -> dict[int, Report]:
             if report := _receive(ranks[rank]):
                 reports[rank] = report
                 if report.error is not None:
-                    # A rank that failed stays until it is stopped, so the failures that arrive now are not its echo.
+                    # A failed rank stays until it is stopped, so failures that arrive now are not consequences of its
+                    # end.
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     failures = {rank: report.error for rank, report in reports.items() if report.error is not None}
     if failures:

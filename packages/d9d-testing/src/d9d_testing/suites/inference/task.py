@@ -1,4 +1,4 @@
-"""Conformance suite of inference tasks: rows of each sample, whatever comes with it."""
+"""Conformance suite of inference tasks: rows of each sample, independent of its batch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from d9d_testing.suites.support.component import ComponentSuite
 
 
 class InferenceTaskSuite(ComponentSuite):
-    """The conformance suite of inference tasks (:class:`d9d_core.inference.InferenceTask`).
+    """Conformance suite of inference tasks (:class:`d9d_core.inference.InferenceTask`).
 
-    Subclass it, name the task, and give a microbatch of four samples or more, with what a model would return for it::
+    Subclass it, name the task, and give a microbatch of at least four samples, with a model's outputs for it::
 
         class TestMyTask(InferenceTaskSuite):
             target = "my_task"
@@ -29,7 +29,7 @@ class InferenceTaskSuite(ComponentSuite):
                 return {"scores": torch.randn(4)}, microbatch
 
     Attributes:
-        facts: of the data, for ``check``.
+        facts: facts of the data, for ``check``.
         model: config of a model, for ``check``.
     """
 
@@ -39,25 +39,25 @@ class InferenceTaskSuite(ComponentSuite):
     model: ClassVar[Any] = None
 
     def case(self) -> tuple[Mapping[str, Tensor], Microbatch]:
-        """Outputs of a model, and the microbatch they are of, with ``rows`` int64 [B]."""
+        """Outputs of a model, and their microbatch, with ``rows`` int64 [B]."""
         raise AssertionError(f"{type(self).__name__}: give outputs and a microbatch: override case()")
 
     def test_columns_begin_with_the_row(self) -> None:
-        """And say what they hold."""
+        """The first column is ``row``, and every column has a description."""
         columns = self.ready().columns
         assert next(iter(columns), None) == ROW, f"columns are {list(columns)}; the first one must be '{ROW}'"
         for name, what in columns.items():
-            assert isinstance(what, str), f"column '{name}' has no words"
-            assert what.strip(), f"column '{name}' has no words"
+            assert isinstance(what, str), f"column '{name}' has no description"
+            assert what.strip(), f"column '{name}' has no description"
 
     def test_inputs_are_those_of_a_stage(self) -> None:
-        """Keyword arguments of the model, of the microbatch's tensors."""
+        """``inputs`` returns the keyword arguments of the model."""
         _, microbatch = self.case()
         inputs = self.ready().inputs(microbatch)
         assert isinstance(inputs, StageInputs), f"inputs() returned a {type(inputs).__name__}, not StageInputs"
 
     def test_what_is_kept_has_a_slice_for_each_sample(self) -> None:
-        """Fillers are cut off along the first dimension."""
+        """Kept tensors have the samples as first dimension, along which fillers are cut off."""
         outputs, microbatch = self.case()
         count = len(microbatch["rows"])
         for name, tensor in self.ready().process(outputs, microbatch).items():
@@ -67,18 +67,18 @@ class InferenceTaskSuite(ComponentSuite):
             assert not tensor.requires_grad, f"process() keeps '{name}' with its graph; detach it"
 
     def test_rows_have_the_columns_that_are_declared(self) -> None:
-        """Each with one value for each row, and numbers of rows that are there."""
+        """Each column has one value per row, and the row indices exist."""
         task = self.ready()
         rows = self.rows(task, slice(None))
         assert list(rows) == list(task.columns), f"rows() returned {list(rows)}, columns declares {list(task.columns)}"
         counts = {name: len(values) for name, values in rows.items()}
         assert len(set(counts.values())) == 1, f"columns are not equally long: {counts}"
         firsts = self.case()[1]["rows"].tolist()
-        assert set(firsts) <= set(rows[ROW]), f"there is no row of some of the samples {firsts}: {list(rows[ROW])}"
-        assert all(type(row) is int for row in rows[ROW]), "numbers of rows must be whole numbers of Python"
+        assert set(firsts) <= set(rows[ROW]), f"some of the samples {firsts} have no row; rows: {list(rows[ROW])}"
+        assert all(type(row) is int for row in rows[ROW]), "row indices must be Python ints"
 
     def test_rows_of_a_sample_do_not_depend_on_the_others(self) -> None:
-        """So a last microbatch with fillers gives the same, and no state is kept from one to the next."""
+        """A microbatch with fillers gives the same rows, and no state is kept between microbatches."""
         task = self.ready()
         count = len(self.case()[1]["rows"])
         whole = self.rows(task, slice(None))
@@ -86,12 +86,12 @@ class InferenceTaskSuite(ComponentSuite):
         for name, values in whole.items():
             joined = [*halves[0][name], *halves[1][name]]
             same = len(joined) == len(values) and all(map(_same, joined, values))
-            assert same, f"column '{name}' differs when the samples come in two microbatches"
+            assert same, f"column '{name}' differs if the samples are split into two microbatches"
         again = self.rows(task, slice(None))
         assert all(all(map(_same, again[name], values)) for name, values in whole.items()), "a second call differs"
 
     def test_tallies_add_up(self) -> None:
-        """Those of parts to that of all: the engine sums them over parts and ranks."""
+        """Tallies of parts sum to the tally of all rows, because the engine sums them over parts and ranks."""
         task = self.ready()
         count = len(self.case()[1]["rows"])
         total = task.tally(self.rows(task, slice(None)))
@@ -106,20 +106,20 @@ class InferenceTaskSuite(ComponentSuite):
             )
 
     def test_final_values_are_numbers(self) -> None:
-        """Of the sums over all rows."""
+        """``finalize`` turns the sums over all rows into numbers."""
         task = self.ready()
         values = task.finalize(task.tally(self.rows(task, slice(None))))
         for name, value in values.items():
             assert isinstance(value, float | int), f"finalize() returned '{name}' as a {type(value).__name__}"
 
     def ready(self) -> Any:
-        """The task, after its check."""
+        """Task after its ``check``."""
         task = self.build()
         task.check(self.model, self.facts)
         return task
 
     def rows(self, task: Any, samples: slice) -> Columns:
-        """Rows of some samples, as the engine asks for them."""
+        """Rows of some samples, computed as the engine does."""
         outputs, microbatch = self.case()
         with torch.inference_mode():
             kept = {**task.process(outputs, microbatch), "rows": microbatch["rows"]}

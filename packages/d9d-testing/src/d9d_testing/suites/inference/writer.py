@@ -1,4 +1,4 @@
-"""Conformance suite of writers: parts from anywhere, joined in order, without a trace of how they were cut."""
+"""Conformance suite of writers: parts are joined in order, and the output does not depend on their sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from d9d_testing.suites.support.component import ComponentSuite
 
-#: Rows of several types, as inference tasks return them.
+#: Rows of several types, as returned by inference tasks.
 _ROWS: Mapping[str, Sequence[Any]] = {
     "row": list(range(23)),
     "text": [f'row {number}: ä\n"{number}"' for number in range(23)],
@@ -23,9 +23,9 @@ _ROWS: Mapping[str, Sequence[Any]] = {
 
 
 class WriterSuite(ComponentSuite):
-    """The conformance suite of writers (:class:`d9d_core.inference.Writer`).
+    """Conformance suite of writers (:class:`d9d_core.inference.Writer`).
 
-    Subclass it, name the writer, and say how to read a file back::
+    Subclass it, name the writer, and implement reading a file back::
 
         class TestMyWriter(WriterSuite):
             target = "my_writer"
@@ -34,7 +34,7 @@ class WriterSuite(ComponentSuite):
                 return [json.loads(line) for line in path.read_text().splitlines()]
 
     Attributes:
-        cuts: where rows 0 to 23 are cut into parts, in several ways.
+        cuts: ways to split rows 0 to 23 into parts, each a list of boundaries.
     """
 
     kind = "writer"
@@ -43,16 +43,16 @@ class WriterSuite(ComponentSuite):
 
     def read(self, path: Path) -> list[dict[str, Any]]:
         """Rows of a file, in order."""
-        raise AssertionError(f"{type(self).__name__}: say how to read {path} back: override read()")
+        raise AssertionError(f"{type(self).__name__}: implement how to read {path} back: override read()")
 
     def test_the_suffix_begins_with_a_dot(self) -> None:
-        """It follows the name of the output."""
+        """The suffix is appended to the name of the output."""
         suffix = self.build().suffix
         assert suffix.startswith("."), f"suffix is {suffix!r}; begin it with a dot"
         assert os.sep not in suffix
 
     def test_parts_are_joined_in_order_and_read_back(self, tmp_path: Path) -> None:
-        """Whatever order they were written in."""
+        """The order in which parts are written does not matter."""
         writer = self.build()
         for number, cuts in enumerate(self.cuts):
             rows = self.read(self.joined(writer, tmp_path / str(number), cuts))
@@ -66,7 +66,7 @@ class WriterSuite(ComponentSuite):
                     assert same, f"cut at {cuts}, row {place}: {name} is {row[name]!r}, not {given.tolist()}"
 
     def test_the_output_does_not_show_how_it_was_cut(self, tmp_path: Path) -> None:
-        """A run that was continued on other ranks has other parts, and the same output to the last byte."""
+        """A run continued on other ranks writes other parts, but the joined output is identical to the last byte."""
         writer = self.build()
         outputs = {
             tuple(cuts): self.joined(writer, tmp_path / str(number), cuts).read_bytes()
@@ -77,17 +77,17 @@ class WriterSuite(ComponentSuite):
             assert content == first[1], f"parts cut at {cuts} give other bytes than those cut at {first[0]}"
 
     def test_a_part_is_written_again_with_the_same_bytes(self, tmp_path: Path) -> None:
-        """Equal rows make equal files: no time, no random numbers."""
+        """Equal rows give equal files, without times or random numbers."""
         writer = self.build()
         contents = []
         for name in ("first", "second"):
             path = tmp_path / f"{name}{writer.suffix}"
             writer.write(path, _ROWS)
             contents.append(path.read_bytes())
-        assert contents[0] == contents[1], "write() makes other bytes of the same rows"
+        assert contents[0] == contents[1], "write() gives different bytes for equal rows"
 
     def test_a_failing_disk_is_told(self, tmp_path: Path) -> None:
-        """Where a part cannot be written, write() raises; nobody would look for the file otherwise."""
+        """``write`` raises if a part cannot be written; otherwise the loss would go unnoticed."""
         writer = self.build()
         try:
             writer.write(tmp_path / "absent" / f"part{writer.suffix}", _ROWS)
@@ -96,7 +96,7 @@ class WriterSuite(ComponentSuite):
         raise AssertionError("write() into a directory that does not exist raised no OSError; let it through")
 
     def joined(self, writer: Any, directory: Path, cuts: Sequence[int]) -> Path:
-        """Output of all rows, from parts cut at these places and written in reverse."""
+        """Joined output of all rows, from parts with the given boundaries, written in reverse order."""
         directory.mkdir()
         parts: list[Path] = []
         for begin, end in reversed(list(pairwise(cuts))):

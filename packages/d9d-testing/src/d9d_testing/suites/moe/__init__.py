@@ -1,1 +1,1 @@
-"""Suites of what brings tokens to experts; they need ``d9d-testing[moe]``."""
+"""Conformance suites of routers and dispatchers; they need ``d9d-testing[moe]``."""

@@ -1,8 +1,8 @@
-"""What every token dispatcher must keep, on any number of ranks.
+"""Conformance suite of token dispatchers, on any number of ranks.
 
 Needs d9d-moe and hypothesis: install ``d9d-testing[moe]``.
 
-Shapes: T tokens of a rank, H features, E experts, k experts of a token, R rows that reach the experts of a rank.
+Shapes: T tokens of a rank, H features, E experts, k experts per token, R rows received by the experts of a rank.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from d9d_testing.world import World
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
-#: In this order if the ranks have different numbers of tokens; the second has none.
+#: Numbers of tokens of the ranks if they differ; the second rank has none.
 _LENGTHS = (5, 0, 9, 1, 4, 3, 7, 2)
 
 
 class DispatcherSuite:
-    """The conformance suite of token dispatchers.
+    """Conformance suite of token dispatchers.
 
-    Subclass it and name what makes one::
+    Subclass it and name the factory::
 
         class TestMyDispatcher(DispatcherSuite):
             factory = "my_package.my_dispatcher:build"
 
-    Every step is held against one that sums all experts of each token in float64 in one process. The outputs of the
-    experts, and what is computed while tokens are on their way, are part of it.
+    Every step, experts and overlapped computation included, is compared with a float64 reference that sums all experts
+    of
+    each token in one process.
 
     Attributes:
-        factory: ``module:attribute`` or ``file.py:attribute`` of ``(group, experts) -> Dispatcher``, which every rank
-            loads.
+        factory: ``module:attribute`` or ``file.py:attribute`` of ``(group, experts) -> Dispatcher``, loaded by every
+            rank.
         ranks: sizes of the worlds.
-        dtypes: of tokens and experts; weights are float32 at least.
+        dtypes: dtypes of tokens and experts; weights are at least float32.
         hidden: H.
-        device: ``cpu``, or ``cuda`` with one GPU for each rank.
+        device: ``cpu``, or ``cuda`` with one GPU per rank.
     """
 
     pytestmark = pytest.mark.smoke
@@ -56,20 +57,20 @@ class DispatcherSuite:
     device: ClassVar[str] = "cpu"
 
     def test_tokens_meet_their_experts_wherever_those_are(self) -> None:
-        """Outputs and gradients, in every corner of what a router may choose."""
+        """Outputs and gradients match the reference in all corner cases of routing."""
         for ranks in self.ranks:
             self.check(ranks, [replace(case, name=name) for name, case in _corners(ranks).items()])
 
     @given(data=st.data())
-    # Shrinking would start a world for each attempt.
+    # No shrinking, because it would start a world for each attempt.
     @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), phases=_PHASES)
     def test_any_routing_gives_the_sum_of_its_experts(self, data: Any) -> None:
-        """Lengths, numbers of experts, favourites and limits as they come."""
+        """Outputs and gradients match the reference for random lengths, numbers of experts, favourites and limits."""
         ranks = data.draw(st.sampled_from([size for size in self.ranks if size > 1] or list(self.ranks)))
         self.check(ranks, data.draw(st.lists(_cases(ranks), min_size=8, max_size=16)))
 
     def test_the_same_input_gives_the_same_bits(self) -> None:
-        """Twice in the same process: outputs and every gradient; and recomputation gives them too."""
+        """Repeated steps in one process give the same bits in outputs and gradients, also with recomputation."""
         ranks = max(self.ranks)
         case = _drawn(ranks, experts=4 * ranks, top_k=5, tokens=[40] * ranks)
         again = Case(case.indices, case.experts, checkpointed=True)
@@ -79,13 +80,13 @@ class DispatcherSuite:
                     assert torch.equal(tensor, second[name]), f"{dtype}: {name} differs"
                     assert torch.equal(tensor, recomputed[name]), f"{dtype}: {name} differs when recomputed"
 
-    # --- what subclasses may use
+    # --- helpers for subclasses
 
     def check(self, ranks: int, cases: Sequence[Case]) -> None:
-        """Hold each case against the sum over experts in one process."""
+        """Compare each case with the sum over experts in one process."""
         for dtype, results in self.run(ranks, cases).items():
             within = TOLERANCES[getattr(torch, dtype)]
-            # Gradients of weights are products of whole rows, that may cancel to almost nothing.
+            # Gradients of weights are products of whole rows, which may nearly cancel.
             within = replace(within, atol=self.hidden**0.5 * within.atol)
             for number, case in enumerate(cases):
                 mine = [result[number] for result in results]
@@ -99,7 +100,7 @@ class DispatcherSuite:
                         assert_close_gradients({what: found[name]}, {what: expected[name]}, within)
 
     def run(self, ranks: int, cases: Sequence[Case]) -> dict[str, list[list[dict[str, Tensor]]]]:
-        """Dtype -> rank -> case -> tensors."""
+        """Run the cases on a world: dtype -> rank -> case -> tensors."""
         plain = [asdict(case) for case in cases]
         world = World(ranks, backend=_BACKENDS[self.device])
         results = world.run(steps, self.factory, plain, list(self.dtypes), self.hidden, self.device)
@@ -116,7 +117,7 @@ def _corners(ranks: int) -> dict[str, Case]:
     return {
         "spread": Case(spread, experts),
         "all tokens to one expert": Case(last, experts),
-        "nobody leaves its rank": Case(own, experts),
+        "no token leaves its rank": Case(own, experts),
         "one token in all": Case([rows.view(-1, 2).long() for rows in few], experts),
         "no token at all": Case([torch.zeros(0, 2, dtype=torch.int64)] * ranks, experts),
         "all experts for each token": Case([torch.arange(experts).repeat(n, 1) for n in lengths], experts),
@@ -133,7 +134,7 @@ def _corners(ranks: int) -> dict[str, Case]:
         "only experts learn": Case(spread, experts, learns=("bank",)),
         "only tokens learn": Case(spread, experts, learns=("tokens",)),
         "only weights learn": Case(spread, experts, learns=("weights",)),
-        "nobody learns": Case(spread, experts, learns=()),
+        "no gradients at all": Case(spread, experts, learns=()),
         "computed again": Case(spread, experts, checkpointed=True),
         "dropped and computed again": Case(
             _drawn(ranks, experts, top_k=3, tokens=equal, limit=2).indices, experts, limit=2, checkpointed=True
@@ -161,7 +162,7 @@ def _drawn(
     favourites: Sequence[int] = (),
     seed: int = 0,
 ) -> Case:
-    """Choices among the favourites, by chance; an expert may occur several times in a token."""
+    """Draw experts at random from ``favourites``; an expert may occur several times in a token."""
     among = torch.tensor(favourites or range(experts))
     generator = torch.Generator().manual_seed(seed)
     return _limited(
@@ -172,13 +173,13 @@ def _drawn(
 
 
 def _padded(indices: Tensor, experts: int) -> Tensor:
-    """Choices of which every third token is padding, which goes to nobody."""
+    """Replace the experts of every third token, a padding token, by the index E (dropped)."""
     padding = torch.arange(len(indices)) % 3 == 1
     return indices.masked_fill(padding.unsqueeze(1), experts)
 
 
 def _limited(indices: list[Tensor], experts: int, limit: int | None) -> Case:
-    """Each expert keeps its first rows on each rank; the others go to nobody."""
+    """Keep the first ``limit`` rows of each expert on each rank; replace other rows by the index E (dropped)."""
     if limit is None:
         return Case(indices, experts)
     kept = []
@@ -195,7 +196,7 @@ def _limited(indices: list[Tensor], experts: int, limit: int | None) -> Case:
 
 
 def _expected(case: Case, ranks: int, hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """From first principles: every expert computes every token, in float64; nobody's weight is cut off."""
+    """Reference: every expert computes every token in float64; the weight of dropped rows is cut off."""
     inputs = [{name: x.double() for name, x in inputs_of(case, rank, hidden, dtype).items()} for rank in range(ranks)]
     bank = inputs[0]["bank"].requires_grad_("bank" in case.learns)
     found: dict[str, Tensor] = {}
@@ -217,7 +218,7 @@ def _expected(case: Case, ranks: int, hidden: int, dtype: torch.dtype) -> dict[s
 
 
 def _whole(results: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of all ranks, with the parts of the bank put together."""
+    """Tensors of all ranks, with the parts of the bank concatenated."""
     found = {f"{name} {rank}": x for rank, result in enumerate(results) for name, x in result.items() if name != "bank"}
     if "bank" in expected:
         found["bank"] = torch.cat([result["bank"] for result in results])

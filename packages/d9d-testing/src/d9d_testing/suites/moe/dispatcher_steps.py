@@ -1,8 +1,8 @@
-"""What each rank does in the dispatcher suite: one step of a layer, through the dispatcher.
+"""Work of each rank in the dispatcher suite: one step of a layer, through the dispatcher.
 
-Apart from the suite, because every rank imports it.
+A separate module, because every rank imports it.
 
-Shapes: T tokens of a rank, H features, E experts, k experts of a token, R rows that reach the experts of a rank.
+Shapes: T tokens of a rank, H features, E experts, k experts per token, R rows received by the experts of a rank.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Case:
     """One step of one layer.
 
     Attributes:
-        indices: rank -> int64 [T, k].
+        indices: rank -> experts of its tokens, int64 [T, k].
         experts: E.
-        limit: rows that an expert takes of a rank's tokens; later ones are dropped.
-        learns: whose gradients are asked for.
-        checkpointed: compute the forward again in the backward.
-        name: for messages.
+        limit: most rows per expert and rank; later ones are dropped.
+        learns: tensors that require gradients.
+        checkpointed: whether the backward recomputes the forward.
+        name: name for messages.
     """
 
     indices: list[Tensor]
@@ -41,7 +41,7 @@ class Case:
 
 
 def inputs_of(case: Case, rank: int, hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tokens [T, H], weights [T, k], the gradient of the output, and the bank [E, H, H]."""
+    """Tokens [T, H], weights [T, k], the output's gradient [T, H], and the bank [E, H, H], for one rank."""
     generator = torch.Generator().manual_seed(rank)
     chosen, same = case.indices[rank], torch.Generator().manual_seed(99)
     wide = torch.promote_types(dtype, torch.float32)
@@ -57,7 +57,7 @@ def inputs_of(case: Case, rank: int, hidden: int, dtype: torch.dtype) -> dict[st
 def steps(
     factory: str, cases: list[dict[str, Any]], dtypes: Sequence[str], hidden: int, device: str
 ) -> dict[str, list[dict[str, Tensor]]]:
-    """Dtype -> case -> output, and the gradients of this rank. Collective over the world."""
+    """Run the cases on this rank: dtype -> case -> output and gradients. Collective over the world."""
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank())
     make, group = load_factory(factory), dist.group.WORLD
@@ -110,13 +110,13 @@ def _step(dispatcher: Any, case: Case, hidden: int, dtype: torch.dtype, device: 
 
 
 def _experts(sent: Any, bank: Tensor) -> Tensor:
-    """``tanh(x @ bank[e])`` for the rows of each expert e of this rank; spare rows give zeros, whatever they hold."""
+    """``tanh(x @ bank[e])`` for the rows of each expert e of this rank; padding rows give zeros."""
     assert sent.counts.shape == (len(bank),), f"counts {tuple(sent.counts.shape)}, this rank has {len(bank)} experts"
     assert sent.counts.dtype == torch.int64, f"counts are {sent.counts.dtype}, expected torch.int64"
     sizes = sent.counts.tolist()
     spare = len(sent.tokens) - sum(sizes)
     assert spare >= 0, f"counts add up to {sum(sizes)}, but there are {len(sent.tokens)} rows"
-    assert sent.spare_rows or not spare, f"{spare} rows belong to nobody, but spare_rows is False"
+    assert sent.spare_rows or not spare, f"{spare} rows are padding, but spare_rows is False"
     *rows, nobody = sent.tokens.split([*sizes, spare])
     parts = [torch.tanh(part @ matrix) for part, matrix in zip(rows, bank.unbind(0), strict=True)]
     return torch.cat([*parts, torch.zeros_like(nobody)])

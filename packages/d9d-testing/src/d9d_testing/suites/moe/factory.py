@@ -1,4 +1,4 @@
-"""What a suite tests, by name, because other processes must find it too."""
+"""Lookup of a suite's factory by name, so that other processes can find it too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from d9d_core.plugin import Ref
 
 
 def load_factory(target: str) -> Callable[..., Any]:
-    """``module:attribute`` or ``file.py:attribute``."""
+    """Load ``module:attribute`` or ``file.py:attribute``."""
     file, _, name = target.rpartition(":")
     loaded: Callable[..., Any] = runpy.run_path(file)[name] if file.endswith(".py") else Ref(target).load()
     return loaded

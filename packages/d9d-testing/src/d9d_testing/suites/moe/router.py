@@ -1,6 +1,6 @@
-"""What every router of a mixture of experts must keep.
+"""Conformance suite of routers of a mixture of experts.
 
-Shapes: T tokens, H features, E experts, k experts of a token.
+Shapes: T tokens, H features, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ _HIDDEN, _EXPERTS, _TOP_K, _TOKENS = 24, 8, 3, 40
 
 
 class RouterSuite:
-    """The conformance suite of routers.
+    """Conformance suite of routers.
 
-    Subclass it, name what makes one, and the settings to try::
+    Subclass it, name the factory, and give settings to try::
 
         class TestMyRouter(RouterSuite):
             factory = "my_package.my_router:MyRouter"
             settings = {"plain": {}, "dropping": {"capacity": 1.0}}
 
-    A router is called with tokens [T, H], and with the number of samples as ``samples``; it returns what
-    :class:`d9d_moe.router.routing.TopKRouting` has.
+    A router is called with tokens [T, H], and with the number of samples as ``samples``; it returns a
+    :class:`d9d_moe.router.routing.TopKRouting` or an object with the same attributes.
 
     Attributes:
         factory: ``module:attribute`` or ``file.py:attribute`` of ``(H, E, k, **settings) -> nn.Module``.
-        settings: name -> arguments. ``groups`` and ``top_groups`` among them say how many groups of neighbouring
-            experts there are, and how many of them a token may use; ``capacity`` that rows may be dropped.
-        sums: name of settings -> what the weights of a token add up to, where that is fixed.
-        dropped: name among the tallies of a dropping router of the number of rows that were dropped.
+        settings: name -> arguments. ``groups`` and ``top_groups`` are the number of groups of neighbouring experts and
+            the
+            number of groups that a token may use; with ``capacity``, rows may be dropped.
+        sums: name of settings -> sum of a token's weights, if it is fixed.
+        dropped: name of a dropping router's tally of dropped rows.
     """
 
     pytestmark = pytest.mark.smoke
@@ -48,7 +49,7 @@ class RouterSuite:
     dropped: ClassVar[str] = "dropped"
 
     def test_it_gives_what_dispatchers_need(self) -> None:
-        """Shapes and dtypes, for many tokens, one, and none."""
+        """Outputs have the shapes and dtypes that dispatchers need, for many tokens, one, and none."""
         for name, router in self.routers():
             for tokens in (_TOKENS, 1, 0):
                 routing = router(_tokens(tokens), samples=1)
@@ -63,7 +64,7 @@ class RouterSuite:
                 assert (routing.limit is not None) == drops, f"{name}: limit is {routing.limit}"
 
     def test_counts_are_those_of_the_indices(self) -> None:
-        """Each expert's rows; nobody's, of the index one past the last expert, count nowhere."""
+        """Counts are the rows of each expert; the index E, for dropped rows, is not counted."""
         for name, router in self.routers():
             routing = router(_tokens())
             assert int(routing.indices.min()) >= 0, f"{name}: negative indices"
@@ -74,14 +75,14 @@ class RouterSuite:
             assert routing.counts.tolist() == expected.tolist(), name
 
     def test_a_token_goes_to_different_experts(self) -> None:
-        """Not twice to one."""
+        """A token never has the same expert twice."""
         for name, router in self.routers():
             for row in router(_tokens()).indices.tolist():
                 kept = [expert for expert in row if expert < _EXPERTS]
                 assert len(set(kept)) == len(kept), f"{name}: {row}"
 
     def test_weights_are_shares_of_the_scores(self) -> None:
-        """In the ratio of the scores; positive, nobody's zero; and of a fixed sum where one is stated."""
+        """Weights are proportional to scores, positive, zero for dropped rows, and sum to a stated value, if any."""
         for name, router in self.routers():
             routing = router(_tokens())
             kept = routing.indices < _EXPERTS
@@ -97,7 +98,7 @@ class RouterSuite:
                 assert_close_values(whole, torch.full_like(whole, self.sums[name]), what=f"{name}: sums of weights")
 
     def test_scores_are_float32_whatever_the_model_is(self) -> None:
-        """In bfloat16, and under autocast, experts that differ by little are still told apart."""
+        """In bfloat16 and under autocast, scores still distinguish experts that differ slightly."""
         for name, router in self.routers():
             narrow, tokens = copy.deepcopy(router).bfloat16(), _tokens().bfloat16()
             exact = copy.deepcopy(narrow).float()(tokens.float())
@@ -109,7 +110,7 @@ class RouterSuite:
                 assert torch.equal(routing.indices, exact.indices), f"{name}, {how}: other experts"
 
     def test_of_equal_scores_the_lower_expert_wins(self) -> None:
-        """So that all devices and releases choose alike."""
+        """Ties are broken equally on all devices and releases: the lower index wins."""
         for name, router in self.routers():
             with torch.no_grad():
                 for parameter in router.parameters():
@@ -119,7 +120,7 @@ class RouterSuite:
             assert kept == list(range(len(kept))), f"{name}: {kept}"
 
     def test_extreme_tokens_give_finite_weights(self) -> None:
-        """Scores may underflow, all but one, or all."""
+        """Weights are finite even if all scores, or all but one, underflow."""
         for name, router in self.routers():
             for factor in (1e4, -1e4, 0.0):
                 tokens = (_tokens() * factor).requires_grad_()
@@ -131,7 +132,7 @@ class RouterSuite:
                 assert tokens.grad.isfinite().all(), f"{name}: gradients of tokens times {factor}"
 
     def test_gradients_reach_tokens_and_every_parameter(self) -> None:
-        """The weights are what a router learns by."""
+        """Weights carry gradients, because a router learns through them."""
         for name, router in self.routers():
             tokens = _tokens().requires_grad_()
             weights = router(tokens).weights
@@ -141,7 +142,7 @@ class RouterSuite:
                 assert tensor.grad.any(), f"{name}: a gradient of zeros for {what}"
 
     def test_a_token_uses_few_groups(self) -> None:
-        """No more than ``top_groups``."""
+        """A token uses at most ``top_groups`` groups."""
         tried = 0
         for name, router in self.routers():
             groups = self.settings[name].get("groups", 1)
@@ -154,7 +155,7 @@ class RouterSuite:
             pytest.skip("no settings with groups")
 
     def test_no_expert_takes_more_than_its_capacity(self) -> None:
-        """All tokens alike want the same experts; what is too much goes to nobody and is counted."""
+        """Equal tokens choose the same experts; rows above the capacity are dropped and counted."""
         tried = 0
         for name, router in self.routers():
             if "capacity" not in self.settings[name]:
@@ -163,14 +164,14 @@ class RouterSuite:
             routing = router(_tokens(1).expand(_TOKENS, -1))
             assert int(routing.counts.max()) <= routing.limit, f"{name}: {routing.counts.tolist()} of {routing.limit}"
             nobody = int((routing.indices == _EXPERTS).sum())
-            assert nobody > 0, f"{name}: nothing was dropped; lower the capacity of these settings"
+            assert nobody > 0, f"{name}: no row was dropped; lower the capacity in these settings"
             assert nobody + int(routing.counts.sum()) == routing.indices.numel(), name
             assert int(router.tallies()[self.dropped]) == nobody, f"{name}: tally '{self.dropped}'"
         if not tried:
             pytest.skip("no settings with a capacity")
 
     def test_the_same_tokens_choose_alike(self) -> None:
-        """However they are cut into samples, and after the state was saved and loaded."""
+        """The choice does not depend on the split into samples, nor on saving and loading the state."""
         for name, router in self.routers():
             torch.manual_seed(1)
             loaded = self.make(name)
@@ -180,15 +181,15 @@ class RouterSuite:
                 for field in ("indices", "weights", "scores", "counts"):
                     assert torch.equal(getattr(routing, field), getattr(first, field)), f"{name}: {field}"
 
-    # --- what subclasses may use
+    # --- helpers for subclasses
 
     def make(self, name: str) -> nn.Module:
-        """A router with the settings of that name."""
+        """Router with the named settings."""
         router: nn.Module = load_factory(self.factory)(_HIDDEN, _EXPERTS, _TOP_K, **self.settings[name])
         return router
 
     def routers(self) -> Iterator[tuple[str, Any]]:
-        """One for each of the settings."""
+        """Yield a router for each of the settings."""
         for name in self.settings:
             torch.manual_seed(0)
             yield name, self.make(name)

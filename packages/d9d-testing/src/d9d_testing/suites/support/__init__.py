@@ -1,1 +1,1 @@
-"""Helpers that several suites share, and functions that their ranks run."""
+"""Helpers shared by several suites, and functions for worlds' ranks."""

@@ -1,6 +1,6 @@
-"""Calls of the op ``attention_block``: all turns of a ring of two ranks, in one process.
+"""Calls of the op ``attention_block``: all turns of a ring of two ranks, computed in one process.
 
-Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head.
+Shapes: B samples, S positions, N query heads, K key/value heads, D features per head.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _RANKS = 2
 
 
 def block_slot(static: Mapping[str, Any]) -> OpSlot:
-    """Slot of a ring, with the reference."""
+    """Op slot of a ring, bound to the reference."""
     return OpSlot("attention_block", Ref("d9d_parallel.context_parallel.blocks:ReferenceBlocks").load()(), **static)
 
 
 def attend_in_turns(slot: OpSlot, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-    """Attention of all positions, put together from what each rank of a ring computes with the keys of each.
+    """Attention over all positions, combined from all turns of all ranks of a ring.
 
     Args:
-        slot: of the op; its static facts say the window.
+        slot: op slot; its static facts include the window.
         query: [B, S, N, D].
         key: [B, S, K, D].
         value: [B, S, K, D].
         documents: int64 [B, S]; ``None`` if a sample is one document.
 
     Returns:
-        [B, S, N, D].
+        Output [B, S, N, D].
     """
     parts = list(_parts(slot.function, query, documents, slot.static.get("window")))
     out: Tensor = _Turns.apply(query, key, value, slot.function, parts)
@@ -41,7 +41,7 @@ def attend_in_turns(slot: OpSlot, query: Tensor, key: Tensor, value: Tensor, doc
 
 
 def _parts(blocks: Any, query: Tensor, documents: Tensor | None, window: int | None) -> Iterator[tuple[Any, ...]]:
-    """Positions of queries and of keys, and the mask, of each part of each turn."""
+    """Yield positions of queries, positions of keys, and the mask, for each block of each turn."""
     length, device = query.shape[1], query.device
     size = length // (2 * _RANKS)
     chunks = [range(number * size, (number + 1) * size) for number in range(2 * _RANKS)]

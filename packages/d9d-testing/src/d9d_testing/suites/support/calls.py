@@ -1,7 +1,7 @@
-"""Calls of the ops that first-party models make, for given sizes.
+"""Example calls of ops for given sizes, made like first-party models do.
 
-Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head; R rows, E experts, I features
-in, O features out.
+Shapes: B samples, S positions, N query heads, K key/value heads, D features per head; R rows, E experts, I input
+features, O output features.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Call:
     """One call of an op.
 
     Attributes:
-        name: for messages.
-        inputs: tensors by name; the floating-point ones are differentiated.
-        static: the facts that a slot states about its calls.
+        name: name for messages.
+        inputs: name -> tensor; floating-point inputs are differentiated.
+        static: static facts of the slot.
         options: further arguments.
-        constants: names of floating-point inputs that no model differentiates.
-        documents: whether samples of the data that the call is made with hold several documents, if that is known.
+        constants: names of floating-point inputs that models do not differentiate.
+        documents: whether samples of the data hold several documents; ``None`` if unknown.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Call:
 
 
 def draw(*shape: int, seed: int) -> Tensor:
-    """Normal numbers, the same in each call."""
+    """Normal random numbers, equal in each call."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -64,7 +64,7 @@ def rms_norm(*shape: int) -> Call:
 
 
 def add_rms_norm(*shape: int, adds: bool) -> Call:
-    """Call of ``add_rms_norm``; nothing is added unless it ``adds``."""
+    """Call of ``add_rms_norm``, with or without an addend."""
     inputs = {"x": draw(*shape, seed=0), "weight": draw(shape[-1], seed=1)}
     inputs |= {"added": draw(*shape, seed=2)} if adds else {}
     name = f"x {list(shape)}, {'as much' if adds else 'nothing'} added"
@@ -77,7 +77,7 @@ def silu_mul(*shape: int) -> Call:
 
 
 def swiglu(shape: Sequence[int], hidden: int, features: int) -> Call:
-    """Call of ``swiglu`` with x [*shape, hidden], and weights that keep the size of what they project."""
+    """Call of ``swiglu`` with x [*shape, hidden], and weights that preserve the scale of activations."""
     inputs = {
         "x": draw(*shape, hidden, seed=0),
         "gate_weight": draw(features, hidden, seed=1) / hidden**0.5,
@@ -88,7 +88,7 @@ def swiglu(shape: Sequence[int], hidden: int, features: int) -> Call:
 
 
 def rope(samples: int, length: int, query_heads: int, heads: int, features: int, shared: bool) -> Call:
-    """Call of ``rope``; with ``shared`` angles for all samples."""
+    """Call of ``rope``; ``shared`` uses the same angles for all samples."""
     angles = 3 * draw(1 if shared else samples, length, features // 2, seed=2)
     inputs = {
         "query": draw(samples, length, query_heads, features, seed=0),
@@ -101,7 +101,7 @@ def rope(samples: int, length: int, query_heads: int, heads: int, features: int,
 
 
 def normed_rope(samples: int, length: int, query_heads: int, heads: int, features: int, shared: bool) -> Call:
-    """Call of ``normed_rope``; with ``shared`` angles for all samples."""
+    """Call of ``normed_rope``; ``shared`` uses the same angles for all samples."""
     call = rope(samples, length, query_heads, heads, features, shared)
     inputs = {"query": call.inputs["query"], "key": call.inputs["key"]}
     inputs |= {"query_weight": draw(features, seed=3), "key_weight": draw(features, seed=4)}
@@ -111,7 +111,7 @@ def normed_rope(samples: int, length: int, query_heads: int, heads: int, feature
 
 
 def attention_inputs(samples: int, length: int, query_heads: int, heads: int, features: int, shared: bool) -> Call:
-    """Call of ``attention_inputs`` with rows of 24 features; with ``shared`` angles for all samples."""
+    """Call of ``attention_inputs`` with 24 input features; ``shared`` uses the same angles for all samples."""
     call = normed_rope(samples, length, query_heads, heads, features, shared)
     hidden, given = 24, call.inputs
     inputs = {
@@ -130,21 +130,22 @@ def attention_inputs(samples: int, length: int, query_heads: int, heads: int, fe
 def grouped_linear(
     counts: Sequence[int], spare: int, spare_rows: bool, features_in: int = 16, features_out: int = 24
 ) -> Call:
-    """Call of ``grouped_linear`` with ``counts`` rows of experts and ``spare`` ones of nobody."""
+    """Call of ``grouped_linear`` with ``counts`` rows per expert and ``spare`` padding rows."""
     inputs = {
         "x": draw(sum(counts) + spare, features_in, seed=0),
         "bank": draw(len(counts), features_in, features_out, seed=1),
         "counts": torch.tensor(counts),
     }
     static = {"in_features": features_in, "out_features": features_out, "experts": len(counts)}
-    name = f"rows {list(counts)} and {spare} of nobody, spare_rows={spare_rows}"
+    name = f"rows {list(counts)} and {spare} padding, spare_rows={spare_rows}"
     return Call(name, inputs, static, {"spare_rows": spare_rows})
 
 
 def linear_cross_entropy(shape: Sequence[int], features: int, words: int, spread: float = 1.0) -> Call:
-    """Call of ``linear_cross_entropy``, where each fourth position is not predicted.
+    """Call of ``linear_cross_entropy``; every fourth target is ignored.
 
-    A small ``spread`` of hidden states keeps words from being certain, when gradients are rounding.
+    A small ``spread`` of hidden states keeps predictions uncertain, because gradients of certain ones are rounding
+    errors.
     """
     targets = torch.randint(words, tuple(shape), generator=torch.Generator().manual_seed(2))
     targets.view(-1)[1::4] = -100
@@ -158,7 +159,7 @@ def linear_cross_entropy(shape: Sequence[int], features: int, words: int, spread
 
 
 def permutation(tokens: int, choices: int, rows: int, features: int, *, back: bool, weighted: bool = True) -> Call:
-    """Call of ``permute``, or ``unpermute`` with ``back``; choices beyond the rows have none."""
+    """Call of ``permute``, or of ``unpermute`` if ``back``; choices beyond ``rows`` are dropped."""
     slots = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(5))
     places = torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots)))
     numbers = {"slots": slots[:rows], "places": places.view(tokens, choices)}
@@ -173,7 +174,7 @@ def permutation(tokens: int, choices: int, rows: int, features: int, *, back: bo
 
 
 def adamw(*shapes: Sequence[int]) -> Call:
-    """Call of ``adamw``: parameters of some shapes, and a gradient of each."""
+    """Call of ``adamw``: parameters of some shapes, and their gradients."""
     inputs = {f"parameter {number}": draw(*shape, seed=2 * number) for number, shape in enumerate(shapes)}
     inputs |= {f"gradient {number}": draw(*shape, seed=2 * number + 1) for number, shape in enumerate(shapes)}
     static = {"amsgrad": False, "maximize": False, "master_weights": False}

@@ -1,4 +1,4 @@
-"""The component under test: its record, its config and its construction, in this process and in those of a world."""
+"""Component under test: its record, config and construction, in this process and in the ranks of a world."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from d9d_testing.suites.support.resolved import inner_builder
 
 
 def registry_of(plugin: str | None) -> Registry:
-    """A registry of one plugin and core's own records.
+    """Registry of one plugin and the foundation.
 
     Args:
-        plugin: a declaration module, or the path of a single-file plugin; ``None`` for whatever is installed.
+        plugin: declaration module, or path of a single-file plugin; ``None`` for all installed plugins.
     """
     if plugin is None:
         return _installed(tuple(sys.path))
@@ -32,18 +32,18 @@ def registry_of(plugin: str | None) -> Registry:
 
 @lru_cache(maxsize=1)
 def _installed(_path: tuple[str, ...]) -> Registry:
-    """Registry of what is installed on this path, kept: suites ask hundreds of times, at 20 milliseconds each."""
+    """Registry of all plugins installed on this path; cached, because suites need it hundreds of times, 20 ms each."""
     return discover()
 
 
 def configured(kind: str, plugin: str | None, target: str, fields: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The record of a component and its config.
+    """Record of a component, and its config.
 
     Args:
-        kind: as in :data:`d9d_core.registry.hooks.KINDS`.
+        kind: kind in :data:`d9d_core.registry.hooks.KINDS`.
         plugin: see :func:`registry_of`.
-        target: how a job file selects the component.
-        fields: of its config, as a job file has them.
+        target: name or ``distribution/name`` of the component.
+        fields: config fields, as in a job file.
     """
     registry = registry_of(plugin)
     spec: Any = registry.find(kind, target).spec
@@ -51,7 +51,7 @@ def configured(kind: str, plugin: str | None, target: str, fields: Mapping[str, 
 
 
 def build_component(kind: str, plugin: str | None, target: str, fields: Mapping[str, Any], *arguments: Any) -> Any:
-    """The component that a job file with these fields selects; see :func:`configured`."""
+    """Build the component that a job file with these fields selects; see :func:`configured`."""
     spec, config = configured(kind, plugin, target, fields)
     inner = [inner_builder(registry_of(plugin), kind, config)] if spec.composite else []
     return spec.build.load()(config, *arguments, *inner)
@@ -61,10 +61,10 @@ class ComponentSuite:
     """Base of the conformance suites of single components.
 
     Attributes:
-        kind: the extension point; set by each suite.
-        target: how a job file selects the component.
-        plugin: its declaration module, or the path of a single-file plugin; by default, whatever is installed.
-        config: fields of its config, as a job file has them.
+        kind: extension point; set by each suite.
+        target: name or ``distribution/name`` of the component.
+        plugin: declaration module, or path of a single-file plugin; by default, any installed plugin.
+        config: config fields, as in a job file.
     """
 
     pytestmark = pytest.mark.smoke
@@ -78,26 +78,26 @@ class ComponentSuite:
         """A new component.
 
         Args:
-            arguments: of the record's ``build``, after the config.
-            fields: replace fields of ``config``.
+            arguments: arguments of the record's ``build`` after the config.
+            fields: replacements for fields of ``config``.
         """
         return build_component(self.kind, self.plugin, self.target, {**self.config, **fields}, *arguments)
 
     def address(self) -> list[Any]:
-        """The first four arguments of :func:`build_component`, as plain data for other processes."""
+        """First four arguments of :func:`build_component`, as JSON values for other processes."""
         return [self.kind, self.plugin, self.target, json.loads(json.dumps(dict(self.config)))]
 
 
 def plain_json(value: Any, what: str) -> Any:
-    """The value after a round trip through JSON.
+    """Value after a round trip through JSON.
 
     Raises:
-        AssertionError: JSON cannot hold it, or reads back something else.
+        AssertionError: the value is not JSON, or reads back differently.
     """
     try:
         again = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise AssertionError(f"{what} must be what JSON can hold, which {value!r} is not: {error}") from error
+        raise AssertionError(f"{what} must be JSON values, but is {value!r}: {error}") from error
     assert again == _lists(value), f"{what} changes in JSON: {value!r} reads back as {again!r}; use str keys and lists"
     return again
 

@@ -1,4 +1,4 @@
-"""Matrices of a model as its forward uses them, and modules that write to its residual stream.
+"""Matrices of a model in the layout in which its forward uses them, and modules that write to its residual stream.
 
 Shapes: B samples, S positions, H features.
 """
@@ -14,18 +14,18 @@ from d9d_core.traits import HasBlocks, modules_with
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: Product -> which of its arguments is the right factor, [in, out].
+#: Operator -> index of the argument that is the right factor [in, out] of a product.
 _PRODUCTS = {"aten::mm": 1, "aten::addmm": 2, "aten::bmm": 1}
 
 
 class MatrixUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Recorder of a model's matrices by which products inside multiply from the right.
+    """Mode that records parameters of a model used as right factors of matrix products.
 
     Args:
-        model: whose parameters are looked for.
+        model: model whose parameters are recorded.
 
     Attributes:
-        found: parameter -> those matrices [in, out] that are views of it, without repetition.
+        found: parameter -> distinct right factors [in, out] that are views of it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +35,7 @@ class MatrixUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found: dict[str, list[Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at the right factor and run the operation."""
+        """Record the right factor of a product, and run the operator."""
         place = _PRODUCTS.get(func.name().partition(".")[0])
         if place is not None:
             factor = args[place]
@@ -49,9 +49,9 @@ class MatrixUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def residual_writers(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, float]:
-    """Modules of a model whose matrices write to the residual stream -> standard deviation of their outputs.
+    """Standard deviations of the outputs of modules that write to the residual stream, by module name.
 
-    They are those direct children of a block whose outputs make up what the block adds to its input.
+    These modules are the direct children of a block whose outputs add up to the block's change of its input.
     """
     blocks = {
         f"{owner}.{name}".lstrip("."): block
@@ -101,7 +101,7 @@ def _first_tensor(values: Any) -> Tensor | None:
 
 
 def _summands(parts: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The fewest children whose outputs add up to what the block adds; none if that cannot be told."""
+    """Smallest set of children whose outputs add up to the block's change of its input; empty if there is none."""
     if parts[""].shape != parts["input"].shape:
         return ()
     added = parts[""] - parts["input"]

@@ -1,4 +1,4 @@
-"""Models of a conformance suite: built, filled, split, exported, and what they are given."""
+"""Models of a conformance suite: building, initialisation, splitting, export, and example inputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IGNORE = -100
 
 
 def on_meta(spec: ModelSpec, config: Any, stage: Stage = Stage()) -> nn.Module:  # noqa: B008 - Stage is frozen
-    """Build a stage as the framework does."""
+    """Build a stage on the meta device, like the framework."""
     with torch.device("meta"):
         built = spec.build.load()(config, stage)
     assert isinstance(built, nn.Module)
@@ -36,7 +36,7 @@ def initialised(
     seed: int = 0,
     stage: Stage = Stage(),  # noqa: B008 - Stage is frozen
 ) -> nn.Module:
-    """The model, or a stage of it, on the CPU, each module initialised from a seed of its own."""
+    """Model, or a stage of it, on the CPU; each module is initialised from its own seed."""
     model = on_meta(spec, config, stage).to_empty(device="cpu")
     for name, module in modules_with(model, LateInit).items():
         with torch.random.fork_rng(devices=[]):
@@ -46,7 +46,7 @@ def initialised(
 
 
 def random_model(spec: ModelSpec, config: Any) -> nn.Module:
-    """The whole tiny model with weights far from their start, norms and biases included, so that nothing cancels."""
+    """Full tiny model with weights far from their initial values, also in norms and biases, so that no terms cancel."""
     model = initialised(spec, config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -56,26 +56,26 @@ def random_model(spec: ModelSpec, config: Any) -> nn.Module:
 
 
 def export_to(directory: Path, form: HuggingFaceFormat, config: Any, model: nn.Module, dtype: str) -> None:
-    """Write a model in Hugging Face layout, as a job does at its end."""
+    """Write a model in Hugging Face layout, like a job at its end."""
     state = {name: p.detach() for name, p in model.named_parameters()}
     graph = StateGraph(form.exporter(config), specs_of(state))
     export_model(ModelWriter(directory, graph.specs), graph, state, ModelFiles(form.config_json(config, dtype)))
 
 
 def split(spec: ModelSpec, config: Any, whole: nn.Module) -> list[nn.Module]:
-    """Two stages with copies of the whole model's tensors."""
+    """Two stages with copies of the full model's tensors."""
     stages = [on_meta(spec, config, Stage(index, 2)).to_empty(device="cpu") for index in range(2)]
     source = dict(tensors_of(whole))
     for stage in stages:
         with torch.no_grad():
             for name, tensor in tensors_of(stage):
-                assert name in source, f"a stage has '{name}', the whole model has no such tensor"
+                assert name in source, f"a stage has '{name}', but the full model has no such tensor"
                 tensor.copy_(source[name])
     return stages
 
 
 def microbatch(config: Any) -> dict[str, Tensor]:
-    """Two samples of twelve positions: documents of different lengths, some targets ignored. int64 [B, S] each."""
+    """Two samples of twelve positions with documents of different lengths and ignored targets, int64 [B, S] each."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (2, 12), generator=generator)
     targets = torch.randint(config.vocab_size, (2, 12), generator=generator)
@@ -94,24 +94,24 @@ def require(spec: ModelSpec, *tokens: str) -> None:
 
 
 def poison(module: nn.Module) -> None:
-    """Fill every parameter and buffer with a value that no initialisation gives."""
+    """Fill every parameter and buffer with a value that initialisation never gives."""
     with torch.no_grad():
         for _, tensor in tensors_of(module):
             tensor.fill_(poison_value(tensor))
 
 
 def poison_value(tensor: Tensor) -> float:
-    """Value that no initialisation gives, in the dtype of a tensor."""
+    """Value that initialisation never gives, for the dtype of a tensor."""
     if tensor.is_floating_point():
         return float("nan")
     return 1 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
 
 
 def is_poisoned(tensor: Tensor) -> bool:
-    """Whether any of :func:`poison` is left in a tensor."""
+    """Whether a tensor still contains values of :func:`poison`."""
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())
-    # Any bool may be meant.
+    # Both values of a bool may be intended.
     return tensor.dtype != torch.bool and bool((tensor == poison_value(tensor)).any())
 
 
@@ -122,7 +122,7 @@ def tensors_of(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str
 
 
 def submodule(module: object, name: str) -> nn.Module:
-    """Submodule of what a trait returned."""
+    """Submodule of a module returned by a trait."""
     assert isinstance(module, nn.Module)
     return module.get_submodule(name)
 
@@ -135,10 +135,10 @@ def logits_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def count_blocks(model: nn.Module) -> int:
-    """Number of blocks of all modules that have some."""
+    """Number of blocks of all modules with blocks."""
     return sum(len(module.blocks()) for module in modules_with(model, HasBlocks).values())
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Gradient of each parameter that has one."""
+    """Parameter name -> gradient, for parameters that have one."""
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

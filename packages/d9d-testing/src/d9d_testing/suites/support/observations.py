@@ -1,4 +1,7 @@
-"""Samples as first-party tasks see and observe them. Shapes: B samples, S positions, C classes, V words."""
+"""Example microbatches, outputs and observations of first-party tasks.
+
+Shapes: B samples, S positions, C classes, V ids.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-#: B.
+#: B, the number of samples.
 SAMPLES = 12
 _POSITIONS, _CLASSES, _WORDS = 7, 5, 13
 _IGNORE = -100
 
 
 def microbatch(samples: slice, *, counted: bool = True) -> dict[str, Tensor]:
-    """Microbatch for suites' observations: some of twelve samples; text (:mod:`d9d_core.data`), ``x``, ``y``, ``mask``.
+    """Microbatch of some of twelve samples: text tensors (:mod:`d9d_core.data`), and ``x``, ``y``, ``mask``.
 
     Args:
-        samples: which.
-        counted: ``False`` to let no target, label or sample count.
+        samples: samples to return.
+        counted: if ``False``, all targets, labels and samples are ignored ones.
     """
     generator = torch.Generator().manual_seed(7)
     shape = (SAMPLES, _POSITIONS)
@@ -44,11 +47,11 @@ def microbatch(samples: slice, *, counted: bool = True) -> dict[str, Tensor]:
 
 
 def outputs(batch: Mapping[str, Tensor], scale: Tensor) -> dict[str, Tensor]:
-    """What a model returns for a microbatch: ``token_loss``, ``class_logits`` and ``y``, each a function of its sample.
+    """Outputs of a model for a microbatch: ``token_loss``, ``class_logits`` and ``y``, each a function of its sample.
 
     Args:
-        batch: of :func:`microbatch`.
-        scale: 0-d; every output is proportional to it, so it stands for a parameter.
+        batch: microbatch from :func:`microbatch`.
+        scale: 0-d factor of all outputs, which stands for a parameter.
     """
     x = batch["x"]
     tokens, targets = batch["tokens"].float(), batch["targets"]
@@ -58,7 +61,7 @@ def outputs(batch: Mapping[str, Tensor], scale: Tensor) -> dict[str, Tensor]:
 
 
 def observed(samples: slice) -> dict[str, Tensor]:
-    """What first-party tasks observe, and the toy task."""
+    """Observations of first-party tasks and the toy task."""
     batch = microbatch(samples)
     found = outputs(batch, torch.ones(()))
     absolute = (found.pop("y") - batch["y"]).abs()

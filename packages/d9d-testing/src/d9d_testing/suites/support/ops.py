@@ -1,4 +1,4 @@
-"""Ops that first-party models call: how, and with which shapes, which are odd on purpose or drawn at random."""
+"""Ops of first-party models: how models call them, with odd shapes on purpose or random ones."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from d9d_testing.suites.support import calls
 from d9d_testing.suites.support.attention_blocks import attend_in_turns, block_slot
 from d9d_testing.suites.support.calls import Call
 
-#: Powers of two and their neighbours: whole tiles, masked ones, and several rows in one.
+#: Powers of two and their neighbours, for full tiles, masked tiles, and several rows per tile.
 _SIZES = (1, 2, 3, 7, 8, 16, 17, 31, 64, 65, 100, 129)
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """What is known about an op.
+    """Description of an op for tests.
 
     Attributes:
-        slot: the static facts of a call -> a slot that holds the op's reference.
-        calls: calls with shapes that are odd on purpose, and float32 inputs.
-        invoke: calls a slot, as models do.
-        package: module of the package that has the reference.
-        at_random: a call with shapes that are drawn.
+        slot: function from the static facts of a call to a slot bound to the op's reference.
+        calls: function that returns float32 calls with odd shapes.
+        invoke: function that calls a slot like models do.
+        package: module of the package with the reference.
+        at_random: function that returns a call with random shapes.
     """
 
     slot: Callable[[Mapping[str, Any]], OpSlot]
@@ -45,7 +45,7 @@ def _plain_slot(op: str, reference: str, static: Mapping[str, Any]) -> OpSlot:
 
 
 def invoke_plainly(slot: OpSlot, call: Call) -> Tensor:
-    """The slot with all inputs in order."""
+    """Call the slot with all inputs in order."""
     out: Tensor = slot(*call.inputs.values(), **call.options)
     return out
 
@@ -63,7 +63,7 @@ def _attentions() -> Sequence[Call]:
         calls.attention(1, 1, 2, 2, 8, None, False),
         calls.attention(1, 17, 3, 1, 16, 5, False),
         calls.attention(3, 9, 6, 3, 8, 4, True),
-        # Of several blocks of a kernel, with heads as large as those of models.
+        # Several blocks of a kernel, with heads as large as in models.
         calls.attention(1, 150, 2, 1, 64, None, False),
         calls.attention(2, 140, 4, 2, 32, None, True),
         calls.attention(1, 130, 2, 2, 32, 70, True),
@@ -71,7 +71,7 @@ def _attentions() -> Sequence[Call]:
 
 
 def _attention_blocks() -> Sequence[Call]:
-    """Of lengths that a ring of two ranks can share."""
+    """Calls with lengths that a ring of two ranks can split."""
     return [
         calls.attention(2, 8, 4, 2, 16, None, False),
         calls.attention(1, 20, 3, 1, 16, None, False),
@@ -111,7 +111,7 @@ def _leading(random: Random) -> list[int]:
 
 
 def _rms_norm_at_random(random: Random) -> Call:
-    # A row of one feature is normalised to its sign: its gradient is rounding.
+    # Not one feature: it is normalised to its sign, so its gradient is a rounding error.
     return calls.rms_norm(*_leading(random), random.choice(_SIZES[1:]))
 
 
@@ -156,7 +156,7 @@ _ROPES = (
 )
 
 
-#: Features of a head from which on the gradient through its norm is not mostly the rounding of what was projected.
+#: Least features per head; with fewer, the gradient through the head's norm is dominated by rounding errors.
 _LEAST_HEAD = 8
 
 
@@ -213,7 +213,7 @@ def _linear_cross_entropies() -> Sequence[Call]:
 
 def _linear_cross_entropy_at_random(random: Random) -> Call:
     shape = [random.randint(0, 9) for _ in range(random.randint(1, 2))]
-    features, words = 8 * random.randint(1, 6), random.choice((*_SIZES[1:], 1025))  # one word alone is certain
+    features, words = 8 * random.randint(1, 6), random.choice((*_SIZES[1:], 1025))  # a single class is certain
     return calls.linear_cross_entropy(shape, features, words, spread=features**-0.5)
 
 
@@ -238,7 +238,7 @@ def _permutation_op(op: str) -> Op:
 
 def _adamw(parameters: Mapping[str, nn.Parameter]) -> Any:
     config = Ref("d9d_optim.optimizer.config:AdamWConfig").load()
-    # A large eps: the squares of small gradients are lost in float16.
+    # A large eps, because squares of small gradients underflow in float16.
     return Ref("d9d_optim.optimizer.adamw:AdamW").load()(config(lr=0.1, weight_decay=0.1, eps=0.1), parameters)
 
 
@@ -249,7 +249,7 @@ def _adamw_slot(_static: Mapping[str, Any]) -> OpSlot:
 
 
 def _invoke_adamw(slot: OpSlot, call: Call) -> Tensor:
-    """Parameters after two steps, the second with half of the gradients."""
+    """Parameters after two steps, the second with halved gradients."""
     names = [name for name in call.inputs if name.startswith("parameter")]
     parameters = {name: nn.Parameter(call.inputs[name].clone()) for name in names}
     optimizer = _adamw(parameters)
@@ -271,7 +271,7 @@ def _adamw_at_random(random: Random) -> Call:
     return calls.adamw(*([random.choice(_SIZES), *_leading(random)] for _ in range(random.randint(1, 5))))
 
 
-#: Ops by name: those of d9d-nn, d9d-moe, d9d-optim and d9d-parallel.
+#: Name -> op, of d9d-nn, d9d-moe, d9d-optim and d9d-parallel.
 KNOWN_OPS: Mapping[str, Op] = {
     "attention": Op(_attention_slot, _attentions, _invoke_attention, at_random=_attention_at_random),
     "attention_block": Op(

@@ -1,4 +1,4 @@
-"""Steps of an optimizer over drawn parameters, in this process or as DTensors over the ranks of a world."""
+"""Optimizer steps on random parameters, in this process or as DTensors over the ranks of a world."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from d9d_testing.suites.support.tensors import bits, differing
 
 
 def draw_parameters(shapes: Mapping[str, Sequence[int]], dtype: str, device: str = "cpu") -> dict[str, nn.Parameter]:
-    """Parameters of these shapes, the same in each call."""
+    """Random parameters of these shapes, equal in each call."""
     generator = torch.Generator().manual_seed(1)
     drawn = {name: torch.randn(tuple(shape), generator=generator) for name, shape in shapes.items()}
     return {name: nn.Parameter(tensor.to(device, getattr(torch, dtype))) for name, tensor in drawn.items()}
 
 
 def set_gradients(parameters: Mapping[str, nn.Parameter], step: int) -> None:
-    """Gradients that depend on the step and the order of the parameters; none for those on the meta device."""
+    """Set gradients that depend on the step and the order of parameters; parameters on the meta device get none."""
     generator = torch.Generator().manual_seed(100 + step)
     for parameter in parameters.values():
         drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -34,18 +34,18 @@ def set_gradients(parameters: Mapping[str, nn.Parameter], step: int) -> None:
 
 
 def stepped(optimizer: Any, parameters: Mapping[str, nn.Parameter], steps: Iterable[int], device: str) -> None:
-    """Make these steps with an open gate."""
+    """Run these steps with an open gate."""
     for step in steps:
         set_gradients(parameters, step)
         optimizer.step(torch.tensor(True, device=device))
 
 
 def sharded_steps(address: Sequence[Any], shapes: Mapping[str, Sequence[int]], dtype: str) -> dict[str, Any]:
-    """Optimizer on several ranks: a closed and two open steps over DTensors. Collective over the world.
+    """Run a step with a closed gate and two with an open gate on DTensors. Collective over the world.
 
     Returns:
-        ``refused``: what the closed gate changed; ``facts``: name -> whole shape and dtype of parameters and state;
-        ``parameters``: the whole parameters after the steps.
+        ``refused``: names changed by the closed gate; ``facts``: name -> full shape and dtype of parameters and state;
+        ``parameters``: full parameters after the steps.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placements: list[list[Placement]] = [[Shard(0)], [Replicate()], [Shard(0)], [Shard(0)]]

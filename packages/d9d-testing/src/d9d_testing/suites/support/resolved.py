@@ -1,4 +1,4 @@
-"""Configs of components with the records that they name, as conformance suites build and judge them."""
+"""Resolution of component configs to records, for conformance suites."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from d9d_core.registry.registry import Registry
 
 
 def inner_builder(registry: Registry, kind: str, config: PluginConfig) -> Callable[..., Any]:
-    """Builder of the components inside a config, the last argument of a composite record's ``build``.
+    """Function that builds components nested in a config, the last argument of a composite record's ``build``.
 
     Args:
-        registry: meaning of the names in the config.
-        kind: the extension point of the config.
-        config: of the outer component.
+        registry: registry that resolves names in the config.
+        kind: extension point of the config.
+        config: config of the outer component.
     """
     return instantiate.inner_builder(choose(registry, kind, kind, config))
 
 
 def given_by(registry: Registry, dataset: PluginConfig) -> Mapping[str, int] | None:
-    """Tensors that every microbatch of a dataset has -> their number of dims; ``None`` if that is not known.
+    """Tensors in every microbatch of a dataset: name -> number of dimensions; ``None`` if unknown.
 
     Args:
-        registry: meaning of the names in the config.
-        dataset: its config.
+        registry: registry that resolves names in the config.
+        dataset: config of the dataset.
     """
     return tensors_given(choose(registry, "dataset", "data", dataset), dataset)

@@ -1,4 +1,4 @@
-"""Facts about tensors that several suites compare: their bits, and whether the host read a value."""
+"""Comparison of tensors by bits, and detection of device values that the host reads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _READS = frozenset({"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonz
 
 
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations inside of which the host waits for a value of a tensor, on any device.
+    """Mode that records operators in which the host waits for a tensor's value, on any device.
 
     Attributes:
-        found: their names, in order.
+        found: names of the operators, in order.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the operation and run it."""
+        """Record the operator, and run it."""
         name = func.name().partition(".")[0]
         if name in _READS:
             self.found.append(name)
@@ -33,13 +33,13 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the parts that are here, as bytes: NaN equals itself and -0 differs from 0."""
+    """Copies of local shards as bytes, so that NaN equals itself and -0 differs from 0; meta tensors are left out."""
     here = {name: local(tensor).detach() for name, tensor in tensors.items() if not local(tensor).is_meta}
     return {name: tensor.clone().contiguous().reshape(-1).view(torch.uint8) for name, tensor in here.items()}
 
 
 def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
-    """Names whose tensors are not equal, or that only one of both has."""
+    """Names whose tensors differ, or that only one of the mappings has."""
     common = first.keys() & second.keys()
     changed = {name for name in common if not torch.equal(first[name], second[name])}
     return sorted(changed | (first.keys() ^ second.keys()))
