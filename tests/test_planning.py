@@ -135,7 +135,7 @@ def test_a_plan_leaves_out_layouts_that_cannot_split_the_samples_of_an_evaluatio
     job = JobFile.from_values(values(DENSE | {"max_positions": 8192}, evaluation=evaluation, batch={"size": 8}))
     found = search(Workload(job, job.registry, job.views()), 8, Device.named("h200"))
     assert {(one.layout.mesh.tp, one.layout.mesh.cp) for one in found.ranked} == {(1, 1), (2, 1)}
-    with pytest.raises(JobError, match="those of evaluation are multiples of 4098; use other sizes of the mesh"):
+    with pytest.raises(JobError, match="evaluation has multiples of 4098; use other sizes of the mesh"):
         prediction(DENSE, evaluation=evaluation, mesh={"cp": 2}, parallel=["context_parallel"]).memory  # noqa: B018
 
 

@@ -118,7 +118,7 @@ def test_an_untied_model_without_a_head_is_refused_in_words_of_its_files(
     declare(model, tied=False)
     status, out, err = d9d(*READERS[reader](model))
     assert status == 2, out
-    way_out = "has tie_word_embeddings: true" if reader == "generate" else "set model.tie_embeddings to true"
+    way_out = "needs tie_word_embeddings: true" if reader == "generate" else "set model.tie_embeddings to true"
     for part in (str(model), HEAD, way_out):
         assert part in err
     assert "Rename" not in err

@@ -94,7 +94,7 @@ def test_fields_have_any_names(
         (
             {"query": "a", "positive": "b", "negative": "c"},
             {"negatives": 2},
-            "has 1 negatives in negative, and data.neg",
+            "has 1 negatives in negative, but data.neg",
         ),
         ({"query": "a", "positive": "b"}, {"negatives": 1}, "has 0 negatives in negative"),
         ({"query": "a", "positive": "b", "negatives": ["c", ""]}, {"negatives": 2}, r"has no text in negatives\[1\]"),
