@@ -206,6 +206,7 @@ def imported_by(graph: grimp.ImportGraph, package: str) -> dict[str, set[str]]:
 # --- between packages ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @members
 def test_a_member_imports_only_what_it_declares(
     member: Member, imports: grimp.ImportGraph, owners: Mapping[str, list[str]]
@@ -271,6 +272,7 @@ def sources_bound_to_declared_modules() -> Iterator[Path]:
     yield from (path for path in sorted((ROOT / "examples").rglob("*.py")) if "tests" not in path.parts)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("house", [*(str(m) for m in MEMBERS if m.package not in FOUNDATION), "examples"])
 def test_packages_use_each_other_by_the_names_of_their_declared_modules(house: str) -> None:
     found = {}
@@ -512,6 +514,7 @@ def pickling(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 @members
 def test_nothing_pickles(member: Member) -> None:
     found = {str(path.relative_to(ROOT)): pickling(path.read_text()) for path in member.sources}

@@ -77,6 +77,7 @@ def test_a_checkpoint_of_other_data(d9d: D9d, small_job: Write) -> None:
     assert "data" in complaint(d9d, small_job(), "data.sequence_length=16", "steps=8")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damage", ["truncate", "flip"])
 def test_a_damaged_newest_checkpoint_is_passed_over(d9d: D9d, small_job: Write, tmp_path: Path, damage: str) -> None:
     assert d9d("train", str(small_job()))[0] == 0
@@ -133,6 +134,7 @@ def test_a_value_that_cannot_be(d9d: D9d, small_job: Write, override: str, expec
     assert expected in complaint(d9d, small_job(), override)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("override", ["optimizer.lrr=1", "optimizer.name=adamww", "mesh.dp_shard=2", "steps=none"])
 def test_what_needs_no_torch_is_refused_before_torch_is_imported(small_job: Write, override: str) -> None:
     code = (

@@ -202,6 +202,7 @@ def drawn(values: dict[str, Any], plugins: list[str]) -> list[float]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis", ["cp", "tp"])
 def test_ranks_draw_for_their_own_positions(table: ModuleType, tmp_path: Path, axis: str) -> None:
     strategy = {"cp": "context_parallel", "tp": "tensor_parallel"}[axis]
@@ -285,6 +286,7 @@ def test_a_task_that_cannot_split_positions_is_refused(table: ModuleType, tmp_pa
         World(2).run(build_without_split, values, list(table.PLUGINS))
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_attends_from_all_positions_is_refused(table: ModuleType, tmp_path: Path) -> None:
     said = refused(table, tmp_path, layout("all_gather"), kernels={"attention": "reference"}, steps=1)
     assert "kernels.attention: 'reference' needs queries of all positions of a sample" in said

@@ -109,6 +109,7 @@ def test_what_is_missing_is_named_with_its_install_line(alone: dict[str, str]) -
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("job", ["job.yaml", "moe.yaml", "pipeline.yaml"])
 def test_jobs_are_checked_as_far_as_they_need_no_tensors(without_torch: dict[str, str], job: str) -> None:
     status, out, err = run(without_torch, "check", str(QUICKSTART / job))
@@ -117,6 +118,7 @@ def test_jobs_are_checked_as_far_as_they_need_no_tensors(without_torch: dict[str
     assert "not checked (to check it: pip install torch): Model, strategies and kernels, without a GPU." in out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
@@ -132,6 +134,7 @@ def test_wrong_jobs_are_refused(without_torch: dict[str, str], override: str, co
     assert complaint in err
 
 
+@pytest.mark.thorough
 def test_commands_that_need_torch_say_so(without_torch: dict[str, str]) -> None:
     status, out, _ = run(without_torch, "--help")
     assert status == 0

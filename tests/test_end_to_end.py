@@ -44,6 +44,7 @@ def test_the_exported_model_gives_the_same_logits_in_transformers(
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
 def test_the_loss_falls_below_the_unigram_entropy_of_a_repetitive_text(small_job: Write, d9d: D9d) -> None:
     path = small_job(steps=60, logging={"every": 60}, checkpoint={}, export=False)
@@ -91,6 +92,7 @@ def test_options_that_promise_the_same_numbers_give_them(
     assert "stores nothing" not in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", [{"parameters": "bfloat16"}, {"autocast": "bfloat16"}])
 def test_low_precision_trains(small_job: Write, tmp_path: Path, precision: dict[str, str]) -> None:
     path = small_job(steps=20, precision=precision, logging={"every": 1})

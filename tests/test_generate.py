@@ -249,6 +249,7 @@ def test_code_beside_a_model_does_not_run(d9d: Run, model: Path, tmp_path: Path)
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.thorough
 def test_a_run_is_read_from_its_checkpoint_until_it_has_an_export(
     d9d: Run, small_job: Callable[..., Path], tmp_path: Path
 ) -> None:

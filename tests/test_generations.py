@@ -85,6 +85,7 @@ def test_rows_are_what_transformers_generates(values: Callable[..., dict[str, An
     assert summary["new_tokens"] == sum(len(row["tokens"]) for row in rows)
 
 
+@pytest.mark.thorough
 def test_draws_depend_on_the_seed_and_the_row_alone(values: Callable[..., dict[str, Any]]) -> None:
     drawn = {"temperature": 0.9, "stop": []}
     rows = rows_of(values("drawn", drawn))
@@ -97,6 +98,7 @@ def test_draws_depend_on_the_seed_and_the_row_alone(values: Callable[..., dict[s
     assert all(mine["tokens"] != row["tokens"] for mine, row in zip(other, rows, strict=False))
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_goes_on_with_the_same_bytes(values: Callable[..., dict[str, Any]]) -> None:
     whole, parts = (values(name, {"temperature": 0.7}, batch={"size": 4, "microbatch": 2}) for name in ("a", "b"))
     rows_of(whole)

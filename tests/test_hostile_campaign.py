@@ -93,5 +93,6 @@ def test_a_pass_without_a_row_or_with_one_twice_is_wrong(campaign: ModuleType, n
         campaign.rows_of(stream)
 
 
+@pytest.mark.thorough
 def test_rows_are_read_back_as_they_were_written(campaign: ModuleType, tmp_path: Path) -> None:
     campaign.write_rows(range(5), ["a\n\x1b[2J\u2028", "\0", "é\u202e"], tmp_path)

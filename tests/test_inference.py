@@ -109,6 +109,7 @@ def test_log_probabilities_equal_those_of_transformers(folder: Folder, theirs: T
             assert row["tokens"] == len(logs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_embeddings_equal_pooled_hidden_states_of_transformers(folder: Folder, theirs: Theirs, packed: bool) -> None:
     for pooling in ("last", "mean"):
@@ -126,6 +127,7 @@ def test_embeddings_equal_pooled_hidden_states_of_transformers(folder: Folder, t
                 np.testing.assert_allclose(row["embedding"], (vector / vector.norm()).numpy(), atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_classes_and_rewards_equal_those_of_transformers(folder: Folder, theirs: Theirs, packed: bool) -> None:
     import transformers
@@ -192,6 +194,7 @@ def test_classes_of_tokens_are_one_for_each(folder: Folder) -> None:
 # --- how a run goes
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_stopped_goes_on_with_the_same_rows(folder: Folder) -> None:
     expected = folder.rows("whole")
     interrupts = Interrupts()
@@ -210,6 +213,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_rows(folder: Folder) -> Non
     assert folder.bytes_of("parts") == folder.bytes_of("whole")
 
 
+@pytest.mark.thorough
 def test_rows_do_not_depend_on_how_many_are_written_at_a_time(folder: Folder) -> None:
     expected = folder.rows("whole-2")
     assert folder.rows("small", batch={"size": 2, "microbatch": 2}) == expected
@@ -242,6 +246,7 @@ def test_parquet_holds_what_json_lines_hold(folder: Folder) -> None:
     assert [row["log_prob"] for row in table] == pytest.approx([row["log_prob"] for row in rows], rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_a_training_job_makes_the_inference_job_over_its_run(folder: Folder, small_job: Callable[..., Path]) -> None:
     job = Job.load(
         small_job(
@@ -345,6 +350,7 @@ def test_a_row_with_nan_ends_the_run_unless_it_is_to_be_kept(folder: Folder) -> 
     assert {row["log_prob"] for row in rows} == {None}
 
 
+@pytest.mark.thorough
 def test_results_of_another_job_or_other_weights_are_not_mixed(folder: Folder) -> None:
     folder.rows("mine")
     with pytest.raises((JobError, CheckpointError), match=r"another job\.task\.per"):

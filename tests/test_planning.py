@@ -90,6 +90,7 @@ def test_kept_attention_takes_the_memory_of_its_outputs_and_saves_its_second_for
     assert kept.time.parts["attention"] == all_again.time.parts["attention"]
 
 
+@pytest.mark.thorough
 def test_a_job_that_fits_is_described(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(values(SMALL)))

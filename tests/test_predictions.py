@@ -255,6 +255,7 @@ def test_tokens_that_travel_are_copied_more_often_than_those_that_stay() -> None
     assert travel.time.parts["elementwise"] - stay.time.parts["elementwise"] == pytest.approx(passes, rel=0.02)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sections",
     [

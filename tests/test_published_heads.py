@@ -91,6 +91,7 @@ def test_generate_keeps_the_head_of_the_files_or_refuses_it(d9d: Command, model:
         assert f"'{HEAD}' in the files differs from the embedding" in err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reader", ["check", "train"])
 def test_an_equal_copy_of_the_embedding_is_silent(d9d: Command, model: Path, reader: str) -> None:
     add_head(model, 0.0)
@@ -124,6 +125,7 @@ def test_an_untied_model_without_a_head_is_refused_in_words_of_its_files(
     assert "Rename" not in err
 
 
+@pytest.mark.thorough
 def test_an_untied_model_without_a_head_can_be_tied(d9d: Command, model: Path) -> None:
     declare(model, tied=False)
     job(model, tie_embeddings=True)
@@ -131,6 +133,7 @@ def test_an_untied_model_without_a_head_can_be_tied(d9d: Command, model: Path) -
     assert status == 0, err
 
 
+@pytest.mark.thorough
 def test_tensors_that_a_model_has_no_place_for_are_named(d9d: Command, model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     old = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in (0, 1)}

@@ -79,12 +79,14 @@ def test_batches_of_one_length_compile_once(small_job: Write) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.thorough
 def test_with_dynamic_true_one_version_fits_all_lengths(small_job: Write) -> None:
     # None of them is a size of the model: torch takes equal sizes for one.
     run(small_job, [24, 17, 30, 29], parallel=[{"name": "compile", "backend": "eager", "dynamic": True}])
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.thorough
 def test_a_second_length_after_the_first_steps_is_explained_once(small_job: Write) -> None:
     notes, events = run(small_job, [32, 32, 32, 32, 24, 17, 30, 8])
     assert counters["stats"]["unique_graphs"] == 2

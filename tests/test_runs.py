@@ -98,6 +98,7 @@ def test_a_run_that_trains_is_running(runs: Path, d9d: Run) -> None:
         assert json.loads(d9d("runs", "list", str(runs / "b"), "--json")[1])["runs"][0]["status"] == "running"
 
 
+@pytest.mark.thorough
 def test_a_comparison_overlays_curves_on_the_same_axes(d9d: Run, runs: Path, tmp_path: Path) -> None:
     given = ("runs", "compare", str(runs / "a"), str(runs / "b"))
     status, out, _ = d9d(*given)

@@ -131,6 +131,7 @@ def test_evaluate_refuses_what_a_run_would_run_and_names_the_command_that_trusts
     assert "Traceback" not in err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sort", HARMLESS)
 def test_evaluate_uses_a_run_without_the_sections_that_only_training_reads(
     sort: str, sound: Path, tmp_path: Path, d9d: Run
@@ -206,6 +207,7 @@ def own(sound: Path, tmp_path: Path) -> Path:
     return run
 
 
+@pytest.mark.thorough
 def test_the_users_own_run_with_a_plugin_file_is_evaluated_by_the_command_that_the_refusal_names(
     own: Path, d9d: Run, tmp_path: Path
 ) -> None:
@@ -343,6 +345,7 @@ IMPORTERS = {
 }
 
 
+@pytest.mark.thorough
 def test_only_known_modules_import_by_a_value() -> None:
     found = set()
     for root in ("packages", "plugins"):

@@ -91,6 +91,7 @@ HARMLESS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sort", CONFIGS)
 def test_a_hostile_config_of_a_model_is_one_line(sort: str, model: Path, tmp_path: Path, d9d: Run) -> None:
     name, change = CONFIGS[sort]
@@ -157,6 +158,7 @@ FILES = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["pipe", "device", "link"])
 @pytest.mark.parametrize("name", FILES)
 def test_files_of_a_run_that_never_end_are_not_read(name: str, kind: str, tmp_path: Path, d9d: Run) -> None:
@@ -212,6 +214,7 @@ def test_data_to_evaluate_on_is_a_regular_file(kind: str, model: Path, tmp_path:
     assert "a.jsonl" in err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "vocab.txt"]
 )

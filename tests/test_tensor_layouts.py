@@ -277,6 +277,7 @@ def test_features_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_pat
     assert "mesh.tp is 2, which does not divide the 49 features of 'layers.0.ffn.gate_proj'" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [{}, {"vocab_size": 258, "added_tokens": 3}], ids=["plain", "added tokens"])
 def test_positions_that_ranks_cannot_share_are_refused(
     table: ModuleType, tmp_path: Path, model: dict[str, Any]
@@ -302,6 +303,7 @@ def copied_and_given_a_wrong_token(values: dict[str, Any], plugins: list[str]) -
         stage(tokens=tokens)
 
 
+@pytest.mark.thorough
 def test_copies_of_a_stage_compute_with_their_own_parameters_and_tokens_that_are_no_words_are_refused(
     table: ModuleType, tmp_path: Path
 ) -> None:

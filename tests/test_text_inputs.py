@@ -125,6 +125,7 @@ def test_embeddings_of_labelled_texts_are_those_of_pairs_or_refused(data: Data, 
         data.inputs(LabelledConfig, build_documents, records, "with_end")
 
 
+@pytest.mark.thorough
 def test_classes_of_documents_and_pairs_are_those_of_labelled_texts(data: Data) -> None:
     tasks: tuple[type[HeadReader], ...] = (Classes, TokenClasses)
     for task in tasks:

@@ -138,6 +138,7 @@ def test_a_library_that_a_marker_leaves_out_here_is_said_to_be_with_the_marker(m
     assert one("import:acme_kernel")[1].endswith(reason)
 
 
+@pytest.mark.thorough
 def test_doctor_says_which_components_lack_a_library_and_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

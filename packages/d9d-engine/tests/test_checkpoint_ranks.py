@@ -104,6 +104,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("file", ["tensors-00000.safetensors", "tensors-00001.safetensors", "state.json"])
 @pytest.mark.parametrize(
     ("damage", "text"),

@@ -49,6 +49,7 @@ def test_what_was_saved_just_now_stays_even_if_others_have_higher_numbers() -> N
     assert Retention(2).surplus([5, 8, 9], {}, saved=5) == [8]
 
 
+@pytest.mark.thorough
 def test_the_best_stays_across_stores_and_a_value_that_is_no_number_never_wins(tmp_path: Path) -> None:
     losses = {1: 3.0, 2: 1.0, 3: float("nan"), 4: 2.0, 5: None, 6: float("-inf")}
     for step, loss in losses.items():

@@ -219,6 +219,7 @@ def test_a_record_without_a_config_spoils_no_command(here: Run) -> None:
         assert "Traceback" not in result.stderr
 
 
+@pytest.mark.thorough
 def test_an_unknown_kernel_needs_no_torch_to_be_refused(d9d: Run) -> None:
     for command in ("train", "check"):
         result = d9d(command, "job.yaml", "--set", "kernels.attention=spda")

@@ -137,6 +137,7 @@ def test_a_mesh_that_does_not_fit_the_processes_is_an_error(job: MakeJob) -> Non
         quiet(job(mesh={"dp_shard": 2}))
 
 
+@pytest.mark.thorough
 def test_a_fine_tuning_method_trains_only_what_it_names_and_is_merged_for_export(job: MakeJob) -> None:
     tuned = job(peft="toy_peft", metrics=[])
     trainer = quiet(tuned)

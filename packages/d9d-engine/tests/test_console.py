@@ -74,6 +74,7 @@ def test_the_bar_shows_the_learning_rate_of_the_step_whose_loss_it_shows() -> No
     assert bar.text == "loss 3.000  lr 2.0e-01  5 tokens/s"
 
 
+@pytest.mark.thorough
 def test_the_loop_tells_the_bar_every_steps_learning_rate(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:

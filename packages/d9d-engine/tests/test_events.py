@@ -17,6 +17,7 @@ MakeJob = Callable[..., Job]
 pytestmark = pytest.mark.smoke
 
 
+@pytest.mark.thorough
 def test_events_arrive_in_the_documented_order(job: MakeJob, tmp_path: Path) -> None:
     recorder = {"name": "toy_recorder", "path": str(tmp_path / "events")}
     evaluation = {"every": 2, "data": "toy_data"}

@@ -85,6 +85,7 @@ class Watcher(Subscribes):
             raise RuntimeError("broken")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("nothing_frozen")
 def test_young_objects_are_collected_at_steps_and_all_objects_with_each_checkpoint(
     job: MakeJob, collections: list[int]

@@ -309,6 +309,7 @@ def trained(job: MakeJob) -> Path:
     return run.run.directory / "model"
 
 
+@pytest.mark.thorough
 def test_a_job_starts_from_published_weights_without_naming_sizes(job: MakeJob, trained: Path) -> None:
     (trained / "generation_config.json").write_text('{"top_k": 3}')
     second = job("steps=1", model={"name": "toy_model", "blocks": 3, "pretrained": str(trained)})

@@ -53,6 +53,7 @@ def test_the_last_steps_of_each_cycle_are_recorded_with_their_phases(job: MakeJo
     assert all(word in tables[0] for word in ("matmul", "communication exposed", "optimizer", "idle", "ms per step"))
 
 
+@pytest.mark.thorough
 def test_cycles_are_counted_by_the_step_number_after_a_resume(job: MakeJob) -> None:
     made = job(profiling=WINDOW)
     trainer = quiet(made)
@@ -72,6 +73,7 @@ def test_a_run_that_ends_inside_a_window_keeps_what_was_recorded(job: MakeJob) -
     assert any(note.startswith("profile of step 5 (cpu, rank-0)") for note in notes)
 
 
+@pytest.mark.thorough
 def test_profiling_changes_no_number(job: MakeJob) -> None:
     plain, profiled = job("run.name=plain"), job("run.name=profiled", profiling={**WINDOW, "memory": True})
     quiet(plain).train()

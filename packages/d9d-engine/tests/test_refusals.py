@@ -237,6 +237,7 @@ def test_planning_opens_no_run_and_writes_nothing(job: MakeJob, tmp_path: Path) 
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.thorough
 def test_a_tracker_that_opens_nothing_is_reported_and_not_taken_for_one(
     job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +248,7 @@ def test_a_tracker_that_opens_nothing_is_reported_and_not_taken_for_one(
     assert "open() returned a NoneType, which lacks write, flush, state, close" in note
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("member", "value", "text"),
     [

@@ -41,6 +41,7 @@ def run_until(trained: Job, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         trainer.train()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("died_at", [3, 4, 9, 11])
 def test_a_resumed_run_ends_with_identical_weights_moments_metrics_and_log(
     job: MakeJob, monkeypatch: pytest.MonkeyPatch, died_at: int

@@ -126,6 +126,7 @@ def test_every_kind_reaches_a_tracker_that_takes_it(kept: tuple[Keeps, HubLog], 
     assert tracker.of("write_files", "file") == {3: path}
 
 
+@pytest.mark.thorough
 def test_values_belong_to_the_step_in_which_they_are_logged(
     job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def state(trainer: Trainer) -> list[Tensor]:
     return [*trainer.stage.parameters(), *trainer.stage.buffers(), *optimizer]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tags", [(), ("optimizer",), ("weights",)])
 def test_training_goes_on_as_if_nothing_had_happened(job: MakeJob, tags: tuple[Any, ...]) -> None:
     straight, sleeping = job("run.name=straight"), job("run.name=sleeping")

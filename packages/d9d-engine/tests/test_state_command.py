@@ -263,6 +263,7 @@ def test_a_damaged_checkpoint_is_named_with_its_place(d9d: Run, run: Path, tmp_p
     assert f"{file} cannot be read" in d9d("convert", run, tmp_path / "out")[1].replace("\n", "")
 
 
+@pytest.mark.thorough
 def test_a_run_that_must_be_merged_is_not_converted_as_it_is(d9d: Run, job: MakeJob, tmp_path: Path) -> None:
     tuned = job("steps=1", peft="toy_peft")
     quiet(tuned).train()

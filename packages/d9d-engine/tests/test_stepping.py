@@ -27,6 +27,7 @@ def saved_steps(job: Job) -> list[str]:
     return sorted(path.name for path in (job.run.directory / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.thorough
 def test_steps_in_parts_are_those_of_one_training(job: MakeJob) -> None:
     straight, parts = job("run.name=straight", evaluation=EVALUATION), job("run.name=parts", evaluation=EVALUATION)
     quiet(straight).train()

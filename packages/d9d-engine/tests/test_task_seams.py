@@ -67,6 +67,7 @@ class Adapts(ToyTask):
         yield ev.TrainingStarts, lambda event: self.starts.append(event.total_steps)
 
 
+@pytest.mark.thorough
 def test_a_task_follows_the_training_and_continues_its_state(with_task: Callable[..., MakeJob]) -> None:
     for seen in (Adapts.seen, Adapts.finished, Adapts.attached, Adapts.starts):
         seen.clear()

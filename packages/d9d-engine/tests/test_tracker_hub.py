@@ -335,6 +335,7 @@ METHODS = ("open", "write", "flush", "state", "close")
 RAISED = (SystemExit(0), KeyboardInterrupt(), GeneratorExit(), RecursionError("deep"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "error"),
     [

@@ -106,6 +106,7 @@ def test_the_rank_that_sleeps_elsewhere_is_named_first_with_its_stack(
     assert "time.sleep(60)" in lines[-1]
 
 
+@pytest.mark.thorough
 def test_ranks_in_different_collectives_are_told_apart(world: Callable[..., Any], tmp_path: Path) -> None:
     lines = hang(world, 3, tmp_path, "receives")
     assert "rank 1 (dp_shard=1) on node-a: step 1: waits in recv, called at" in lines[1]
@@ -220,6 +221,7 @@ def test_who_answers_an_alarm_waits_for_the_verdict_longer_than_that_for_the_ans
     assert answers > 2 * judges == 120
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ends")
 def test_an_alarm_that_nobody_can_explain_ends_the_process() -> None:
     with pytest.raises(SystemExit, match="1"):
@@ -322,6 +324,7 @@ def read_briefly() -> None:
     time.sleep(0.4)
 
 
+@pytest.mark.thorough
 def test_the_data_loader_says_whom_it_waits_for(job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from d9d_testing.toy.data import ToyStream
     from d9d_testing.toy.runs import quiet

@@ -85,6 +85,7 @@ class Every:
         raise AssertionError
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 @pytest.mark.parametrize("share", [Some(), Every()], ids=["some", "the first"])
 def test_in_rectangles_queries_and_gradients_are_those_among_all(share: Some | Every) -> None:

@@ -254,6 +254,7 @@ def test_torch_tells_which_kernel_it_would_take() -> None:
 WINDOWS = (None, 1, 40, 100, 300)
 
 
+@pytest.mark.thorough
 @smoke
 @pytest.mark.parametrize(("window", "ranks"), [*itertools.product(WINDOWS, (2,)), (40, 3), (None, 1)])
 @pytest.mark.parametrize("count", [0, 1, 6])
@@ -268,6 +269,7 @@ def test_documents_in_any_order_are_told_apart_by_flex() -> None:
     assert_all_ranks_make_the_whole(FlexBlocks(dense, of_one=False), drawn(2, 2, 300, 8), 2, documents, 70)
 
 
+@pytest.mark.thorough
 @smoke
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_itself_gives_the_output_and_the_sums() -> None:

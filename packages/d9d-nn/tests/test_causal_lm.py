@@ -100,6 +100,7 @@ def test_perplexity_states_given_out_do_not_change_later() -> None:
     assert kept["targets"] == 1
 
 
+@pytest.mark.thorough
 def test_perplexity_stays_on_its_device_when_it_starts_anew() -> None:
     metric = Perplexity(PerplexityConfig())
     metric.update({"token_loss": torch.zeros(2, 3, device="meta"), "targets": torch.zeros(2, 3, device="meta").long()})

@@ -72,6 +72,7 @@ def test_no_visible_score_is_skipped_whatever_the_numbers_of_documents(
     assert not (partly & wholly).any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("length", [100, 384, 777])
 def test_a_block_mask_is_the_one_that_torch_makes_of_all_scores(length: int, window: int | None) -> None:

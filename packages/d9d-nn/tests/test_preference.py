@@ -38,6 +38,7 @@ def margins(per_token: bool) -> Tensor:
     return ratios[:, 0] - ratios[:, 1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

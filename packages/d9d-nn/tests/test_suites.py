@@ -33,6 +33,7 @@ class Teacher(PluginConfig):
 TEACHER = Teacher()
 
 
+@pytest.mark.thorough
 class TestPerplexity(MetricSuite):
     target = "perplexity"
 

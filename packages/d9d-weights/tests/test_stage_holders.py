@@ -158,6 +158,7 @@ def digests(directory: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.iterdir())}
 
 
+@pytest.mark.thorough
 def test_stages_export_the_bytes_of_the_whole_model(world: type[World], tmp_path: Path) -> None:
     world(1).run(export_whole, str(tmp_path / "1"))
     for ranks in (2, 4):

@@ -49,6 +49,7 @@ def test_a_process_that_was_ended_is_started_anew() -> None:
         assert made.render("default", {"messages": MESSAGES}).text == "done"
 
 
+@pytest.mark.thorough
 def test_a_template_that_exceeds_its_limits_again_and_again_is_not_tried_any_more() -> None:
     made = TemplateProcess({"default": ATTACKS["sum of squares of time"]}, limits=LIMITS)
     for _ in range(3):

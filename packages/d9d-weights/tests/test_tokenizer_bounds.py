@@ -44,6 +44,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("says", REFUSED)
 def test_steps_that_make_much_of_a_short_text_are_refused(says: str) -> None:
     with pytest.raises(ValueError, match=says):

@@ -77,6 +77,7 @@ def test_a_small_file_does_not_stand_for_a_corpus(name: str, tmp_path: Path) -> 
     assert read < 1 << 28
 
 
+@pytest.mark.thorough
 def test_rows_are_those_that_were_written(tmp_path: Path) -> None:
     """In a table whose dictionaries would be large if they were written out, too."""
     rows = [

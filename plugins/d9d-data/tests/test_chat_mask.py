@@ -111,6 +111,7 @@ def test_weight_has_what_the_assistant_says_and_the_end_of_its_turn(
     assert backend().decode(ids.tolist(), skip_special_tokens=False) == template(name).render(made.messages).text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", AROUND)
 @given(turns=TURNS, changed=st.data())
 @settings(max_examples=15, deadline=None)
@@ -122,6 +123,7 @@ def test_what_users_say_does_not_change_what_has_weight(
     assert texts_of(name, one) == texts_of(name, two)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", AROUND)
 @given(before=TURNS, after=TURNS)
 @settings(max_examples=15, deadline=None)

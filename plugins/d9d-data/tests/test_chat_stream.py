@@ -58,6 +58,7 @@ def learned(model: Path, batch: dict[str, torch.Tensor], row: int = 0) -> str:
     return text_of(model, targets[targets >= 0].tolist())
 
 
+@pytest.mark.thorough
 def test_what_the_assistant_writes_is_learned_and_nothing_else(model: Path, stream: Open) -> None:
     reader = stream(chat("ab", "c", "d", "efg"), bucket_window=1)
     (batch,) = reader.next_pack()
@@ -203,6 +204,7 @@ def test_without_weights_all_of_a_bin_is_learned() -> None:
     assert packed["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
 
 
+@pytest.mark.thorough
 def test_conversations_in_a_row_are_learned_wherever_they_are_cut(model: Path, stream: Open) -> None:
     records = [chat("q" * n, "a" * (n % 3 + 1)) for n in range(1, 9)]
     plain, row = stream(*records), stream(*records, packing="concat", sequence_length=40)
@@ -243,6 +245,7 @@ def weighted(*weights: float | None) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("packing", ["none", "concat", "best_fit"])
 def test_messages_have_weights_that_their_tokens_get(model: Path, stream: Open, packing: str) -> None:
     reader = stream(weighted(0.5, None, 0), weighted(2), packing=packing, sequence_length=72)
@@ -294,6 +297,7 @@ CALLS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
 def test_tool_arguments_are_learned_as_objects(model: Path, stream: Open, tmp_path: Path, arguments: Any) -> None:
     (tmp_path / "calls").mkdir()

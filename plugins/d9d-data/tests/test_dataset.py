@@ -164,6 +164,7 @@ def test_the_dataset_may_know_more(tmp_path: Path) -> None:
     assert (tmp_path / "saved.txt").read_text() == "x"
 
 
+@pytest.mark.thorough
 def test_a_hugging_face_dataset_is_one() -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"tokens": [[1, 2, 3], [4]], "label": [0, 1]})

@@ -161,6 +161,7 @@ def test_answers_that_are_cut_are_said_to_be_incomplete(tmp_path: Path, model: P
     )
 
 
+@pytest.mark.thorough
 def test_an_answer_whose_white_space_alone_is_cut_is_complete(tmp_path: Path, model: Path) -> None:
     """The line break that a template writes after the end of a turn is never learned."""
     case, notes = CASES["chat"], list[str]()

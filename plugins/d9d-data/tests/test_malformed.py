@@ -132,6 +132,7 @@ def test_hostile_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         open_stream(tmp_path / "a.txt.gz")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("suffix", "compress"),
     [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress), ("zst", zstd.compress)],

@@ -42,6 +42,7 @@ def layouts(draw: st.DrawFn) -> tuple[int, int]:
     return ranks, draw(st.sampled_from([size for size in (1, 2, 3, 4, 6, 12) if share % size == 0]))
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 5), st.lists(layouts(), min_size=1, max_size=6))
 def test_any_layout_and_any_resume_point_give_the_same_samples(

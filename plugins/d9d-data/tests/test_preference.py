@@ -62,6 +62,7 @@ def rows(model: Path, stream: DocumentStream) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_pair_is_two_rows_of_which_the_completions_are_learned(model: Path, stream: Open) -> None:
     records = [pair("ab", "c", "def"), pair("x" * 9, "yes", "no")]
     reader = stream(*records, batch=2)
@@ -84,6 +85,7 @@ def test_a_pair_is_two_rows_of_which_the_completions_are_learned(model: Path, st
     assert (reader.facts["vocab_size"], reader.facts["sequence_length"]) == (259, 64)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "record",
     [
@@ -98,6 +100,7 @@ def test_prompts_are_stated_or_what_both_sides_begin_with(model: Path, stream: O
     assert rows(model, stream(record)) == [(ASKED.format("ab"), "c<|im_end|>\n"), (ASKED.format("ab"), "d<|im_end|>\n")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "record",
     [
@@ -155,6 +158,7 @@ def test_what_is_no_pair_is_refused_with_its_place_or_skipped(
     assert any(note.startswith("left out 1 malformed pairs; the first: ") for note in notes)
 
 
+@pytest.mark.thorough
 def test_long_texts_are_cut_or_their_pair_is_left_out(model: Path, stream: Open) -> None:
     long, short = pair("a", "b" * 90, "c"), pair("a", "x", "y")
     cut = rows(model, stream(long, too_long="cut_start"))

@@ -127,6 +127,7 @@ class TestLabelled(DatasetSuite):
         return {"sources": [str(directory / "texts.jsonl")], "sequence_length": 24}
 
 
+@pytest.mark.thorough
 class TestLabelledWords(DatasetSuite):
     target = "labelled"
     config: ClassVar = {"per": "word"}
@@ -143,6 +144,7 @@ class TestLabelledWords(DatasetSuite):
         return {"sources": [str(directory / "words.jsonl")], "sequence_length": 24}
 
 
+@pytest.mark.thorough
 class TestPairs(DatasetSuite):
     target = "pairs"
     config: ClassVar = {"negatives": 1}

@@ -77,6 +77,7 @@ class OverStandIn(KernelSuite):
     refused = ({"dtype": "float32"}, {"device": "cpu"}, {"head_dim": 12}, {"head_dim": 264}, {"causal": False})
 
 
+@pytest.mark.thorough
 class TestFlashAttention2(OverStandIn):
     target = "attention.flash_attention_2"
 
@@ -85,6 +86,7 @@ class TestFlashAttention3(OverStandIn):
     target = "attention.flash_attention_3"
 
 
+@pytest.mark.thorough
 class TestFlashAttention4(OverStandIn):
     target = "attention.flash_attention_4"
 

@@ -78,6 +78,7 @@ def test_a_run_continues_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(tensor, at_once[name]), name
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_goes_on_without_the_strategy_and_the_other_way_round(tmp_path: Path) -> None:
     train(tmp_path, steps=2)
     assert train(tmp_path, steps=4, parallel=[]) is not None
@@ -148,6 +149,7 @@ def test_blocks_are_compiled_with_it_in_one_graph(tmp_path: Path) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.thorough
 def test_experts_are_in_float8_if_the_job_asks_for_the_kernel(tmp_path: Path) -> None:
     found = {
         kernel: weights(train(tmp_path / kernel, model=MOE, kernels={"grouped_linear": kernel}))

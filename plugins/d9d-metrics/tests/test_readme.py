@@ -21,6 +21,7 @@ def hits() -> Any:
     return found["Hits"](None)
 
 
+@pytest.mark.thorough
 class TestHits(MetricSuite):
     target = "hits"
 

@@ -23,6 +23,7 @@ class TestSum(Suite):
     config = {"values": "token_loss"}
 
 
+@pytest.mark.thorough
 class TestMean(Suite):
     target = "mean"
     config = {"values": "token_loss", "mask": "targets"}

@@ -61,6 +61,7 @@ def batch_by_hand(scores: Tensor, indices: Tensor, _samples: int) -> Tensor:
     return len(scores) * experts * (fractions * mean).sum()
 
 
+@pytest.mark.thorough
 @given(
     samples=st.integers(1, 4),
     length=st.integers(1, 6),

@@ -38,6 +38,7 @@ def set_gradients(named: dict[str, nn.Parameter], step: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

@@ -86,6 +86,7 @@ def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, right[name]), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_steps_equal_torch_bit_for_bit(kind: str, dtype: torch.dtype, device: str) -> None:

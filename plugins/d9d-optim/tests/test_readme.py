@@ -35,6 +35,7 @@ def signum(names: dict[str, Any], dtype: torch.dtype = torch.float32, **settings
     return optimizer, parameters  # type: ignore[return-value]
 
 
+@pytest.mark.thorough
 def test_it_updates_by_the_sign_of_the_average(names: dict[str, Any]) -> None:
     optimizer, parameters = signum(names, weight_decay=0.5)
     before = {name: p.detach().clone() for name, p in parameters.items()}

@@ -37,6 +37,7 @@ def stepped(name: str, total: int, **arguments: Any) -> list[float]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [("CosineAnnealingLR", {"T_max": 7, "eta_min": 0.1}), ("StepLR", {"step_size": 3}), ("LinearLR", {})],

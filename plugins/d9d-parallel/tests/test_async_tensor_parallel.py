@@ -130,6 +130,7 @@ def test_column_products_take_a_gradient_of_the_rows_alone_and_none_at_all(sampl
     World(2).run(unusual_gradients, samples)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -204,6 +205,7 @@ def fused(case: dict[str, Any]) -> int:
     return len(calls)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "calls"),
     [

@@ -98,6 +98,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpointing", [None, [], ["aten.addmm"]])
 def test_outputs_and_gradients_are_those_of_the_plain_model(
     make_model, loss_and_gradients, checkpointing: list[str] | None

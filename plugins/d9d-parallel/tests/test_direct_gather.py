@@ -122,6 +122,7 @@ def test_nothing_is_copied_where_shards_are_even_and_numbers_stay_the_same(world
             assert not {COPY_IN, COPY_OUT, REDUCE_BUFFER} & counts.keys(), case
 
 
+@pytest.mark.thorough
 def test_gradients_that_change_their_format_are_summed_in_a_buffer(world: Any) -> None:
     settings = [{"compute_dtype": "bfloat16"}, {"compute_dtype": "bfloat16", "reduce_dtype": "bfloat16"}]
     for found in world(2).run(compared, [{"settings": one} for one in settings]):
@@ -132,6 +133,7 @@ def test_gradients_that_change_their_format_are_summed_in_a_buffer(world: Any) -
             assert not {COPY_IN, COPY_OUT} & counts.keys()
 
 
+@pytest.mark.thorough
 def test_units_that_cannot_gather_directly_go_the_way_of_fsdp2(world: Any) -> None:
     (uneven,) = {str(found) for found in world(2).run(ways, {"width": 5})}
     assert uneven == str({"": True, "layers.0": False, "layers.1": False, "layers.2": False})

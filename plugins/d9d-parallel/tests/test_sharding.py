@@ -129,6 +129,7 @@ def units_of_replicate(mesh: Mapping[str, int], settings: Mapping[str, Any]) -> 
     return units
 
 
+@pytest.mark.thorough
 def test_replicas_stay_as_they_are_where_nothing_asks_for_more() -> None:
     with simulated_world(2):
         assert units_of_replicate({"dp_replicate": 2}, {}) == 0

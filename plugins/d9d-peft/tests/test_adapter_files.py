@@ -164,6 +164,7 @@ def tuned(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "runs" / "tuned" / "adapter"
 
 
+@pytest.mark.thorough
 def test_an_adapter_has_a_model_card_of_its_own(base: Path, tuned: Path) -> None:
     card = (tuned / "README.md").read_text()
     front = ["library_name: peft", f"base_model: {base.name}", "tags:", "- d9d", "pipeline_tag: text-generation"]
@@ -172,6 +173,7 @@ def test_an_adapter_has_a_model_card_of_its_own(base: Path, tuned: Path) -> None
     assert str(base.parent) not in card
 
 
+@pytest.mark.thorough
 def test_any_checkpoint_is_merged_by_the_command_as_the_export_was(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def test_masks_of_parts_are_independent_and_those_of_whole_inputs_agree() -> Non
     assert torch.equal(drawn(x, (0, 1))[0], drawn(x, (0, 1))[0])
 
 
+@pytest.mark.thorough
 def test_gradients_are_scaled_as_the_outputs_and_a_second_forward_drops_the_same() -> None:
     x = torch.rand(16, 8).add(1).requires_grad_()
     torch.manual_seed(0)

@@ -269,6 +269,7 @@ def test_a_stage_that_returns_something_else_than_it_announces_is_named(
     assert text in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_what_comes_from_the_previous_stage_and_from_the_task_is_named(
     world: type[World], wrong: str, tmp_path: Path
 ) -> None:

@@ -128,6 +128,7 @@ def test_show_shortens_the_table_of_a_long_pipeline() -> None:
     assert "\n   32" not in text
 
 
+@pytest.mark.thorough
 def test_show_reads_a_job_file(here: Path) -> None:
     job = {
         "plugins": [],

@@ -149,6 +149,7 @@ class Rank:
 SPECS = {entry.spec.name: entry.spec for entry in Registry.of(plugin).entries("schedule")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SPECS)
 def test_a_step_ends_in_whichever_queues_the_transfers_of_an_ordered_schedule_are(name: str) -> None:
     spec = SPECS[name]

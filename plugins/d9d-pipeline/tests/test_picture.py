@@ -39,6 +39,7 @@ def texts(picture: str) -> list[str]:
     return [unescape(text) for text in re.findall(r"<!-- (.*?) -->", picture)]
 
 
+@pytest.mark.thorough
 def test_every_computation_is_a_box_with_its_microbatch() -> None:
     picture = draw(simulate(one_forward_one_backward(4, 8)), "1f1b")
     counts = {name: len(boxes) for name, boxes in rows(picture).items() if not name.endswith("idle")}

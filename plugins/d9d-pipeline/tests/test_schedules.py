@@ -52,6 +52,7 @@ class TestLoopedBfs(Ours):
         return microbatches
 
 
+@pytest.mark.thorough
 class TestOneForwardOneBackward(Ours):
     target = "1f1b"
 
@@ -125,6 +126,7 @@ ALL: dict[str, Generator] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=15, deadline=None)
 @given(ranks=st.integers(1, 12), extra=st.integers(0, 40))

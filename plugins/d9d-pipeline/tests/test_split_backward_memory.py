@@ -172,6 +172,7 @@ def test_modules_named_whole_take_their_backward_in_the_input_phase(kind: Callab
     assert stage[3].weight.grad is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("whole", "forwards"), [(["block"], 2), ([], 3)])
 def test_a_checkpointed_block_is_recomputed_once_if_it_is_named(whole: list[str], forwards: int) -> None:
     class Stage(nn.Module):

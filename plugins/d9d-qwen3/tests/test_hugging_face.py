@@ -328,6 +328,7 @@ HEADS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", [*CONFIGS.values(), *HEADS.values()], ids=[*CONFIGS, *HEADS])
 def test_what_is_exported_is_read_back(config: Qwen3Config, tmp_path: Path) -> None:
     model = random_model(config)

@@ -300,6 +300,7 @@ def test_a_job_takes_its_sizes_from_published_weights(tmp_path: Path, transforme
     assert job.model == changed(renormalise=False, pretrained=str(tmp_path), balancing=[{"name": "z_loss"}])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_what_is_exported_is_read_back(config: Qwen3MoeConfig, tmp_path: Path) -> None:
     model = random_model(config)

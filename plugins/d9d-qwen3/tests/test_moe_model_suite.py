@@ -64,6 +64,7 @@ class TestQwen3Moe(MoeSuite):
         super().test_logits_and_every_gradient_are_those_of_the_reference(spec, config, tmp_path, dtype)
 
 
+@pytest.mark.thorough
 class TestQwen3MoeBalanced(MoeSuite):
     changes = {
         "dense_layers": [0],

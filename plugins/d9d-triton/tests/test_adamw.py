@@ -109,6 +109,7 @@ def test_bfloat16_parameters_are_updated_to_within_their_rounding(
         torch.testing.assert_close(found, expected, rtol=3 / 128, atol=5e-3, msg=lambda t, name=name: f"{name}: {t}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("divisor", [None, 4.0])  # a power of two, since the reference rounds narrow gradients

@@ -172,6 +172,7 @@ def test_rows_of_several_blocks_are_read_to_their_end_and_no_further(words: int)
     assert_close_gradients({"logits": logits}, {"logits": exact.grad})
 
 
+@pytest.mark.thorough
 @OPS
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nothing_of_ignored_rows_reaches_a_gradient_whatever_they_hold(value: float, op: Op) -> None:

@@ -116,6 +116,7 @@ def test_chunks_do_not_change_the_result(tokens: int, words: int, dtype: torch.d
     assert_close_gradients(found, expected, within)
 
 
+@pytest.mark.thorough
 @WEIGH
 def test_in_float32_it_is_triton_sum_bit_for_bit(weigh: Weigh) -> None:
     inputs = example(9)
@@ -198,6 +199,7 @@ def test_below_a_frozen_weight_any_loss_costs_one_forward(weigh: Weigh) -> None:
     assert_close_gradients({"hidden": hidden.grad}, {"hidden": expected["hidden"]})
 
 
+@pytest.mark.thorough
 @WEIGH
 def test_only_the_gradient_that_is_asked_for_is_computed(weigh: Weigh) -> None:
     inputs = example()

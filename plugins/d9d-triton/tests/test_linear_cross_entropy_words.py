@@ -175,6 +175,7 @@ def test_chunks_are_even() -> None:
     assert of_issue[-1] == slice(140_544, 151_936)
 
 
+@pytest.mark.thorough
 def test_many_chunks_of_words_add_up_in_float32() -> None:
     """Each further part of the gradient is below half of the last place that a sum in bfloat16 has."""
     number = 64 * 33
@@ -187,6 +188,7 @@ def test_many_chunks_of_words_add_up_in_float32() -> None:
     assert hidden.grad.item() == pytest.approx((64 * 512 + (number - 64) * 24) / number - 512, rel=1e-2)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_ranks_are_those_of_the_reference_and_change_no_bits(products: Counter[str]) -> None:
     draw = torch.Generator().manual_seed(1)

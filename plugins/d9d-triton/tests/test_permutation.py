@@ -144,6 +144,7 @@ def test_a_layer_of_experts_computes_the_same_with_them_compiled_too() -> None:
     assert_close_gradients(found[2], found[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.smoke
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 def test_a_compiler_keeps_them_in_one_graph() -> None:

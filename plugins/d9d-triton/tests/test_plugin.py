@@ -54,6 +54,7 @@ def chosen(registry: Any, tmp_path: Path) -> Callable[..., dict[str, tuple[str, 
     return plan
 
 
+@pytest.mark.thorough
 def test_a_job_takes_them_where_it_does_not_compile(chosen: Any) -> None:
     found = chosen()
     assert set(found) == {

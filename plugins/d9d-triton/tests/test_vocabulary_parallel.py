@@ -158,6 +158,7 @@ def wrong(word: int) -> None:
     VocabularyShareCrossEntropy(first, dist.group.WORLD)(hidden, share, targets)
 
 
+@pytest.mark.thorough
 @interpreted
 @pytest.mark.parametrize("word", [12, -1])
 def test_a_target_that_no_rank_has_is_an_error(word: int) -> None:
@@ -183,6 +184,7 @@ def twice() -> None:
         losses.backward()
 
 
+@pytest.mark.thorough
 @interpreted
 def test_a_second_backward_is_an_error_if_the_first_has_overwritten_the_logits() -> None:
     World(1).run(twice)
@@ -222,6 +224,7 @@ def of_one_of_both() -> None:
         assert torch.equal(loss(hidden, weight, targets).sum(), losses)
 
 
+@pytest.mark.thorough
 @interpreted
 def test_gradients_that_nobody_asks_for_are_left_out() -> None:
     World(1).run(of_one_of_both)

@@ -162,6 +162,7 @@ class Online:
         self.exit_code = exit_code
 
 
+@pytest.mark.thorough
 def test_a_run_on_the_server_is_resumed_and_ends_with_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
