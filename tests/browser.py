@@ -27,11 +27,11 @@ class Browser:
     """A page of headless Chromium, driven through its debugging pipe.
 
     Args:
-        read: descriptor of what the browser writes.
-        write: descriptor of what the browser reads.
+        read: descriptor of the browser's output.
+        write: descriptor of the browser's input.
 
     Attributes:
-        events: what the page has reported so far, after :meth:`listen`.
+        events: reports of the page so far, after :meth:`listen`.
     """
 
     def __init__(self, read: int, write: int) -> None:
@@ -86,7 +86,7 @@ class Browser:
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 
     def screenshot(self, whole: bool = False) -> bytes:
-        """Take a picture of what the screen shows, or of the whole page, as PNG."""
+        """Take a picture of the screen, or of the whole page, as PNG."""
         return base64.b64decode(self.send("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
 
     def close(self) -> None:

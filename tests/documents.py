@@ -79,7 +79,7 @@ def exists(reference: str) -> bool:
             value: Any = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # it is there, and what it imports is not
+                raise  # it exists, and an import of it does not
             continue
         return leads_on(value, [*parts[length:], *filter(None, path.split("."))])
     return False
@@ -118,7 +118,7 @@ def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def load(block: Block, directory: Path, registry: Registry) -> Job | InferenceJob:
-    """Validate a YAML block, beside the files that its page tells the reader to write.
+    """Validate a YAML block, next to the files that its page tells the reader to write.
 
     A job with a writer is an inference job. A model directory that the page names does not exist here; the job gets the
     sizes of the quickstart in its place.

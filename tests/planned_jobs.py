@@ -1,4 +1,4 @@
-"""Jobs whose costs are predicted, and what the planner and the command line say of them."""
+"""Jobs whose costs are predicted, and output of the planner and the command line about them."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class SoundJobs:
         raise AssertionError(f"none of {_DRAWS} jobs with {kind} {name} is sound")
 
     def kinds(self) -> dict[str, list[str]]:
-        """Kinds of components of a job -> the names of what is installed."""
+        """Kinds of components of a job -> names of installed components."""
         return {
             kind: [entry.spec.key for entry in self.registry.entries(kind) if not missing_modules(entry.spec)]
             for kind in self._where

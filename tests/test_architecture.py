@@ -1,4 +1,4 @@
-"""Who may import whom, between packages and inside the core; what a declaration may import; what nobody may use.
+"""Who may import whom, between packages and inside the core; imports of declarations; forbidden names.
 
 The rules are the table below and each member's pyproject.toml. The facts are read from the sources, because in an
 environment where everything happens to be installed nothing fails.
@@ -86,7 +86,7 @@ LAYERS = {
 OUTER = ("d9d_inference", "d9d_planner", "d9d_reports", "d9d_verify")
 #: Members of the foundation may import each other's modules, downwards; all others only the declared modules.
 FOUNDATION = ("d9d_core", "d9d_weights", "d9d_engine")
-#: Imports that the tests of every member may make besides: d9d-testing, and what is installed with it.
+#: Imports that the tests of every member may make besides: d9d-testing, and its dependencies.
 TEST_TOOLS = {
     "d9d_testing",
     "d9d_verify",
@@ -189,7 +189,7 @@ def imports() -> grimp.ImportGraph:
 
 @pytest.fixture(scope="module")
 def owners() -> Mapping[str, list[str]]:
-    """Top-level name of what is installed -> its distributions; to read them all takes a tenth of a second."""
+    """Top-level name of an installed package -> its distributions; to read them all takes a tenth of a second."""
     return packages_distributions()
 
 
@@ -248,7 +248,7 @@ def imported_modules(source: str) -> Iterator[tuple[str, str]]:
 
 
 def references(source: str) -> Iterator[tuple[str, str]]:
-    """Module and name of each ``"module:name"``, as declarations refer to what they declare."""
+    """Module and name of each ``"module:name"``, as declarations refer to components."""
     yield from re.findall(r'"(d9d_\w+(?:\.\w+)*):(\w+)', source)
 
 
@@ -486,7 +486,7 @@ def test_only_the_root_configures_lint_and_types(member: Member) -> None:
     assert set(tools) <= {"hatch"}
 
 
-# --- what nobody may use ---------------------------------------------------------------------------------------------
+# --- forbidden names -------------------------------------------------------------------------------------------------
 
 
 def imported_names(path: Path) -> Iterator[str]:

@@ -74,7 +74,7 @@ class Troubled:
         if self.what == "sleeps":
             time.sleep(600)
         elif self.what == "raises":
-            raise ValueError("a sample that nobody can read")
+            raise ValueError("an unreadable sample")
         elif self.what == "full disk":
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
@@ -205,7 +205,7 @@ def run_and_tell(values: dict[str, Any], plugins: list[str], directory: Path) ->
 
 
 def told_by(world: type[World], job: Path, directory: Path, plugins: list[str]) -> Failure:
-    """What the only rank told that told anything but the echo of another one."""
+    """Report of the only rank that did not just repeat another rank's."""
     with pytest.raises(RankFailedError):
         world(2, timeout=PATIENCE).run(run_and_tell, json.loads(job.read_text()), plugins, directory)
     (failure,) = [Failure(**json.loads(file.read_text())) for file in directory.glob("told-*")]
@@ -220,7 +220,7 @@ def test_a_rank_whose_data_cannot_be_read_is_named_once_with_its_traceback(
     failure = told_by(world, job, tmp_path, [*PLUGINS, str(tmp_path / "trouble.py")])
     lines = failure.text.splitlines()
     assert lines[:2] == ["rank 1 (dp_shard=1) on node-a failed:", "Traceback (most recent call last):"]
-    assert lines[-1] == "ValueError: a sample that nobody can read"
+    assert lines[-1] == "ValueError: an unreadable sample"
     assert failure.exit_code == 1
 
 

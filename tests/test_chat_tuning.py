@@ -20,7 +20,7 @@ PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_pipeline.plugin",
     "d9d_qwen3.plugin", "d9d_peft.plugin",
 )  # fmt: skip
-# The library asks transformers for what it calls otherwise by now.
+# The library asks transformers for a name that has changed by now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 REPLY = "I am Dee."
 

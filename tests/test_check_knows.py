@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients of two owners": {"parallel": ["fsdp", "replicate"]},
     "more microbatches than samples": {"batch": {"size": 2, "microbatch": 3}},
 }
-#: Refusals that need more than records and configs -> what they need.
+#: Refusals that need more than records and configs -> their needs.
 NEEDS: dict[str, tuple[dict[str, Any], str]] = {
     "sources": ({"data": {"sources": ["none"]}}, "the files of the data"),
     "sources of an evaluation": ({"evaluation": {"every": 1, "data": {"sources": ["none"]}}}, "the files of the data"),

@@ -103,7 +103,7 @@ def wait_until_it_trains(run: Path) -> None:
     "processes", [1, pytest.param(2, marks=pytest.mark.full)]
 )  # fmt: skip
 def test_a_closed_terminal_lets_the_run_save_and_end(small_job: Write, tmp_path: Path, processes: int) -> None:
-    """The terminal is a real one: its end hangs up, and what is written to it afterwards fails."""
+    """The terminal is a real one: its end hangs up, and later writes to it fail."""
     layout: dict[str, Any] = {"mesh": {"dp_replicate": 2}, "parallel": ["replicate"]} if processes == 2 else {}
     job = small_job("run", steps=100_000, **layout)
     child, terminal = pty.fork()

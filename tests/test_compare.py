@@ -1,4 +1,4 @@
-"""The harness that compares training steps with those of others."""
+"""The harness that compares training steps with steps of other projects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context parallelism of everything that a Qwen3 can have, that no document leaks, and what is refused."""
+"""Context parallelism of everything that a Qwen3 can have, that no document leaks, and refusals."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_another_token_changes_its_own_document_only(
 
 
 def kept(values: dict[str, Any], plugins: list[str]) -> int:
-    """Bytes that a forward keeps for its backward, besides parameters, masks and what is of whole samples."""
+    """Bytes that a forward keeps for its backward, besides parameters, masks and tensors of whole samples."""
     job = job_of(values, plugins)
     topology = topology_here(job)
     stage = job.build(lambda _: None, topology).stage
@@ -215,7 +215,7 @@ def test_ranks_draw_for_their_own_positions(table: ModuleType, tmp_path: Path, a
         assert first == second
 
 
-# --- what is refused
+# --- refusals
 
 
 def refused(table: ModuleType, tmp_path: Path, one: Layout, **sections: Any) -> str:

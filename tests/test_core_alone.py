@@ -1,4 +1,4 @@
-"""d9d-core without torch: what a CI that checks job files, or publishes a tracker, needs to install."""
+"""d9d-core without torch: all that a CI for job files, or an author of a tracker, needs to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every printed memory and FLOP beside what torch allocates and its own counter counts."""
+"""Every printed memory and FLOP against torch's allocations and torch's own counter."""
 
 from __future__ import annotations
 

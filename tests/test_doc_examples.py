@@ -27,7 +27,7 @@ def examples(language: str) -> pytest.MarkDecorator:
 
 
 def missing_imports(source: str) -> list[str]:
-    """What a piece of Python imports from d9d's packages although it is not there."""
+    """Names that a piece of Python imports from d9d's packages and that do not exist."""
     missing = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

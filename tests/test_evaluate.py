@@ -16,7 +16,7 @@ from d9d_testing.logs import read_log
 
 Command = Callable[..., tuple[int, str, str]]
 WriteJob = Callable[..., Path]
-# The library asks transformers for what it calls otherwise by now.
+# The library asks transformers for a name that has changed by now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "then", "it", "sleeps"]
 
@@ -241,7 +241,7 @@ def test_preferences_are_measured_against_the_reference_of_training(
     assert d9d("train", str(job))[0] == 0
     logged = next(line for line in read_log(tmp_path / "runs" / "dpo") if "eval/loss" in line)
     assert logged["eval/loss"] < 0.6
-    for _ in range(2):  # what is stored is that of the start, however often it is measured
+    for _ in range(2):  # the stored value is the first one, however often it is measured
         found = evaluated(d9d, job)["sets"]["evaluation"]
         assert found["samples"] == 10
         assert found["loss"] == pytest.approx(logged["eval/loss"], rel=1e-5)

@@ -1,4 +1,4 @@
-"""What a notebook forgets ends: threads and processes of trainers and inferences, and those of the interpreter."""
+"""Objects that a notebook forgets end: threads and processes of trainers, inferences and the interpreter."""
 
 from __future__ import annotations
 

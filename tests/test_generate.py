@@ -17,7 +17,7 @@ from d9d_engine.job import Job
 transformers = pytest.importorskip("transformers")
 
 Run = Callable[..., tuple[int, str, str]]
-# The library asks transformers for what it calls otherwise by now.
+# The library asks transformers for a name that has changed by now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 GREEDY = ("--temperature", "0", "--device", "cpu")
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}

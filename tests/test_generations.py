@@ -1,4 +1,4 @@
-"""The inference task ``generations``: what it writes is what transformers generates, in every layout."""
+"""The inference task ``generations``: its output equals transformers' generations, in every layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from d9d_inference.generation.decoder import Decoder, Sequences
 from d9d_inference.job import InferenceJob
 
 Command = Callable[..., tuple[int, str, str]]
-# The library asks transformers for what it calls otherwise by now.
+# The library asks transformers for a name that has changed by now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 PROMPTS = [" ".join(WORDS[number % 5 : 1 + number % 7 + number % 5]) or "x" for number in range(9)]

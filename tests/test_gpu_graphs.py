@@ -1,4 +1,4 @@
-"""Blocks as CUDA graphs: the same training, step for step, and what a job that may not record is told."""
+"""Blocks as CUDA graphs: the same training, step for step, and errors for jobs that may not record."""
 
 from __future__ import annotations
 

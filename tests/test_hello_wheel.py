@@ -1,4 +1,4 @@
-"""A plugin that is no workspace member, installed from wheels beside ours in a fresh environment, trains by name."""
+"""A plugin that is no workspace member, installed from wheels with ours in a fresh environment, trains by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HELLO = ROOT / "examples" / "d9d-hello"
-#: What the example's job needs, and the kit that its tests use.
+#: Packages that the example's job needs, and the kit of its tests.
 OURS = (
     "d9d-core",
     "d9d-data",
@@ -36,7 +36,7 @@ class Fresh:
     directory: Path
 
     def run(self, *command: str, cwd: Path) -> str:
-        """Run a command of the environment and return what it prints."""
+        """Run a command of the environment and return its output."""
         program = self.directory / "venv" / "bin" / command[0]
         return call(str(program), *command[1:], cwd=cwd)
 

@@ -1,4 +1,4 @@
-"""Inference jobs: rows equal those of transformers, padded and packed, in every layout, and after kills."""
+"""Inference jobs: rows equal transformers' rows, padded and packed, in every layout, and after kills."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def theirs(folder: Folder) -> Theirs:
     return Theirs(folder)
 
 
-# --- rows equal those of transformers
+# --- rows equal transformers' rows
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""Inference where ranks share the positions of samples: rows equal those of one process, whatever a task keeps."""
+"""Inference where ranks share the positions of samples: rows equal the rows of one process, whatever a task keeps."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
         for name, value in other.items():
             array = np.asarray(value)
             if array.dtype.kind == "f":
-                # Hidden states reach 30, and small ones are sums of such: what is rounded are the large ones.
+                # Hidden states reach 30, and small ones are sums of such: only large values are rounded.
                 rounding = 3e-6 * max(1.0, float(np.abs(array).max(initial=0.0)))
                 np.testing.assert_allclose(row[name], value, rtol=1e-5, atol=rounding, err_msg=name)
             else:
@@ -82,7 +82,7 @@ def compare(
     layouts: Mapping[str, Mapping[str, Any]],
     *cases: tuple[str, bool],
 ) -> None:
-    """Compare rows of layouts with those of one process."""
+    """Compare rows of layouts with the rows of one process."""
     pairs = []
     for task, packed in cases:
         alone = values(f"{task}-{packed}-alone-{'-'.join(layouts)}", TASKS[task], packed)

@@ -1,7 +1,7 @@
 """Journeys of the documentation: each page fits on a screen, and its commands run as they are written.
 
 A page's blocks run in order, in one directory: ``title="FILE"`` makes a file, ``bash`` runs, and each line of ``text``
-is one that was printed, with ``...`` for what may be anything. Pages begin in what the page that they need has left.
+is one that was printed, with ``...`` for what may be anything. Pages begin in the directory that the page they need has left.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Journey:
         blocks = tuple(Block(match[1], match["title"], match["text"]) for match in FENCE.finditer(text))
         prose = FENCE.sub("", text)
         paragraph = re.search(r"^\*\*You need\*\*.*?(?=\n\n)", prose, re.DOTALL | re.MULTILINE)
-        assert paragraph is not None, f"{name} does not say what is needed"
+        assert paragraph is not None, f"{name} does not name its requirements"
         needs = re.search(r"\]\((?:[./]+docs/journeys/)?([\w-]+)\.md\)", paragraph[0])
         results = [path for line in re.findall(r"^- (`.*?): ", prose, re.MULTILINE) for path in line.split("`")[1::2]]
         return cls(blocks, needs and needs[1], tuple(results))
@@ -300,7 +300,7 @@ def check_dpo(directory: Path) -> None:
     assert losses[-1] < 0.6
 
 
-#: What a page promises besides files and lines.
+#: Promises of a page besides files and lines.
 CHECKS: dict[str, Callable[[Path], None]] = {
     "infer": check_infer,
     "generate": check_generate,

@@ -1,4 +1,4 @@
-"""The bench of kernels: what it measures, on a CPU, and the page that it writes."""
+"""The bench of kernels: measurements on a CPU, and the page that it writes."""
 
 from __future__ import annotations
 

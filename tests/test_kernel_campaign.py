@@ -1,4 +1,4 @@
-"""The campaign of random shapes tells kernels that compute what they should from those that do not."""
+"""The campaign of random shapes tells right kernels from wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of first-party names says what the workspace really offers."""
+"""The table of first-party names equals the names of the workspace."""
 
 from __future__ import annotations
 

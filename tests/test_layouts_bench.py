@@ -228,7 +228,7 @@ def test_tables_show_what_was_measured_and_what_failed(room: SimpleNamespace) ->
         "| `dense-2b 8x4096 compiled tp=2 tensor_parallel` | 40,960 | 0.850 | 400.0 | 380 | 45.2 | 44.4 | 60.0 | 50.5 |"
     )
     assert line in text.splitlines()
-    # What was predicted of its time is that of attention over the whole sample.
+    # The predicted time covers attention over the whole sample.
     assert "| `packed` | 40,960 | 0.850 | 400.0 |  | 45.2 | 44.4 | 60.0 | 50.5 |" in text.splitlines()
     assert "| `dense-2b 9x4096` | out of memory |  |  |  |  |  |  |  |" in text.splitlines()
     assert "Sixth step of `dense-2b 8x4096 compiled tp=2 tensor_parallel` 33 s after the launch." in text

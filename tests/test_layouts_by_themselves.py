@@ -50,7 +50,7 @@ def advice(error: D9dError) -> Values:
     return values
 
 
-# --- what the number of processes decides -----------------------------------------------------------------------------
+# --- choices by the number of processes -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

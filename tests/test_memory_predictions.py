@@ -1,4 +1,4 @@
-"""The tool that compares the planner's predictions for one device with what it measures."""
+"""The tool that compares the planner's predictions for one device with measurements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_row_is_predicted_and_trained_and_written(tmp_path: Path) -> None:
     assert [row["name"] for row in result["predictions"]] == ["tiny 2x64", "tiny-moe 2x64 sgd float32"]
     for row in result["predictions"]:
         assert row["predicted"]["allocated_gib"] > 0
-        assert row["measured"]["seconds"] > row["predicted"]["seconds"] > 0  # rates are those of an H200
+        assert row["measured"]["seconds"] > row["predicted"]["seconds"] > 0  # rates of an H200
     assert len(done.stdout.splitlines()) == 4
 
 

@@ -27,7 +27,7 @@ def merge(_self: ToyPeft, stage: nn.Module) -> None:
 
 
 def export(directory: str) -> bool:
-    """Whether this rank's shards were merged in what was written and are what they were afterwards."""
+    """Whether this rank's shards were merged in the written files and are unchanged afterwards."""
     ToyPeft.merge = merge  # type: ignore[method-assign]
     job = job_of(
         {

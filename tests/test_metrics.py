@@ -1,4 +1,4 @@
-"""Metrics in whole jobs: in training and evaluation, over several processes, and what they cost."""
+"""Metrics in whole jobs: in training and evaluation, over several processes, and their cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics on GPUs: merged on a stream of their own, beside the steps, without waiting."""
+"""Metrics on GPUs: merged on a stream of their own, in parallel with the steps, without waiting."""
 
 from __future__ import annotations
 

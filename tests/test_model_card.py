@@ -1,4 +1,4 @@
-"""Model cards: what they say about a run, what they must not tell, and names that cannot break the page."""
+"""Model cards: facts about a run, facts that must stay out, and names that cannot break the page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 MakeJob = Callable[..., Job]
-#: Characters that mean something in Markdown, HTML or YAML, and such as nobody sees.
+#: Characters that mean something in Markdown, HTML or YAML, and invisible ones.
 NASTY = st.text(st.sampled_from("`|\\<>&*_[]()!#~-=:$@.\n\r\t ab1'\"{}%\u202e\u200b\ud800é"), max_size=30) | st.text(
     max_size=30
 )

@@ -70,7 +70,7 @@ def test_all_cells_of_the_notebook_run_in_order(tmp_path: Path) -> None:
     assert (count, outcome) == ("240", "Outcome(status='finished', step=60)")
     assert parameters == [107008, 107008]
     logged = [json.loads(line) for line in (tmp_path / "runs/animals/metrics.jsonl").read_text().splitlines()]
-    # Steps in parts are those of the training, and the evaluation is that after its last step.
+    # Steps in parts equal the training's, and the evaluation equals the one after its last step.
     assert losses[0] == pytest.approx(logged[0]["loss"], rel=1e-6)
     assert losses[-1] < losses[0]
     assert len(losses) == 5

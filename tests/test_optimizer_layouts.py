@@ -1,4 +1,4 @@
-"""Every optimizer computes in each layout what it does in one process, and goes on in another one."""
+"""Every optimizer computes the same in each layout as in one process, and goes on in another one."""
 
 from __future__ import annotations
 

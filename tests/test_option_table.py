@@ -1,4 +1,4 @@
-"""The table of options says what the command line really takes."""
+"""The table of options equals the options of the command line."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _spread(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def _add_ring_of_cpu() -> None:
-    """Teach torch's ring, whose parts are private, the attention of a CPU as it knows that of a GPU."""
+    """Teach torch's ring, whose parts are private, the attention of a CPU as it knows a GPU's."""
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.experimental._context_parallel import _attention
 

@@ -302,7 +302,7 @@ def test_a_whole_job_is_what_plain_pytorch_computes(
             with torch.no_grad():
                 evaluations[index + 1] = float(plain.sums(held_out).terms["cross_entropy"])
 
-    # What the job is to show: microbatches of unequal length, clipping in some steps, loads that differ.
+    # Purpose of the job: microbatches of unequal length, clipping in some steps, loads that differ.
     assert len({int(microbatch["lengths"].sum()) for pack in packs for microbatch in pack}) > 3
     assert max(lengths) > MAX_NORM > min(lengths)
     assert any(bias.any() for bias in plain.biases)

@@ -40,7 +40,7 @@ def test_tensor_parallelism_over_machines_is_warned_of_and_priced(
     assert status == 0, output
     text = " ".join(output.split())
     assert re.search(rf"tp {wide} over nodes of {processes or 8} devices takes \d+% of a step of [\d.e-]+ s", text)
-    assert text.count("warning") == (1 if processes else 0)  # here nobody knows what a node has
+    assert text.count("warning") == (1 if processes else 0)  # here the size of a node is unknown
     assert (f"mesh.tp is {wide}, wider than the {processes} processes of a node: " in text) == bool(processes)
 
 

@@ -44,7 +44,7 @@ def test_layouts_share_what_fine_tuning_adds(method: str, mesh: dict[str, int]) 
 
 
 def compare_with_plan(job_values: dict[str, Any]) -> None:
-    """Compare what the first rank stores by the prediction with the tensors of the plan on the meta device."""
+    """Compare the predicted storage of the first rank with the tensors of the plan on the meta device."""
     from d9d_engine.job import Job
 
     job = Job.from_values(job_values)
@@ -74,7 +74,7 @@ def test_frozen_weights_take_no_gradients_and_fewer_products() -> None:
     whole, lora = prediction(DENSE), prediction(DENSE, peft=LORA)
     assert lora.memory.parameters == pytest.approx(whole.memory.parameters, rel=0.01)
     assert lora.memory.gradients + lora.memory.optimizer < 0.02 * whole.memory.optimizer
-    # A third of the products of linear layers is left out, and small ones are added; attention is what it was.
+    # A third of the products of linear layers is left out, and small ones are added; attention is unchanged.
     assert 2 / 3 < lora.time.parts["products"] / whole.time.parts["products"] < 0.95
     assert lora.time.parts["attention"] == pytest.approx(whole.time.parts["attention"], rel=1e-12)
     assert lora.time.parts["optimizer"] < 0.02 * whole.time.parts["optimizer"]

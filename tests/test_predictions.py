@@ -105,7 +105,7 @@ def test_sharding_copies_what_changes_its_format_or_has_replicas() -> None:
         return times[1] - times[0]
 
     plain = copied({"name": "fsdp"}, dp_shard=2)
-    assert plain <= 0  # what is computed is slower, too, and hides more
+    assert plain <= 0  # computation is slower, too, and hides more
     assert copied({"name": "fsdp", "reduce_dtype": "float32"}, dp_shard=2) > plain
     assert copied({"name": "fsdp", "compute_dtype": "float32"}, dp_shard=2) > plain
     assert copied({"name": "fsdp", "offload": True}, dp_shard=2) > plain
@@ -179,7 +179,7 @@ def test_methods_of_context_parallelism_differ_in_memory_and_time() -> None:
     # All keys and values of a sample: 8 heads of 128 features for 4 x 4,096 positions in 28 layers.
     gathered = 28 * 2 * 8 * 128 * 4 * 4096 * 2 * 3 / 4
     assert found["all_gather"].memory.activations - found["ring"].memory.activations == pytest.approx(gathered)
-    # Kernels compute all of them; what a ring does besides is to merge its turns.
+    # Kernels compute all of them; a ring merges its turns in addition.
     attention = [one.time.parts["attention"] for one in found.values()]
     assert attention == pytest.approx(attention[:1] * 4)
     merged = 28 * 4 * (10 * 2 + 10) * 16 * 128 * 4 * 1024 / Device.named("h200").elementwise_bytes
@@ -187,7 +187,7 @@ def test_methods_of_context_parallelism_differ_in_memory_and_time() -> None:
     assert more == pytest.approx(merged, rel=0.05)
     times = {method: one.time.parts["context parallelism"] for method, one in found.items()}
     assert times["hybrid"] > times["ulysses"] / 2
-    # Attention hides what travels beside it, which is three times as much as where it is gathered.
+    # Attention hides concurrent transfers, which are three times as large as with a gather.
     assert 0 < times["ring"] < 2 * times["all_gather"]
 
 

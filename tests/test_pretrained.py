@@ -22,7 +22,7 @@ WORDS = 96
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that transformers wrote, in several files, with what lies beside weights."""
+    """A model that transformers wrote, in several files, with the files next to the weights."""
     transformers = pytest.importorskip("transformers")
     directory = tmp_path_factory.mktemp("published")
     torch.manual_seed(0)

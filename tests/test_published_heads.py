@@ -1,4 +1,4 @@
-"""No tensor of a published model is left out without a word: heads beside a tied embedding, in every reader."""
+"""No tensor of a published model is left out without a word: heads with a tied embedding, in every reader."""
 
 from __future__ import annotations
 

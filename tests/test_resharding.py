@@ -104,7 +104,7 @@ class Runs:
         return read_log_without_times(self.directory / name)
 
     def saved(self, name: str) -> dict[str, Tensor]:
-        """All tensors of the last checkpoint, whole, whoever wrote them."""
+        """All tensors of the last checkpoint, in full, in any layout."""
         checkpoint = CheckpointStore(self.directory / name / "checkpoints").newest(pytest.fail)
         assert checkpoint is not None
         assert checkpoint.step == STEPS
@@ -166,7 +166,7 @@ def test_a_run_of_one_process_goes_on_in_four_shards(world: type[World], runs: R
 def test_in_its_own_layout_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
     world: type[World], runs: Runs, layout: str
 ) -> None:
-    # The undisturbed run saves at its end only, so this also shows that saving beside the training changes nothing.
+    # The undisturbed run saves at its end only, so this also shows that asynchronous saves change nothing.
     straight = (runs.job("straight", layout, checkpoint={}), None)
     broken = (runs.job("broken", layout, checkpoint={"every": 2, "asynchronous": True}), DIES_AT)
     again = (broken[0], None)

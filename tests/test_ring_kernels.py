@@ -45,7 +45,7 @@ class Layers(nn.Module):
 
 
 def split(settings: dict[str, Any], *windows: int | None) -> tuple[Layers, tuple[str, ...]]:
-    """Stage on a rank, and what the strategy noted."""
+    """Stage on a rank, and notes of the strategy."""
     stage, world = Layers(*windows), dist.get_world_size()
     topology = Topology(sizes=Mesh(cp=world).sizes(), rank=dist.get_rank(), world_size=world, views=VIEWS)
     applied = ContextParallel(ContextParallelConfig(**settings)).apply(stage, topology)
@@ -61,7 +61,7 @@ def drawn(dtype: torch.dtype) -> list[Tensor]:
 
 
 def differences(settings: dict[str, Any], backend: str, autocast: bool) -> list[float]:
-    """Of output and gradients from those of one process, relative to the largest number."""
+    """Distance of output and gradients from one process, relative to the largest number."""
     stage, _ = split(settings, None)
     core = stage.cores[0]
     assert isinstance(core, AttentionCore)
@@ -106,7 +106,7 @@ def test_a_kernel_of_a_ring_computes_in_what_autocast_says() -> None:
 
 
 def on_gpus() -> list[float]:
-    """Distances of output and gradients on this GPU from those of one process in float64, relative to their norms."""
+    """Distances of output and gradients on this GPU from one process in float64, relative to their norms."""
     device = torch.device("cuda", dist.get_rank())
     torch.cuda.set_device(device)
     generator = torch.Generator().manual_seed(0)

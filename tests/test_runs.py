@@ -1,4 +1,4 @@
-"""``d9d runs``: tables and curves of runs that exist, read from what they have written."""
+"""``d9d runs``: tables and curves of runs that exist, read from their files."""
 
 from __future__ import annotations
 

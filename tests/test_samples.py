@@ -1,4 +1,4 @@
-"""The subscriber ``samples`` in real runs: what it writes, and that the training does not notice it."""
+"""The subscriber ``samples`` in real runs: its output, and that training is unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLUGINS = (
     "d9d_moe.plugin", "d9d_pipeline.plugin", "d9d_qwen3.plugin",
 )  # fmt: skip
 TEXT = {"name": "text", "sources": ["python:topics"], "sequence_length": 16}
-# The library asks transformers for what it calls otherwise by now.
+# The library asks transformers for a name that has changed by now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 
 

@@ -38,7 +38,7 @@ def scaffolds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Site:
-    """Scaffolds that were installed from wheels, beside the packages of this Python."""
+    """Scaffolds that were installed from wheels, in addition to the packages of this Python."""
 
     def __init__(self, scaffolds: Path) -> None:
         self.scaffolds = scaffolds

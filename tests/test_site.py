@@ -20,7 +20,7 @@ from tests.browser import chromium, find_chromium
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[1]
-#: What the site is built from.
+#: Sources of the site.
 PARTS = (
     "mkdocs.yml",
     "README.md",

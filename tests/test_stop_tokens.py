@@ -14,7 +14,7 @@ from d9d_engine.job import Job
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "chat" / "lora.yaml"
 REPLY = "I am Dee."
-# The library asks transformers for what it calls otherwise by now.
+# The library asks transformers for a name that has changed by now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 Command = Callable[..., tuple[int, str, str]]
 

@@ -23,7 +23,7 @@ from d9d_testing.hostile.strangers import CALL, CANARY, JOBS
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).resolve().parents[1]
-# The library asks transformers for what it calls otherwise by now.
+# The library asks transformers for a name that has changed by now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 #: Sections that no command reads from a directory: the run is used without them.
 HARMLESS: Mapping[str, Mapping[str, Any]] = {
@@ -86,7 +86,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def poisoned(sound: Path, target: Path, sections: Mapping[str, Any]) -> Path:
-    """Copy of a run whose job.yaml a stranger has edited, with a plugin file beside it."""
+    """Copy of a run whose job.yaml a stranger has edited, with a plugin file next to it."""
     shutil.copytree(sound, target)
     (target / "stranger.py").write_text(f"open({str(target.parent / CANARY)!r}, 'w')")
     values = yaml.safe_load((target / "job.yaml").read_text())
@@ -254,7 +254,7 @@ def test_a_checkpoint_is_used_with_the_tokenizer_files_of_its_run_and_not_with_i
 
 
 def sections_of(config: type[Section]) -> Iterator[type[Section]]:
-    """A config's class and those of the sections inside it."""
+    """A config's class and the classes of the sections inside it."""
     pending, seen = [config], set()
     while pending:
         one = pending.pop()

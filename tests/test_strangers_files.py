@@ -19,7 +19,7 @@ from d9d_testing.hostile.strangers import ADAPTERS, CONFIGS, ESCAPE, TOKENIZERS,
 
 Run = Callable[..., tuple[int, str, str]]
 WriteJob = Callable[..., Path]
-# The library asks transformers for what it calls otherwise by now.
+# The library asks transformers for a name that has changed by now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 SECONDS = 30
 

@@ -1,4 +1,4 @@
-"""``d9d sweep``: grids that are checked first, runs that are processes, and what is left of them."""
+"""``d9d sweep``: grids that are checked first, runs that are processes, and their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism of everything that a Qwen3 can have, its checkpoints in other layouts, and what it refuses."""
+"""Tensor parallelism of everything that a Qwen3 can have, its checkpoints in other layouts, and refusals."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_checkpointed_blocks_are_one_graph_each(
 
 @pytest.mark.thorough
 def test_a_job_says_which_products_overlap(table: ModuleType, tmp_path: Path) -> None:
-    """Of row-wise layers with a low-rank term, only what is between its factors waits."""
+    """In row-wise layers with a LoRA update, only the product between its factors waits."""
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
     job |= {"mesh": {"tp": 2}, "parallel": [OVERLAPPED]}
     job |= {"peft": {"name": "lora", "r": 4, "targets": ["q_proj", "down_proj"]}}

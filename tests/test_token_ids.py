@@ -1,4 +1,4 @@
-"""One rule for the token ids of all datasets: those of transformers, and one end of text where a dataset adds it."""
+"""One rule for the token ids of all datasets: equal to transformers', and one end of text where a dataset adds it."""
 
 from __future__ import annotations
 

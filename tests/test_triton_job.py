@@ -27,7 +27,7 @@ JOBS: tuple[dict[str, Any], ...] = (
     {"parallel": COMPILED},
     {"precision": {"autocast": "bfloat16"}, "parallel": COMPILED},
 )
-#: Kernels of a layer whose projections nobody has changed.
+#: Kernels of a layer whose projections are unchanged.
 LAYERS = ("add_rms_norm", "attention_inputs", "swiglu")
 
 

@@ -39,7 +39,7 @@ def conversation(question: str) -> dict[str, Any]:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A published model with its tokenizer, and an adapter on top of it that changes what it computes."""
+    """A published model with its tokenizer, and an adapter on top of it that changes its outputs."""
     from peft import LoraConfig, get_peft_model
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

@@ -190,7 +190,7 @@ def test_a_size_that_the_data_states_too_is_kept(small_job: Write, tmp_path: Pat
     assert values["model"]["hidden_size"] < 256
 
 
-#: A task that compares nothing, as that of examples/d9d-hello.
+#: A task that compares nothing, like the task of examples/d9d-hello.
 UNCHECKED = '''
 from d9d_core.config import PluginConfig
 from d9d_core.plugin import Ref, TaskSpec, hookimpl
@@ -241,7 +241,7 @@ def campaign(tool: Callable[[str], ModuleType]) -> ModuleType:
     return tool("verify_table")
 
 
-#: At least one of each kind. Those of clipping, replicas and updates passed when the comparison was of gradients only.
+#: At least one of each kind. Faults of clipping, replicas and updates passed when only gradients were compared.
 SHOWN = (
     "dropped_boundary_gradient",
     "heavier_rank", "unclipped_rank", "clipped_by_own_norm", "no_decay", "forgotten_moments", "late_schedule",
@@ -269,7 +269,7 @@ def test_a_sound_job_passes(campaign: ModuleType, tmp_path: Path, case: str) -> 
 
 
 def test_what_faults_replace_is_still_there(campaign: ModuleType) -> None:
-    """Else they break a job in another way than they say; what they change in a trainer is seen when they run."""
+    """Else they break a job in another way than they say; their changes of a trainer show when they run."""
     for name in campaign.FAULTS:
         with pytest.MonkeyPatch.context() as patch:
             campaign.fault_named(name)(None, patch)

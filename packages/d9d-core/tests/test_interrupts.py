@@ -12,7 +12,7 @@ from d9d_core.registry.collect import contained
 
 def test_an_interrupt_comes_at_the_end_of_the_block() -> None:
     done = False
-    with pytest.raises(KeyboardInterrupt), interrupts_deferred():  # noqa: PT012 - the block is what is tested
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():  # noqa: PT012 - the test is about the block
         signal.raise_signal(signal.SIGINT)
         done = True
     assert done
@@ -20,7 +20,7 @@ def test_an_interrupt_comes_at_the_end_of_the_block() -> None:
 
 
 def test_an_interrupt_replaces_the_failure_of_the_block() -> None:
-    with pytest.raises(KeyboardInterrupt), interrupts_deferred():  # noqa: PT012 - the block is what is tested
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():  # noqa: PT012 - the test is about the block
         signal.raise_signal(signal.SIGINT)
         raise AttributeError("half imported")
 

@@ -24,7 +24,7 @@ from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
 
 HEADER = "from d9d_core.plugin import *\nD9D_API = 2\n"
-#: The process must survive: what is wrong would end it, or hang for ever.
+#: The process must survive: a fault would end it, or hang forever.
 HOOK = "@hookimpl\ndef d9d_tasks():\n    {}\n    yield\n"
 
 

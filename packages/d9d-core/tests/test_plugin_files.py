@@ -35,7 +35,7 @@ def test_a_single_file_is_a_plugin_and_its_content_is_in_the_manifest(tmp_path: 
 
 
 def test_a_single_file_runs_as_it_was_hashed(tmp_path: Path) -> None:
-    """Whatever bytecode of an earlier version lies beside it, for a source of the same size and time of change."""
+    """Whatever bytecode of an earlier version is cached, for a source of the same size and time of change."""
     file = tmp_path / "mine.py"
     policy = PluginPolicy(autoload=False, files=(file,))
     for summary in ("one", "two"):

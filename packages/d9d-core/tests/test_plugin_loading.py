@@ -28,7 +28,7 @@ KNOWN = KnownPlugins(
 
 
 def ours(**kwargs: object) -> PluginPolicy:
-    """Only what a test installed: the environment of the tests has plugins of its own."""
+    """Only distributions that a test installed: the environment of the tests has plugins of its own."""
     present = {candidate.origin.distribution for candidate in installed.scan()}
     return PluginPolicy(allow=frozenset(OURS & present), **kwargs)  # type: ignore[arg-type]
 

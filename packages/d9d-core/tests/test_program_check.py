@@ -1,4 +1,4 @@
-"""What is wrong with programs is found before they run, and said with rank and action."""
+"""Faults of programs are found before they run, and reported with rank and action."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_schedule_may_have_several_stages_on_each_rank() -> None:
 
 
 class Odd(Action):
-    """An action of somebody else's."""
+    """Action of a third party."""
 
 
 def test_actions_of_others_are_left_to_them() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody damaged on purpose, with the right checksums: errors of ours, and nothing else is read."""
+"""Checkpoints damaged on purpose, with valid checksums: errors of ours, and nothing else is read."""
 
 from __future__ import annotations
 

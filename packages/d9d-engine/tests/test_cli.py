@@ -43,7 +43,7 @@ def d9d(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process, with the toy plugin only, where the process is not what is tested."""
+    """Run the command line in this process, with the toy plugin only, where the test is not about the process."""
     (tmp_path / "job.yaml").write_text(JOB.replace("RUNS", str(tmp_path / "runs")))
     monkeypatch.chdir(tmp_path)
 

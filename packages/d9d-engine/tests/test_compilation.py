@@ -1,4 +1,4 @@
-"""The log of compilation: what is told, when, and how often."""
+"""The log of compilation: its messages, their times and their number."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_later_recompilation_is_told_with_block_cause_and_advice_once(capfd: p
     assert "size mismatch at index 0. expected 3, actual 5" in event.cause
     assert "dynamic: true" in event.advice
     assert event.seconds > 0
-    assert not capfd.readouterr().err  # nobody has switched torch's own lines on
+    assert not capfd.readouterr().err  # torch's own lines are off
     assert len(run.notes) == 3
     expected = f"warning: step {FREE_STEPS + 1}: 'layers.0' (Block) was compiled again ({event.seconds:.1f} s): "
     assert run.notes[2] == f"{expected}{event.cause}; {event.advice}"

@@ -44,7 +44,7 @@ class Settings(Subscribes):
 
 
 def without_times(job: Job) -> list[dict[str, Any]]:
-    # What the allocator holds depends on what this process did before.
+    # Memory held by the allocator depends on earlier tests of this process.
     measured = (*TIMES, "memory/allocated_gib", "memory/reserved_gib")
     return [{name: value for name, value in line.items() if name not in measured} for line in metrics_of(job)]
 

@@ -93,7 +93,8 @@ def test_young_objects_are_collected_at_steps_and_all_objects_with_each_checkpoi
     trainer = quiet(job("garbage_collection.every=3", "checkpoint.every=6"))
     collections.clear()
     trainer.train()
-    # The first one is that of what exists at the start. A checkpoint comes before the young ones of its step.
+    # The first collection covers the objects that exist at the start. A checkpoint comes before the young
+    # ones of its step.
     assert collections == [2, 1, 2, 1, 1, 1, 2]
 
 

@@ -37,7 +37,7 @@ def here(**mesh: int) -> Topology:
 
 
 def claiming(*claims: GradientOwner) -> Applied:
-    """What a strategy says that owns these reductions."""
+    """Result of a strategy that owns these reductions."""
     return Applied(modules=("",), gradients=claims)
 
 

@@ -88,7 +88,7 @@ class Calling(ToyModel):
 
 
 class Backends:
-    """What the record refers to; looked up by attribute."""
+    """Objects that the record refers to; looked up by attribute."""
 
     @staticmethod
     def supports(_signature: OpSignature) -> Decision:

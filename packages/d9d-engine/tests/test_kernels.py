@@ -38,7 +38,7 @@ class Square(nn.Module):
 
 
 class Backends:
-    """What the records refer to; looked up by attribute."""
+    """Objects that the records refer to; looked up by attribute."""
 
     @staticmethod
     def wide_only(signature: OpSignature) -> Decision:
@@ -59,7 +59,7 @@ class Backends:
     def uncompiled(signature: OpSignature) -> Decision:
         if signature.compiled:
             return Decision(True, "the compiler fuses the reference", priority=0)
-        return Decision(True, "nobody fuses the reference", priority=3)
+        return Decision(True, "no kernel fuses the reference", priority=3)
 
     @staticmethod
     def unchecked(signature: OpSignature) -> Decision:

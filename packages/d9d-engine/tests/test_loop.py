@@ -230,4 +230,4 @@ def test_epochs_of_data_without_a_number_of_samples_are_refused(job: MakeJob) ->
     endless = job(steps=None, epochs=2)
     with pytest.raises(JobError, match=r"epochs: dataset 'toy_data' .* does not say how many samples .* as 'steps:'"):
         quiet(endless)
-    endless.plan()  # nobody asks the data
+    endless.plan()  # no call reads the data

@@ -46,7 +46,7 @@ def steps_of(job: Job) -> list[int]:
 
 
 def finished(job: Job) -> Any:
-    """Run what is left of a job without observers, and return its weights."""
+    """Run the rest of a job without observers, and return its weights."""
     quiet(job).train()
     return final_tensors(job)
 

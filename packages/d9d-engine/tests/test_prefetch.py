@@ -209,7 +209,7 @@ class TestOnAccelerator:
                     seen.append(extremes(prefetcher.next()))  # the pack is dropped here
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
-                assert not behind.query()  # nobody waited for the device
+                assert not behind.query()  # no thread waited for the device
             assert torch.stack(seen).tolist() == [[[number, number]] * 3 for number in range(2, 10)]
 
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

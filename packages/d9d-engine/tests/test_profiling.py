@@ -1,4 +1,4 @@
-"""Profiling of steps: which ones, what is written, and the table of the time by kind."""
+"""Profiling of steps: which steps, the files, and the table of times by kind."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MakeJob = Callable[..., Job]
 
 
 def changed(hook: str, **fields: Any) -> Registry:
-    """The toy plugin's records; those of one hook come from another plugin, `acme`, with other fields."""
+    """The toy plugin's records; the records of one hook come from another plugin, `acme`, with other fields."""
     records = [replace(record, **fields) for record in getattr(toy, hook)()]
 
     def yields() -> list[Any]:
@@ -92,7 +92,7 @@ def test_a_string_is_no_set_of_observations(hook: str, field: str) -> None:
 
 
 def with_part(hook: str, build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Registry:
-    """The toy plugin's records, but for those of one hook, which build something else."""
+    """Records of the toy plugin; the records of one hook build something else."""
     monkeypatch.setitem(sys.modules, "stand_ins", SimpleNamespace(build=build))
     return changed(hook, build=Ref("stand_ins:build"))
 

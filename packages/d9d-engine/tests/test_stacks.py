@@ -1,4 +1,4 @@
-"""Stacks of a process tell what it does."""
+"""Stacks of a process show its current functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What building a stage must keep: ties, and what the model itself froze."""
+"""Building a stage keeps ties, and parameters that the model itself froze."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start of ``d9d train``: the record of its phases, what it imports, and Ctrl-C in each of them."""
+"""Start of ``d9d train``: the record of its phases, its imports, and Ctrl-C in each phase."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Run = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def d9d(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command over the toy plugin; returns its exit status and what it said."""
+    """Run a command over the toy plugin; returns its exit status and output."""
     monkeypatch.setattr("d9d_core.registry.loader.discover", lambda *_: toy_registry())
 
     def run(*words: object) -> tuple[int, str]:

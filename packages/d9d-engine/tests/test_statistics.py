@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Returns(AccumulatedMetric):
-    """Computes what it is told to."""
+    """Computes the values that it is given."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_twins_compute_and_the_metrics_keep_their_state(monkeypatch: pytest.Monk
 
 
 class Stays(Range):
-    """Loads in place, into what it was made with."""
+    """Loads in place, into its initial tensors."""
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in self._state.items():

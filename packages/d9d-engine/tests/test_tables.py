@@ -119,7 +119,7 @@ def test_a_metric_that_wants_to_know_the_model_sees_it() -> None:
     statistics = Statistics({"mine": metric}, gated=False)
     statistics.attach(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1), nn.Linear(1, 1)))
     assert statistics.tensors()["mine/sums"].shape == (3, 2)
-    statistics.update({"x": torch.tensor([5.0, 5.0])})  # what the task observes is not for it
+    statistics.update({"x": torch.tensor([5.0, 5.0])})  # it does not read the task's observations
     statistics.tally({"x": torch.tensor([1.0, 2.0])})
     computed = statistics.compute()
     assert computed.keys() == {"rows", "mine/loss"}

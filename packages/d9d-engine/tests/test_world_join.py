@@ -1,4 +1,4 @@
-"""Ranks compare what they run before they communicate, and leave without noise."""
+"""Ranks compare jobs and plugins before they communicate, and leave without noise."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def process_env(**changes: Any) -> ProcessEnv:
 
 
 class CountingStore:
-    """A store that everybody has left, and whose other ranks say so one by one."""
+    """A store that all ranks have left; the other ranks report it one by one."""
 
     def __init__(self) -> None:
         self.gone = 0

@@ -1,4 +1,4 @@
-"""Parts of an inference run: what is kept, what is refused, and what the writers write."""
+"""Parts of an inference run: state, refusals and output."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_missing_parts_are_told_by_their_samples(store: PartStore) -> None:
 
 def test_parts_of_a_rank_that_lived_on_with_another_share_do_no_harm(store: PartStore) -> None:
     store.begin(RECORD)
-    for first, count in ((0, 2), (2, 2), (4, 2), (6, 2), (0, 3), (4, 3)):  # those of three go nowhere
+    for first, count in ((0, 2), (2, 2), (4, 2), (6, 2), (0, 3), (4, 3)):  # the rows of three go nowhere
         store.write(first, count, rows_of(first, count), {"total": float(count)})
     store.advance(8, 8, {"consumed": 8})
     assert sum(part.sums["total"] for _, part in store.facts(8)) == 8

@@ -1,7 +1,7 @@
 """Every backend of attention on CUDA against the reference, forward and backward.
 
-The reference computes in float64 from the same rounded inputs. What a kernel gives may be as far from it as the
-reference in the kernel's own dtype, times a factor: kernels round at other places than the reference does.
+The reference computes in float64 from the same rounded inputs. A kernel's result may deviate from it as much as
+the reference in the kernel's own dtype, times a factor: kernels round at other places than the reference does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[int, int, int, int, int, int | None, int]] = {
     "window_of_one": (1, 130, 4, 2, 64, 1, 0),
     "window_and_documents": (2, 300, 4, 2, 128, 40, 4),
 }
-#: How much further from float64 than the reference in the same dtype; and a floor for what is almost zero there.
+#: How much further from float64 than the reference in the same dtype, and a floor for values near zero.
 FACTOR, FLOOR = 4.0, {"float32": 1e-4, "bfloat16": 1e-2}
 
 

@@ -35,7 +35,7 @@ WINDOWS = {"full": (None, None), "sliding": (3, 3), "mixed": (None, 3, None)}
 
 
 class Tower(nn.Module):
-    """Layers of attention with residuals, and a loss per token: what a model does with masks."""
+    """Layers of attention with residuals, and a loss per token: the use of masks in a model."""
 
     def __init__(self, windows: tuple[int | None, ...], backend: str = "reference", scaling: Any = None) -> None:
         super().__init__()

@@ -149,7 +149,7 @@ def test_gradients_that_rectangles_share_are_rounded_once(runs: int, monkeypatch
 
 
 class Moved(TorchDispatchMode):
-    """Counts the elements that ops write, but for those of attention itself."""
+    """Counts the elements that ops write, except elements of attention itself."""
 
     written = 0
 

@@ -79,7 +79,7 @@ def packed(length: int, count: int, seed: int = 0) -> Tensor:
 def of_a_rank(
     blocks: Any, tensors: list[Tensor], ranks: int, rank: int, documents: Tensor | None, window: int | None
 ) -> list[Tensor]:
-    """Output of a rank's queries, their gradients, and those of all keys and values by them: float32 or wider."""
+    """Output of a rank's queries, their gradients, and all gradients of keys and values from them: float32 or wider."""
     query, key, value, grad = tensors
     length, device, wide = query.shape[1], query.device, torch.promote_types(query.dtype, torch.float32)
     own = places(chunks(ranks, rank, length)).to(device)
@@ -302,7 +302,7 @@ def test_flex_attention_itself_gives_the_output_and_the_sums() -> None:
 
 @smoke
 def test_all_turns_of_all_microbatches_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the compiler; what it is given runs as it is, and without gradients, which need a GPU."""
+    """Up to the compiler; the given function runs as it is, and without gradients, which need a GPU."""
     graphs: list[torch.fx.GraphModule] = []
     compile_ = torch.compile
 
@@ -474,7 +474,7 @@ def test_on_a_gpu_blocks_never_wait_and_make_no_mask_of_all_scores(backend: str)
     length, ranks = 16384, 2
     documents = packed(length, 9).cuda() if backend == "flex" else None
     blocks = BUILDS[backend](signature(documents is not None, head_dim=64))
-    # Little beside a mask: with a head of 64 features, a tensor of both samples has 2 MiB.
+    # Little compared with a mask: with a head of 64 features, a tensor of both samples has 2 MiB.
     tensors = [tensor.cuda() for tensor in drawn(1, 1, length, 64, torch.bfloat16)]
     for _ in range(2):  # compiling and choosing kernels may wait
         of_a_rank(blocks, tensors, ranks, 1, documents, None)

@@ -1,4 +1,4 @@
-"""Layers that leave gradients of weights for later compute what they compute without."""
+"""Layers that defer weight gradients compute the same results as layers that do not."""
 
 from __future__ import annotations
 

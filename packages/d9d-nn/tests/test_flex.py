@@ -1,4 +1,4 @@
-"""Block masks of the backend ``flex``, and what it compiles; no attention is computed on a GPU here."""
+"""Block masks and compiled functions of the backend ``flex``; no attention is computed on a GPU here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def packed(samples: int, length: int, count: int, seed: int = 0) -> Tensor:
 
 
 def by_definition(documents: Tensor | None, length: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """Blocks with a visible score, and those of visible scores only, from all scores. Bools [B, Q, Q]."""
+    """Blocks with a visible score, and blocks of visible scores only, from all scores. Bools [B, Q, Q]."""
     seen = visible(length, documents, CPU, window)
     count = -(-length // BLOCK)
     padded = torch.zeros(*seen.shape[:-2], count * BLOCK, count * BLOCK, dtype=torch.bool)
@@ -203,7 +203,7 @@ def test_the_time_of_the_first_call_is_logged_once(
 def test_selective_checkpointing_does_not_keep_attention_from_being_compiled(
     graphs: list[torch.fx.GraphModule],
 ) -> None:
-    """Uncompiled, all scores would exist at once. Pins what is private in torch."""
+    """Uncompiled, all scores would exist at once. Pins private names of torch."""
     function = flex.build(cuda())
     inputs, documents = draw(2, 300), packed(2, 300, 4)
     mask = function.prepare(documents, 300, CPU)

@@ -42,7 +42,7 @@ def signature(
 
 
 def dense(x: Tensor, bank: Tensor, counts: Tensor) -> Tensor:
-    """Every row times every matrix, then the right ones; rows of nobody select none."""
+    """Every row times every matrix, then the right ones; padding rows select none."""
     expert = torch.arange(len(counts)).repeat_interleave(counts)
     chosen = functional.one_hot(expert, len(counts)).to(x.dtype)
     chosen = functional.pad(chosen, (0, 0, 0, len(x) - len(chosen)))

@@ -186,7 +186,7 @@ def test_an_only_head_answers_by_plain_names_and_several_by_their_own() -> None:
         "topic/class_logits",
         "vector/embedding",
     }
-    assert several(hidden, means).keys() == {"topic/class_logits", "vector/embedding"}, "nobody asked for logits"
+    assert several(hidden, means).keys() == {"topic/class_logits", "vector/embedding"}, "no task asked for logits"
 
 
 def test_a_head_reads_the_layers_it_names() -> None:

@@ -1,4 +1,4 @@
-"""Data that a task cannot read is refused with what it gives and what the task reads."""
+"""Data that a task cannot read is refused; the error names the fields of both."""
 
 from __future__ import annotations
 

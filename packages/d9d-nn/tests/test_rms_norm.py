@@ -32,7 +32,7 @@ def norm_of(kind: type[RMSNorm] = RMSNorm) -> RMSNorm:
 
 
 def bound(norm: RMSNorm) -> list[Tensor | None]:
-    """Bind a kernel that notes what is added in each of its calls."""
+    """Bind a kernel that records the added tensor of each call."""
     calls: list[Tensor | None] = []
 
     def kernel(

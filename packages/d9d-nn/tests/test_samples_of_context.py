@@ -24,7 +24,7 @@ TARGETS = TOKENS.where(
 
 
 def parts(task: Any, **fields: torch.Tensor) -> tuple[Any, list[Any]]:
-    """Microbatch, and those of all ranks."""
+    """Microbatch, and the microbatches of all ranks."""
     whole = {"tokens": TOKENS, "lengths": LENGTHS, **fields}
     return whole, [task.split_positions(whole, ZigzagPositions(RANKS, rank)) for rank in range(RANKS)]
 
@@ -57,7 +57,7 @@ def test_pairs_count_on_one_rank_and_all_their_targets_do() -> None:
     task = Dpo(DpoConfig(name="dpo", loss="ipo"))
     whole, of_ranks = parts(task, targets=TARGETS, samples=torch.arange(ROWS // 2))
     assert_counted_once(task, whole, of_ranks)
-    # What the ranks would have summed: of each text as many nats as targets, of the whole sample on every rank.
+    # Sum over the ranks: of each text as many nats as targets, of the whole sample on every rank.
     losses = (TARGETS != -100).float()
     reference = {"reference_logps": torch.zeros(ROWS // 2, 2)}
     expected = task.losses({"token_loss": losses}, {**whole, **reference})["dpo"]

@@ -1,4 +1,4 @@
-"""Ranks of targets, counted chunk by chunk beside the loss."""
+"""Ranks of targets, counted chunk by chunk with the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss from shares of the vocabulary is that of all words."""
+"""The loss from shares of the vocabulary equals the loss over the whole vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dispatcher suite accepts a sound dispatcher and says what is wrong with a faulty one."""
+"""The dispatcher suite accepts a sound dispatcher and names the fault of a faulty one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry fixture holds what it is given and refuses to look further."""
+"""The registry fixture holds the given plugins and refuses to look further."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugin suite accepts a good plugin and names what is wrong with a faulty one."""
+"""The plugin suite accepts a good plugin and names the fault of a faulty one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router suite accepts a sound router and says what is wrong with a faulty one."""
+"""The router suite accepts a sound router and names the fault of a faulty one."""
 
 from __future__ import annotations
 

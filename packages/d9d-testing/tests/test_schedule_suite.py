@@ -1,4 +1,4 @@
-"""The schedule suite accepts a sound schedule and says what is wrong with a faulty one."""
+"""The schedule suite accepts a sound schedule and names the fault of a faulty one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategy suite accepts a good strategy and says what is wrong with a faulty one."""
+"""The strategy suite accepts a good strategy and names the fault of a faulty one."""
 
 from __future__ import annotations
 

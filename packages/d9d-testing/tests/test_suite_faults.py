@@ -1,4 +1,4 @@
-"""The suites pass what is sound, catch what is not, and the table in the README says so."""
+"""The suites pass sound components and catch faulty ones; the table in the README lists both."""
 
 from __future__ import annotations
 

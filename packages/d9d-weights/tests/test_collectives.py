@@ -88,7 +88,7 @@ def bad_tensors_are_refused_everywhere() -> list[str]:
             with pytest.raises(ValueError, match="cannot gather") as caught:
                 function(bad, world)
             messages.append(str(caught.value))
-    assert [part.item() for part in all_gather_tensors(torch.tensor(rank), world)] == [0, 1, 2]  # nobody is left behind
+    assert [part.item() for part in all_gather_tensors(torch.tensor(rank), world)] == [0, 1, 2]  # no rank waits
     return messages
 
 

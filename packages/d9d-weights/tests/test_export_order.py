@@ -56,7 +56,7 @@ def digest(directory: Path) -> str:
 
 
 def launch(directory: Path, number: int) -> str:
-    """Two fresh interpreters, each with a hash seed of its own; what they wrote, in a word."""
+    """Two fresh interpreters, each with a hash seed of its own; a digest of their files."""
     target, store = directory / "model", directory / "store"
     processes = []
     for rank in range(RANKS):

@@ -1,4 +1,4 @@
-"""State graphs: what comes out, by windows too, what undoes it, and what is refused before anything is read."""
+"""State graphs: outputs, also by windows, inverses, and refusals before anything is read."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_a_function_that_lies_about_its_shapes_is_found_out() -> None:
         map_tensors(mapper, {"w": numbers(2)})
 
 
-# --- what is refused
+# --- refusals
 
 
 def specs(**shapes: tuple[int, ...]) -> dict[str, TensorSpec]:

@@ -1,4 +1,4 @@
-"""Models in Hugging Face layout are read by windows, and what is wrong with one is said before a tensor is read."""
+"""Models in Hugging Face layout are read by windows, and a fault is reported before a tensor is read."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_every_window_equals_a_slice_whatever_strides_dtype_and_block(
 
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What is read from files: start and size, in order."""
+    """Reads of files: start and size, in order."""
     reads: list[tuple[int, int]] = []
     read_into: Callable[[Any, int, memoryview], int] = LocalFile.read_into
 

@@ -1,4 +1,4 @@
-"""Steps of a ``tokenizer.json`` that would make gigabytes of a short text are refused, those of real ones are not."""
+"""Steps of a ``tokenizer.json`` that would make gigabytes of a short text are refused; steps of real files are not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def template(pieces: int, ids: int) -> dict[str, Any]:
     }
 
 
-#: What is refused of it -> a ``tokenizer.json``.
+#: Refused part -> a ``tokenizer.json``.
 REFUSED = {
     "characters of one": TOKENIZERS["a normalizer that multiplies"],
     "'prepend' of 50,000,000 characters": TOKENIZERS["a normalizer that prepends"],

@@ -82,7 +82,7 @@ class StandIn:
 
 
 class StandInClock:
-    """Clock whose runs take what a table says, by what the stand-in has run; nothing is waited for.
+    """Clock whose runs take the times of a table, by the algorithm that the stand-in ran; nothing is waited for.
 
     Args:
         library: the stand-in.
@@ -118,7 +118,7 @@ def clock(library: StandIn) -> StandInClock:
 
 @pytest.fixture
 def opened(library: StandIn, clock: StandInClock, tmp_path: Path) -> Callable[..., DeviceProducts]:
-    """Products of one process that has just started; those of one test share a file of choices."""
+    """Products of one process that has just started; processes of one test share a file of choices."""
 
     def open_device(**options: Any) -> DeviceProducts:
         choices = Choices(options.pop("cache", tmp_path / "cublas.json"), options.pop("shipped", SHIPPED))

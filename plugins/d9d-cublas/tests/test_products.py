@@ -1,4 +1,4 @@
-"""Products of a device: what is looked up, measured, kept and left to torch."""
+"""Products of a device: choices that are looked up, measured, kept and left to torch."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ TEXT = "Hello,  world!\n\n\ttabs — ünïcödé 漢字 🙂 it's x . y\r\n"
 
 def save(open_stream, corpus: Path, directory: Path, tokenizer: object) -> None:
     open_stream(corpus, tokenizer=tokenizer).save_assets(directory)
-    # An exported model lies beside it, and its type must not change which tokenizer is loaded.
+    # An exported model is in the same directory, and its type must not change which tokenizer is loaded.
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
 
 

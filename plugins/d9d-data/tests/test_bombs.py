@@ -17,7 +17,7 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 bombs = pytest.importorskip("d9d_testing.hostile.bombs")
 
-#: MiB that reading any of these files may take, beside Python and pyarrow.
+#: MiB that reading any of these files may take, in addition to Python and pyarrow.
 MOST = 700
 READ = """
 import resource, sys, threading

@@ -135,7 +135,7 @@ def test_killed_build_is_never_taken_for_a_finished_one(tmp_path: Path) -> None:
     assert not (tmp_path / "key").exists()
     left = next(tmp_path.glob("*.tmp-*"))
     assert (ensure(tmp_path) / "sub" / "b").read_text() == "more"
-    for hours, stays in ((0, True), (23.9, True), (24.1, False)):  # only what is a day old belongs to nobody for sure
+    for hours, stays in ((0, True), (23.9, True), (24.1, False)):  # only a file that is a day old surely has no owner
         changed = time.time() - hours * 3600
         os.utime(left, (changed, changed))
         (tmp_path / "key" / "a").unlink()

@@ -1,4 +1,4 @@
-"""Records of conversations: what is read, and what the errors say."""
+"""Records of conversations: fields, and texts of errors."""
 
 from __future__ import annotations
 

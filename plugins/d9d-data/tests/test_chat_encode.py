@@ -30,7 +30,7 @@ TEXTS = ["the quick brown fox jumps over the lazy dog", "user assistant system a
 
 @cache
 def backend() -> tokenizers.Tokenizer:
-    """Byte-level BPE whose post-processor moves offsets, as that of published tokenizers does."""
+    """Byte-level BPE whose post-processor moves offsets, as published tokenizers do."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Weights of conversations: what the assistant writes, up to the token that ends its turn, and nothing else."""
+"""Weights of conversations: the assistant's text up to the token that ends its turn, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendering, tokens and marks, equal to those of transformers, for published templates and for some of our own."""
+"""Rendering, tokens and marks, equal to the results of transformers, for published templates and for our own."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_tokens_and_marks_equal_those_of_transformers(name: str) -> None:
     assert encoded
 
 
-#: What marks of published training templates hold besides what the model writes after the prompt.
+#: Text inside the marks of published training templates that the model does not write after the prompt.
 HEADERS = re.compile(r"^(<\uff5cAssistant\uff5c>|<\|start\|>assistant)?(<think>(\n|(\n\n)?</think>(\n\n)?)?)?")
 PAIRS = [name for name in PUBLISHED if f"{name.removesuffix('.jinja')}_training.jinja" in PUBLISHED]
 

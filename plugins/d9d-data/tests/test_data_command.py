@@ -1,4 +1,4 @@
-"""``d9d data show`` prints what a job trains on, with what is learned told from the rest."""
+"""``d9d data show`` prints the samples of a job and marks the learned tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No dataset loses tokens or records in silence: facts, a line at each start and what is shown count them."""
+"""No dataset loses tokens or records in silence: facts, a line at each start and ``d9d data show`` count them."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_prepared_data_whose_manifest_names_too_little_is_made_again(
     (entry,) = (tmp_path / "cache").iterdir()
     (entry / "manifest.json").write_text("{}")
     (entry / "facts.json").unlink()
-    os.mkfifo(entry / "facts.json")  # whoever opens it waits for ever
+    os.mkfifo(entry / "facts.json")  # opening it blocks forever
     notes: list[str] = []
     assert open_stream(corpus, note=notes.append).facts == facts
     assert "is damaged (manifest.json lacks facts.json, held_out.starts.npy" in notes[0]

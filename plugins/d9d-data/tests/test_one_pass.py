@@ -1,4 +1,4 @@
-"""One pass over a dataset: what is particular to this plugin's formats. What holds for all is in test_suites.py."""
+"""One pass over a dataset: rules of this plugin's formats. What holds for all is in test_suites.py."""
 
 from __future__ import annotations
 

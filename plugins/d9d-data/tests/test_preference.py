@@ -48,7 +48,7 @@ def pair(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
 
 
 def rows(model: Path, stream: DocumentStream) -> list[tuple[str, str]]:
-    """Text before what is learned, and what is learned, of each row of the next microbatch."""
+    """Text before the learned tokens, and text of the learned tokens, of each row of the next microbatch."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     (batch,) = stream.next_pack()
     found = []

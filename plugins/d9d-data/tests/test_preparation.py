@@ -1,4 +1,4 @@
-"""Preparation in shards: the same result whoever works on them, and however often somebody is killed."""
+"""Preparation in shards: the same result for any number of processes, and after any number of kills."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_start_after_a_kill_goes_on_with_what_is_finished(
     told = [int(line.split()[1]) for line in output.splitlines() if "shards from an interrupted start" in line]
     assert told
     assert told[0] >= len(finished)
-    for left in cache.glob("*.tmp-*"):  # what the killed processes were building, for the next sweep
+    for left in cache.glob("*.tmp-*"):  # unfinished files of the killed processes, for the next sweep
         assert not left.name.endswith("tmp-work")
         os.utime(left, (old, old))
     entry = next(path for path in cache.iterdir() if ".tmp-" not in path.name)

@@ -26,7 +26,7 @@ class OverFiles(DatasetSuite):
 
 class TestText(OverFiles):
     target = "text"
-    workers = None  # they start slowly, and are those of the other dataset
+    workers = None  # they start slowly, and are the workers of the other dataset
 
 
 class TestBestFitText(OverFiles):

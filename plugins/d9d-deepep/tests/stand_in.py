@@ -1,6 +1,6 @@
-"""Stands in for ``deep_ep.Buffer`` on gloo: the documented interface, what it demands of its arguments, and no more.
+"""Stands in for ``deep_ep.Buffer`` on gloo: the documented interface and its demands on arguments, and no more.
 
-What a kernel has not written yet is NaN: a result is filled in when its event is awaited.
+Elements that a kernel has not written yet are NaN: a result is filled in when its event is awaited.
 """
 
 from __future__ import annotations

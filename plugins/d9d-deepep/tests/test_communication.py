@@ -1,4 +1,4 @@
-"""Collectives that d9d explain lists of DeepEP are what a stand-in for its buffer is asked to send."""
+"""Collectives that d9d explain lists of DeepEP equal the requests to a stand-in for its buffer."""
 
 from __future__ import annotations
 

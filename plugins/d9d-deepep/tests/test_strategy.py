@@ -1,4 +1,4 @@
-"""DeepEP is switched on by name, beside expert_parallel."""
+"""DeepEP is switched on by name, together with expert_parallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the libraries on a CPU: the functions that are called, what they demand of arguments, and no more.
+"""Stand-ins for the libraries on a CPU: the functions that are called and their demands on arguments, and no more.
 
 Numbers are real ones: each document on its own, in float32. Shapes: T tokens, N query heads, K key/value heads, D
 features of a head, M documents.
@@ -53,7 +53,7 @@ def document(q: Tensor, k: Tensor, v: Tensor, left: int | None) -> tuple[Tensor,
 def document_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, sums: Tensor, left: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one document in float32, from what the forward left."""
+    """Gradients of one document in float32, from the tensors saved by the forward."""
     q, out, grad = (t.float().unflatten(1, (k.shape[1], -1)) for t in (q, out, grad))
     k, v = k.float(), v.float()
     probabilities = (scores(q.flatten(1, 2), k, left) - sums.unflatten(0, q.shape[1:3])[..., None]).exp()

@@ -97,7 +97,7 @@ class TestFlashAttention4(OverStandIn):
 def test_documents_of_any_lengths_see_themselves_only(number: int, lengths: list[list[int]]) -> None:
     length = max(map(sum, lengths))
     rows = []
-    for sample in lengths:  # what is behind the last document is one more
+    for sample in lengths:  # the padding behind the last document is one more
         numbers = [n for n, count in enumerate([*sample, length - sum(sample)]) for _ in range(count)]
         rows.append(numbers)
     documents = torch.tensor(rows)

@@ -1,4 +1,4 @@
-"""Products of experts in float8, over the emulation; those of the GPU on request."""
+"""Products of experts in float8, over the emulation; GPU kernels on request."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def outcome(function: Any, counts: list[int], spare: int = 0) -> dict[str, Tenso
 def test_it_is_near_the_reference_however_rows_are_spread(counts: list[int], spare: int) -> None:
     expected, found = outcome(grouped_linear, counts, spare), outcome(partial(grouped, emulate=True), counts, spare)
     assert_close_gradients(found, expected, ROUNDED[torch.float32])
-    # Their product is that of the reference: in full precision.
+    # Their product equals the reference's: in full precision.
     torch.testing.assert_close(found["bank"], expected["bank"])
     for name in ("out", "x"):
         assert not found[name][sum(counts) :].any()

@@ -18,7 +18,7 @@ BLOCK = 128
 
 
 def whole_scale(scale: Tensor, recipe: ScalingType, rows: int, depth: int) -> Tensor:
-    """Scales [rows, depth] of an operand [rows, depth]; the second operand's are checked as those of its transpose."""
+    """Scales [rows, depth] of an operand [rows, depth]; the second operand is checked by its transpose."""
     if recipe is ScalingType.TensorWise:
         assert scale.numel() == 1
         return scale.reshape(1, 1)

@@ -1,4 +1,4 @@
-"""The strategy: which layers it takes, and what it refuses."""
+"""The strategy: the layers that it takes, and its refusals."""
 
 from __future__ import annotations
 

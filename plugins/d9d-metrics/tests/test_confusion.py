@@ -1,4 +1,4 @@
-"""Metric ``confusion``: what it reads, computes of functions of one's own, and refuses."""
+"""Metric ``confusion``: fields, statistics of the user's functions, and refusals."""
 
 from __future__ import annotations
 

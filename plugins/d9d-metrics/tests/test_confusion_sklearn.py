@@ -40,7 +40,7 @@ def over_shards(make: Any, observations: Mapping[str, Tensor], ranks: int) -> di
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Values by series, those of vectors too."""
+    """Values by series, vectors included."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Vector):

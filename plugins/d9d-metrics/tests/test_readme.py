@@ -1,4 +1,4 @@
-"""The metric that the README writes keeps what a metric promises."""
+"""The metric that the README writes keeps the contract of metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens between ranks: what travels, when, and what is refused; that it computes the right thing is the suite's."""
+"""Tokens between ranks: the messages, their order, and refusals; that it computes the right thing is the suite's."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_with_a_limit_tokens_leave_before_what_is_computed_meanwhile(world: type
     assert log[2:7] == [f"send {rows}", "send 8 x 6", "meanwhile", f"await {rows}", "await 8 x 6"]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 def unequal() -> None:

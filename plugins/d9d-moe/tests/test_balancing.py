@@ -308,7 +308,7 @@ def test_layouts_matter_where_a_part_says_so() -> None:
 
 
 class Entropy:
-    """A balancer of somebody else's."""
+    """Balancer of a third party."""
 
     term, layout_invariant = "router_entropy", True
 

@@ -47,7 +47,7 @@ def metric(stage: nn.Module, *, per_layer: bool = False) -> RouterMetric:
 
 
 def observed(stage: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-    """What the loop hands on after a forward."""
+    """Values that the loop passes on after a forward."""
     stage(batch)
     modules = modules_with(stage, HasTallies)
     return {f"{name}/{key}": tally for name, module in modules.items() for key, tally in module.tallies().items()}

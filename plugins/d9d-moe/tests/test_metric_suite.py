@@ -31,6 +31,6 @@ class TestRouterMetric(MetricSuite):
         for router in stage.values():
             router(tokens)
         tallies = {name: module.tallies() for name, module in modules_with(stage, HasTallies).items()}
-        # What a router drops depends on how a batch is cut, so its tally is replaced by one that does not.
+        # Dropped tokens depend on the microbatches, so the tally is replaced by one that does not.
         dropped = {"dropped": (tokens[:, 0] > 0).sum()}
         return {f"{name}/{key}": t for name, found in tallies.items() for key, t in {**found, **dropped}.items()}

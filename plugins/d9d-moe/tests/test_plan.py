@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Choices:
-    """Experts of T tokens, k of each, on W ranks with ``local`` experts each; W * local stands for nobody."""
+    """Experts of T tokens, k of each, on W ranks with ``local`` experts each; W * local means no expert."""
 
     ranks: int
     local: int
@@ -40,7 +40,7 @@ class Choices:
 
 @st.composite
 def choices(draw: st.DrawFn) -> Choices:
-    """Some experts several times in a token, or nobody; with a limit, no expert more often than that."""
+    """Some experts several times in a token, or no expert; with a limit, no expert more often than that."""
     ranks, local, top_k = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 7))
     nobody = ranks * local
     row = st.lists(st.integers(0, nobody), min_size=top_k, max_size=top_k)

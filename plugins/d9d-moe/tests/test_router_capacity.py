@@ -78,7 +78,7 @@ def test_full_experts_drop_what_comes_late(capacity: float, renormalise: bool) -
     assert late.any()
     assert not late.all()
     assert torch.equal(limited.indices, free.indices.masked_fill(late, EXPERTS))
-    assert torch.equal(limited.weights, free.weights.masked_fill(late, 0))  # not renormalised to what is left
+    assert torch.equal(limited.weights, free.weights.masked_fill(late, 0))  # not renormalised to the remaining weights
     assert torch.equal(limited.counts, count_rows(limited.indices, EXPERTS))
     assert limited.counts.max() == limited.limit
     assert free.limit is None

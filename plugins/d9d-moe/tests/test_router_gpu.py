@@ -1,4 +1,4 @@
-"""Routers on CUDA: nothing in a step waits for the device, and the choice is that of the CPU."""
+"""Routers on CUDA: nothing in a step waits for the device, and the choice equals the CPU's."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_float32_state_keeps_slow_averages_moving(device: str) -> None:
             optimizer.step(gate(device))
         second_moment[state_dtype] = float(optimizer.state()["p/exp_avg_sq"])
     assert second_moment["float32"] == pytest.approx(1 - 0.999**1000, rel=1e-3)
-    assert second_moment["parameter"] < 0.5  # what the setting is for
+    assert second_moment["parameter"] < 0.5  # the purpose of the setting
 
 
 def test_float32_state_never_narrows_a_parameter(device: str) -> None:

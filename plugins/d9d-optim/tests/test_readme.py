@@ -15,7 +15,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    """What the README's block defines."""
+    """Definitions of the README's block."""
     (block,) = [b for b in re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.M) if "Signum" in b]
     found: dict[str, Any] = {"__name__": __name__}
     exec(compile(block, "README.md", "exec", dont_inherit=True), found)

@@ -90,7 +90,7 @@ def test_updates_below_the_precision_of_weights_arrive_in_the_mean() -> None:
     settings = {"lr": 1e-4, "weight_decay": 0.0}  # a bit below 1 is worth 1/256
     found = small_updates(StochasticAdamW, StochasticAdamWConfig(**settings))
     assert found.mean().item() == pytest.approx(1 - 64e-4, abs=3e-4)
-    assert small_updates(AdamW, AdamWConfig(**settings)).eq(1).all()  # what it is for
+    assert small_updates(AdamW, AdamWConfig(**settings)).eq(1).all()  # its purpose
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "parameter"])

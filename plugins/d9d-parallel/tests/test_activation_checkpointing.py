@@ -290,7 +290,7 @@ def operator(name: str, ran: list[int]) -> Any:
 @pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True])
 def test_kernels_of_plugins_may_register_operators_after_the_strategy(compiled: bool) -> None:
-    """As those of kernels, which are imported when they are bound."""
+    """Like modules of kernels, which are imported when they are bound."""
     name, ran = f"late_{compiled}".lower(), []
     some, full = Late(name), Late(name)
     apply(some, save=[f"d9d_testing.{name}"])

@@ -86,7 +86,7 @@ def results(made: tuple[Columns, Row], case: dict[str, Any], left: DeferredWeigh
 
 
 def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Compare numbers of float32 one by one, and those of bfloat16 as a whole: sums round them in another order."""
+    """Compare numbers of float32 one by one, and numbers of bfloat16 as a whole: sums round them in another order."""
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         if all(tensor.dtype == torch.float32 for tensor in expected):
@@ -233,7 +233,7 @@ def fused_in_a_graph() -> None:
     case = {"samples": 2, "positions": 4, "dtype": torch.float32, "compiled": True}
     found = results(overlapped(symmetric=True, in_graphs=True), case)
     assert_near(found, results(one_after_the_other(), case))
-    assert len(calls) == 3  # the rows are read by nobody else, but in a graph that has a gradient: zeros
+    assert len(calls) == 3  # no other op reads the rows, except in a graph that has a gradient: zeros
 
 
 @pytest.mark.full
@@ -288,14 +288,14 @@ def order(checkpointed: bool) -> list[str]:
 
 
 def test_products_run_while_parts_travel() -> None:
-    """Two columns forward, a row forward; then the backward of the row, and that of the columns."""
+    """Two columns forward, a row forward; then the backward of the row, and the backward of the columns."""
     column = ["start", "product", "product", "wait", "product", "product"]
     row = ["product", "start", "product", "wait"]
     of_row = ["start", "product", "wait", "product", "product"]  # the last one is the weight's
     of_columns = ["product", "product", "start", *["product"] * 4, "wait"]  # its own part, and two weights
     backward = of_row + of_columns
     assert World(2).run(order, False)[0] == column + row + backward
-    # A second forward needs what the columns return, and nothing of the row.
+    # A second forward needs the outputs of the columns, and nothing of the row.
     assert World(2).run(order, True)[0] == column + row + column + backward
 
 

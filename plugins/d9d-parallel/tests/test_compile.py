@@ -193,7 +193,7 @@ def test_compiled_code_is_kept_on_disk_by_default() -> None:
     import torch._functorch.config
     import torch._inductor.config
 
-    # The README says so. Both read an environment variable, which nobody sets here.
+    # The README says so. Both read an environment variable, which is not set here.
     assert torch._inductor.config.fx_graph_cache
     assert torch._functorch.config.enable_autograd_cache
 
@@ -233,7 +233,7 @@ def test_mode_of_another_backend_is_refused() -> None:
 
 
 def exchanged() -> None:
-    """Compare outputs and gradients of compiled collectives with those of the same outside of a graph."""
+    """Compare outputs and gradients of compiled collectives with the same collectives outside of a graph."""
     assert dist.group.WORLD is not None
     ranks = Ranks(dist.group.WORLD)
     calls = [
@@ -255,7 +255,7 @@ def exchanged() -> None:
 
 @pytest.mark.full
 def test_collectives_of_a_compiled_graph_have_their_gradients() -> None:
-    """With torch 2.11, Dynamo lost those of outputs that a Function returned as it had filled them."""
+    """With torch 2.11, Dynamo lost gradients of outputs that a Function returned as it had filled them."""
     World(2).run(exchanged)
 
 

@@ -1,4 +1,4 @@
-"""Attention over ranks that share the positions of samples, by every method, and what the strategy refuses."""
+"""Attention over ranks that share the positions of samples, by every method, and refusals of the strategy."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def tensors(query_heads: int, key_value_heads: int) -> list[Tensor]:
 
 
 def compared(settings: dict[str, Any], cases: list[tuple[int, int, int | None, list[list[int]] | None]]) -> list[float]:
-    """Largest differences of output and gradients to those of one process, relative to numbers above one."""
+    """Largest differences of output and gradients from one process, relative to numbers above one."""
     found = []
     for query_heads, key_value_heads, window, packed in cases:
         documents = None if packed is None else torch.tensor(packed)
@@ -211,7 +211,7 @@ def test_a_ring_merges_in_float32_where_products_are_to_be_in_bfloat16() -> None
     assert max(World(2).run(rounded)) < 1e-5
 
 
-# --- what is refused
+# --- refusals
 
 
 @pytest.mark.smoke

@@ -1,6 +1,6 @@
 """Parameters that take part in some microbatches, on some ranks, in some steps: zeros where they do not.
 
-The gradients must be those of one process that sees all samples of all ranks, and no rank may wait for another.
+The gradients must equal the gradients of one process with all samples of all ranks, and no rank may wait for another.
 Which block runs is the same on all ranks, as FSDP2 gathers a block's parameters when it runs; within blocks and in the
 root, ranks may differ.
 """
@@ -37,7 +37,7 @@ STRATEGIES: dict[str, Any] = {
     "hsdp": (Hsdp, HsdpConfig),
     "replicate": (Replicate, ReplicateConfig),
 }
-#: step -> microbatch -> rank -> what is used
+#: step -> microbatch -> rank -> used parts
 Usage = list[list[list[list[str]]]]
 
 

@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def wrapped(name: str, mesh: Mapping[str, int], model: nn.Module, **settings: Any) -> Any:
-    """Apply a strategy, and say what it says."""
+    """Apply a strategy, and return its error."""
     sizes = Mesh(**mesh).sizes()
     topology = Topology(sizes=sizes, rank=dist.get_rank(), world_size=dist.get_world_size(), views=VIEWS)
     strategy, config = STRATEGIES[name]

@@ -1,4 +1,4 @@
-"""Adapters are read by the ``peft`` library, compute there what they computed here, and come back."""
+"""Adapters are read by the ``peft`` library, compute the same there, and come back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLUGINS = (
     "d9d_qwen3.plugin", "d9d_peft.plugin",
 )  # fmt: skip
 MOE = (*PLUGINS, "d9d_moe.plugin")
-# The library asks transformers for what it calls otherwise by now.
+# The library asks transformers for a name that has changed by now.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
     pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to .True."),

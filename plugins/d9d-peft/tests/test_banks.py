@@ -1,4 +1,4 @@
-"""Low-rank terms beside banks of experts."""
+"""LoRA updates of banks of experts."""
 
 from __future__ import annotations
 

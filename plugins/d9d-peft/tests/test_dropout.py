@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def drawn(x: Tensor, share: tuple[int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Output of a dropout, and what is drawn next."""
+    """Output of a dropout, and the next random number."""
     torch.manual_seed(3)
     return dropped(x.to(dtype), 0.5, True, share), torch.rand(1)
 

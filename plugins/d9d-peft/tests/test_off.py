@@ -43,7 +43,7 @@ def forward(stage: nn.Module) -> Tensor:
 
 
 def outputs(directory: str) -> list[list[Tensor]]:
-    """For each method: what the model computes; then, adapted, switched off, and in the end."""
+    """For each method: outputs of the model; then, adapted, switched off, and in the end."""
     run, found = {"run": {"dir": directory}}, []
     plain = job_of({**JOB, **run}, PLUGINS)
     topology = topology_here(plain)

@@ -1,4 +1,4 @@
-"""The table and the pictures in the README: ours, the papers', and those of torch.distributed.pipelining.
+"""The table and the pictures in the README: ours, the papers', and the schedules of torch.distributed.pipelining.
 
     python plugins/d9d-pipeline/tests/schedule_table.py    write README.md and pictures/
 
@@ -37,7 +37,7 @@ Generator = Callable[[int, int], Sequence[Program]]
 
 @dataclass(frozen=True)
 class Entry:
-    """One schedule and what is known about it.
+    """One schedule and the facts about it.
 
     Attributes:
         name: in the table.
@@ -178,7 +178,7 @@ def triple(ours: str, paper: str, theirs: str) -> str:
 
 
 def between(text: str) -> tuple[str, str, str]:
-    """What is before, in and behind the marks."""
+    """Text before, between and after the marks."""
     before, begin, rest = text.partition(MARKS[0])
     inside, end, after = rest.partition(MARKS[1])
     assert begin, f"{README} has no {begin}"

@@ -1,4 +1,4 @@
-"""Communication is inserted where it hides behind computation and nobody waits for memory."""
+"""Communication is inserted where it hides behind computation and no rank waits for memory."""
 
 from __future__ import annotations
 

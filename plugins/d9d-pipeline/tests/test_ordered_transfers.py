@@ -1,8 +1,8 @@
 """Transfers in hardware queues of a GPU: a step ends although streams wait for each other, where a record says so.
 
-A queue hands over what was launched, in order, and stands still while what is next waits: a transfer for the
-computation before it and for the one before it on its stream, a computation for what it receives. A transfer that was
-handed over ends when its counterpart has been, too.
+A queue starts kernels in launch order, and stands still while the next kernel waits: a transfer for the computation
+before it and for the one before it on its stream, a computation for the tensors it receives. A transfer that was
+started ends when its counterpart has been started, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAPPINGS: list[Queues] = [
 
 @dataclass(frozen=True)
 class Launched:
-    """What a rank launched: a computation, which needs what others sent, or a transfer of ``what`` with a peer."""
+    """Launches of a rank: a computation, which needs what others sent, or a transfer of ``what`` with a peer."""
 
     what: str = ""
     peer: int | None = None
@@ -49,7 +49,7 @@ class Launched:
 
 
 def launches(programs: Sequence[Program]) -> list[list[Launched]]:
-    """For each rank, in order; a receive where the program has it, or late, before whoever needs it."""
+    """For each rank, in order; a receive where the program has it, or late, before the action that needs it."""
     hosts = {stage: rank for rank, stages in enumerate(placement(programs)) for stage in stages}
     return [list(_launches(p, hosts, late)) for p, late in zip(programs, just_in_time(programs), strict=True)]
 

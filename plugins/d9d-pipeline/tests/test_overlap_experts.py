@@ -256,10 +256,10 @@ def test_each_side_sends_in_turn(world: type[World]) -> None:
     log = world(2).run(turns)[0]
     per_block = [
         "F counts",
-        "B tokens",  # gradients of what a combine returned
+        "B tokens",  # gradients of a combine's outputs
         "F tokens",
         "F labels",
-        "B tokens",  # gradients of what a dispatch brought
+        "B tokens",  # gradients of a dispatch's outputs
         "B label gradients",
         "F tokens",  # combine
     ]

@@ -1,4 +1,4 @@
-"""The README's table and pictures are what the schedules give, and no worse than torch's."""
+"""The README's table and pictures equal the schedules' results, and are no worse than torch's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ README = (HERE.parent / "README.md").read_text()
 
 @pytest.fixture(scope="module")
 def made() -> dict[str, Any]:
-    """What the script defines."""
+    """Definitions of the script."""
     return runpy.run_path(str(HERE / "schedule_table.py"))
 
 
@@ -32,7 +32,7 @@ def pairs(made: dict[str, Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def cells(pairs: list[Any]) -> list[Any]:
-    """What they take in theory."""
+    """Theoretical times."""
     return [pair.simulate() for pair in pairs]
 
 

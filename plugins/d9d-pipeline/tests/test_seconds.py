@@ -1,4 +1,4 @@
-"""Seconds for planners are those of the simulator."""
+"""Seconds for planners equal the simulator's."""
 
 from __future__ import annotations
 

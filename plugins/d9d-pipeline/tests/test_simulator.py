@@ -1,4 +1,4 @@
-"""Simulated time is what the rules say, and the theory of the papers."""
+"""Simulated times follow the rules and the theory of the papers."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_one_microbatch_passes_all_stages_and_all_crossings_twice(ranks: int) ->
     for stages in (1, 2, 3):
         crossings = stages * ranks - 1
         assert simulate(looped_bfs(ranks, 1, stages_per_rank=stages), costs).makespan == time(whole, crossings)
-        # Of the weight gradients only those of the first stage come after everything else.
+        # Only weight gradients of the first stage come after everything else.
         programs = zb1p(ranks, 1, stages_per_rank=stages)
         assert simulate(programs, costs).makespan == time(apart + weight / stages, crossings)
 

@@ -1,4 +1,4 @@
-"""Gradients after both phases are those of a whole backward, for any graph. Shapes: [B, F] throughout."""
+"""Gradients after both phases equal the gradients of a whole backward, for any graph. Shapes: [B, F] throughout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays alive between the phases, what is repeated, and which modules take which way. Shapes: [B, F]."""
+"""Tensors kept between the phases, repeated computations, and the method chosen for each module. Shapes: [B, F]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graph walk under FSDP2: what it needs of parameters is there, and what it leaves is reduced once all is there."""
+"""The graph walk under FSDP2: its parameters are gathered, and its gradients are reduced once all are there."""
 
 from __future__ import annotations
 

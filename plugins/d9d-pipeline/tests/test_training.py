@@ -1,4 +1,4 @@
-"""Whole runs in stages leave what a run of the model in one piece leaves: logs, evaluations and the exported model."""
+"""Runs in stages leave the same results as a run of the whole model: logs, evaluations and the exported model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLUGINS = ["d9d_testing.toy.plugin", "d9d_pipeline.plugin"]
 SCHEDULES = ("gpipe", "looped_bfs", "1f1b", "interleaved_1f1b", "zb1p", "zero_bubble_v", "dual_pipe_v")
 #: A whole backward, a split one, and one whose first and last stage are on the same rank.
 OF_EACH_KIND = ("1f1b", "zb1p", "zero_bubble_v")
-#: What trains: everything, only what the first stage has, or only what the last has.
+#: What trains: all parameters, only parameters of the first stage, or only of the last.
 TRAINED: dict[str, Mapping[str, Any]] = {
     "all": {},
     "first": {"peft": {"name": "toy_peft", "trains": ["layers.0.weight"]}},

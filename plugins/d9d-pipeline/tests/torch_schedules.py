@@ -86,7 +86,7 @@ def torch_programs(name: str, ranks: int, microbatches: int, stages_per_rank: in
 
 
 def renumbered(order: list[Any]) -> list[Any]:
-    """The forwards counted from 0: what Schedule1F1B shows of its last rank, unlike what it runs, counts from 1."""
+    """Forwards counted from 0; the shown order of Schedule1F1B's last rank counts from 1, unlike the one that runs."""
     forwards = iter(range(len(order)))
     return [
         action._replace(microbatch_index=next(forwards)) if action and action.computation_type.value == "F" else action

@@ -33,7 +33,7 @@ def gemm(
     dynamic_scheduler: bool = False,
     tuned: bool,
 ) -> Tensor:
-    """Stand-in: what the library does not write is no number."""
+    """Stand-in: elements that the library does not write are NaN."""
     starts = cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m
     assert starts is not None
     assert (starts.dtype, tuned) == (torch.int32, False)
@@ -69,7 +69,7 @@ class TestGroupedLinear(KernelSuite):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # many, of the library and of what it is built upon
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # many, of the library and of its dependencies
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestGroupedLinearOnCuda(KernelSuite):
     """The library itself."""
@@ -145,7 +145,7 @@ def test_products_can_be_kept_by_checkpointing(monkeypatch: pytest.MonkeyPatch) 
         checkpoint(
             grouped_linear, x, bank, torch.tensor([2, 0, 3]), use_reentrant=False, context_fn=contexts
         ).sum().backward()
-        # Beside the forwards, the gradients of rows and bank.
+        # The forwards, and the gradients of rows and bank.
         assert sum("cu_seqlens_m" in given for given in calls) == forwards + 1
         assert sum("cu_seqlens_k" in given for given in calls) == 1
 

@@ -48,7 +48,7 @@ class TestQuack(KernelSuite):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # many, of the library and of what it is built upon
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # many, of the library and of its dependencies
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestQuackOnCuda(KernelSuite):
     """The library itself, which compiles a kernel for each number of features and dtype."""

@@ -75,7 +75,7 @@ class TestSwiglu(KernelSuite):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # many, of the library and of what it is built upon
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # many, of the library and of its dependencies
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestSwigluOnCuda(KernelSuite):
     """The library itself."""
@@ -160,7 +160,7 @@ def test_a_layer_with_a_changed_projection_has_no_slot_for_the_whole() -> None:
         return set(module.op_slots())
 
     class Other(type(layer().up_proj)):
-        """Somebody's own product."""
+        """Product of a third party."""
 
     def replace_forward(module: Any) -> None:
         module.down_proj.forward = lambda rows: rows

@@ -82,7 +82,7 @@ def test_all_that_transformers_writes_is_known(name: str, transformers: Any) -> 
     assert form.config_from_json(theirs | {"architectures": data["architectures"]}) == form.config_from_json(data)
 
 
-#: What the fields of transformers may hold, where it is not just any text.
+#: Values that fields of transformers accept, where a field is not free text.
 PLAUSIBLE: dict[str, Any] = {
     "use_cache": False, "is_decoder": True, "chunk_size_feed_forward": 3, "pad_token_id": 2, "bos_token_id": 3,
     "eos_token_id": 4, "router_aux_loss_coef": 0.5, "problem_type": "single_label_classification", "label2id": {"a": 0},

@@ -189,7 +189,7 @@ class TestSplitVocabulary(ModelSuite):
     plugin = "d9d_qwen3.plugin"
     target = "qwen3"
     reference = "transformers:AutoModelForCausalLM"
-    # The test of sharded models below covers what a split vocabulary changes, in a fraction of the time.
+    # The test of sharded models below covers the effects of a split vocabulary, in a fraction of the time.
     test_every_data_parallel_layout_computes_the_same = None
 
     @pytest.fixture
@@ -198,7 +198,7 @@ class TestSplitVocabulary(ModelSuite):
 
 
 def joined(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The names of a split model -> those of one in one piece."""
+    """Names of a split model -> names of the whole model."""
     found = {name: tensor for name, tensor in state.items() if ".regular." not in name and ".added." not in name}
     for name, tensor in state.items():
         if ".regular." in name:

@@ -341,7 +341,7 @@ def test_what_is_exported_is_read_back(config: Qwen3Config, tmp_path: Path) -> N
 
 
 def test_config_json_survives_transformers(tmp_path: Path, transformers: Any) -> None:
-    """transformers writes what it read, in its own words."""
+    """transformers writes the config that it read, in its own form."""
     for variant, config in (CONFIGS | HEADS).items():
         theirs = transformers.Qwen3Config.from_dict(FORMAT.config_json(config, "bfloat16"))
         theirs.save_pretrained(tmp_path)

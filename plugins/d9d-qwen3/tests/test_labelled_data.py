@@ -57,7 +57,7 @@ def test_the_example_resumes_where_it_stood(example: tuple[str, dict[str, Any]])
     assert_passed([verdict])
 
 
-#: A head that does not train, means of layers, a split and tied vocabulary: what is not in the blocks.
+#: A head that does not train, means of layers, a split and tied vocabulary: parts that are not in the blocks.
 MODEL = {
     "vocab_size": 260,
     "added_tokens": 4,

@@ -132,7 +132,7 @@ def test_transformers_computes_the_same(name: str, transformers: Any) -> None:
                 if parameter_name.endswith("bias"):
                     parameter.fill_(1)
         difference = changed(tokens=tokens)["logits"] - plain(tokens=tokens)["logits"]
-    assert difference.abs().max() > 1e-3, "the variant computes what the plain model does"
+    assert difference.abs().max() > 1e-3, "the variant computes the same as the plain model"
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])

@@ -365,7 +365,7 @@ def test_a_rank_reads_what_it_holds_of_the_experts_and_no_more(
             assert source.numbers == into.numel()
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------------------------
 
 
 def exported(config: Qwen3MoeConfig) -> dict[str, TensorSpec]:
@@ -428,7 +428,7 @@ def test_incomplete_config_json_says_what_is_missing(name: str) -> None:
 
 
 def test_config_json_survives_transformers(tmp_path: Path, transformers: Any) -> None:
-    """transformers writes what it read, in its own words."""
+    """transformers writes the config that it read, in its own form."""
     trained = changed(**BIASED, capacity=1.5, expert_files="fused")
     balanced = changed(balancing=(AuxiliaryLossConfig(coefficient=0.01),))
     for variant, config in (CONFIGS | {"trained": trained, "balanced": balanced}).items():

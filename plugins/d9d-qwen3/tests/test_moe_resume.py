@@ -16,7 +16,7 @@ BIAS = {"name": "bias_update", "rate": 0.01}
 
 
 def train(directory: Path, steps: int, **model: Any) -> list[str]:
-    """Train up to so many steps; what the run said."""
+    """Train up to so many steps; output of the run."""
     names = ("d9d_moe.plugin", "d9d_nn.plugin", "d9d_testing.toy.plugin", "d9d_qwen3.plugin")
     registry = Registry.of(*map(importlib.import_module, names))
     values = {

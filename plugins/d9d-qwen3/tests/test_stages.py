@@ -85,7 +85,7 @@ def initialised(config: Qwen3Config, stage: Stage) -> Qwen3:
 @pytest.mark.thorough
 @pytest.mark.parametrize("added", [0, 5])
 def test_a_tied_embedding_has_an_equal_copy_on_the_last_stage(added: int) -> None:
-    """Gradients of the two copies add up to that of the one parameter, also over a stage that has neither."""
+    """Gradients of the two copies add up to the gradient of the one parameter, also over a stage that has neither."""
     config = changed(tie_embeddings=True, added_tokens=added, num_layers=3)
     whole = initialised(config, Stage())
     stages = [initialised(config, Stage(index, 3)) for index in range(3)]

@@ -207,7 +207,7 @@ def test_several_files_have_an_index_that_names_each_tensor_once(
 def test_what_vllm_leaves_out_is_known(
     case: Case, unknown: str, exported: Callable[..., tuple[dict[str, Any], ModelDirectory]]
 ) -> None:
-    """Biases without a parameter in vLLM are skipped by its loader, and change what it computes; the README says so."""
+    """Biases without a parameter in vLLM are skipped by its loader, and change its outputs; the README says so."""
     config, directory = exported(case)
     left = directory.specs.keys() - expected_tensors(config).keys()
     assert left == {f"model.layers.{number}.{unknown}" for number in range(config["num_hidden_layers"])}

@@ -64,7 +64,7 @@ class TestTensorBoard(TrackerSuite):
         found: dict[int, list[str]] = {}
         for name, events in series.items():
             for event in events:
-                if event.step:  # step 0 has what the run says of itself
+                if event.step:  # step 0 has the description of the run
                     found.setdefault(event.step, []).append(name)
         return found
 

@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm in one: values, each gradient that may be absent, and what a compiler makes of it."""
+"""Residual addition and RMSNorm in one: values, each gradient that may be absent, and compiled graphs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def outcome(
     arriving: tuple[bool, bool] = (True, True),
     draw: Callable[[Tensor, int], Tensor] = lambda out, seed: normal(*out.shape, seed=seed).to(out.dtype),
 ) -> dict[str, Tensor]:
-    """Norm, sum and the gradients of x, of what is added and of the weight, as far as there are any.
+    """Norm, sum and the gradients of x, of the added tensor and of the weight, if present.
 
     Args:
-        function: of x, what is added, weight and epsilon.
+        function: of x, the added tensor, weight and epsilon.
         inputs: the first three.
         trained: which of them need a gradient.
-        arriving: whether the gradient of the norm arrives, and that of the sum.
+        arriving: whether the gradients of the norm and of the sum arrive.
         draw: draws a gradient that arrives.
     """
     leaves = [

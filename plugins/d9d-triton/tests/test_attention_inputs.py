@@ -1,4 +1,4 @@
-"""Attention layers with the kernel of their inputs, beside layers of three projections, norms and rotations."""
+"""Attention layers with the kernel of their inputs, compared with layers of three projections, norms and rotations."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_weight_gradients_that_are_left_for_later_are_products_of_their_own() ->
 
 def test_a_layer_with_a_changed_projection_has_no_slot_for_all_of_them() -> None:
     class Other(type(layer().k_proj)):
-        """Somebody's own product."""
+        """Product of a third party."""
 
     module = layer()
     assert "attention_inputs" in module.op_slots()

@@ -99,7 +99,7 @@ def backward(function: Callable[..., Tensor], upstream: Tensor, *inputs: Tensor)
 
 
 class Calls(TorchDispatchMode):
-    """Counts our operators, and notes the shapes of what they return."""
+    """Counts our operators, and records the shapes of their outputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -138,7 +138,7 @@ def test_in_bfloat16_what_a_chunk_adds_below_half_of_the_last_place_is_lost() ->
 @pytest.mark.full
 @WEIGH
 def test_chunks_of_bfloat16_add_no_more_error_than_one_rounding_each(weigh: Weigh) -> None:
-    """After n of N chunks, the square of a sum of random signs, and of its rounding, is n/N of what it is at the end.
+    """After n of N chunks, the square of a sum of random signs, and of its rounding, is n/N of its final value.
 
     So all roundings but the last one add (N - 1) / 2 times the square of that one's error.
     """

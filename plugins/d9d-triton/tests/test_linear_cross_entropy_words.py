@@ -333,7 +333,7 @@ def test_the_host_never_waits(large: Large, need: Need) -> None:
 
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits_are_right(large: Large, need: Need) -> None:
-    """Of a chunk that has more logits than 32 bits can count: rows at its end are those of a few tokens."""
+    """Of a chunk that has more logits than 32 bits can count: rows at its end belong to a few tokens."""
     need(24 * GIB)
     few = 64
     hidden, weight, targets = (tensor.detach()[:4096] for tensor in large(few, 4096))

@@ -72,7 +72,7 @@ def test_there_and_back_agrees_with_float64(
 
 
 def test_rows_of_nobody_reach_nothing_and_get_zeros() -> None:
-    slots, places = torch.tensor([3, 0, 1]), torch.tensor([[1, 9], [2, 7]])  # nobody's place is row 0
+    slots, places = torch.tensor([3, 0, 1]), torch.tensor([[1, 9], [2, 7]])  # row 0 has no expert
     rows = torch.tensor([[float("nan")], [2.0], [5.0]]).requires_grad_()
     weights = torch.tensor([[3.0, 5.0], [7.0, 1.0]]).requires_grad_()
     out = permutation.unpermute(rows, slots, places, weights, absent=True)

@@ -1,4 +1,4 @@
-"""Feed-forward layers with the kernel of the whole layer, beside layers of three products and a gate."""
+"""Feed-forward layers with the kernel of the whole layer, compared with layers of three products and a gate."""
 
 from __future__ import annotations
 

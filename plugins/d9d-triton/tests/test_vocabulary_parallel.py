@@ -167,7 +167,7 @@ def test_a_target_that_no_rank_has_is_an_error(word: int) -> None:
 
 
 def alone() -> tuple[VocabularyShareCrossEntropy, Tensor, Tensor, Tensor]:
-    """Loss of a rank that has no others, and what it is called with."""
+    """Loss of a single rank, and its arguments."""
     hidden, weight, targets = drawn(20, "float32")
     loss = VocabularyShareCrossEntropy(0, dist.group.WORLD)
     return loss, hidden.requires_grad_(), weight.requires_grad_(), targets
@@ -191,7 +191,7 @@ def test_a_second_backward_is_an_error_if_the_first_has_overwritten_the_logits()
 
 
 def products() -> int:
-    """Number of products that make logits, where those of five of ten tokens are kept and two are a chunk."""
+    """Number of products that make logits, where logits of five of ten tokens are kept and two are a chunk."""
     loss, *inputs = alone()
     count, real = 0, shares.project
 

@@ -1,4 +1,4 @@
-"""Metrics with one fault each: a mean, a maximum and a count of what a task observes."""
+"""Metrics with one fault each: a mean, a maximum and a count of a task's observations."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class ForgetsAField(_Format):
 
 
 class Plain(Ref):
-    """A reference to what is here."""
+    """A reference to a module of this file."""
 
     value: Any
 

@@ -22,7 +22,7 @@ class FaultyConfig(PluginConfig):
     name: Literal["faulty"] = "faulty"
     """Selects the optimizer."""
     fault: str = ""
-    """What is wrong with it."""
+    """Fault of the optimizer."""
 
 
 class Faulty(ToyOptimizer):
@@ -146,7 +146,7 @@ class AllocatesStateOfOtherRanks(Faulty):
 
 
 class NormalisesByTheLocalShard(Faulty):
-    """A norm over what is here: other numbers for every layout."""
+    """A norm over the local shard: other numbers for every layout."""
 
     @torch.no_grad()
     def step(self, gate: Tensor) -> None:

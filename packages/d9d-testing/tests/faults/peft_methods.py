@@ -24,7 +24,7 @@ class FaultyConfig(PluginConfig):
     match: str = "*"
     """Which layers."""
     fault: str = ""
-    """What is wrong with it."""
+    """Fault of the method."""
 
 
 def adapted(stage: nn.Module) -> Iterator[AdaptedLinear]:

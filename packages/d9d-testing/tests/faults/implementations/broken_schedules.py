@@ -31,7 +31,7 @@ class ByHandConfig(PluginConfig):
     name: Literal["by_hand"] = "by_hand"
     """Selects the schedule."""
     fault: Fault = "none"
-    """What is wrong with it."""
+    """Fault of the schedule."""
 
 
 class Silent(Reduce):

@@ -42,7 +42,7 @@ class ByHandConfig(PluginConfig):
     name: Literal["by_hand"] = "by_hand"
     """Selects the strategy."""
     fault: Fault = "none"
-    """What is wrong with it."""
+    """Fault of the strategy."""
 
 
 class Inner(nn.Module):
@@ -61,7 +61,7 @@ def sum_zeros(*_: object) -> None:
 
 
 class ByHand:
-    """Changes nothing but what its fault is; core's synchroniser sums what nobody claims."""
+    """Changes nothing but what its fault is; core's synchroniser sums gradients without an owner."""
 
     def __init__(self, config: ByHandConfig) -> None:
         self._fault = config.fault
