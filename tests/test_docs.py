@@ -91,7 +91,7 @@ def test_the_reference_names_every_command_with_its_package_and_option() -> None
         f"d9d {name}": command.callback.__module__.partition(".")[0].replace("_", "-")
         for name, command in tool.commands().items()
     }
-    rows = tables(COMMANDS, "command", "package", "what it does")
+    rows = tables(COMMANDS, "command", "package", "action")
     documented = {re.split(r" \[| [A-Z]", quoted(command)[0])[0]: package for command, package, _ in rows}
     assert documented == offered
     text = COMMANDS.read_text("utf-8")

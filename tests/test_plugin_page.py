@@ -36,7 +36,7 @@ def test_the_page_for_plugin_authors_names_every_record() -> None:
 
 
 def test_the_page_for_plugin_authors_names_every_trait_anchor_and_suite() -> None:
-    rows = tables(PLUGIN_PAGE, "trait", "token", "the module tells")
+    rows = tables(PLUGIN_PAGE, "trait", "token", "the module provides")
     assert {quoted(r[1])[0]: quoted(r[0])[0] for r in rows} == {token: kind.__name__ for token, kind in TRAITS.items()}
     assert re.sub(r"\s+", " ", prose(PLUGIN_PAGE)).count(", ".join(f"`{anchor}`" for anchor in ANCHORS)) == 1
     suites = {
