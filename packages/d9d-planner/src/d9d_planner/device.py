@@ -55,7 +55,6 @@ class Device(Section):
 
     @property
     def memory(self) -> float:
-        """Memory in bytes."""
         return self.memory_gib * 2**30
 
     @classmethod

@@ -37,7 +37,6 @@ class Layout:
 
     @classmethod
     def of(cls, job: BaseJob) -> Layout:
-        """Layout of a job."""
         return cls(job.mesh, tuple(job.parallel), job.pipeline, job.batch.size, job.microbatch_size)
 
     @property
@@ -100,7 +99,6 @@ class DataGroups:
 
     @classmethod
     def of(cls, mesh: Mesh, views: Mapping[str, ViewSpec]) -> DataGroups:
-        """Groups of a mesh."""
         dense, expert = views["dense"], views["expert"]
         shards, replicas = (view_group(mesh, dense, dim) for dim in ("fsdp", "dp_replicate"))
         if mesh.ep == 1:  # experts are sharded like all other parameters

@@ -66,7 +66,6 @@ class Prediction:
 
     @cached_property
     def time(self) -> StepTime:
-        """Time of a step."""
         stages = self.workload.stages(self.layout, self.device.memory)
         return TimeModel(self.workload, self.layout, stages, self.device).step()
 
@@ -82,7 +81,6 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second on each device."""
         return (
             self.layout.size
             * self.workload.texts

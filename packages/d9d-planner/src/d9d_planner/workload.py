@@ -129,7 +129,6 @@ class Workload:
 
     @cached_property
     def optimizer(self) -> OptimizerCost:
-        """Costs of the optimizer per parameter."""
         chosen = choose(self.registry, "optimizer", "optimizer", self.job.optimizer)
         width = self.parameter_width
         if isinstance(chosen.spec, OptimizerSpec) and chosen.spec.cost is not None:
@@ -164,7 +163,6 @@ class Workload:
         return Updates(self.optimizer, *sizes, layout.mesh.tp)
 
     def groups(self, layout: Layout) -> DataGroups:
-        """Data-parallel groups of a layout."""
         mesh = layout.mesh
         if mesh not in self._groups:
             self._groups[mesh] = DataGroups.of(mesh, self.views)

@@ -69,7 +69,6 @@ class _Absent:
 
 
 def _functions(package: str) -> Iterator[Any]:
-    """Triton functions of a package."""
     jit_function = importlib.import_module("triton").JITFunction
     root = importlib.import_module(package)
     names = [found.name for found in pkgutil.walk_packages(root.__path__, f"{package}.")]

@@ -84,7 +84,6 @@ class _CountBar:
         return int(self._progress.tasks[0].completed)
 
     def add(self, count: int) -> None:
-        """Increase the count."""
         self._progress.advance(self._task, count)
 
     def __enter__(self) -> Self:

@@ -66,7 +66,6 @@ class _NoneFitsError(Exception):
 
 
 def _with_ranks(job: BaseJob, registry: Registry, world_size: int) -> BaseJob:
-    """Job with a mesh of ``world_size`` ranks."""
     sizes = job.mesh.sizes()
     selection = select_parts(job, registry)
     for axis in unused_axes(job.mesh, selection):

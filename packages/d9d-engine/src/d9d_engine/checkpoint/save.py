@@ -92,11 +92,9 @@ class ShardPlanner(SavePlanner):
         return all_plans, Metadata(dict(table))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Tensor of a shard."""
         return self._tensors[write_item.index]
 
 
@@ -127,7 +125,6 @@ class CheckpointWriter(StorageWriter):
         """Do nothing: the constructor has all arguments."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

@@ -115,13 +115,10 @@ class WithoutLoss:
         return len(next(iter(microbatch.values())))
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Empty: no weights."""
         return {}
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Empty: no losses."""
         return {}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Empty: no observations."""
         return {}

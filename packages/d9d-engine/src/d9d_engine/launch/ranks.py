@@ -143,7 +143,6 @@ class Ranks:
         return self._close(asked, insisted)
 
     def kill(self) -> None:
-        """Kill all processes."""
         for rank in self.ranks:
             rank.process.kill()
             rank.process.wait()

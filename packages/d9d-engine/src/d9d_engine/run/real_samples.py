@@ -48,11 +48,9 @@ class RealSamples:
 
     @property
     def facts(self) -> State:
-        """Facts of the stream."""
         return self._stream.facts
 
     def next_pack(self) -> Pack:
-        """Next pack of the stream."""
         pack = self._stream.next_pack()
         self._taken.append([self._places(microbatch) for microbatch in pack])
         return pack
@@ -69,11 +67,9 @@ class RealSamples:
         return [place for place in range(len(firsts)) if 0 <= firsts[place - place % texts] < limit]
 
     def state(self) -> State:
-        """State of the stream."""
         return self._stream.state()
 
     def load_state(self, state: State) -> None:
-        """Continue at ``state``."""
         self._stream.load_state(state)
         self._taken.clear()
 

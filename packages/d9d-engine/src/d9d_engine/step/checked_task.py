@@ -82,7 +82,6 @@ class CheckedTask:
         return self._checked("count", self._task.count(microbatch), self._check_count)
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Term -> its weight in this microbatch."""
         return self._checked("weights", self._task.weights(microbatch), self._check_terms)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:

@@ -112,7 +112,6 @@ class Gradients:
 
     @property
     def device(self) -> torch.device:
-        """Device of the model."""
         return self._device
 
     def scale(self, factor: Tensor) -> None:

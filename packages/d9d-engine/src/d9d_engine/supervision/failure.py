@@ -84,7 +84,6 @@ class ErrorFile:
     path: Path
 
     def failed(self, failure: Failure) -> None:
-        """Write the failure."""
         self._replace(failure.text, time.time())
 
     def echoes(self, first: str) -> None:

@@ -61,7 +61,6 @@ class ConsoleRun:
         """Do nothing: each line is flushed when printed."""
 
     def state(self) -> State:
-        """Empty state."""
         return {}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:

@@ -40,7 +40,6 @@ class JsonlWriter:
                 file.write(f"{{{', '.join(fields)}}}\n")
 
     def join(self, parts: Sequence[Path], path: Path) -> None:
-        """Concatenate the parts."""
         with path.open("xb") as whole:
             for part in parts:
                 with part.open("rb") as file:

@@ -45,7 +45,6 @@ class AttentionCore(nn.Module):
         return self.attention.static["query_heads"], self.attention.static["key_value_heads"]
 
     def head_features(self) -> int:
-        """Number of features of a head."""
         features: int = self.attention.static["head_dim"]
         return features
 

@@ -76,7 +76,6 @@ class Distillation(TextTask):
 
     @property
     def first_pass(self) -> FirstPass:
-        """First pass: the teacher."""
         return FirstPass("other", self.config.teacher, where="task.teacher")
 
     def first_inputs(self, microbatch: Microbatch) -> StageInputs:

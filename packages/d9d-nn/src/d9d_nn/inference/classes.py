@@ -72,7 +72,6 @@ class HeadReader:
         return {"values": read_output(outputs, self.output, self.config.head).float(), **places_of(microbatch)}
 
     def tally(self, rows: Columns) -> Mapping[str, float]:
-        """Number of rows."""
         return {"rows": float(len(rows[ROW]))}
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
@@ -103,7 +102,6 @@ class Classes(HeadReader):
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """Columns of the output."""
         return {
             ROW: _ROW,
             "class": "number of the most likely class",
@@ -140,7 +138,6 @@ class TokenClasses(HeadReader):
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """Columns of the output."""
         return {ROW: _ROW, "tokens": "number of its tokens", "labels": "most likely class of each token"}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
@@ -174,7 +171,6 @@ class Rewards(HeadReader):
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """Columns of the output."""
         return {ROW: _ROW, "reward": "score of the row"}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:

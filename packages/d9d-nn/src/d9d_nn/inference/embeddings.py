@@ -20,7 +20,6 @@ class Embeddings(HeadReader):
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """Columns of the output."""
         return {ROW: "number of the row in the input, from 0", "embedding": "its vector, float32"}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:

@@ -33,7 +33,6 @@ class Generations:
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """Columns of the output."""
         return {
             ROW: "number of the row in the input, from 0",
             "prompt_tokens": "number of tokens of the prompt",

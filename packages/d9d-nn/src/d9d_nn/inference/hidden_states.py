@@ -42,7 +42,6 @@ class HiddenStates:
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """Columns of the output."""
         kinds = {"last": "of its last position", "mean": "mean over its positions", "none": "of all its positions"}
         kind = kinds[self.config.pooling]
         states = {_column(layer): f"output of layer {layer} {kind}" for layer in self.config.layers}

@@ -92,7 +92,6 @@ class LogProbs(TokenLikelihoods):
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """Columns of the output."""
         each = {"targets": "token ids of the targets", "log_probs": "log-probability of each target"}
         more = each if self.config.per == "token" else {}
         return {ROW: _ROW, "tokens": _COUNT, "log_prob": "log-probability of all its targets together", **more}
@@ -123,7 +122,6 @@ class PerplexityRows(TokenLikelihoods):
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """Columns of the output."""
         return {
             ROW: _ROW,
             "tokens": _COUNT,

@@ -51,7 +51,6 @@ class SweepRun:
 
     @property
     def directory(self) -> Path:
-        """Directory of the run."""
         return self.job.run.directory
 
     def is_finished(self) -> bool:

@@ -60,7 +60,6 @@ class ToyTokensConfig(PluginConfig):
 
     @property
     def sample_lengths(self) -> SampleLengths:
-        """Length of all microbatches."""
         return SampleLengths(self.sequence_length, self.sequence_length)
 
 

@@ -32,7 +32,6 @@ class ToyLinears(nn.Module):
         self.layers = nn.ModuleDict({str(index): ToyLinearBlock(config.features) for index in range(config.blocks)})
 
     def blocks(self) -> Mapping[str, nn.Module]:
-        """Blocks of the chain."""
         return {f"layers.{index}": block for index, block in self.layers.items()}
 
     def forward(self, *, x: Tensor) -> dict[str, Tensor]:

@@ -19,7 +19,6 @@ class ToyRecorder:
         self._path = config.path
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
-        """Subscriptions to all events."""
         return [(event, self._record) for event in CATALOGUE]
 
     def _record(self, event: object) -> None:

@@ -76,7 +76,6 @@ class ToyMetric:
         return {"sum": self._sum, "count": self._count}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state."""
         self._sum, self._count = state["sum"], state["count"]
 
     def compute(self) -> Mapping[str, Tensor]:

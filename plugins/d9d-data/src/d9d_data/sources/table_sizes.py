@@ -355,7 +355,6 @@ class _Table:
         return 0 if at is None else int(struct.unpack_from(form, self._data, at)[0])
 
     def table(self, field: int) -> _Table | None:
-        """Table in a field."""
         at = self._at(field)
         return None if at is None else _Table(self._data, at + struct.unpack_from("<I", self._data, at)[0])
 

@@ -34,7 +34,6 @@ class BytesTokenizer(TextTokenizer):
         super().__init__(backend, end_of_text, "bytes (256 bytes and the end of text)")
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Bytes of each text."""
         if self.recognises_special_tokens:
             return super().encode(texts)
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]

@@ -86,7 +86,6 @@ class Mean(Aggregate):
             self.accumulate(total=values.where(mask, 0).sum(), count=mask.sum())
 
     def compute(self) -> Mapping[str, Tensor]:
-        """Compute the series."""
         return {self.config.logged: self["total"] / self["count"]}
 
 
@@ -118,7 +117,6 @@ class WeightedMean(Aggregate):
         self.accumulate(total=(values * weights).where(weights != 0, 0).sum(), weight=weights.sum())
 
     def compute(self) -> Mapping[str, Tensor]:
-        """Compute the series."""
         return {self.config.logged: self["total"] / self["weight"]}
 
 
@@ -139,7 +137,6 @@ class Max(Aggregate):
             self.accumulate(largest=(values if mask is None else values.where(mask, -torch.inf)).max())
 
     def compute(self) -> Mapping[str, Tensor]:
-        """Compute the series."""
         return {self.config.logged: self["largest"]}
 
 
@@ -160,5 +157,4 @@ class Min(Aggregate):
             self.accumulate(smallest=(values if mask is None else values.where(mask, torch.inf)).min())
 
     def compute(self) -> Mapping[str, Tensor]:
-        """Compute the series."""
         return {self.config.logged: self["smallest"]}

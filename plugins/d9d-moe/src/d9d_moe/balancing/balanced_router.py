@@ -82,7 +82,6 @@ class BalancedRouter(nn.Module):
             nn.init.zeros_(buffer)
 
     def loss_terms(self) -> Mapping[str, LossTerm]:
-        """Loss terms of the balancers."""
         return {term: loss.loss_term() for term, loss in self._losses.items()}
 
     def loss_factors(self) -> Mapping[str, Tensor]:

@@ -71,7 +71,6 @@ class StochasticAdamW(NamedOptimizer):
         return {"exp_avg": zeros, "exp_avg_sq": zeros, "step": counter, "generator": _generator}
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the step."""
         return {"step": self._step}
 
     def apply(self, batch: Batch) -> None:

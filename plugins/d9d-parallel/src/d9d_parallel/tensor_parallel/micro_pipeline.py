@@ -128,7 +128,6 @@ def _parted(tensor: Tensor, ranks: int) -> Tensor:
 
 
 def _multiply(rows: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Multiply rows [..., I] by weights, into ``outs``."""
     for weight, out in zip(weights, outs, strict=True):
         flat = rows.reshape(-1, weight.shape[1]).to(weight.dtype)
         torch.mm(flat, weight.t(), out=out.view(-1, weight.shape[0]))

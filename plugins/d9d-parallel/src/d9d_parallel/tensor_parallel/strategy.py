@@ -120,7 +120,6 @@ class _Split:
         self._strategy = strategy
 
     def children(self, name: str, owner: nn.Module) -> None:
-        """Split the children of one module."""
         assert isinstance(owner, TensorParallelizable)
         plan = owner.tensor_parallel_plan()
         heads = owner.tensor_parallel_heads() if isinstance(owner, HasHeads) else {}

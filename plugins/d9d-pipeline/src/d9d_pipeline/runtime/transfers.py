@@ -169,7 +169,6 @@ class _PendingReceive:
             self._works.append(self._receive(self._tensors[name]))
 
     def wait(self) -> dict[str, Tensor]:
-        """Wait for the tensors."""
         for work in self._works:
             if work is not None:
                 work.wait()

@@ -28,7 +28,6 @@ class OrderBuilder:
         return self._counts[kind, stage]
 
     def forward(self, stage: int) -> None:
-        """Append a forward of the stage."""
         self._add(Forward, stage, self._next(Forward, stage))
 
     def backward(self, stage: int) -> None:
