@@ -1,7 +1,8 @@
 """Journeys of the documentation: each page fits on a screen, and its commands run as they are written.
 
 A page's blocks run in order, in one directory: ``title="FILE"`` makes a file, ``bash`` runs, and each line of ``text``
-is one that was printed, with ``...`` for what may be anything. Pages begin in the directory that the page they need has left.
+is one that was printed, with ``...`` for what may be anything. Pages begin in the directory that the page
+they need has left.
 """
 
 from __future__ import annotations

@@ -48,6 +48,28 @@ def test_experts_compute_what_one_process_does_wherever_they_are(
 _STALE = "docs/layouts.json has other rows; run tools/layout_table.py"
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_layouts_with_each_pair_of_axes_and_strategies_compute_what_one_process_does(
+    table: ModuleType, tmp_path: Path, experts: bool
+) -> None:
+    model, layouts = (table.EXPERTS, table.EXPERT_LAYOUTS) if experts else (table.DENSE, table.LAYOUTS)
+    rows = table.run(tmp_path / "corpus", table.pairwise(layouts), ["float32"], [3], model=model)
+    assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
+
+
+def test_chosen_layouts_have_each_pair_of_axes_and_strategies_that_any_layout_has(table: ModuleType) -> None:
+    a, b, c = (Layout(str(axes), axes, parallel) for axes, parallel in (
+        ({"tp": 2}, ["x"]), ({"tp": 2, "cp": 2}, ["x", "y"]), ({"cp": 2}, [{"name": "x", "method": "m"}]),
+    ))  # fmt: skip
+    assert table.pairwise([a, b, c]) == [b, c]
+    assert table.pairwise([a]) == [a]
+    assert {axis for one in table.pairwise(table.LAYOUTS) for axis in one.mesh} == {
+        "dp_replicate", "dp_shard", "cp", "tp"
+    }  # fmt: skip
+    assert len(table.pairwise(table.LAYOUTS)) < len(table.LAYOUTS) / 2
+
+
 def _rows(rows: list[Any]) -> list[list[str]]:
     return [[dtype, str(count), v.layout] for dtype, count, v in rows]
 

@@ -15,6 +15,15 @@ from d9d_testing.world import World
 STALE = "docs/layouts.json has other rows; run tools/layout_table.py pipelines"
 
 
+@pytest.mark.thorough
+def test_each_schedule_on_two_ranks_computes_what_one_process_does(table: ModuleType, tmp_path: Path) -> None:
+    cases = [case for case in table.covering_pipelines() if case.pp == 2 and case.model is table.DEEP_DENSE]
+    chosen = {case.schedule: case for case in reversed(cases)}
+    assert set(chosen) == set(table.SCHEDULES)
+    rows = table.run_pipelines(tmp_path / "corpus", list(chosen.values()), steps=2)
+    assert [(count, v.layout, v.diverged) for _, count, v in rows if not v.passed] == []
+
+
 @pytest.mark.full
 def test_pipelines_compute_what_one_process_does(table: ModuleType, tmp_path: Path) -> None:
     cases = table.covering_pipelines()

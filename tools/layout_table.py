@@ -264,6 +264,21 @@ def _cell(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:.1e}"
 
 
+def pairwise(layouts: Sequence[Layout]) -> list[Layout]:
+    """Choose layouts in which each pair of mesh axes and strategies occurs that occurs in any of the layouts."""
+    missing = set[frozenset[str]]().union(*map(_pairs, layouts))
+    chosen = []
+    while missing:
+        chosen.append(max(layouts, key=lambda layout: (len(_pairs(layout) & missing), -layout.ranks)))
+        missing -= _pairs(chosen[-1])
+    return chosen
+
+
+def _pairs(layout: Layout) -> set[frozenset[str]]:
+    strategies = (one if isinstance(one, str) else f"{one['name']} {one.get('method', '')}" for one in layout.parallel)
+    return {frozenset(pair) for pair in product({*layout.mesh, *strategies}, repeat=2)}
+
+
 def run_experts(
     corpus: Path,
     device: str = "cpu",
