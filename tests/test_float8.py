@@ -36,4 +36,4 @@ def test_explain_says_what_is_in_float8_and_what_is_not(
 def test_a_cpu_is_told_how_to_try_it(small_job: Callable[..., Path], d9d: Callable[..., Any]) -> None:
     status, _, err = d9d("check", str(small_job(**{**JOB, "device": "cpu"}, parallel=["fp8"])))
     assert status == 2
-    assert "the device 'cpu' has no products in float8; set emulate: true to try it slowly" in err
+    assert "the device 'cpu' has no products in float8; set emulate: true to emulate it slowly" in err

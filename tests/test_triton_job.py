@@ -134,7 +134,7 @@ def test_explain_shows_the_kernel_of_ranks_that_share_the_words(small_job: Write
     assert lines[at] == (
         "vocabulary_parallel_cross_entropy: triton (d9d-triton 0.1.0) at heads.causal_lm.linear_cross_entropy"
     )
-    assert any(line.startswith("triton accepts, priority 20: each logit of the rank's words") for line in lines[at:])
+    assert any(line.startswith("triton accepts, priority 20: reads each logit of the rank") for line in lines[at:])
 
 
 @pytest.mark.parametrize("rank", [0, 3])

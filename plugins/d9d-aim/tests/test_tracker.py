@@ -106,12 +106,12 @@ def test_a_run_says_what_it_is_and_its_histograms_have_bounds(tmp_path: Path) ->
 @pytest.mark.full
 def test_a_run_that_is_gone_is_said_or_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     AimTracker(AimConfig(**QUIET)).open(info(tmp_path), None).close("stopped")
-    with pytest.raises(PluginError, match="has no run 'gone' .* set 'lost_run: new' of the tracker 'aim'"):
+    with pytest.raises(PluginError, match="no longer has the run 'gone'.* set 'lost_run: new' of the tracker 'aim'"):
         AimTracker(AimConfig(**QUIET)).open(info(tmp_path, 1), {"hash": "gone"})
     run = AimTracker(AimConfig(lost_run="new", **QUIET)).open(info(tmp_path, 1), {"hash": "gone"})
     run.close("finished")
     assert run.state()["hash"] != "gone"
-    assert "a new run takes its place" in capsys.readouterr().err
+    assert "a new run replaces it" in capsys.readouterr().err
 
 
 def test_a_repository_that_cannot_be_made_is_named(tmp_path: Path) -> None:

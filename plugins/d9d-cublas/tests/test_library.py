@@ -40,7 +40,7 @@ def test_a_library_that_is_not_loaded_is_that_of_the_wheels(monkeypatch: pytest.
     wheel.parent.mkdir(parents=True)
     monkeypatch.setattr(binding, "_MAPS", tmp_path / "absent")
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
-    with pytest.raises(LibraryError, match="this process has loaded no libcublasLt.so, and there is none beside torch"):
+    with pytest.raises(LibraryError, match="has loaded no libcublasLt.so, and there is none next to torch"):
         find_library()
     wheel.write_text("")
     assert find_library() == wheel
@@ -51,7 +51,7 @@ def test_without_the_library_products_are_torchs_after_a_warning(monkeypatch: py
         raise LibraryError("not here")
 
     monkeypatch.setattr(products, "find_library", refuse)
-    with pytest.warns(RuntimeWarning, match="cuBLASLt is not to be had on cuda:0: not here"):
+    with pytest.warns(RuntimeWarning, match="cuBLASLt is not available on cuda:0: not here"):
         assert products.open_device(torch.device("cuda:0")) is None
     assert products.open_device(torch.device("cpu")) is None
 

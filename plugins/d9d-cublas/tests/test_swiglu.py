@@ -74,7 +74,7 @@ def test_a_layer_computes_the_same_by_algorithms_of_the_library(ops: Any, compil
         ({"checkpointed": True}, True, "by name only"),
         ({"static": {"hidden": 64, "features": 100}}, False, "features 100 is no multiple of 8"),
         ({"dtype": "float32"}, False, "multiplies bfloat16 or float16; the tensors are float32"),
-        ({"device": "cpu"}, False, "cuBLASLt is for CUDA, the device is cpu"),
+        ({"device": "cpu"}, False, "cuBLASLt needs CUDA, the device is cpu"),
     ],
 )
 def test_layers_on_cuda_get_it_by_themselves(changes: Any, accepted: bool, reason: str) -> None:

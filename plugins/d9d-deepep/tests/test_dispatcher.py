@@ -33,8 +33,8 @@ class Group:
     ("hidden", "dtype", "weights", "experts", "text"),
     [
         (16, torch.float32, torch.float32, 4, "moves bfloat16, the tokens are torch.float32"),
-        (12, torch.bfloat16, torch.float32, 4, "rows of whole 16 bytes, the tokens have 12 features"),
-        (16, torch.bfloat16, torch.float64, 4, "weights of float32"),
+        (12, torch.bfloat16, torch.float32, 4, "rows of a multiple of 16 bytes, the tokens have 12 features"),
+        (16, torch.bfloat16, torch.float64, 4, "float32 weights"),
         (16, torch.bfloat16, torch.float32, 6, "built for 4 experts, the routing has 6"),
     ],
 )
@@ -47,7 +47,7 @@ def test_what_the_library_cannot_move_is_refused(
 
 
 def test_experts_that_cannot_be_shared_out_are_refused() -> None:
-    with pytest.raises(BuildError, match="5 experts cannot be shared out equally to 2 ranks"):
+    with pytest.raises(BuildError, match="5 experts cannot be divided equally over 2 ranks"):
         DeepEPDispatcher(Group(), 5)
 
 

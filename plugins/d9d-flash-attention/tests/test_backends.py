@@ -278,13 +278,13 @@ def test_four_is_taken_by_itself_for_samples_of_one_document(
     ("number", "major", "changes", "why"),
     [
         (2, 7, {}, r"compute capability 8.x or 9.x or 10.x or 12.x, this GPU has 7.x"),
-        (3, 8, {}, r"FlashAttention 3 is for compute capability 9.x, this GPU has 8.x"),
-        (3, 10, {}, r"FlashAttention 3 is for compute capability 9.x, this GPU has 10.x"),
+        (3, 8, {}, r"FlashAttention 3 needs compute capability 9.x, this GPU has 8.x"),
+        (3, 10, {}, r"FlashAttention 3 needs compute capability 9.x, this GPU has 10.x"),
         (4, 8, {}, r"compute capability 9.x or 10.x, this GPU has 8.x"),
         (4, 10, {"head_dim": 256}, "needs head_dim up to 128, a multiple of 8; here it is 256"),
         (4, 9, {"head_dim": 256}, None),
-        (4, 9, {"head_dim": 16}, "wrong or unmeasured gradients of head_dim 16; measured right are 24, 32, 56"),
-        (4, 9, {"head_dim": 80}, "wrong or unmeasured gradients of head_dim 80"),
+        (4, 9, {"head_dim": 16}, "wrong or unmeasured gradients for head_dim 16; known to be right: 24, 32, 56"),
+        (4, 9, {"head_dim": 80}, "wrong or unmeasured gradients for head_dim 80"),
         (4, 9, {"head_dim": 24}, None),
         (2, 9, {"head_dim": 8}, None),
         (2, 8, {"head_dim": 256}, None),
@@ -329,7 +329,9 @@ def test_queries_of_some_positions_are_refused_by_the_answer_and_never_fail_a_jo
         assert choice.considered[name].accept is not some
         chosen.append(choice.backend)
         if some:
-            assert "attends from all positions of a sample, but ranks of cp hold" in choice.considered[name].reason
+            assert (
+                "needs the queries of all positions of a sample, but ranks of cp hold" in choice.considered[name].reason
+            )
             assert core.attention.prepare(None, 8, torch.device("cpu")) is not None
             with pytest.raises(BuildError, match=f"kernels.attention: '{name}'.*cannot run here: .*all positions"):
                 bind_kernels(
@@ -402,4 +404,4 @@ def test_the_stand_in_of_four_takes_what_the_library_takes(libraries: Mapping[in
 def test_queries_of_some_positions_are_refused(number: int) -> None:
     decision = getattr(rules, f"supports_{number}")(signature(own_queries=True))
     assert not decision.accept
-    assert "attends from all positions of a sample, but ranks of cp hold the queries of some" in decision.reason
+    assert "needs the queries of all positions of a sample, but ranks of cp hold only some" in decision.reason

@@ -125,8 +125,8 @@ def test_neither_volunteers() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"device": "cpu"}, "for CUDA, the device is cpu; fp8_emulated runs anywhere"),
-        ({"dtype": "float32"}, "in bfloat16, this is float32"),
+        ({"device": "cpu"}, "need CUDA, the device is cpu; fp8_emulated runs on any device"),
+        ({"dtype": "float32"}, "in bfloat16, this one is float32"),
         ({"out_features": 24}, "multiples of 16: out_features is 24"),
     ],
 )
@@ -139,4 +139,4 @@ def test_what_the_kernel_cannot_compute_is_refused(changes: dict[str, Any], why:
 def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    assert supports_grouped(signature()).reason == "the kernel is for compute capability 9.x or 10.x, this GPU has 8.9"
+    assert supports_grouped(signature()).reason == "the kernel needs compute capability 9.x or 10.x, this GPU has 8.9"

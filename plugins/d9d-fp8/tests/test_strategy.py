@@ -54,10 +54,10 @@ def test_linear_layers_of_blocks_are_taken_where_sizes_allow_and_the_rest_is_nam
     assert list(model.state_dict()) == names
     assert applied.notes == (
         "recipe rowwise, emulated: 4 linear layers",
-        "as they were: layers.0.narrow, layers.1.narrow: with 32 features in and 20 out, which the recipe 'rowwise' "
+        "not converted: layers.0.narrow, layers.1.narrow: with 32 features in and 20 out, which the recipe 'rowwise' "
         "needs to be multiples of 16",
-        "as they were: layers.0.plain, layers.1.plain: a Linear, which is no d9d_nn.linear.Linear",
-        "as they were: head: not in a block",
+        "not converted: layers.0.plain, layers.1.plain: a Linear, which is no d9d_nn.linear.Linear",
+        "not converted: head: not in a block",
     )
 
 
@@ -89,7 +89,7 @@ def test_a_pattern_without_a_layer_is_reported() -> None:
     [
         ({"modules": ["narrow"]}, r"'layers.0.narrow', with 32 features in and 20 out.* multiples of 16; leave it out"),
         ({"modules": ["plain"]}, r"'layers.0.plain', a Linear, which is no d9d_nn.linear.Linear; leave it out"),
-        ({"recipe": "blockwise"}, r"can convert no linear layer; as they were: layers.0.up.* multiples of 128"),
+        ({"recipe": "blockwise"}, r"can convert no linear layer; not converted: layers.0.up.* multiples of 128"),
     ],
 )
 def test_what_cannot_be_converted_is_refused_with_the_reason(fields: dict[str, object], text: str) -> None:
@@ -120,8 +120,13 @@ def test_a_device_without_such_products_is_refused_unless_they_are_emulated() ->
     ("capability", "cuda", "recipe", "text"),
     [
         ((8, 0), "13.0", "rowwise", "need compute capability 8.9 or newer, this GPU has 8.0; set emulate: true"),
-        ((8, 9), "13.0", "blockwise", r"needs compute capability 9.x .* here it is 8.9 and CUDA 13.0; use the recipe"),
-        ((9, 0), "12.8", "blockwise", "CUDA 12.9 or newer, here it is 9.0 and CUDA 12.8"),
+        (
+            (8, 9),
+            "13.0",
+            "blockwise",
+            r"needs compute capability 9.x .* this GPU has 8.9 and torch is for CUDA 13.0; use the recipe",
+        ),
+        ((9, 0), "12.8", "blockwise", "CUDA 12.9 or newer; this GPU has 9.0 and torch is for CUDA 12.8"),
     ],
 )
 def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capability, cuda, recipe, text) -> None:
@@ -161,7 +166,7 @@ def test_terms_of_fine_tuning_stay_in_full_precision_around_a_base_in_float8() -
     model = Model()
     lora.adapt(model.layers[0].up, {}, lora.AdaptedLinear, rank=16, scale=1.0, dropout=0.0)
     notes = apply(model).notes
-    assert any("lora_A" in note and "fine-tuning method's term" in note for note in notes)
+    assert any("lora_A" in note and "a LoRA update" in note for note in notes)
 
 
 class Attention(nn.Module):

@@ -132,8 +132,8 @@ def test_it_accepts_and_says_what_it_costs_but_never_volunteers() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"device": "cpu"}, "for CUDA, the device is cpu"),
-        ({"dtype": "float32"}, "for bfloat16, the model is float32"),
+        ({"device": "cpu"}, "needs CUDA, the device is cpu"),
+        ({"dtype": "float32"}, "needs bfloat16, the model is float32"),
         ({"out_features": 20}, "multiples of 8: out_features is 20"),
     ],
 )

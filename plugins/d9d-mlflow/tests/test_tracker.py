@@ -119,13 +119,13 @@ def test_a_run_that_is_gone_is_said_or_replaced(tmp_path: Path, capsys: pytest.C
     client(tmp_path).delete_run(gone)
     for lost in (run.state(), {"run_id": "0" * 32}):
         with pytest.raises(
-            PluginError, match="MLflow has no run .* restore it with 'mlflow runs restore', or set 'lost_run"
+            PluginError, match="MLflow no longer has the run .* restore it with 'mlflow runs restore', or set 'lost_run"
         ):
             MlflowTracker(MlflowConfig()).open(info(tmp_path, 1), lost)
     new = MlflowTracker(MlflowConfig(lost_run="new")).open(info(tmp_path, 1), run.state())
     new.close("finished")
     assert new.state()["run_id"] != gone
-    assert "a new run takes its place" in capsys.readouterr().err
+    assert "a new run replaces it" in capsys.readouterr().err
 
 
 @pytest.mark.full

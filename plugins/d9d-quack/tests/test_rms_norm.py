@@ -74,14 +74,14 @@ def test_it_is_for_hopper_and_blackwell(monkeypatch: pytest.MonkeyPatch, major: 
     monkeypatch.setattr(rules, "capability", lambda: major)
     decision = rules.rms_norm(signature())
     assert decision.accept == accepted
-    assert accepted or decision.reason == f"QuACK is for compute capability 9.x or 10.x, this GPU has {major}.x"
+    assert accepted or decision.reason == f"QuACK needs compute capability 9.x or 10.x, this GPU has {major}.x"
 
 
 @pytest.mark.parametrize(("dtype", "accepted"), [("bfloat16", False), ("float16", False), ("float32", True)])
 def test_rows_that_end_between_four_bytes_are_refused(dtype: str, accepted: bool) -> None:
     decision = rules.rms_norm(OpSignature("rms_norm", "cuda", dtype, {"features": 33}))
     assert decision.accept == accepted
-    assert accepted or decision.reason == "copies of QuACK take 4 bytes at least: features 33 is odd"
+    assert accepted or decision.reason == "QuACK copies at least 4 bytes at a time: features 33 is odd"
 
 
 class Norm(nn.Module):

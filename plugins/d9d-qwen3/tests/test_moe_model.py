@@ -116,10 +116,10 @@ def test_routers_are_what_the_config_says() -> None:
     [
         ({"experts_per_token": 9}, "experts_per_token", "9 is more than num_experts = 8; give at most 8"),
         ({"num_experts": 0}, "num_experts", "greater than 0"),
-        ({"dense_layers": [2]}, "dense_layers", "there is no layer 2 in a model of 2; give 0 to 1"),
+        ({"dense_layers": [2]}, "dense_layers", "there is no layer 2 in a model of 2 layers; give 0 to 1"),
         ({"dense_layers": [-1]}, "dense_layers", "there is no layer -1 in a model of 2"),
         ({"dense_layers": [1, 1]}, "dense_layers", "layer 1 appears twice"),
-        ({"dense_layers": [0, 1]}, "dense_layers", "no layer of 2 is left that has experts; take the model qwen3"),
+        ({"dense_layers": [0, 1]}, "dense_layers", "all 2 layers are dense, none has experts; use the model qwen3"),
         ({"balancing": [{"name": "z_loss"}, {"name": "z_loss"}]}, "balancing", "z_loss appears twice; keep one"),
         ({"balancing": [{"name": "luck"}]}, "balancing", "there are: auxiliary_loss, z_loss, bias_update"),
         ({"capacity": 0}, "capacity", "greater than 0"),

@@ -57,7 +57,7 @@ def test_what_touches_no_tensor_may_change(tmp_path: Path) -> None:
             ["z_loss"],
             "the checkpoint has a selection_bias in each router, which this model lacks; keep",
         ),
-        (["z_loss"], ["z_loss", BIAS], "the checkpoint lacks the selection_bias that bias_update moves; remove"),
+        (["z_loss"], ["z_loss", BIAS], "the checkpoint lacks the selection_bias that bias_update updates; remove"),
     ],
 )
 def test_a_selection_bias_neither_comes_nor_goes(tmp_path: Path, before: Any, after: Any, text: str) -> None:

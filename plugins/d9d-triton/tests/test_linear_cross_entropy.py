@@ -381,7 +381,7 @@ def test_what_does_not_fit_is_refused_with_a_way_out() -> None:
     hidden, weight, targets = example()
     op = backend.build(OpSignature("linear_cross_entropy", "cuda", "bfloat16", {}))
     with pytest.raises(
-        TypeError, match=r"hidden is torch\.float64, .* say 'kernels: \{linear_cross_entropy: reference\}'"
+        TypeError, match=r"hidden is torch\.float64, .* set 'kernels: \{linear_cross_entropy: reference\}'"
     ):
         op(hidden.double(), weight.double(), targets)
     with pytest.raises(ValueError, match=r"hidden \[5, 8\] and targets \[4\]"):

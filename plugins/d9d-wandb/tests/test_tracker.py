@@ -132,7 +132,9 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_run_whose_files_are_gone_is_said(tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match="no files of the wandb run 'gone' are in .* set 'lost_run: new'"):
+    with pytest.raises(
+        PluginError, match="files of the wandb run 'gone' of this job are no longer in .* set 'lost_run: new'"
+    ):
         offline().open(info(tmp_path, 1), {"id": "gone"})
 
 
@@ -196,7 +198,7 @@ def test_a_run_that_is_gone_from_the_server_is_said_or_replaced(
         return Online(**arguments)
 
     monkeypatch.setattr(module.wandb, "init", init)
-    with pytest.raises(PluginError, match="wandb has no run 'abc' .* set 'lost_run: new' of the tracker"):
+    with pytest.raises(PluginError, match="wandb no longer has the run 'abc'.* set 'lost_run: new' of the tracker"):
         WandbTracker(WandbConfig(project="p")).open(info(tmp_path, 1), {"id": "abc"})
     WandbTracker(WandbConfig(project="p", lost_run="new")).open(info(tmp_path, 1), {"id": "abc"}).close("finished")
-    assert "a new run takes its place" in capsys.readouterr().err
+    assert "a new run replaces it" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 def _of_aim(repo: str) -> str:
     if "://" in repo and not repo.startswith("aim://"):
-        raise ValueError("an address is that of a server, aim://host:port; else give a directory of this machine")
+        raise ValueError("an address must name a server, aim://host:port; otherwise give a directory of this machine")
     return repo
 
 
@@ -22,12 +22,12 @@ class AimConfig(PluginConfig):
     repo: Annotated[str, AfterValidator(_of_aim)] | None = None
     """Directory of the repository, or address of a server (``aim://host:port``); by default ``<run>/aim``."""
     experiment: str | None = None
-    """Experiment that the run belongs to."""
+    """Experiment to file the run under."""
     log_system_params: bool = True
-    """Keep the environment: packages, git, the command and environment variables."""
+    """Store the environment: packages, git state, command line and environment variables."""
     capture_terminal_logs: bool = True
-    """Keep what the first process prints."""
+    """Store the terminal output of the first process."""
     system_tracking_interval: Annotated[float, Field(gt=0)] | None = 10.0
-    """Seconds between two looks at the use of processor, memory and GPU; ``null`` for none."""
+    """Seconds between samples of CPU, memory and GPU utilisation; ``null`` for none."""
     lost_run: Literal["off", "new"] = "off"
-    """Policy of a resumed job whose run is gone: ``off`` (an error, and no tracking), or ``new``."""
+    """Policy of a resumed job whose Aim run no longer exists: ``off`` (an error, and no tracking), or ``new``."""

@@ -1,4 +1,4 @@
-"""Declaration of the tracker ``aim``."""
+"""Plugin declaration of the tracker ``aim``."""
 
 from __future__ import annotations
 

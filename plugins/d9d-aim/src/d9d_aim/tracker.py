@@ -27,10 +27,10 @@ class AimTracker:
         self._config = config
 
     def open(self, run: RunInfo, state: State | None) -> AimRun:
-        """Start a run, or go on with the one whose hash was saved.
+        """Start a run, or resume the run whose hash is in ``state``.
 
         Raises:
-            PluginError: the repository cannot be reached or written, or the run is gone.
+            PluginError: the repository cannot be reached or written, or the run no longer exists.
         """
         config = self._config
         place = config.repo or str(run.directory / "aim")
@@ -38,10 +38,10 @@ class AimTracker:
         try:
             if not remote:
                 Path(place).mkdir(parents=True, exist_ok=True)
-            # Written at the end of making one, which takes seconds and is done again if it was cut short.
+            # Aim writes VERSION last when it creates a repository, which takes seconds. Without it, create it again.
             made = remote or (Path(place) / get_aim_repo_name() / "VERSION").is_file()
             repo = aim.Repo.from_path(place, init=not made)
-        except Exception as error:  # of several libraries
+        except Exception as error:  # Aim and its dependencies raise many types
             raise PluginError(
                 f"the Aim repository {place} cannot be opened ({error}); set repo of the tracker 'aim' to one that can"
             ) from error
@@ -56,16 +56,16 @@ class AimTracker:
         return AimRun(opened)
 
     def _continued(self, repo: aim.Repo, place: str, run_hash: str) -> aim.Run | None:
-        """The saved run; ``None`` if a new one shall take its place."""
+        """The saved run; ``None`` to start a new one instead."""
         try:
-            # The lock is that of a process that died: d9d itself lets no second one continue the job.
+            # The lock is left from a process that died: d9d itself does not let two processes continue one job.
             return self._run(repo, run_hash=run_hash, force_resume=True)
         except MissingRunError as error:
-            text = f"the Aim repository {place} has no run '{run_hash}' (any more), which this job had begun"
+            text = f"the Aim repository {place} no longer has the run '{run_hash}' of this job"
             if self._config.lost_run == "off":
                 raise PluginError(f"{text}; set 'lost_run: new' of the tracker 'aim' to go on in a new run") from error
         with suppress(OSError):
-            print(f"warning: {text}; a new run takes its place", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"warning: {text}; a new run replaces it", file=sys.stderr, flush=True)  # noqa: T201
         return None
 
     def _run(self, repo: aim.Repo, **arguments: Any) -> aim.Run:
@@ -79,7 +79,7 @@ class AimTracker:
             **arguments,
         )
         if config.log_system_params:
-            # As Aim keeps them itself, which fails where setuptools is newer than its last `pkg_resources`.
+            # In Aim's own format; Aim's code fails with setuptools releases that lack `pkg_resources`.
             run["__system_params"] = {
                 "packages": {installed.name: installed.version for installed in distributions()},
                 "env_variables": get_environment_variables(),
@@ -93,10 +93,10 @@ class AimTracker:
 class AimRun:
     """Open run of the tracker ``aim``. Tags of a series become its context.
 
-    Aim has one value for each step of a series, so that steps which a resumed run repeats replace the earlier ones.
+    Aim stores one value per step of a series, so steps that a resumed run repeats overwrite the earlier values.
 
     Args:
-        run: of the library.
+        run: Aim's run object.
     """
 
     def __init__(self, run: aim.Run) -> None:
@@ -131,15 +131,15 @@ class AimRun:
             self._run.log_artifact(str(path), f"{name}/{step}{path.suffix}", block=True)
 
     def flush(self) -> None:
-        """Do nothing: each write is in the repository when it returns."""
+        """Do nothing: each write has reached the repository when it returns."""
         self._check()
 
     def state(self) -> State:
-        """Hash of the run."""
+        """Hash of the run, for resuming."""
         return {"hash": self._hash}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        """Keep how the run ended, and close it."""
+        """Store the final status of the run, and close it."""
         if self._open:
             self._open = False
             self._run["status"] = status
@@ -154,7 +154,7 @@ class AimRun:
             except ValueError as error:
                 if "Incompatible data types" not in str(error):
                     raise
-                # Aim has one kind for each name; of several, the first has the name alone.
+                # Aim allows one value type per name: the first type gets the plain name, others get a suffix.
                 self._run.track(value, name=f"{name} ({kind})", step=step, context=dict(tags))
 
     def _check(self) -> None:
@@ -163,7 +163,7 @@ class AimRun:
 
 
 def _describe(opened: aim.Run, run: RunInfo) -> None:
-    """Keep what the job file says about the run."""
+    """Store name, description, tags and hyperparameters of the job in the run."""
     opened.name = run.name
     if run.description:
         opened.description = run.description

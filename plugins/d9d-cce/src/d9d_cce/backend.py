@@ -1,6 +1,6 @@
 """Backends ``cce`` and ``cce_filtered`` of the op ``linear_cross_entropy`` (Wijmans et al. 2024, "Cut Your Losses").
 
-Shapes: T tokens, H features, V words of the vocabulary.
+Shapes: T tokens, H features, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torch import Tensor
 
 
 def build(_signature: OpSignature) -> CutCrossEntropy:
-    """Backend function of ``cce``; it is the same for all signatures."""
+    """Entry point of the backend ``cce``."""
     return CutCrossEntropy()
 
 
 def build_filtered(_signature: OpSignature) -> CutCrossEntropy:
-    """Backend function of ``cce_filtered``; it is the same for all signatures."""
+    """Entry point of the backend ``cce_filtered``."""
     return CutCrossEntropy(filtered=True)
 
 
 class CutCrossEntropy:
     """Cut Cross-Entropy (CCE) backend of :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
 
-    The library's own function looks for tokens without a target first, and waits for the device to count them. What it
-    calls then is called here instead, with all tokens: those without a target cost what others do.
+    The library's own function first searches for tokens without a target, which makes the host wait for the device. So
+    this backend calls the functions below it, with all tokens: tokens without a target cost as much as others.
 
     Args:
-        filtered: leave out gradients of logits where no probability of a tile is above a threshold (section 4.3 of the
-            paper), which is the dtype's precision by 32; the vocabulary is sorted by mean logits for it.
+        filtered: skip the gradient of a tile of logits if all its probabilities are below a threshold (section 4.3 of
+            the paper): the precision of the dtype divided by 32. The vocabulary is sorted by mean logits for this.
     """
 
     def __init__(self, *, filtered: bool = False) -> None:
@@ -43,16 +43,16 @@ class CutCrossEntropy:
         Args:
             hidden: [..., H], bfloat16 or float16.
             weight: [V, H], of the same dtype.
-            targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` where nothing is predicted.
+            targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` for tokens without a target.
 
         Returns:
-            float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, whatever the hidden state is.
+            float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, even if the hidden state is NaN.
         """
         hidden, weight = autocast_operands(hidden, weight)
         if not targets.numel():  # nothing to launch
             return linear_cross_entropy(hidden, weight, targets)
         unpredicted = (targets == IGNORE).flatten()
-        # Zero times NaN is NaN, in the gradient of the weight, too.
+        # Zeroed, because zero times NaN is NaN, also in the weight gradient.
         tokens = hidden.flatten(0, -2).masked_fill(unpredicted.unsqueeze(1), 0)
         parameters = CCEParams(
             targets=targets.flatten().masked_fill(unpredicted, 0),

@@ -1,4 +1,4 @@
-"""Declaration of the backends by cut-cross-entropy."""
+"""Plugin declaration of the cut-cross-entropy backends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ D9D_API = 2
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backends of ``linear_cross_entropy``: with all gradients, and without small ones."""
+    """Backends of ``linear_cross_entropy``: one exact, one without small gradients."""
     for name, suffix, summary in (
-        ("cce", "", "cut-cross-entropy: no logits in memory, all gradients, summed in 16 bits."),
-        ("cce_filtered", "_filtered", "cut-cross-entropy with its gradient filter: small gradients are left out."),
+        ("cce", "", "cut-cross-entropy: no logits in memory; all gradients, summed in 16 bits."),
+        ("cce_filtered", "_filtered", "cut-cross-entropy with its gradient filter, which skips small gradients."),
     ):
         yield KernelSpec(
             name=name,
@@ -23,5 +23,5 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             supports=Ref(f"d9d_cce.rules:supports{suffix}"),
             build=Ref(f"d9d_cce.backend:build{suffix}"),
             requires=frozenset({"import:cut_cross_entropy"}),
-            deterministic=False,  # programs add to the gradients in any order
+            deterministic=False,  # programs add to the gradients in arbitrary order
         )

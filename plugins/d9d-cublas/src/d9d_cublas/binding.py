@@ -1,6 +1,6 @@
-"""Functions of cuBLASLt with their types, through ctypes, and where the library is.
+"""ctypes binding of cuBLASLt: its functions with their types, and the path of the library.
 
-Names are those of the library's header ``cublasLt.h``, without ``cublasLt``.
+Names are the names in the library's header ``cublasLt.h``, without the prefix ``cublasLt``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from d9d_cublas.problem import Settings
 _NAME = "libcublasLt.so"
 _MAPS = Path("/proc/self/maps")
 
-#: Field of the settings -> its attribute and ctype.
+#: Field of ``Settings`` -> number and ctype of the library's attribute.
 _ATTRIBUTES: dict[str, tuple[int, Any]] = {
     "id": (0, ctypes.c_int32),
     "tile": (1, ctypes.c_uint32),
@@ -73,22 +73,22 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 class LibraryError(RuntimeError):
-    """Error of the library: it is not there, or refuses a call."""
+    """Error of cuBLASLt: the library is not installed, or a call failed."""
 
 
 def find_library() -> Path:
-    """Path of the library: the one that this process has loaded with torch, or the one beside torch.
+    """Path of cuBLASLt: the copy that this process has loaded with torch, or the copy installed next to torch.
 
     Raises:
-        LibraryError: there is none, for example because torch is of another vendor.
+        LibraryError: no cuBLASLt was found, for example because torch was built for another vendor.
     """
     lines = _MAPS.read_text("utf-8").splitlines() if _MAPS.exists() else []
     loaded = sorted({line.split(maxsplit=5)[-1] for line in lines if f"/{_NAME}" in line})
-    # Wheels of CUDA's libraries, all below one folder beside that of torch.
+    # The wheels of CUDA's libraries, in a folder next to torch's.
     wheels = Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{_NAME}*") if not loaded else ()
     paths = [Path(path) for path in loaded] or sorted(wheels)
     if not paths:
-        raise LibraryError(f"this process has loaded no {_NAME}, and there is none beside torch {torch.__version__}")
+        raise LibraryError(f"this process has loaded no {_NAME}, and there is none next to torch {torch.__version__}")
     return paths[0]
 
 
@@ -96,7 +96,7 @@ class Functions:
     """Binding of cuBLASLt: the shared library's functions, with their types.
 
     Args:
-        path: of the shared library.
+        path: path of the shared library.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,11 +105,11 @@ class Functions:
         for name, arguments in _SIGNATURES.items():
             function: Any = self._function(name)
             function.argtypes, function.restype = arguments, ctypes.c_int
-        #: For example 130100: 13.1.
+        #: Version number of the library, such as 130100 for 13.1.
         self.version: int = self._library.cublasLtGetVersion()
 
     def status(self, name: str, *arguments: Any) -> int:
-        """Call ``cublasLt<name>``; 0 is success."""
+        """Call ``cublasLt<name>`` and return its status; 0 is success."""
         status: int = self._function(name)(*arguments)
         return status
 
@@ -117,14 +117,14 @@ class Functions:
         """Call ``cublasLt<name>``.
 
         Raises:
-            LibraryError: its status is another than success.
+            LibraryError: the returned status is not success.
         """
         status = self.status(name, *arguments)
         if status:
             raise LibraryError(f"cublasLt{name} of cuBLASLt {self.version} returned status {status}")
 
     def make(self, kind: str, *arguments: Any) -> Any:
-        """Descriptor of a kind, which goes when nobody refers to it."""
+        """Create a descriptor of the given kind, which is destroyed when its last reference goes."""
         made = ctypes.c_void_p()
         self.call(f"{kind}Create", ctypes.byref(made), *arguments)
         weakref.finalize(made, self.status, f"{kind}Destroy", ctypes.c_void_p(made.value)).atexit = False
@@ -135,7 +135,7 @@ class Functions:
         self.call(f"{kind}SetAttribute", descriptor, attribute, ctypes.byref(value), ctypes.sizeof(value))
 
     def get(self, kind: str, descriptor: Any, attribute: int, ctype: Any) -> int:
-        """Attribute of a descriptor."""
+        """Value of an attribute of a descriptor."""
         value, written = ctype(), ctypes.c_size_t()
         arguments = attribute, ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(written)
         self.call(f"{kind}GetAttribute", descriptor, *arguments)
@@ -143,7 +143,7 @@ class Functions:
         return found
 
     def settings(self, algo: Algo) -> Settings:
-        """Settings of an algorithm."""
+        """Settings of an algorithm, read from the library."""
         found = {
             name: self.get("MatmulAlgoConfig", ctypes.byref(algo), attribute, ctype)
             for name, (attribute, ctype) in _ATTRIBUTES.items()
@@ -151,7 +151,7 @@ class Functions:
         return Settings(**found)
 
     def configure(self, algo: Algo, settings: Settings) -> None:
-        """Write the settings that differ; one that the algorithm does not have is refused and stays as it is."""
+        """Write the settings that differ; attributes that the algorithm lacks are refused and stay unchanged."""
         before = self.settings(algo)
         for name, (attribute, ctype) in _ATTRIBUTES.items():
             wanted = getattr(settings, name)

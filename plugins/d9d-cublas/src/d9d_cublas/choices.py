@@ -1,4 +1,4 @@
-"""Choices of algorithms, by device, version of the library and product; those of this user are kept on disk.
+"""Algorithm choices by device, library version and product; a user's own choices are kept on disk.
 
 A file of choices is JSON::
 
@@ -7,9 +7,10 @@ A file of choices is JSON::
          "layout": "forward", "rows": 16384, "out_features": 6144, "in_features": 2048, "dtype": "bfloat16",
          "algorithm": {"id": 66, "tile": 36, "stages": 35, "cluster": 3, ...}, "milliseconds": [0.626, 0.592]}]}
 
-``device`` is its name as torch has it, ``library`` what ``cublasLtGetVersion`` returns; the fields of the product are
-those of :class:`~d9d_cublas.problem.Problem`, the algorithm's those of :class:`~d9d_cublas.problem.Settings`. An
-algorithm of ``null`` is what cuBLAS guesses. ``milliseconds``, of that guess and of the choice, are for readers.
+``device`` is the device name that torch returns, ``library`` the version that ``cublasLtGetVersion`` returns. The
+fields of the product are described in :class:`~d9d_cublas.problem.Problem`, the fields of the algorithm in
+:class:`~d9d_cublas.problem.Settings`. An algorithm of ``null`` means cuBLAS's default. ``milliseconds``, of the default
+and of the choice, are informative only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 from d9d_cublas.problem import LAYOUTS, Problem, Settings
 
 FORMAT = 1
-#: Choices that come with the package.
+#: File of the choices that the package ships.
 SHIPPED = Path(__file__).with_name("choices.json")
 
 
@@ -39,7 +40,7 @@ class Key:
     Attributes:
         device: name of the device, for example ``NVIDIA H200``.
         library: version of the library, for example 130100.
-        problem: the product.
+        problem: shapes, layout and dtype of the product.
     """
 
     device: str
@@ -49,11 +50,11 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Choice of an algorithm.
+    """Chosen algorithm for a product.
 
     Attributes:
-        algorithm: its settings; ``None``: what cuBLAS guesses.
-        milliseconds: of a product by that guess and by the choice, where somebody measured them.
+        algorithm: settings of the algorithm; ``None`` for cuBLAS's default.
+        milliseconds: measured time of the product with the default and with the choice, if known.
     """
 
     algorithm: Settings | None
@@ -61,16 +62,17 @@ class Choice:
 
 
 def cache_file() -> Path:
-    """Path of this user's choices, ``d9d/cublas.json`` below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Path of the user's choices, ``d9d/cublas.json`` below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - raises without a home
     return Path(home) / "d9d" / "cublas.json"
 
 
 class Choices:
-    """Choices of cuBLAS algorithms: this user's, and behind them those that come with the package.
+    """Choices of cuBLAS algorithms: the user's own, then the shipped ones.
 
     Args:
-        cache: file of this user's choices; need not exist. Processes that share it agree: the first to record one wins.
+        cache: file of the user's choices; need not exist. If several processes share it, the first recorded choice
+            wins.
         shipped: file of the package's choices.
     """
 
@@ -82,20 +84,20 @@ class Choices:
         self._works = True
 
     def find(self, key: Key) -> Choice | None:
-        """Choice of this user, else of the package, else ``None``."""
+        """The user's choice, else the shipped choice, else ``None``."""
         if key not in self._own:
             self._look()
         return self._own.get(key) or self.find_shipped(key)
 
     def find_shipped(self, key: Key) -> Choice | None:
-        """Choice of the package."""
+        """The shipped choice, or ``None``."""
         return self._shipped.get(key)
 
     def record(self, key: Key, choice: Choice) -> Choice:
-        """Keep a choice that was measured.
+        """Record a measured choice.
 
         Returns:
-            The choice, or another that somebody else recorded before.
+            The choice in effect: an earlier one of another process, if there is one.
         """
         if not self._works:
             return self._own.setdefault(key, choice)
@@ -111,14 +113,14 @@ class Choices:
         return self._own.setdefault(key, choice)
 
     def _look(self) -> None:
-        """Take over what others have recorded since."""
+        """Read the choices that other processes have recorded since the last call."""
         if not self._works:
             return
         try:
             state = self._cache.stat()
             seen = state.st_ino, state.st_mtime_ns
             if seen != self._seen:
-                # What this process has used stays.
+                # Choices that this process has already used must not change.
                 self._own = {**read(self._cache), **self._own}
                 self._seen = seen
         except FileNotFoundError:
@@ -127,7 +129,7 @@ class Choices:
             self._give_up(f"cannot be used ({error}); delete it")
 
     def _give_up(self, why: str) -> None:
-        """Leave the file alone from now on."""
+        """Warn, and do not use the file any more."""
         self._works = False
         text = f"choices of cuBLASLt algorithms: {self._cache} {why}; this process measures for itself"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -137,8 +139,8 @@ def read(path: Path) -> dict[Key, Choice]:
     """Read a file of choices.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file, or of another format.
+        OSError: the file cannot be read.
+        ValueError: the file does not hold choices of this format.
     """
     content = json.loads(path.read_text("utf-8"))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -146,14 +148,14 @@ def read(path: Path) -> dict[Key, Choice]:
     try:
         return dict(_parse(entry) for entry in content["choices"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"a choice is incomplete or of unknown fields: {error!r}") from error
+        raise ValueError(f"a choice lacks a field or has an unknown one: {error!r}") from error
 
 
 def write(path: Path, choices: Mapping[Key, Choice]) -> None:
-    """Write a file of choices of cuBLAS algorithms, whole or not at all.
+    """Write a file of choices atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     entries = [
         {
@@ -165,9 +167,9 @@ def write(path: Path, choices: Mapping[Key, Choice]) -> None:
         }
         for key, choice in choices.items()
     ]
-    lines = ",".join(f"\n  {json.dumps(entry)}" for entry in entries)  # a line each, for comparisons
+    lines = ",".join(f"\n  {json.dumps(entry)}" for entry in entries)  # one line per choice, so that diffs are readable
     text = f'{{\n "format": {FORMAT},\n "choices": [{lines}\n ]\n}}\n'
-    # Of this process alone, also where machines share the folder.
+    # A name of this process alone, even if several machines share the folder.
     temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         temporary.write_text(text, "utf-8")
@@ -189,9 +191,9 @@ def _parse(entry: Mapping[str, Any]) -> tuple[Key, Choice]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock of all processes that write; the lock goes with its process, however that ends."""
+    """Hold an exclusive lock among writing processes; the system releases it when the process ends."""
     with path.open("w") as file:
-        # Where a file system locks nothing, the last of two that write at once wins; the file is whole all the same.
+        # On a file system without locks, the last of two concurrent writers wins; the file is complete in any case.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Products of one device, each by the algorithm that was chosen for it."""
+"""Matrix products of one device, each with the algorithm chosen for it."""
 
 from __future__ import annotations
 
@@ -16,41 +16,42 @@ from d9d_cublas.choices import Choice, Choices, Key
 from d9d_cublas.problem import Problem, Settings, multiply
 from d9d_cublas.tuning import Run, Tuner, is_right
 
-#: Candidates of the library's heuristic.
+#: Number of candidates to request from the library's heuristic.
 _CANDIDATES = 8
-#: Products that a process measures at most: where the number of rows changes with each step, there is no end of them.
+#: Largest number of products that a process measures: if the number of rows varies by step, there is no end of
+#: products.
 _MEASURED = 64
-#: Floating-point operations of the smallest product that is measured, about 30 us on an H200.
+#: FLOP of the smallest product to measure, about 30 us on an H200.
 _SMALLEST = 20 * 10**9
 
 
 class Offers(Protocol):
-    """Library of algorithms, such as :class:`d9d_cublas.library.Library`."""
+    """Source of algorithms, such as :class:`d9d_cublas.library.Library`."""
 
     version: int
 
     def describe(self, problem: Problem, strides: tuple[int, int]) -> Any:
-        """Description of a product, by the row strides of its operands."""
+        """Descriptor of a product, for the row strides of its operands."""
 
     def listed(self, description: Any, count: int) -> list[Any]:
-        """Algorithms for a product, at most ``count``; each has ``settings``."""
+        """At most ``count`` algorithms for a product; each has the attribute ``settings``."""
 
     def restore(self, description: Any, settings: Settings) -> Any | None:
-        """Algorithm of given settings, if the library has it for this product."""
+        """Algorithm with the given settings; ``None`` if the library does not have it for this product."""
 
     def run(self, description: Any, algorithm: Any, first: Tensor, second: Tensor, out: Tensor) -> None:
-        """Compute a product."""
+        """Compute a product with the given algorithm."""
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream, so that nothing may wait for the device."""
+    """Whether a CUDA graph is being captured on the current stream, which forbids synchronisation with the device."""
     initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return initialized and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Plan of a product: its algorithm, or none, for torch's."""
+    """Algorithm of a product; without one, torch computes it."""
 
     description: Any = None
     algorithm: Any = None
@@ -60,12 +61,12 @@ class DeviceProducts:
     """Products of one device by chosen cuBLAS algorithms.
 
     Args:
-        library: offers algorithms.
+        library: source of algorithms.
         name: name of the device.
-        choices: made before.
-        tuner: measures where there is no choice.
-        capturing: whether a CUDA graph is being captured.
-        smallest: floating-point operations below which products stay as they are.
+        choices: earlier choices.
+        tuner: measures products that have no choice yet.
+        capturing: returns whether a CUDA graph is being captured.
+        smallest: FLOP below which torch computes a product.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class DeviceProducts:
         self._smallest = smallest
         self._plans: dict[tuple[Problem, tuple[int, int]], _Plan] = {}
         self._measured = 0
-        # Forward and backward run in threads of their own.
+        # Forward and backward run in different threads.
         self._lock = threading.Lock()
 
     def multiply(self, layout: str, first: Tensor, second: Tensor, out: Tensor) -> None:
@@ -94,7 +95,7 @@ class DeviceProducts:
         Args:
             layout: one of :data:`~d9d_cublas.problem.LAYOUTS`.
             first: first operand.
-            second: second operand; both fit (:func:`~d9d_cublas.problem.fits`).
+            second: second operand; both must pass :func:`~d9d_cublas.problem.fits`.
             out: receives the product; contiguous.
         """
         problem, strides = Problem.of(layout, first, second), (first.stride(0), second.stride(0))
@@ -108,7 +109,7 @@ class DeviceProducts:
             self._library.run(plan.description, plan.algorithm, first, second, out)
 
     def _plan(self, problem: Problem, strides: tuple[int, int], first: Tensor, second: Tensor, out: Tensor) -> _Plan:
-        """Plan of a product, kept once it is final."""
+        """Plan of a product; cached once it is final."""
         choice = self._find(problem)
         if choice is None and not self._capturing():
             self._measured += 1
@@ -120,12 +121,12 @@ class DeviceProducts:
         return plan
 
     def _find(self, problem: Problem) -> Choice | None:
-        """Choice that needs no measurement."""
+        """Choice that is available without a measurement."""
         if problem.operations < self._smallest:
             return Choice(None)
         key = self._key(problem)
         if torch.are_deterministic_algorithms_enabled():
-            # What this machine measured must not decide about bits.
+            # Results must not depend on measurements of this machine.
             return self._choices.find_shipped(key) or Choice(None)
         found = self._choices.find(key)
         return Choice(None) if found is None and self._measured >= _MEASURED else found
@@ -133,10 +134,10 @@ class DeviceProducts:
     def _measure(
         self, problem: Problem, strides: tuple[int, int], first: Tensor, second: Tensor, out: Tensor
     ) -> Choice | None:
-        """Choice by measurement; ``None`` where the operands or the free memory of now do not allow one."""
+        """Measured choice; ``None`` if the current operands or the free memory do not allow a measurement."""
         layout = problem.layout
         multiply(layout, first, second, out)
-        # Zeros take less power than numbers, and nothing is near to what is not finite.
+        # Zeros draw less power than other values, and non-finite results cannot be compared.
         norm = torch.linalg.vector_norm(out, dtype=torch.float32).item()
         if not 0 < norm < float("inf"):
             return None
@@ -153,11 +154,11 @@ class DeviceProducts:
     def _candidates(
         self, problem: Problem, strides: tuple[int, int], tensors: tuple[Tensor, Tensor, Tensor], expected: Tensor
     ) -> list[tuple[Settings, Run]]:
-        """Settings of algorithms whose results are right, and runs of them on two operands and a result."""
+        """Settings and calls of the algorithms whose results are correct, for the given operands and output."""
         description = self._library.describe(problem, strides)
         try:
             listed = self._library.listed(description, _CANDIDATES)
-        except LibraryError:  # it has none for this product
+        except LibraryError:  # no algorithm for this product
             return []
         runs = [partial(self._library.run, description, algorithm, *tensors) for algorithm in listed]
         found = zip(listed, runs, strict=True)

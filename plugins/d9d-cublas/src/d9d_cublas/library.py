@@ -1,7 +1,7 @@
-"""Binding of cuBLASLt, through ctypes: the algorithms of a product, and its computation by one of them.
+"""cuBLASLt through ctypes: lists the algorithms of a product, and computes it with one of them.
 
-The library sees matrices column by column, so a row-major [a, b] is its b x a matrix with the row stride as leading
-dimension, and a product is the transposed one: out.T = op(second).T op(first).T.
+The library is column-major: a row-major [a, b] is a b x a matrix whose leading dimension is the row stride, and a
+product is computed as its transpose: out.T = op(second).T op(first).T.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from d9d_cublas.binding import Algo, Functions, Result
 from d9d_cublas.problem import LAYOUTS, Problem, Settings, stored_shapes
 
-#: Most bytes of workspace of an algorithm.
+#: Largest workspace of an algorithm, in bytes.
 WORKSPACE = 32 * 2**20
 
-# Numbers of the headers: library_types.h, cublas_api.h, cublasLt.h.
+# Constants of the headers library_types.h, cublas_api.h and cublasLt.h.
 _COMPUTE_32F = 68
 _R_32F = 0
 _TYPES = {"bfloat16": 14, "float16": 2}
 _DESC_TRANSA, _DESC_TRANSB = 3, 4
 _PREFERENCE_WORKSPACE, _PREFERENCE_REDUCTION = 1, 3
-#: Parts of a divided sum are added in float32, never in the dtype of the result.
+#: With split-K, partial sums are added in float32, never in the dtype of the result.
 _REDUCTION_COMPUTE_TYPE = 2
 
 
@@ -34,9 +34,9 @@ class Algorithm:
     """Algorithm that the library offers for a product.
 
     Attributes:
-        settings: its settings.
-        workspace: bytes of device memory that it needs.
-        opaque: what the library makes of the settings; of its version and device only.
+        settings: settings of the algorithm.
+        workspace: bytes of device memory that the algorithm needs.
+        opaque: the library's own form of the settings; valid for its version and device only.
     """
 
     settings: Settings
@@ -45,10 +45,10 @@ class Algorithm:
 
 
 class Description:
-    """Description of a product for the library cuBLASLt; owns the library's descriptors.
+    """Descriptor of a product for cuBLASLt; owns the library's descriptors.
 
     Args:
-        functions: of the library.
+        functions: functions of the library.
         problem: layout, sizes and dtype.
         strides: row strides of the first and second operand, in elements.
     """
@@ -60,7 +60,7 @@ class Description:
         self.operation = functions.make("MatmulDesc", _COMPUTE_32F, _R_32F)
         for attribute, transposed in ((_DESC_TRANSA, second_transposed), (_DESC_TRANSB, first_transposed)):
             functions.set("MatmulDesc", self.operation, attribute, ctypes.c_int32(transposed))
-        #: The library's A, B and D.
+        #: Layouts of the library's A, B and D.
         self.matrices = [
             functions.make("MatrixLayout", self.type, columns, rows, stride)
             for (rows, columns), stride in ((second, strides[1]), (first, strides[0]), (out, out[1]))
@@ -71,7 +71,7 @@ class Library:
     """Library cuBLASLt: its algorithms on one device.
 
     Args:
-        functions: of the library.
+        functions: functions of the library.
         device: a CUDA device.
     """
 
@@ -79,18 +79,18 @@ class Library:
         self._functions = functions
         self._device = device
         with torch.cuda.device(device):
-            # For as long as the process: CUDA may be gone before a destructor runs.
+            # Never destroyed: CUDA may be shut down before a destructor runs.
             self._handle = ctypes.c_void_p()
             functions.call("Create", ctypes.byref(self._handle))
         self.version = functions.version
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
     def describe(self, problem: Problem, strides: tuple[int, int]) -> Description:
-        """Description of a product, see :class:`Description`."""
+        """Create the descriptor of a product, see :class:`Description`."""
         return Description(self._functions, problem, strides)
 
     def listed(self, description: Description, count: int) -> list[Algorithm]:
-        """Algorithms that the library's heuristic lists for a product, its best guess first; at most ``count``."""
+        """At most ``count`` algorithms of the library's heuristic for a product, its default first."""
         functions = self._functions
         preference = functions.make("MatmulPreference")
         for attribute, value in (
@@ -106,7 +106,7 @@ class Library:
         return [Algorithm(functions.settings(result.algo), result.workspace, result.algo) for result in good]
 
     def restore(self, description: Description, settings: Settings) -> Algorithm | None:
-        """Algorithm of given settings; ``None`` if the library does not compute the product by them."""
+        """Algorithm with the given settings; ``None`` if the library does not support it for the product."""
         functions, kind = self._functions, description.type
         algo, result = Algo(), Result()
         handle, algo_pointer = self._handle, ctypes.byref(algo)
@@ -125,18 +125,18 @@ class Library:
         """Compute a product on torch's current stream.
 
         Args:
-            description: of these operands.
-            algorithm: made for the description.
-            first: as :data:`~d9d_cublas.problem.LAYOUTS` has it.
-            second: likewise.
+            description: descriptor of the product of these operands.
+            algorithm: algorithm for that descriptor.
+            first: first operand in the layout of :data:`~d9d_cublas.problem.LAYOUTS`.
+            second: second operand.
             out: receives the product; contiguous.
 
         Raises:
-            LibraryError: the library refuses.
+            LibraryError: the library refuses the call.
         """
         pointer, (a, b, d) = out.data_ptr(), description.matrices
         with torch.cuda.device(self._device):
-            # Of the current stream, in whose order the allocator lends the memory to others.
+            # Allocated on the current stream, so the caching allocator may reuse it in stream order.
             workspace = out.new_empty(algorithm.workspace, dtype=torch.uint8) if algorithm.workspace else None
             self._functions.call(
                 "Matmul",
@@ -148,6 +148,6 @@ class Library:
             )
 
     def _all(self, description: Description) -> tuple[Any, Any, Any, Any]:
-        """The library's A, B, C and D; C has no share in the product."""
+        """The library's A, B, C and D; C is not used, so D stands in for it."""
         a, b, d = description.matrices
         return a, b, d, d

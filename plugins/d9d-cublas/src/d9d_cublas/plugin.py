@@ -1,4 +1,4 @@
-"""Declaration of the backend by measured cuBLASLt algorithms."""
+"""Plugin declaration of the cuBLASLt backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
     """Backend of ``swiglu``."""
     yield KernelSpec(
         name="cublas",
-        summary="SwiGLU layer whose products run the cuBLASLt algorithms that were measured to be fastest.",
+        summary="SwiGLU layer whose matrix products use the fastest cuBLASLt algorithms by measurement.",
         op="swiglu",
         supports=Ref("d9d_cublas.rules:swiglu"),
         build=Ref("d9d_cublas.swiglu:build"),

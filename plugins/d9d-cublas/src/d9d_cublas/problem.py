@@ -1,4 +1,4 @@
-"""Descriptions of products and of algorithms: what choices are made for, and what they name.
+"""Descriptions of products and of algorithms.
 
 Shapes: T rows, N features out, K features in. All tensors are row-major.
 """
@@ -16,22 +16,22 @@ from torch import Tensor
 LAYOUTS = {"forward": (False, True), "rows_gradient": (False, False), "weight_gradient": (True, False)}
 #: Dtypes of operands and results; sums are float32.
 FLOATS = (torch.bfloat16, torch.float16)
-#: Bytes that rows and tensors begin at multiples of.
+#: Alignment of rows and tensors, in bytes.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of an algorithm that solves a cuBLAS problem, by numbers of the header ``cublasLt.h``.
+    """Settings of a cuBLASLt algorithm, as numbers of the header ``cublasLt.h``.
 
     Attributes:
         id: number of the algorithm.
         tile: ``cublasLtMatmulTile_t``.
         stages: ``cublasLtMatmulStages_t``.
         cluster: ``cublasLtClusterShape_t``.
-        custom: custom option.
+        custom: number of the custom option.
         swizzle: swizzling of thread blocks.
-        split_k: parts that sums are divided into.
+        split_k: number of parts that the sum over K is split into.
         reduction: ``cublasLtReductionScheme_t``, how the parts are added.
         inner: ``cublasLtMatmulInnerShape_t``.
     """
@@ -49,7 +49,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Problem of cuBLAS: a product that an algorithm is chosen for.
+    """Matrix product that an algorithm is chosen for.
 
     Attributes:
         layout: one of :data:`LAYOUTS`.
@@ -67,7 +67,7 @@ class Problem:
 
     @classmethod
     def of(cls, layout: str, first: Tensor, second: Tensor) -> Problem:
-        """Problem of two operands, as :data:`LAYOUTS` has them."""
+        """Problem for two operands in a layout of :data:`LAYOUTS`."""
         rows, features = first.shape
         wide = second.shape[1]
         out_features = second.shape[0] if layout == "forward" else features
@@ -80,7 +80,7 @@ class Problem:
 
 
 def stored_shapes(problem: Problem) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """Rows and columns of both operands and of the result, as they are in memory."""
+    """Shapes of both operands and of the result, as stored in memory."""
     x, weight, grad = (
         (problem.rows, problem.in_features),
         (problem.out_features, problem.in_features),
@@ -92,13 +92,13 @@ def stored_shapes(problem: Problem) -> tuple[tuple[int, int], tuple[int, int], t
 
 
 def shape_of(layout: str, first: Tensor, second: Tensor) -> tuple[int, int]:
-    """Rows and columns of the result."""
+    """Shape of the result."""
     first_transposed, second_transposed = LAYOUTS[layout]
     return first.shape[int(first_transposed)], second.shape[int(not second_transposed)]
 
 
 def fits(first: Tensor, second: Tensor) -> bool:
-    """Whether the library's algorithms take two operands: dtype, strides and alignment; neither of them empty."""
+    """Whether the library can multiply two operands: dtype, strides and alignment fit, and neither is empty."""
     return first.dtype == second.dtype and first.dtype in FLOATS and _is_aligned(first) and _is_aligned(second)
 
 
@@ -115,7 +115,7 @@ def _is_aligned(matrix: Tensor) -> bool:
 
 
 def multiply(layout: str, first: Tensor, second: Tensor, out: Tensor) -> None:
-    """Compute a product as torch does, by the algorithm that cuBLAS guesses.
+    """Compute a product by torch, with cuBLAS's default algorithm.
 
     Args:
         layout: one of :data:`LAYOUTS`.

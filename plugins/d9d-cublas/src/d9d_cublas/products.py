@@ -1,4 +1,4 @@
-"""Products of all devices, and those of the backward as custom ops, which a compiler calls as they are.
+"""Matrix products on all devices of a process; the backward products are custom ops, opaque to the compiler.
 
 Shapes: T rows, N features out, K features in.
 """
@@ -23,7 +23,7 @@ from d9d_cublas.tuning import Tuner
 
 
 class Multiplies(Protocol):
-    """Products of one device, such as :class:`~d9d_cublas.device.DeviceProducts`."""
+    """Matrix products of one device, such as :class:`~d9d_cublas.device.DeviceProducts`."""
 
     def multiply(self, layout: str, first: Tensor, second: Tensor, out: Tensor) -> None:
         """Compute a product."""
@@ -33,8 +33,8 @@ class Products:
     """Products by cuBLAS on all devices of a process.
 
     Args:
-        open_device: products of a device when it is first needed; ``None``: as torch computes them.
-        capturing: whether a CUDA graph is being captured; no device is opened meanwhile.
+        open_device: returns the products of a device at its first use; ``None`` if torch should compute them.
+        capturing: returns whether a CUDA graph is being captured, during which no device is opened.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Products:
         self._lock = threading.Lock()
 
     def multiply(self, layout: str, first: Tensor, second: Tensor) -> Tensor:
-        """Compute a product; operands that do not fit are multiplied as torch does.
+        """Compute a product; torch multiplies operands that the library cannot.
 
         Args:
             layout: one of :data:`~d9d_cublas.problem.LAYOUTS`.
@@ -73,24 +73,24 @@ class Products:
 
 
 def open_device(device: torch.device) -> DeviceProducts | None:
-    """Products by cuBLASLt of a CUDA device; ``None``, after a warning, where the library is not to be had."""
+    """Products by cuBLASLt on a CUDA device; ``None``, after a warning, if the library is not available."""
     if device.type != "cuda":
         return None
     try:
         library = Library(Functions(find_library()), device)
     except (LibraryError, OSError, AttributeError) as error:
-        text = f"products of swiglu.cublas are torch's: cuBLASLt is not to be had on {device}: {error}"
+        text = f"torch computes the products of swiglu.cublas, because cuBLASLt is not available on {device}: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
         return None
     return DeviceProducts(library, torch.cuda.get_device_name(device), Choices(cache_file()), Tuner())
 
 
-#: An op is registered for the process, so what it remembers has no other owner.
+#: Global, because torch registers custom ops for the whole process.
 _PRODUCTS = Products(open_device)
 
 
 def forward(rows: Tensor, weight: Tensor) -> Tensor:
-    """Product of rows with a weight, ``rows @ weight.T``; no op of its own, for it runs inside of one.
+    """Product of rows with a weight, ``rows @ weight.T``; not a custom op, because it runs inside of one.
 
     Args:
         rows: [T, K].
@@ -122,9 +122,8 @@ def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
 
     Args:
         grad: [T, N].
-        weights: [..., K], of N rows together.
-
-    Returns:
+        grad: [T, N].
+        weights: [..., K], N rows together.
         [T, K].
     """
     return _PRODUCTS.multiply("rows_gradient", grad, stacked(weights))

@@ -1,6 +1,6 @@
-"""Backend ``cublas`` of the op ``swiglu``: that of d9d-triton, whose products run algorithms that were measured.
+"""Backend ``cublas`` of the op ``swiglu``: d9d-triton's backend with products by the measured algorithms.
 
-Gate and up have joint products in the backward, as there, so there are six products of a layer to choose for.
+As in d9d-triton, gate and up share their products in the backward, so a layer has six products to choose for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CuBlasProducts:
         return found
 
     def joint_rows_gradient(self, grad: Tensor, weights: list[Tensor]) -> Tensor:
-        """:meth:`rows_gradient` of several weights, one below the other."""
+        """:meth:`rows_gradient` of several weights, concatenated along dimension 0."""
         found: Tensor = products.joint_rows_gradient(grad, weights)
         return found
 
@@ -35,10 +35,10 @@ class CuBlasProducts:
         return found
 
 
-#: Backend function.
+#: The backend.
 swiglu = register("d9d_cublas::swiglu", CuBlasProducts())
 
 
 def build(_signature: OpSignature) -> Swiglu:
-    """Backend function; it is the same for all signatures."""
+    """Entry point of the backend, the same for every signature."""
     return swiglu

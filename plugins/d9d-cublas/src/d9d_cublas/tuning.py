@@ -1,7 +1,7 @@
-"""Measurement of algorithms for one product, and the choice between them.
+"""Measurement of the algorithms for one product, and the choice between them.
 
-A chip at its limit of power runs everything slower than one that comes from a pause, so nothing is waited for between
-candidates, and each has its turn in several rounds of changing order.
+A GPU at its power limit runs slower than a GPU after a pause. So there is no synchronisation between candidates, and
+each one is measured in several rounds of changing order.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from torch import Tensor
 
 from d9d_cublas.binding import LibraryError
 
-#: Part of the default's time that another algorithm must save.
+#: Fraction of the default's time that another algorithm must save.
 GAIN = 0.02
-#: Most of the default's time that a candidate may take in the first pass.
+#: Largest time of a candidate in the first pass, as a multiple of the default's time.
 SCREEN = 1.1
 ROUNDS = 3
-#: Milliseconds of products before anything is measured, of a candidate in the first pass, and of one in a round.
+#: Milliseconds of warm-up, of a candidate in the first pass, and of a candidate in a round.
 HEAT, FIRST, ROUND = 300.0, 5.0, 10.0
-#: Most relative distance of a product from torch's.
+#: Largest relative distance of a product from torch's.
 DISTANCE = 1e-2
 
 Run = Callable[[], None]
 
 
 class Clock(Protocol):
-    """Clock of runs that follow each other without a pause."""
+    """Timer of calls that run without a pause between them."""
 
     def __call__(self, runs: Sequence[Run], repetitions: Sequence[int]) -> list[float]:
-        """Milliseconds of each of the runs, the mean of its repetitions."""
+        """Mean milliseconds of each call over its repetitions."""
 
 
 def event_clock(runs: Sequence[Run], repetitions: Sequence[int]) -> list[float]:
-    """Clock by CUDA events on the current stream; waits for the device once, at the end."""
+    """Time calls by CUDA events on the current stream; synchronises once, at the end."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]  # type: ignore[no-untyped-call]
     events[0].record()
     for run, count, event in zip(runs, repetitions, events[1:], strict=True):
@@ -49,26 +49,27 @@ def event_clock(runs: Sequence[Run], repetitions: Sequence[int]) -> list[float]:
 
 
 class Tuner:
-    """Tuner of cuBLAS: measures the default and other algorithms for the same product, and chooses.
+    """Measures cuBLAS's default and other algorithms for one product, and chooses.
 
     Args:
-        clock: measures runs.
+        clock: timer of calls.
     """
 
     def __init__(self, clock: Clock = event_clock) -> None:
         self._clock = clock
 
     def choose(self, default: Run, candidates: Sequence[Run]) -> tuple[int | None, tuple[float, float]]:
-        """Measure and choose.
+        """Measure the default and all candidates, and choose.
 
         Args:
-            default: what is kept unless a candidate is clearly faster.
-            candidates: others, whose results are right.
+            default: call that is chosen unless a candidate is clearly faster.
+            candidates: calls of other algorithms whose results are correct.
 
         Returns:
-            Number of the chosen candidate, or ``None`` for the default; milliseconds of the default and of the choice.
+                Index of the chosen candidate, or ``None`` for the default; milliseconds of the default and of the
+                choice.
         """
-        # What comes first pays for loading the code; the second run is a measure of how many fit into a millisecond.
+        # The first call includes loading the kernel; the second call tells how many calls fit into a millisecond.
         once = self._clock([default, default], [1, 1])[1]
         heated, plain, *others = self._clock(
             [default, default, *candidates], _counts([HEAT] + [FIRST] * (1 + len(candidates)), once)
@@ -82,12 +83,12 @@ class Tuner:
         return chosen, (median(times[0]), median(times[best]))
 
     def _rounds(self, runs: Sequence[Run], once: float) -> list[list[float]]:
-        """Milliseconds of each run in each round."""
+        """Milliseconds of each call in each round."""
         numbers = list(range(len(runs)))
         half = len(runs) // 2
         orders = [numbers, numbers[::-1], numbers[half:] + numbers[:half]]
         order = [number for round_ in orders[:ROUNDS] for number in round_]
-        # After the pause in which the first pass was read, the first run is not counted.
+        # The first call, after the pause in which the first pass was evaluated, is not counted.
         counts = _counts([ROUND] * (1 + len(order)), once)
         found = self._clock([runs[0], *(runs[number] for number in order)], counts)[1:]
         times: list[list[float]] = [[] for _ in runs]
@@ -97,13 +98,13 @@ class Tuner:
 
 
 def decide(times: Sequence[Sequence[float]]) -> int:
-    """Number of the run to take: the default, number 0, unless another is clearly faster.
+    """Index of the call to choose: the default, index 0, unless another call is clearly faster.
 
     Args:
-        times: milliseconds of each run in each round.
+        times: milliseconds of each call in each round.
 
     Returns:
-        The one with the smallest median of those that save :data:`GAIN` in the median and something in each round.
+        Index of the smallest median among the calls that save :data:`GAIN` in the median and are faster in each round.
     """
     default = times[0]
     enough = (1 - GAIN) * median(default)
@@ -116,12 +117,12 @@ def decide(times: Sequence[Sequence[float]]) -> int:
 
 
 def is_right(run: Run, out: Tensor, expected: Tensor) -> bool:
-    """Whether a run writes what is expected, everywhere; waits for the device.
+    """Whether a call writes the expected result; synchronises with the device.
 
     Args:
         run: writes into ``out``.
         out: is overwritten.
-        expected: of the shape of ``out``.
+        expected: expected result, of the shape of ``out``.
     """
     out.fill_(torch.nan)
     try:
@@ -130,7 +131,7 @@ def is_right(run: Run, out: Tensor, expected: Tensor) -> bool:
         return False
     norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in (out.sub_(expected), expected)]
     distance, norm = torch.stack(norms).tolist()
-    return bool(distance <= DISTANCE * norm)  # not so for a distance of NaN
+    return bool(distance <= DISTANCE * norm)  # false if the distance is NaN
 
 
 def _counts(milliseconds: Sequence[float], once: float) -> list[int]:

@@ -1,6 +1,6 @@
-"""DeepEP's communication buffer: memory that the GPUs of a group write into directly.
+"""DeepEP's communication buffer: GPU memory that the ranks of a group write into directly.
 
-Everything that imports the library is here. Its interface is that of ``deep_ep.Buffer`` as documented with version 1.
+The only module that imports the library; uses the interface of ``deep_ep.Buffer`` as documented with version 1.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from d9d_core.errors import BuildError
 from torch import distributed as dist
 
 _INSTALL = (
-    "d9d-deepep: the library 'deep_ep' cannot be imported ({error}). No release on the package index can be built: "
-    "clone https://github.com/deepseek-ai/DeepEP, install NVSHMEM as its README says, run `python setup.py install`; "
-    "or remove 'deepep' from 'parallel': tokens then travel by all-to-all, which needs nothing"
+    "d9d-deepep: the library 'deep_ep' cannot be imported ({error}). The package index has no working release: clone "
+    "https://github.com/deepseek-ai/DeepEP, install NVSHMEM as its README says, run `python setup.py install`; "
+    "or remove 'deepep' from 'parallel' to dispatch tokens by all-to-all, without a library"
 )
 
 
 def open_buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """Open a buffer for rows of ``row_bytes``; collective over ``group``.
+    """Open a buffer for rows of ``row_bytes`` bytes. Collective over ``group``.
 
     Raises:
-        BuildError: the library is not there; says how to install it.
+        BuildError: the library is not installed; the message says how to install it.
     """
     try:
         deep_ep = importlib.import_module("deep_ep")

@@ -1,7 +1,7 @@
-"""Kernels of DeepEP in a step that exchange tokens, from shapes and an even choice of experts.
+"""Estimate of DeepEP's communication in a step, from shapes and evenly chosen experts.
 
-They are no collectives of torch, so nothing that records those sees them. How often they run is known; which ranks a
-token travels to is up to the router, so sizes are what ranks would send if all experts were equally likely.
+DeepEP's kernels are not torch collectives, so recorders of collectives do not see them. The number of calls is exact;
+the sizes assume that the router chooses all experts equally often.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from d9d_core.traits import HasExperts
 from d9d_moe.expert_parallel.communication import features_of, rows_of_token
 from torch import nn
 
-#: Bytes of a number of a row, of an expert's number and of its weight: DeepEP moves no others.
+#: Bytes of a row's element, of an expert index and of an expert weight; DeepEP supports no other dtypes.
 _ROW, _EXPERT, _WEIGHT = 2, 8, 4
 
 
 @dataclass(frozen=True)
 class DeepEPCommunication:
-    """Communication (:class:`d9d_core.strategy.Communication`) of a stage whose tokens travel by DeepEP.
+    """Communication (:class:`d9d_core.strategy.Communication`) of a stage that dispatches tokens by DeepEP.
 
     Attributes:
         stage: stage with the layers.
         layers: layers with experts, by qualified name.
-        experts: number of experts of each layer on all ranks.
-        ranks: numbers of the ranks of ``ep``.
-        split: ranks of ``tp``, which split the positions.
+        experts: number of experts of each layer over all ranks.
+        ranks: global indices of the ranks of ``ep``.
+        split: number of ranks of ``tp``, which shard the positions.
     """
 
     stage: nn.Module
@@ -37,7 +37,7 @@ class DeepEPCommunication:
     split: int
 
     def __call__(self, step: StepShape) -> Iterator[Collective]:
-        """List dispatches and combines of all layers; where layers are frozen, some of the backward may be left out."""
+        """List dispatches and combines of all layers. With frozen layers, some backward entries are upper bounds."""
         frozen = any(not parameter.requires_grad for parameter in self.stage.parameters())
         for name, layer in self.layers.items():
             rows, labels, weights = self._sizes(name, layer, step)
@@ -48,7 +48,7 @@ class DeepEPCommunication:
                 yield self._call(size, step.backwards, purpose, at_most=frozen)
 
     def _sizes(self, name: str, layer: HasExperts, step: StepShape) -> tuple[int | None, int | None, int | None]:
-        """Bytes of rows, of the experts and weights of tokens, and of weights alone."""
+        """Bytes of the rows, of their expert indices and weights, and of the weights alone."""
         chosen = getattr(getattr(layer, "router", None), "top_k", None)
         if chosen is None:
             return None, None, None

@@ -1,4 +1,4 @@
-"""Config of the strategy ``deepep``; apart from it, because reading a job file imports no torch."""
+"""Config of the strategy ``deepep``; a separate module, because reading a job file must not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from d9d_core.config import PluginConfig
 
 
 class DeepEPConfig(PluginConfig):
-    """Dispatch of tokens by the library DeepEP; needs ``expert_parallel`` beside it."""
+    """Dispatch of tokens by the library DeepEP; requires the strategy ``expert_parallel``."""
 
     name: Literal["deepep"] = "deepep"
     """Selects the plugin."""

@@ -1,6 +1,6 @@
 """Dispatcher of tokens to experts on other GPUs by DeepEP's kernels.
 
-Shapes: T tokens of this rank, H features, E experts, k experts of a token, N tokens that arrive, R rows of this rank's
+Shapes: T tokens of this rank, H features, E experts, k experts of a token, N tokens received, R rows of this rank's
 experts.
 """
 
@@ -23,29 +23,30 @@ from torch import distributed as dist
 from d9d_deepep.buffer import open_buffer
 from d9d_deepep.kernels import Handle, PendingTensors, after, combine, dispatch_again, launch
 
-#: DeepEP moves rows in pieces of this many bytes.
+#: Row size in bytes must be a multiple of this.
 _PIECE = 16
 
 
 class DeepEPDispatcher(OutsideGraph, PermutingDispatcher):
-    """Dispatcher of tokens by DeepEP; rank r of W has the experts from ``r * E / W`` on.
+    """Dispatcher of tokens by DeepEP; rank r of W holds the experts from ``r * E / W`` on.
 
-    A token travels once to each rank that has some of its experts. There its weighted outputs are summed; DeepEP adds
-    up the sums of the ranks. The backward of a dispatch is a combine and the other way round, along the same handle.
+    A token is sent once to each rank that holds one of its experts. That rank sums the weighted outputs of its experts;
+    DeepEP then adds the sums of the ranks. The backward of a dispatch is a combine with the same handle, and vice
+    versa.
 
-    Kernels run on DeepEP's stream, after what they need: what is computed between start and wait overlaps with them. In
-    the wait of the dispatch the host learns the number of rows, as DeepEP has it.
+    Kernels run on DeepEP's stream, after the kernels they depend on, so computation between start and wait overlaps
+    with them. DeepEP's dispatch makes the host wait for the number of rows; this happens in the dispatch's ``wait``.
 
-    One buffer serves all layers that share the dispatcher: it is opened by the first dispatch, and again by one with
-    wider rows.
+    All layers that share the dispatcher share one buffer. The first dispatch opens it; a dispatch with wider rows opens
+    it again.
 
     Args:
-        group: the ranks.
+        group: process group of the ranks.
         experts: E.
         open_buffer: (group, bytes of a row) -> ``deep_ep.Buffer``.
 
     Raises:
-        BuildError: the experts cannot be shared out equally.
+        BuildError: the number of ranks does not divide the number of experts.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class DeepEPDispatcher(OutsideGraph, PermutingDispatcher):
     ) -> None:
         if experts % group.size():
             raise BuildError(
-                f"DeepEPDispatcher: {experts} experts cannot be shared out equally to {group.size()} ranks; "
+                f"DeepEPDispatcher: {experts} experts cannot be divided equally over {group.size()} ranks; "
                 "choose a number of ranks that divides the number of experts"
             )
         super().__init__()
@@ -68,7 +69,7 @@ class DeepEPDispatcher(OutsideGraph, PermutingDispatcher):
         """Start the dispatch of tokens [T, H] to their experts. Collective over the group.
 
         Raises:
-            ValueError: dtypes or sizes are not DeepEP's.
+            ValueError: DeepEP does not support the dtypes or sizes.
         """
         _check(tokens, routing, self.experts)
         row_bytes = tokens.shape[1] * tokens.element_size()
@@ -83,12 +84,12 @@ class DeepEPDispatcher(OutsideGraph, PermutingDispatcher):
 
 
 class DeepEPHandle(NamedTuple):
-    """Row numbers and DeepEP's handle of a dispatch, which its combine needs.
+    """Row indices and DeepEP's handle of a dispatch, for its combine.
 
     Attributes:
-        handle: DeepEP's.
-        slots: int64 [R], which of the N * k choices of arrived tokens each row of the experts is.
-        places: int64 [N, k], row of each choice; R or more for experts of other ranks.
+        handle: DeepEP's own handle.
+        slots: int64 [R], for each row of the experts, its index among the N * k choices of received tokens.
+        places: int64 [N, k], row of each choice; R or more if the expert is on another rank.
         weights: float32 [N, k].
     """
 
@@ -99,9 +100,9 @@ class DeepEPHandle(NamedTuple):
 
 
 class PendingDispatch:
-    """Dispatch that a DeepEP dispatcher has started. :meth:`wait` launches the kernel, as it knows where it begins.
+    """Dispatch started by a DeepEP dispatcher; :meth:`wait` launches the kernel, after the event recorded at the start.
 
-    DeepEP's dispatch makes the host wait for sizes; what is to overlap has been launched by then.
+    DeepEP's dispatch makes the host wait for sizes; by then the work that overlaps with it has been launched.
     """
 
     @untraced
@@ -116,7 +117,7 @@ class PendingDispatch:
         self._per_rank, self._per_rdma_rank, self._per_expert, self._in_rank = layout
 
     def wait(self) -> Dispatched:
-        """Wait for the tokens [R, H] of the experts of this rank."""
+        """Wait for the tokens [R, H] of this rank's experts."""
         tokens, weights, chosen, count, handle = self._finish()
         foreign = chosen < 0
         experts = chosen.masked_fill(foreign, self._local)
@@ -127,7 +128,7 @@ class PendingDispatch:
 
     @untraced
     def _finish(self) -> tuple[Tensor, Tensor, Tensor, int, Handle]:
-        """Tokens [N, H], weights [N, k], experts [N, k] with -1 for those of other ranks, R, and DeepEP's handle."""
+        """Tokens [N, H], weights [N, k], experts [N, k] (-1 on other ranks), R, and DeepEP's handle."""
         buffer = self._buffer
         tokens, chosen, weights, counts, parts, event = buffer.dispatch(
             self._tokens,
@@ -150,7 +151,7 @@ class PendingDispatch:
 
 
 class PendingCombine:
-    """Combine that was started."""
+    """Combine started by a DeepEP dispatcher."""
 
     @untraced
     def __init__(self, buffer: Any, parts: Tensor, handle: Handle) -> None:
@@ -177,12 +178,12 @@ def _check(tokens: Tensor, routing: Routing, experts: int) -> None:
         )
     if tokens.shape[1] * tokens.element_size() % _PIECE:
         raise ValueError(
-            f"{wants} rows of whole {_PIECE} bytes, the tokens have {tokens.shape[1]} features of 2; "
+            f"{wants} rows of a multiple of {_PIECE} bytes, the tokens have {tokens.shape[1]} features of 2 bytes; "
             f"choose a hidden size that is a multiple of {_PIECE // 2}, or remove 'deepep' from 'parallel'"
         )
     if routing.weights.dtype != torch.float32 or routing.indices.dtype != torch.int64:
         raise ValueError(
-            f"{wants} weights of float32 and indices of int64, the router gives {routing.weights.dtype} and "
+            f"{wants} float32 weights and int64 indices, the router returns {routing.weights.dtype} and "
             f"{routing.indices.dtype}; remove 'deepep' from 'parallel'"
         )
     if len(routing.counts) != experts:

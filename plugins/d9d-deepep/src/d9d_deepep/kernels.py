@@ -1,6 +1,6 @@
-"""DeepEP's dispatch and combine kernels: launched on its own stream, awaited by the current one.
+"""DeepEP's dispatch and combine kernels: they run on DeepEP's stream; the current stream waits for them.
 
-Shapes: T tokens of this rank, H features, k experts of a token, N tokens that arrive.
+Shapes: T tokens of this rank, H features, k experts of a token, N tokens received.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 class PendingTensors:
-    """Tensors that a kernel is still writing.
+    """Tensors that a running kernel still writes.
 
     Args:
-        tensors: not to be touched before :meth:`wait`.
-        event: DeepEP's, of the kernel.
+        tensors: must not be used before :meth:`wait`.
+        event: DeepEP's event of the kernel.
     """
 
     __slots__ = ("_event", "_tensors")
@@ -32,12 +32,12 @@ class PendingTensors:
 
 
 class Handle:
-    """Handle of a dispatch by DeepEP's kernels, a tuple that only the library understands.
+    """Handle of a DeepEP dispatch: an opaque tuple of the library.
 
-    Its tensors can be taken out, so that autograd saves them, and put in again.
+    Its tensors can be removed, so that autograd saves them, and inserted again.
 
     Args:
-        parts: the tuple.
+        parts: the library's tuple.
     """
 
     __slots__ = ("_others", "tensors")
@@ -47,25 +47,25 @@ class Handle:
         self._others = [None if isinstance(part, Tensor) else (part,) for part in parts]
 
     def shape(self) -> Handle:
-        """Copy without the tensors."""
+        """Copy of the handle without its tensors."""
         empty = Handle(())
         empty._others = self._others
         return empty
 
     def filled(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """DeepEP's tuple with these tensors."""
+        """The library's tuple with the given tensors inserted."""
         left = iter(tensors)
         return tuple(next(left) if other is None else other[0] for other in self._others)
 
 
 def dispatch_again(buffer: Any, rows: Tensor, handle: tuple[Any, ...]) -> PendingTensors:
-    """Start to copy rows [T, H] to where the tokens went -> [N, H]. Collective."""
+    """Start to copy rows [T, H] to the ranks that received the tokens -> [N, H]. Collective."""
     sent, _, _, _, _, event = buffer.dispatch(rows.contiguous(), handle=handle, **launch(buffer))
     return PendingTensors((sent,), event)
 
 
 def combine(buffer: Any, rows: Tensor, handle: tuple[Any, ...], weights: Tensor | None = None) -> PendingTensors:
-    """Start to sum rows [N, H], and weights [N, k], where their tokens came from -> [T, H], [T, k]. Collective."""
+    """Start to sum rows [N, H] and weights [N, k] on their tokens' ranks -> [T, H], [T, k]. Collective."""
     summed, weights, event = buffer.combine(
         rows.contiguous(), handle, topk_weights=None if weights is None else weights.contiguous(), **launch(buffer)
     )
@@ -73,10 +73,10 @@ def combine(buffer: Any, rows: Tensor, handle: tuple[Any, ...], weights: Tensor 
 
 
 def launch(buffer: Any) -> dict[str, Any]:
-    """Arguments of a kernel that comes after what the current stream was given so far, and that it does not await."""
+    """Launch arguments for an asynchronous kernel that runs after all work on the current stream."""
     return after(buffer.capture())
 
 
 def after(event: Any) -> dict[str, Any]:
-    """Arguments of a kernel that comes after an event. DeepEP wants its outputs to belong to its own stream then."""
+    """Launch arguments for an asynchronous kernel after an event; DeepEP then allocates outputs on its own stream."""
     return {"previous_event": event, "async_finish": True, "allocate_on_comm_stream": True}

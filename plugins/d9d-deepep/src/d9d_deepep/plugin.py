@@ -1,4 +1,4 @@
-"""Declaration of the strategy ``deepep``."""
+"""Plugin declaration of the strategy ``deepep``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ D9D_API = 2
 
 @hookimpl
 def d9d_strategies() -> Iterator[StrategySpec]:
-    """Strategy by DeepEP's kernels for NVLink and RDMA."""
+    """Strategy that dispatches tokens by DeepEP's kernels for NVLink and RDMA."""
     yield StrategySpec(
         name="deepep",
-        summary="Tokens travel by the library DeepEP: CUDA, bfloat16, NVLink within a node, RDMA between nodes.",
+        summary="Dispatches tokens by the library DeepEP: CUDA, bfloat16, NVLink within a node, RDMA between nodes.",
         config=Ref("d9d_deepep.config:DeepEPConfig"),
         build=Ref("d9d_deepep.strategy:DeepEP"),
         requires=frozenset({"strategy:expert_parallel", "model:experts", "device:cuda", "import:deep_ep"}),

@@ -1,4 +1,4 @@
-"""Strategy ``deepep``: DeepEP in place of all-to-all, for experts that ``expert_parallel`` has sharded."""
+"""Strategy ``deepep``: DeepEP instead of all-to-all, for experts that ``expert_parallel`` has sharded."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from d9d_deepep.dispatcher import DeepEPDispatcher
 
 
 class DeepEP:
-    """Strategy ``deepep``: replaces the dispatcher of every layer with experts; layers share one, and so one buffer."""
+    """Strategy ``deepep``: replaces the dispatcher of every layer with experts by one shared DeepEP dispatcher."""
 
     def __init__(self, config: DeepEPConfig) -> None:
-        """Take the config, which has no fields."""
+        """Ignore the config, which has no fields."""
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Replace the dispatchers. Opens no buffer yet. Collective over all ranks.
+        """Replace the dispatchers; does not open a buffer yet. Collective over all ranks.
 
         Raises:
             BuildError: ``ep`` does not divide the number of experts.
         """
         group = topology.group("expert", "ep")
-        assert group is not None  # expert_parallel comes first, and needs one
+        assert group is not None  # expert_parallel is applied first, and requires the group
         layers = modules_with(stage, HasExperts)
         communication = DeepEPCommunication(
             stage,

@@ -1,1 +1,1 @@
-"""Backends of the op ``attention`` by the libraries of FlashAttention."""
+"""Backends of the op ``attention`` by the FlashAttention libraries."""

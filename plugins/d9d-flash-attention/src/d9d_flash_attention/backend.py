@@ -1,7 +1,7 @@
 """Backends of ``attention`` by FlashAttention 2, 3 and 4.
 
-Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head, T = B * S tokens, M documents
-that there is room for.
+Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head, T = B * S tokens, M largest
+number of documents.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from d9d_flash_attention.starts import document_starts
 
 
 class Attend(Protocol):
-    """Contract of a FlashAttention library in the backend: causal attention."""
+    """Interface of a FlashAttention library: causal attention."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, length: int, window: int | None
@@ -28,30 +28,30 @@ class Attend(Protocol):
         Args:
             query: [B, S, N, D], or with ``starts`` [T, N, D].
             key: [B, S, K, D], or with ``starts`` [T, K, D].
-            value: as the key.
+            value: same shape as ``key``.
             starts: int32 [M + 1], see :func:`d9d_flash_attention.starts.document_starts`; ``None`` if each sample is
                 one document.
             length: S.
-            window: number of positions that a query sees, its own included; ``None`` for all.
+            window: number of positions that a query attends to, its own included; ``None`` for all.
 
         Returns:
-            As the query.
+            Same shape as ``query``.
         """
         ...
 
 
 def build_2(signature: OpSignature) -> FlashAttention:
-    """Backend by ``flash_attn``, for this window and data."""
+    """Build the backend of ``flash_attn``, for the window and documents of the signature."""
     return _build(signature, ByFunctions("flash_attn"))
 
 
 def build_3(signature: OpSignature) -> FlashAttention:
-    """Backend by ``flash_attn_interface``, for this window and data."""
+    """Build the backend of ``flash_attn_interface``, for the window and documents of the signature."""
     return _build(signature, ByFunctions("flash_attn_interface"))
 
 
 def build_4(signature: OpSignature) -> FlashAttention:
-    """Backend by ``flash_attn.cute``, for this window and data."""
+    """Build the backend of ``flash_attn.cute``, for the window and documents of the signature."""
     from d9d_flash_attention.cute import attend, check_library
 
     check_library()
@@ -63,12 +63,13 @@ def _build(signature: OpSignature, attend: Attend) -> FlashAttention:
 
 
 class FlashAttention:
-    """FlashAttention backend: attention by one of the libraries.
+    """Attention by one of the FlashAttention libraries.
 
     Args:
-        attend: the library.
-        window: number of positions that a query sees, its own included; ``None`` for all.
-        of_one: leave documents unread: each sample is one, and no token sees what is behind it.
+        attend: the library's attention.
+        window: number of positions that a query attends to, its own included; ``None`` for all.
+        of_one: ignore document indices, because each sample is one document; causal attention never reaches its
+            padding.
     """
 
     def __init__(self, attend: Attend, window: int | None, *, of_one: bool = False) -> None:
@@ -77,7 +78,7 @@ class FlashAttention:
         self._of_one = of_one
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:  # noqa: ARG002
-        """Make the starts of documents, int32 [M + 1]; ``None`` if each sample is one document."""
+        """Compute the starts of documents, int32 [M + 1]; ``None`` if each sample is one document."""
         return None if documents is None or self._of_one else document_starts(documents)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None) -> Tensor:
@@ -102,10 +103,10 @@ class FlashAttention:
 
 
 class ByFunctions:
-    """FlashAttention 2 or 3: a function for samples of one length, and one for documents of any.
+    """FlashAttention 2 or 3: one function for samples of equal length, one for documents of any length.
 
     Args:
-        module: the library's module, which has ``flash_attn_func`` and ``flash_attn_varlen_func``.
+        module: name of the library's module with ``flash_attn_func`` and ``flash_attn_varlen_func``.
     """
 
     def __init__(self, module: str) -> None:
@@ -117,19 +118,19 @@ class ByFunctions:
         self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, length: int, window: int | None
     ) -> Tensor:
         """Compute attention, see :class:`Attend`."""
-        # Positions to the left and right of the query's own; -1 for all of them.
+        # Numbers of positions to the left and right of the query's own; -1 for all.
         options: dict[str, Any] = {"causal": True, "window_size": (-1, -1) if window is None else (window - 1, 0)}
         if starts is None:
             out = self._samples(query, key, value, **options)
         else:
             out = self._documents(query, key, value, starts, starts, length, length, **options)
-        # Older releases of 3 return the logarithms of the sums of exponentials, too.
+        # Older releases of FlashAttention 3 also return the log-sum-exp.
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast does for torch's own attention; it does not know the libraries."""
+    """Cast as autocast casts for torch's own attention; autocast does not know the libraries."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -1,10 +1,10 @@
-"""FlashAttention 4 as custom ops of torch, which ``torch.compile`` keeps whole.
+"""FlashAttention 4 as custom ops of torch, opaque to ``torch.compile``.
 
-The library's functions are Python that compiles kernels for what it is called with; a compiler cannot look into them.
-Their forward and backward are called as its own autograd function calls them.
+The library's functions are Python code that compiles kernels for its arguments, which torch's compiler cannot trace.
+This module calls the library's forward and backward in the same way as the library's own autograd function.
 
-Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head, T = B * S tokens, M documents
-that there is room for.
+Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head, T = B * S tokens, M largest
+number of documents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from d9d_core.errors import BuildError
 from torch import Tensor
 
-#: Has the library keep compiled kernels on disk, read when it is imported; compiling takes seconds in every process.
+#: Environment variable, read at import, that makes the library cache kernels on disk; compiling takes seconds per
+#: process.
 _KEEPS_KERNELS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 _FORWARD, _BACKWARD = "_flash_attn_fwd", "_flash_attn_bwd"
 
@@ -29,14 +30,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, len
 
 
 def check_library() -> None:
-    """Import the library, and see that it has the functions that are called. It keeps kernels unless told otherwise.
+    """Import the library, with its kernel cache on by default, and check that it has the needed functions.
 
     Raises:
-        BuildError: it has not.
-        ImportError: it cannot be imported.
+        BuildError: the library lacks a function.
+        ImportError: the library cannot be imported.
     """
     os.environ.setdefault(_KEEPS_KERNELS, "1")
-    with warnings.catch_warnings():  # of the libraries that it imports: its authors' business
+    with warnings.catch_warnings():  # deprecation warnings of the library's dependencies
         warnings.simplefilter("ignore", DeprecationWarning)
         library = _library()
     missing = ", ".join(name for name in (_FORWARD, _BACKWARD) if not hasattr(library, name))
@@ -51,11 +52,11 @@ def check_library() -> None:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, length: int, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention and what its backward needs; arguments as those of :class:`d9d_flash_attention.backend.Attend`.
+    """Attention, with the log-sum-exp for its backward; for arguments see :class:`d9d_flash_attention.backend.Attend`.
 
     Returns:
-        The output, contiguous and otherwise as the query; and the logarithms of the sums of exponentials, float32
-        [B, N, S], or with ``starts`` [N, T].
+        The output, contiguous, in the shape of ``query``; and the log-sum-exp of each row, float32 [B, N, S], or with
+        ``starts`` [N, T].
     """
     out, sums, *_ = _call(_FORWARD, query, key, value, return_lse=True, **_options(starts, length, window))
     return out, sums
@@ -77,11 +78,11 @@ def backward(
 
     Args:
         grad: gradient of the output, of any strides.
-        query: as in :func:`forward`, like ``key``, ``value``, ``starts``, ``length`` and ``window``.
+        query: see :func:`forward`, also for ``key``, ``value``, ``starts``, ``length`` and ``window``.
         key: see ``query``.
         value: see ``query``.
-        out: output of :func:`forward`.
-        sums: its second output.
+        out: first output of :func:`forward`.
+        sums: second output of :func:`forward`.
         starts: see ``query``.
         length: see ``query``.
         window: see ``query``.
@@ -94,7 +95,7 @@ def backward(
 
 def _options(starts: Tensor | None, length: int, window: int | None) -> dict[str, Any]:
     options: dict[str, Any] = {"causal": True}
-    if window is not None:  # positions to the left of the query's own, and to the right
+    if window is not None:  # numbers of positions to the left and right of the query's own
         options |= {"window_size_left": window - 1, "window_size_right": 0}
     if starts is not None:
         options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}
@@ -102,13 +103,13 @@ def _options(starts: Tensor | None, length: int, window: int | None) -> dict[str
 
 
 def _call(name: str, *tensors: Tensor, **options: Any) -> Any:
-    # Detached: the library asks tensors whether they require a gradient, and must not record what it does.
+    # Detached and without gradients: the library checks requires_grad and must not record an autograd graph.
     with torch.no_grad():
         return getattr(_library(), name)(*(tensor.detach() for tensor in tensors), **options)
 
 
 def _library() -> Any:
-    # Takes seconds, and is not there where another version serves.
+    # Imported here, because it takes seconds and is missing where another version is installed.
     from flash_attn.cute import interface
 
     return interface

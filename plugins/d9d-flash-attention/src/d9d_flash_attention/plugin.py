@@ -1,4 +1,4 @@
-"""Declaration of FlashAttention 2, 3 and 4."""
+"""Plugin declaration of FlashAttention 2, 3 and 4."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ D9D_API = 2
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backends of ``attention``, one for each library."""
+    """Backends of ``attention``, one per library version."""
     for number, module, kind, when in (
-        # FlashAttention 4 lies inside of the same package, so what only 2 has tells whether 2 is there.
+        # FlashAttention 4 is installed into the same package, so version 2 is recognised by a module that only it has.
         (2, "flash_attn.flash_attn_interface", "Ampere and later", "never chosen by itself"),
         (3, "flash_attn_interface", "Hopper", "never chosen by itself"),
-        (4, "flash_attn.cute", "Hopper, Blackwell", "by itself on Hopper without either"),
+        (4, "flash_attn.cute", "Hopper, Blackwell", "by itself on Hopper without windows and documents"),
     ):
         yield KernelSpec(
             name=f"flash_attention_{number}",
@@ -25,6 +25,6 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             supports=Ref(f"d9d_flash_attention.rules:supports_{number}"),
             build=Ref(f"d9d_flash_attention.backend:build_{number}"),
             requires=frozenset({f"import:{module}"}),
-            deterministic=False,  # gradients of queries are added up in any order
+            deterministic=False,  # query gradients are added in arbitrary order
             operators=("d9d_flash_attention.forward",) if number == 4 else (),
         )

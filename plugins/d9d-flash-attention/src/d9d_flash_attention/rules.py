@@ -1,7 +1,7 @@
-"""Decisions of the backends: what each library computes, and where one is chosen by itself. Imports no library.
+"""Conditions of the backends and their priorities. Imports no library.
 
-This is the one place to change when a measurement says that a library wins. The backends of d9d-nn have priority 10
-(``sdpa``) and 15 (``flex``, where documents or windows leave something to skip).
+Change this file when new measurements differ. The backends of d9d-nn have priority 10 (``sdpa``) and 15 (``flex``, with
+documents or windows to skip).
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from dataclasses import dataclass
 
 from d9d_core.kernel import Decision, OpSignature
 
-#: By name only.
+#: Priority of a backend that is used only by name.
 BY_NAME = 0
 _FLOATS = ("bfloat16", "float16")
-#: All of the libraries load 16 bytes of a head at once.
+#: Multiple of features per head that all libraries need, because they load 16 bytes at once.
 _HEAD_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Rules of a FlashAttention library: the signatures that it computes, and its priorities.
+    """Conditions and priorities of a FlashAttention library.
 
     Attributes:
-        name: name of the library, as people say it.
-        capabilities: major numbers of the compute capabilities that it has kernels for, with a backward.
-        widest_head: greatest number of features of a head; by major number where it differs.
-        heads: numbers of features of a head that it computes right, where those are not all up to the widest.
-        whole: priority and reason where samples are of one document and there is no window: nothing is skipped.
-        documents: priority and reason where samples may hold several documents, and there is no window.
-        windows: priority and reason where there is a window.
-        measured: capability that the priorities were measured on; on another one, the library is taken by name only.
+        name: name of the library for messages.
+        capabilities: major compute capabilities for which the library has kernels with a backward.
+        widest_head: largest number of features of a head, by major compute capability; key ``None`` is the default.
+        heads: numbers of features of a head with correct results; ``None`` for all up to the widest.
+        whole: priority and reason for samples of one document, without a window: nothing can be skipped.
+        documents: priority and reason for samples that may hold several documents, without a window.
+        windows: priority and reason with a window.
+        measured: capability on which the priorities were measured; on others, the library is used only by name.
     """
 
     name: str
@@ -43,9 +43,8 @@ class Library:
     measured: int | None = None
 
 
-_UNMEASURED = (BY_NAME, "by name only: nobody measured it beside sdpa and flex")
-
-#: Number of the version -> the library.
+_UNMEASURED = (BY_NAME, "by name only, because it was not compared with sdpa and flex")
+#: Version -> library.
 LIBRARIES: Mapping[int, Library] = {
     2: Library("FlashAttention 2", (8, 9, 10, 12), {None: 256}, _UNMEASURED, _UNMEASURED, _UNMEASURED),
     3: Library("FlashAttention 3", (9,), {None: 256}, _UNMEASURED, _UNMEASURED, _UNMEASURED),
@@ -53,13 +52,13 @@ LIBRARIES: Mapping[int, Library] = {
         "FlashAttention 4",
         (9, 10),
         {None: 256, 10: 128},
-        whole=(20, "1.82 ms where cuDNN takes 2.07: an H200, 4 x 4096, 16 heads of 128, both directions"),
-        # 1.07 ms where flex takes 1.35 with 14 documents in 4 x 4096, with 41 0.92 and 0.90; a step is 1 % faster.
-        documents=(BY_NAME, "by name only: as fast as flex, and with room for one document in 64 tokens"),
+        whole=(20, "1.82 ms instead of cuDNN's 2.07: an H200, 4 x 4096, 16 heads of 128, forward and backward"),
+        # 14 documents in 4 x 4096: 1.07 ms, flex 1.35; 41 documents: 0.92, flex 0.90; a step is 1 % faster.
+        documents=(BY_NAME, "by name only: as fast as flex, but allows only one document per 64 tokens"),
         windows=_UNMEASURED,
-        # Measured right on an H200, with samples of one document and of several. Release 4.0.0b36 pads heads to 16
-        # features, and where that is no multiple of 32 (8, 16, 40, 48, 72, 80, 112) gradients are wrong: cosines to
-        # those of the reference from 0.01 to 0.7.
+        # Measured to be right on an H200, with one and several documents. Release 4.0.0b36 pads heads to 16 features;
+        # where that is no multiple of 32 (8, 16, 40, 48, 72, 80, 112) its gradients are wrong: cosines with the
+        # reference's gradients from 0.01 to 0.7.
         heads=frozenset({24, 32, 56, 64, 96, 128, 160, 192, 256}),
         measured=9,
     ),
@@ -67,7 +66,7 @@ LIBRARIES: Mapping[int, Library] = {
 
 
 def supports_2(signature: OpSignature) -> Decision:
-    """Accept causal attention in 16 bits on CUDA since compute capability 8.0."""
+    """Accept causal attention in 16 bits on CUDA from compute capability 8.0."""
     return decide(LIBRARIES[2], signature)
 
 
@@ -82,7 +81,7 @@ def supports_4(signature: OpSignature) -> Decision:
 
 
 def decide(library: Library, signature: OpSignature) -> Decision:
-    """Accept what the library computes, with its priority for this signature."""
+    """Accept signatures that the library supports, with its priority for them."""
     major = capability()
     if refusal := _refusal(library, signature, major):
         return Decision(accept=False, reason=refusal)
@@ -95,7 +94,7 @@ def decide(library: Library, signature: OpSignature) -> Decision:
 
 
 def capability() -> int | None:
-    """Major number of this GPU's compute capability; ``None`` without one."""
+    """Major compute capability of this GPU; ``None`` without a GPU."""
     import torch
 
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
@@ -103,17 +102,17 @@ def capability() -> int | None:
 
 def _refusal(library: Library, signature: OpSignature, major: int | None) -> str | None:
     if signature.device != "cuda":
-        return f"{library.name} is for CUDA, the device is {signature.device}"
+        return f"{library.name} needs CUDA, the device is {signature.device}"
     if signature.dtype not in _FLOATS:
         return f"{library.name} needs one of {', '.join(_FLOATS)}, the model is {signature.dtype}"
     if not signature.static.get("causal", True):
         return "computes causal attention only"
     if signature.static.get("own_queries"):
-        return f"{library.name} attends from all positions of a sample, but ranks of cp hold the queries of some"
-    # A laptop that checks a job for a cluster sees no GPU, and trusts.
+        return f"{library.name} needs the queries of all positions of a sample, but ranks of cp hold only some"
+    # Without a GPU, as on a laptop that checks a cluster's job, assume a suitable one.
     if major is not None and major not in library.capabilities:
         known = " or ".join(f"{number}.x" for number in library.capabilities)
-        return f"{library.name} is for compute capability {known}, this GPU has {major}.x"
+        return f"{library.name} needs compute capability {known}, this GPU has {major}.x"
     head_dim, widest = signature.static.get("head_dim"), library.widest_head.get(major, library.widest_head[None])
     if head_dim is None:
         return None
@@ -121,5 +120,5 @@ def _refusal(library: Library, signature: OpSignature, major: int | None) -> str
         return f"{library.name} needs head_dim up to {widest}, a multiple of {_HEAD_MULTIPLE}; here it is {head_dim}"
     if library.heads is not None and head_dim not in library.heads:
         known = ", ".join(map(str, sorted(library.heads)))
-        return f"{library.name} has wrong or unmeasured gradients of head_dim {head_dim}; measured right are {known}"
+        return f"{library.name} has wrong or unmeasured gradients for head_dim {head_dim}; known to be right: {known}"
     return None

@@ -1,6 +1,6 @@
-"""Starts of documents on the device, as the libraries read them; made without waiting for it.
+"""Starts of documents in the form that the libraries take, computed on the device without synchronisation.
 
-Shapes: B samples, S positions, M documents that there is room for.
+Shapes: B samples, S positions, M largest number of documents.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Tokens of a document, on average over a microbatch, that there has to be room for. The libraries launch work, and the
-#: backward of FlashAttention 4 takes memory, for each document that there might be.
+#: Smallest mean document length, in tokens, that M allows. The libraries launch work for each of M documents, and the
+#: backward of FlashAttention 4 allocates memory for each.
 SHORTEST_MEAN = 64
-#: Documents of a sample, on average, that there is always room for, however short samples are.
+#: Lower bound of M per sample, for short samples.
 _ALWAYS = 4
 _FEWEST = 64
 
 
 def most_documents(samples: int, length: int) -> int:
-    """Number M of documents of a microbatch that there is room for.
+    """Largest number of documents M that a microbatch may have.
 
     Args:
         samples: B.
@@ -28,15 +28,16 @@ def most_documents(samples: int, length: int) -> int:
 
 
 def document_starts(documents: Tensor) -> Tensor:
-    """Starts of documents in samples that lie one behind the other for FlashAttention, then B * S up to the end.
+    """Starts of documents in concatenated samples for FlashAttention, padded with B * S.
 
-    How many documents there are is not known without waiting for the device. So there is room for
-    :func:`most_documents`, and documents that are not there are empty ones at the end. More than that is an error: on a
-    CPU a ``RuntimeError``, on a GPU an assertion on the device.
+    The number of documents is unknown without synchronisation. So the result has space for :func:`most_documents`, and
+    missing documents become empty ones at the end. More documents are an error: a ``RuntimeError`` on a CPU, an
+        assertion
+    on the device on a GPU.
 
     Args:
-        documents: int64 [B, S], numbers of documents; equal numbers of one document follow each other, as packing
-            numbers them. A sample never continues a document of the one before.
+        documents: int64 [B, S], document indices; tokens of one document are adjacent, as packing produces them. A
+            sample never continues a document of the previous sample.
 
     Returns:
         int32 [M + 1].
@@ -44,11 +45,11 @@ def document_starts(documents: Tensor) -> Tensor:
     samples, length = documents.shape
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    number = first.flatten().cumsum(0) - 1  # of the document, among all of the microbatch
+    number = first.flatten().cumsum(0) - 1  # index of the document in the whole microbatch
     most = most_documents(samples, length)
     message = (
-        f"attention: a microbatch of {samples} x {length} tokens has more than {most} documents, for which "
-        "FlashAttention gets no room; say 'kernels: {attention: flex}' in the job"
+        f"attention: a microbatch of {samples} x {length} tokens has more than {most} documents, the most that "
+        "FlashAttention supports here; set 'kernels: {attention: flex}' in the job"
     )
-    torch._assert_async(number[-1] < most, message)  # noqa: SLF001 - the public assertion waits for the device
+    torch._assert_async(number[-1] < most, message)  # noqa: SLF001 - the public assertion synchronises
     return torch.searchsorted(number, torch.arange(most + 1, device=documents.device), out_int32=True)

@@ -1,1 +1,1 @@
-"""Training with products in float8: a strategy for linear layers and a kernel for experts."""
+"""Training with matrix products in float8: a strategy for linear layers and a kernel for experts."""

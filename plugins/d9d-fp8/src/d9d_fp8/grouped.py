@@ -1,7 +1,7 @@
-"""Backends ``fp8`` and ``fp8_emulated`` of ``grouped_linear``: the products of experts, with scales of rows.
+"""Backends ``fp8`` and ``fp8_emulated`` of ``grouped_linear``: products of experts in float8, with one scale per row.
 
-Gradients of banks stay in bfloat16: their products sum over the rows of an expert, of which float8 kernels want a
-multiple of 16. Shapes: R rows, E experts, I features in, O features out.
+Weight gradients stay in bfloat16: their products sum over an expert's rows, whose number would have to be a multiple of
+16 in float8. Shapes: R rows, E experts, I features in, O features out.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from d9d_fp8.quantization import Granularity, Operand, dequantize, quantize
 
 _ROW = Operand(Granularity.ROW, power_of_two=True)
 _ALIGNMENT = 16
-#: Major compute capabilities of torch's kernel.
+#: Major compute capabilities that torch's kernel supports.
 _CAPABILITIES = (9, 10)
 _EMULATED = ("float32", "bfloat16", "float16")
 
 
 def supports_grouped(signature: OpSignature) -> Decision:
-    """Accept bfloat16 on CUDA with compute capability 9 or 10, with priority 0: the job has to ask for it by name."""
+    """Accept bfloat16 on CUDA with compute capability 9 or 10, with priority 0: only by name."""
     if refusal := _misaligned(signature):
         return Decision(accept=False, reason=refusal)
     if signature.device != "cuda":
-        reason = f"float8 kernels are for CUDA, the device is {signature.device}; fp8_emulated runs anywhere"
+        reason = f"float8 kernels need CUDA, the device is {signature.device}; fp8_emulated runs on any device"
         return Decision(accept=False, reason=reason)
     if signature.dtype != "bfloat16":
-        return Decision(accept=False, reason=f"the kernel is for models in bfloat16, this is {signature.dtype}")
-    # A laptop that checks a job for a cluster sees no GPU, and trusts.
+        return Decision(accept=False, reason=f"the kernel needs models in bfloat16, this one is {signature.dtype}")
+    # Without a GPU, as on a laptop that checks a cluster's job, assume a suitable one.
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _CAPABILITIES:
         shown = "{}.{}".format(*torch.cuda.get_device_capability())
-        return Decision(accept=False, reason=f"the kernel is for compute capability 9.x or 10.x, this GPU has {shown}")
-    return Decision(accept=True, reason="float8 products, weight gradients in bfloat16; only by name, as it rounds")
+        return Decision(accept=False, reason=f"the kernel needs compute capability 9.x or 10.x, this GPU has {shown}")
+    return Decision(accept=True, reason="float8 products, weight gradients in bfloat16; by name only, as it rounds")
 
 
 def build_grouped(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function of the GPU; it is the same for all signatures."""
+    """Entry point of the backend ``fp8``."""
     return grouped
 
 
 def supports_emulated(signature: OpSignature) -> Decision:
-    """Accept any device, with priority 0."""
+    """Accept on any device, with priority 0: only by name."""
     if refusal := _misaligned(signature):
         return Decision(accept=False, reason=refusal)
     if signature.dtype not in _EMULATED:
         return Decision(accept=False, reason=f"needs one of {', '.join(_EMULATED)}, the model is {signature.dtype}")
-    return Decision(accept=True, reason="rounds as fp8 does, in a loop over experts; only by name, as it is slow")
+    return Decision(accept=True, reason="rounds as fp8 does, in a loop over experts; by name only, as it is slow")
 
 
 def build_emulated(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function for any device; it is the same for all signatures."""
+    """Entry point of the backend ``fp8_emulated``."""
     return partial(grouped, emulate=True)
 
 
@@ -76,7 +76,7 @@ def grouped(
 ) -> Tensor:
     """Grouped linear map in float8, see :func:`d9d_nn.ops.grouped_linear.grouped_linear`; counts stay on the device.
 
-    Emulated, the host waits for the counts.
+    With ``emulate``, the host waits for the counts.
     """
     x, bank = autocast_operands(x, bank)
     ends, spare = boundaries(x, counts, spare_rows=spare_rows)
@@ -119,7 +119,7 @@ class _Grouped(torch.autograd.Function):
 def _multiply(rows: Tensor, bank: Tensor, ends: Tensor, spare: Tensor | None, emulate: bool) -> Tensor:
     """Product of the rows [R, K] of each expert e with ``bank[e].T``, where bank is [E, N, K]: [R, N].
 
-    What is in spare rows is rounded and multiplied by nobody.
+    Padding rows are neither quantised nor multiplied.
     """
     a, b = quantize(rows, _ROW), quantize(bank, _ROW)
     if emulate:
@@ -137,7 +137,7 @@ def _bank_gradient(x: Tensor, grad: Tensor, ends: Tensor, emulate: bool) -> Tens
     return torch.stack([rows.mT @ part for rows, part in pairs])
 
 
-# An operator of our own, as torch 2.11 cannot compile torch's.
+# A custom op, because torch 2.11 cannot compile torch's own.
 @torch.library.custom_op("d9d_fp8::scaled_grouped_mm", mutates_args=())
 def _scaled_grouped_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor) -> Tensor:
     if not len(a):
@@ -152,7 +152,7 @@ def _scaled_grouped_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, e
         ScalingType.RowWise,
         offs=ends,
         output_dtype=torch.bfloat16,
-        use_fast_accum=True,  # as torchao has it
+        use_fast_accum=True,  # as in torchao
     )
     return out
 

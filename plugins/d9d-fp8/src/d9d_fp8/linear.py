@@ -1,4 +1,4 @@
-"""Linear layers whose products are computed in float8; their weights stay what they are.
+"""Linear layers with products in float8; their weights keep their dtype.
 
 Shapes: R rows, I features in, O features out, ``...`` any leading dims.
 """
@@ -18,11 +18,11 @@ from d9d_fp8.recipes import output, rows_gradient, weight_gradient
 
 
 class Float8:
-    """Linear layer in float8: part of its class that goes before a subclass of :class:`d9d_nn.linear.Linear`.
+    """Mixin of linear layers in float8; comes before a subclass of :class:`d9d_nn.linear.Linear` in the bases.
 
     Attributes:
         float8_recipe: name in :data:`d9d_fp8.recipes.RECIPES`.
-        float8_emulate: whether products are computed in float32, of values that float8 has.
+        float8_emulate: whether to multiply in float32, with operands rounded to float8.
     """
 
     float8_recipe: str
@@ -43,24 +43,24 @@ class Float8:
             out = out + self.bias.to(out.dtype)
         return out.view(*rows.shape[:-1], out.shape[-1])
 
-    def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:  # noqa: ARG002 - nobody is asked
-        """Keep the product: elsewhere it would be computed in another format."""
+    def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:  # noqa: ARG002 - never called
+        """Refuse: the caller would compute the product in another dtype."""
         return False
 
     def extra_repr(self) -> str:
-        """Sizes and recipe."""
+        """Sizes and recipe of the layer."""
         above: str = super().extra_repr()  # type: ignore[misc]
         return f"{above}, float8={self.float8_recipe}{' emulated' if self.float8_emulate else ''}"
 
 
 def convert(layer: Any, kinds: dict[type, type], recipe: str, *, emulate: bool) -> None:
-    """Make a layer compute in float8, in place: its class becomes a subclass, and nothing else about it changes.
+    """Make a layer compute in float8, in place, by replacing its class with a subclass.
 
     Args:
-        layer: of a subclass of :class:`d9d_nn.linear.Linear`.
-        kinds: classes made so far, by the class of the layer; equal ones must be of one class for ``compile``.
+        layer: layer of a subclass of :class:`d9d_nn.linear.Linear`.
+        kinds: cache of the subclasses, by the layer's class: equal layers must share a class for ``compile``.
         recipe: name of the recipe.
-        emulate: whether to compute in float32.
+        emulate: whether to multiply in float32.
     """
     own = type(layer)
     if own not in kinds:
@@ -70,7 +70,7 @@ def convert(layer: Any, kinds: dict[type, type], recipe: str, *, emulate: bool) 
 
 
 def is_converted(layer: nn.Module) -> bool:
-    """Whether :func:`convert` was applied."""
+    """Whether :func:`convert` was applied to the layer."""
     return isinstance(layer, Float8)
 
 
@@ -83,7 +83,7 @@ def _parts(recipe: str, emulate: bool) -> Product:
 
 
 class _Product(torch.autograd.Function):
-    """Product that keeps its operands as they came, and quantises them again in the backward along the other dim."""
+    """Product that saves its unquantised operands and quantises them along the other dimension in the backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, recipe: str, emulate: bool) -> Tensor:

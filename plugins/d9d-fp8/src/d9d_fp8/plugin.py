@@ -1,4 +1,4 @@
-"""Declaration of the strategy ``fp8``, and of backends of ``grouped_linear``."""
+"""Plugin declaration of the strategy ``fp8`` and of backends of ``grouped_linear``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ D9D_API = 2
 
 @hookimpl
 def d9d_strategies() -> Iterator[StrategySpec]:
-    """Strategy of linear layers. It comes after fine-tuning methods, and before all that wraps or compiles blocks."""
+    """Strategy of linear layers; applied after fine-tuning methods and before blocks are wrapped or compiled."""
     yield StrategySpec(
         name="fp8",
-        summary="Computes the products of linear layers in float8; weights stay in the format of the parameters.",
+        summary="Computes the products of linear layers in float8; weights keep the dtype of the parameters.",
         config=Ref("d9d_fp8.config:Fp8Config"),
         build=Ref("d9d_fp8.strategy:Fp8"),
         requires=frozenset({"model:blocks"}),
@@ -24,10 +24,14 @@ def d9d_strategies() -> Iterator[StrategySpec]:
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backends for the products of experts, for jobs that ask for one by name."""
+    """Backends for the products of experts, selected never chosen by itself."""
     for name, function, summary in (
-        ("fp8", "grouped", "float8, scales of rows, weight gradients in bfloat16; CUDA. Never chosen by itself."),
-        ("fp8_emulated", "emulated", "The same numbers, multiplied in float32, on any device. Never chosen by itself."),
+        ("fp8", "grouped", "float8, one scale per row, weight gradients in bfloat16; CUDA. Never chosen by itself."),
+        (
+            "fp8_emulated",
+            "emulated",
+            "Rounds as fp8, multiplies in float32, on any device. Never chosen by itself.",
+        ),
     ):
         yield KernelSpec(
             name=name,

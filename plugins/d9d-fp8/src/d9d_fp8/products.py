@@ -1,6 +1,6 @@
-"""Product of two quantised matrices: a kernel of the GPU, or its emulation in float32.
+"""Product of two quantised matrices: by a GPU kernel, or emulated in float32.
 
-Shapes: M and N rows of the operands, K features that both have.
+Shapes: M rows of a, N rows of b, K features of both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _RECIPES = {
     Granularity.TILE: ScalingType.BlockWise1x128,
     Granularity.SQUARE: ScalingType.BlockWise128x128,
 }
-#: Granularities whose kernels can sum in the tensor core's own accumulator; those of blocks move each block's sum out.
+#: Granularities whose kernels can keep the sum in the tensor core's accumulator; block scales need a float32 sum
+#: outside.
 _FAST = frozenset({Granularity.TENSOR, Granularity.ROW})
 
 
@@ -30,9 +31,9 @@ def scaled_product(
     Args:
         a: [M, K].
         b: [N, K].
-        granularities: of a and b.
-        fast: sum in the tensor core's own accumulator, of fewer bits than float32, without moving partial sums out of
-            it on the way. Hopper only, and not between scales of blocks; nothing elsewhere.
+        granularities: granularities of a and b.
+        fast: sum in the tensor core's own accumulator, with fewer bits than float32. Only on Hopper, and not with block
+            scales; ignored elsewhere.
         emulate: compute in float32, on any device.
     """
     if emulate:
@@ -42,11 +43,11 @@ def scaled_product(
     return product
 
 
-# An operator of our own, as torch 2.11 compiles torch's without heed to the strides of block scales.
+# A custom op, because torch 2.11 ignores the strides of block scales when it compiles torch's own.
 @torch.library.custom_op("d9d_fp8::scaled_mm", mutates_args=())
 def _scaled_mm(a: Tensor, a_scale: Tensor, a_kind: str, b: Tensor, b_scale: Tensor, b_kind: str, fast: bool) -> Tensor:
     left, right = Granularity(a_kind), Granularity(b_kind)
-    if left is not right and Granularity.TENSOR in (left, right):  # no kernel takes one of each
+    if left is not right and Granularity.TENSOR in (left, right):  # no kernel takes a per-tensor and another scale
         a_scale, b_scale = _by_row(a_scale, len(a)), _by_row(b_scale, len(b))
         left = right = Granularity.ROW
     return functional.scaled_mm(
@@ -71,18 +72,18 @@ def _by_row(scale: Tensor, rows: int) -> Tensor:
 
 
 def _left_scale(scale: Tensor, granularity: Granularity) -> Tensor:
-    """Scale as the kernel reads that of its first operand."""
+    """Scale in the layout that the kernel needs for its first operand."""
     return _columns_first(scale) if granularity is Granularity.TILE else scale
 
 
 def _right_scale(scale: Tensor, granularity: Granularity) -> Tensor:
-    """Scale as the kernel reads that of its second operand, which is transposed."""
+    """Scale in the layout that the kernel needs for its second, transposed operand."""
     if granularity is Granularity.ROW:
         return scale.t()
     if granularity is Granularity.TILE:
         return _columns_first(scale)
     if granularity is Granularity.SQUARE:
-        # cuBLAS reads columns of a multiple of four blocks (its documentation, "1D and 2D block scaling layouts").
+        # cuBLAS needs columns padded to a multiple of four blocks (documentation: "1D and 2D block scaling layouts").
         return functional.pad(scale, (0, -scale.shape[1] % 4), value=1.0).t()
     return scale
 
@@ -92,11 +93,11 @@ def _columns_first(scale: Tensor) -> Tensor:
 
 
 def as_dtype(product: Tensor, dtype: torch.dtype) -> Tensor:
-    """Product in another dtype."""
-    # Compiled by torch 2.11, an autograd function that ends with a cast to the same dtype has gradients of zeros.
+    """Cast a product to another dtype."""
+    # In torch 2.11, a compiled autograd function that ends with a cast to the same dtype returns zero gradients.
     return product if product.dtype == dtype else product.to(dtype)
 
 
 def divisor(granularity: Granularity) -> int:
-    """Number that the sizes of an operand must be divisible by."""
+    """Number that the sizes of an operand must be multiples of."""
     return BLOCK if granularity in (Granularity.TILE, Granularity.SQUARE) else 16

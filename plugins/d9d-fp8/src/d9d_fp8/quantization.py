@@ -13,20 +13,20 @@ from torch import Tensor
 
 #: Side of the blocks of :attr:`Granularity.TILE` and :attr:`Granularity.SQUARE`.
 BLOCK = 128
-#: Smallest maximum that a scale is computed from; below, float32 could not hold the scale of e5m2 or its inverse.
+#: Lower bound of the maximum that a scale is computed from; below it, float32 cannot hold e5m2's scale or its inverse.
 _SMALLEST = 1e-30
-#: Integers as wide as a float: of non-negative floats, the bits are in the order of the values, and NaN is the largest.
+#: Integer dtypes as wide as a float: the bits of non-negative floats order like their values, NaN being the largest.
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _EXPONENT = 0x7F800000
 
 
 class Granularity(StrEnum):
-    """Granularity of scales: the values that share one."""
+    """Granularity of scales: the values that share a scale."""
 
-    TENSOR = "tensor"  # all
-    ROW = "row"  # a row of K
-    TILE = "1x128"  # 128 of a row
-    SQUARE = "128x128"  # 128 of 128 rows
+    TENSOR = "tensor"  # all values
+    ROW = "row"  # all K values of a row
+    TILE = "1x128"  # 128 values of a row
+    SQUARE = "128x128"  # 128 values of each of 128 rows
 
 
 class Operand(NamedTuple):
@@ -35,7 +35,7 @@ class Operand(NamedTuple):
     Attributes:
         granularity: values that share a scale.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        power_of_two: whether scales are rounded down to powers of two, so that scaling rounds nothing.
+        power_of_two: whether to round scales down to powers of two, so that scaling itself is exact.
     """
 
     granularity: Granularity
@@ -44,9 +44,9 @@ class Operand(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """Quantised matrix: ``data * scale`` is about what it was.
+    """Quantised matrix: ``data * scale`` approximates the original.
 
-    A bank of matrices has scales of rows, and the experts as a further leading dim.
+    A bank of matrices has row scales, and the experts as an additional leading dimension.
 
     Attributes:
         data: float8 [M, K], contiguous.
@@ -60,16 +60,16 @@ class Quantized(NamedTuple):
 def quantize(matrix: Tensor, operand: Operand) -> Quantized:
     """Quantise a matrix so that the largest value of each scale becomes the largest number of the format.
 
-    A NaN or an infinity makes all values of its scale NaN, or itself at least: it shows behind the product.
+    A NaN or an infinity turns at least itself, at most all values of its scale, into NaN, so that it stays visible.
 
     Args:
-        matrix: [M, K] of any strides, or for scales of rows [E, M, K]; float32, bfloat16 or float16. M and K are
-            divisible as the granularity says.
-        operand: format.
+        matrix: [M, K], or for row scales [E, M, K], of any strides; float32, bfloat16 or float16. The granularity says
+            what M and K must be multiples of.
+        operand: format of the result.
     """
     parts, dims = _parts(matrix, operand.granularity)
     largest = _largest(parts, dims)
-    # Nothing is clamped: the product with the scale exceeds the format's largest number by rounding at most.
+    # No clamping: a scaled value exceeds the format's largest number only by rounding.
     factor = torch.finfo(operand.dtype).max / torch.where(largest < _SMALLEST, _SMALLEST, largest)
     if operand.power_of_two:
         factor = (factor.view(torch.int32) & _EXPONENT).view(torch.float32)
@@ -78,12 +78,12 @@ def quantize(matrix: Tensor, operand: Operand) -> Quantized:
 
 
 def dequantize(quantized: Quantized) -> Tensor:
-    """Matrix float32 [M, K] that the quantised one stands for."""
+    """Float32 matrix [M, K] that a quantised matrix represents."""
     scale = quantized.scale
     for dim, size in enumerate(quantized.data.shape):
         if scale.shape[dim] not in (1, size):
             scale = scale.repeat_interleave(BLOCK, dim)
-    # A matrix of one row or column of blocks has scales that broadcast by themselves.
+    # A single row or column of blocks needs no repetition, because its scales broadcast.
     return quantized.data.float() * scale
 
 
@@ -100,10 +100,10 @@ def _parts(matrix: Tensor, granularity: Granularity) -> tuple[Tensor, tuple[int,
 
 
 def _largest(parts: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Largest magnitude over the dims, float32, which stay with size 1.
+    """Largest magnitude over the given dimensions, float32; reduced dimensions keep size 1.
 
     Compared as integers, which is exact. Triton 3.8 stores garbage in transposed float8 matrices if the same kernel
-    takes a maximum of floats that lets NaN through (triton-lang/triton#11111).
+    takes a maximum of floats that propagates NaN (triton-lang/triton#11111).
     """
     bits = parts.abs().view(_BITS[parts.dtype])
     return bits.amax(dims, keepdim=True).view(parts.dtype).float()

@@ -24,7 +24,7 @@ class Recipe:
     Attributes:
         output: formats of rows and weight in ``rows @ weight.T``.
         rows_gradient: formats of gradient and weight in ``gradient @ weight``.
-        weight_gradient: formats of gradient and rows in ``gradient.T @ rows``; ``None`` keeps that product as it is.
+        weight_gradient: formats of gradient and rows in ``gradient.T @ rows``; ``None`` for the job's own dtype.
     """
 
     output: Pair
@@ -33,7 +33,7 @@ class Recipe:
 
     @property
     def divisor(self) -> int:
-        """Number that both sizes of a layer must be divisible by."""
+        """Number that both sizes of a layer must be multiples of."""
         return max(divisor(operand.granularity) for operand in (*self.output, *self.rows_gradient))
 
 
@@ -41,7 +41,7 @@ _TENSOR, _ROW = Operand(Granularity.TENSOR), Operand(Granularity.ROW, power_of_t
 _TILE, _SQUARE = Operand(Granularity.TILE), Operand(Granularity.SQUARE)
 _WIDE = Operand(Granularity.TENSOR, torch.float8_e5m2)
 
-#: Recipes by name. All but the last have the formats that torchao has under the same name.
+#: Recipes by name. All but the last use the formats of torchao's recipe of the same name.
 RECIPES = {
     "rowwise": Recipe((_ROW, _ROW), (_ROW, _ROW), (_ROW, _ROW)),
     "rowwise_gw_hp": Recipe((_ROW, _ROW), (_ROW, _TENSOR._replace(power_of_two=True)), None),
@@ -56,12 +56,12 @@ def output(recipe: str, rows: Tensor, weight: Tensor, *, emulate: bool) -> Tenso
 
 
 def rows_gradient(recipe: str, grad: Tensor, weight: Tensor, *, emulate: bool) -> Tensor:
-    """Gradient [R, I] of the rows, of the gradient of the output [R, O] and the weight [O, I]."""
+    """Gradient [R, I] of the rows, from the gradient of the output [R, O] and the weight [O, I]."""
     return _product(grad, weight.t(), RECIPES[recipe].rows_gradient, emulate=emulate)
 
 
 def weight_gradient(recipe: str, rows: Tensor, grad: Tensor, *, emulate: bool) -> Tensor:
-    """Gradient [O, I] of the weight, of rows [R, I] and the gradient of the output [R, O]."""
+    """Gradient [O, I] of the weight, from rows [R, I] and the gradient of the output [R, O]."""
     pair = RECIPES[recipe].weight_gradient
     if pair is None:
         return grad.t() @ rows
@@ -72,7 +72,7 @@ def weight_gradient(recipe: str, rows: Tensor, grad: Tensor, *, emulate: bool) -
 
 def _product(a: Tensor, b: Tensor, pair: Pair, *, emulate: bool, fast: bool = False) -> Tensor:
     """Product ``a @ b.T`` in the dtype of a."""
-    if not a.numel():  # there is no largest value, and no scale; the product is empty, or a sum over nothing
+    if not a.numel():  # no maximum to compute a scale from; the product is empty or all zeros
         return a.new_zeros(len(a), len(b))
     kinds = (pair[0].granularity, pair[1].granularity)
     product = scaled_product(quantize(a, pair[0]), quantize(b, pair[1]), kinds, fast=fast, emulate=emulate)

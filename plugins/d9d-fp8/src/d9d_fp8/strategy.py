@@ -1,4 +1,4 @@
-"""Strategy ``fp8``: linear layers whose products are computed in float8 (Micikevicius et al., FP8 Formats for DL)."""
+"""Strategy ``fp8``: linear layers with products in float8 (Micikevicius et al., FP8 Formats for DL)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from d9d_fp8.config import Fp8Config
 from d9d_fp8.linear import convert, is_converted
 from d9d_fp8.recipes import RECIPES
 
-#: Least compute capability with products in float8.
+#: Smallest compute capability with products in float8.
 _CAPABILITY = (8, 9)
-#: Major compute capability and CUDA version whose cuBLAS has products with scales of blocks.
+#: Major compute capability and CUDA version that support block scales in cuBLAS.
 _BLOCKS = (9, (12, 9))
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
 _SHOWN = 4
@@ -34,10 +34,10 @@ class Fp8:
         self._kinds: dict[type, type] = {}
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Convert the chosen layers in place. Module tree, parameters and their names stay what they are.
+        """Convert the chosen layers in place; module tree, parameters and their names do not change.
 
         Raises:
-            BuildError: the device has no such products, a chosen layer cannot have them, or there is none to choose.
+            BuildError: the device does not support float8, a chosen layer cannot be converted, or no layer can.
         """
         config = self._config
         if not config.emulate:
@@ -60,10 +60,10 @@ class Fp8:
                 left.setdefault(reason, []).append(name)
         converted = tuple(name for name in chosen if is_converted(layers[name]))
         notes = [f"recipe {config.recipe}{', emulated' if config.emulate else ''}: {len(converted)} linear layers"]
-        notes += [f"as they were: {_several(names)}: {reason}" for reason, names in left.items()]
+        notes += [f"not converted: {_several(names)}: {reason}" for reason, names in left.items()]
         if others := [name for name in layers if name not in chosen]:
             notes.append(
-                f"as they were: {_several(others)}: {'not in modules' if config.modules else 'not in a block'}"
+                f"not converted: {_several(others)}: {'not in modules' if config.modules else 'not in a block'}"
             )
         if left and not converted:
             raise BuildError(f"strategy 'fp8' can convert no linear layer; {'; '.join(notes[1:])}")
@@ -71,16 +71,16 @@ class Fp8:
 
 
 def check_device(device: torch.device, recipe: str) -> None:
-    """Refuse a device for the strategy ``fp8`` if it lacks products in float8, or those of the recipe.
+    """Raise if a device does not support float8 products, or the recipe.
 
     Raises:
-        BuildError: it has none; the text says what to do.
+        BuildError: the device lacks them.
     """
-    advice = "set emulate: true to try it slowly, or remove the strategy from 'parallel'"
+    advice = "set emulate: true to emulate it slowly, or remove the strategy from 'parallel'"
     if device.type != "cuda":
         raise BuildError(f"strategy 'fp8': the device '{device.type}' has no products in float8; {advice}")
     if not torch.cuda.is_available():
-        return  # A laptop that checks a job for a cluster sees no GPU, and trusts.
+        return  # Without a GPU, as on a laptop that checks a cluster's job, assume a suitable one.
     capability = torch.cuda.get_device_capability(device)
     shown = "{}.{}".format(*capability)
     if capability < _CAPABILITY:
@@ -94,12 +94,12 @@ def check_device(device: torch.device, recipe: str) -> None:
     if recipe == "blockwise" and (capability[0] != major or cuda < least_cuda):
         raise BuildError(
             f"strategy 'fp8': the recipe 'blockwise' needs compute capability {major}.x and a torch for CUDA 12.9 or "
-            f"newer, here it is {shown} and CUDA {torch.version.cuda}; use the recipe 'rowwise'"
+            f"newer; this GPU has {shown} and torch is for CUDA {torch.version.cuda}; use the recipe 'rowwise'"
         )
 
 
 def _named(layers: Mapping[str, nn.Module], patterns: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Layers that a pattern names, and the patterns that name none."""
+    """Layers that match a pattern, and an error message for each pattern that matches no layer."""
     unmatched = {
         pattern: f"strategy 'fp8': the pattern {pattern!r} in 'modules' matches no linear layer; there are: "
         f"{_several(list(layers)) or 'none'}"
@@ -133,7 +133,7 @@ def _check(name: str, layer: nn.Linear) -> None:
 
 
 def _parts(stage: nn.Module, ranks: int) -> dict[str, tuple[int, int]]:
-    """Numbers of parts that ranks of ``tp`` cut the input and output features of layers into, by name."""
+    """Numbers of shards over ``tp`` of each layer's input and output features, by layer name."""
     found: dict[str, tuple[int, int]] = {}
     for name, owner in modules_with(stage, TensorParallelizable).items():
         heads = owner.tensor_parallel_heads() if isinstance(owner, HasHeads) else {}
@@ -149,11 +149,11 @@ def _parts(stage: nn.Module, ranks: int) -> dict[str, tuple[int, int]]:
 def _obstacle(
     name: str, layer: nn.Linear, layers: Mapping[str, nn.Module], recipe: str, parts: tuple[int, int]
 ) -> str | None:
-    """Reason why a layer cannot be converted."""
+    """Reason why a layer cannot be converted, or ``None``."""
     if not isinstance(layer, Linear):
         return f"a {type(layer).__name__}, which is no d9d_nn.linear.Linear"
     if name.rpartition(".")[0] in layers:
-        return "which is part of a linear layer, such as a fine-tuning method's term"
+        return "which is inside a linear layer, such as a LoRA update"
     divisor = RECIPES[recipe].divisor
     inputs, outputs = layer.in_features // parts[0], layer.out_features // parts[1]
     if inputs % divisor or outputs % divisor:

@@ -15,20 +15,20 @@ from d9d_core.kernel import Decision, OpSignature
 from d9d_nn.ops.grouped_linear import autocast_operands
 from torch import Tensor
 
-#: The library's CUTLASS kernels load eight bfloat16 numbers at once.
+#: Multiple of features that the library needs: its CUTLASS kernels load eight bfloat16 elements at once.
 _ALIGNMENT = 8
 
 
 def supports(signature: OpSignature) -> Decision:
-    """Accept bfloat16 on CUDA, with priority 0: the job has to ask for it by name."""
+    """Accept bfloat16 on CUDA, with priority 0: only by name."""
     if refusal := _refusal(signature):
         return Decision(accept=False, reason=refusal)
-    reason = "one call for all experts; only by name, as the host waits for the counts of rows before each product"
+    reason = "one call for all experts; by name only, as the host waits for the counts of rows before each product"
     return Decision(accept=True, reason=reason)
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function; it is the same for all signatures."""
+    """Entry point of the backend, the same for every signature."""
     return GroupedGemm(importlib.import_module("grouped_gemm.ops").gmm)
 
 
@@ -55,7 +55,7 @@ class GroupedGemm:
         """Multiply each row by its expert's matrix.
 
         Raises:
-            ValueError: counts add up to more than there are rows, or to less without spare rows.
+            ValueError: the counts add up to more than the number of rows, or, without spare rows, to less.
         """
         x, bank = autocast_operands(x, bank)
         sizes = counts.to("cpu", torch.int64)
@@ -64,23 +64,23 @@ class GroupedGemm:
         if spare < 0 or (spare and not spare_rows):
             raise ValueError(
                 f"grouped_gemm: counts add up to {used}, but there are {len(x)} rows; "
-                "sort rows by expert and count each once, or pass spare_rows=True if some at the end belong to nobody"
+                "sort rows by expert and count each once, or pass spare_rows=True if the last rows are padding"
             )
         if not bool(sizes.all()):
             bank = _clear_idle(bank, counts == 0)
-        # Without any row the library fails; this has no rows either, and gradients of zeros.
+        # The library fails without any row; this product has no rows either, and zero gradients.
         out = self._gmm(x[:used].contiguous(), bank.contiguous(), sizes, False) if used else x[:0] @ bank[0]
         return torch.cat([out, out.new_zeros(spare, bank.shape[2])]) if spare else out
 
 
 def _clear_idle(bank: Tensor, idle: Tensor) -> Tensor:
-    """Identity on the bank, whose backward zeros the gradient of experts where ``idle`` bool [E] is true."""
+    """Identity on the bank whose backward sets the gradient of experts to zero where ``idle``, bool [E], is true."""
     cleared: Tensor = _ClearIdle.apply(bank, idle)
     return cleared
 
 
 class _ClearIdle(torch.autograd.Function):
-    """Autograd function that zeros weight gradients of idle experts; no document promises that the library does."""
+    """Autograd function that zeros weight gradients of idle experts, which the library may leave uninitialised."""
 
     @staticmethod
     def forward(ctx: Any, bank: Tensor, idle: Tensor) -> Tensor:
@@ -95,9 +95,9 @@ class _ClearIdle(torch.autograd.Function):
 
 def _refusal(signature: OpSignature) -> str | None:
     if signature.device != "cuda":
-        return f"grouped_gemm is for CUDA, the device is {signature.device}"
+        return f"grouped_gemm needs CUDA, the device is {signature.device}"
     if signature.dtype != "bfloat16":
-        return f"grouped_gemm is for bfloat16, the model is {signature.dtype}"
+        return f"grouped_gemm needs bfloat16, the model is {signature.dtype}"
     for name in ("in_features", "out_features"):
         if signature.static[name] % _ALIGNMENT:
             return f"needs features in multiples of {_ALIGNMENT}: {name} is {signature.static[name]}"

@@ -1,4 +1,4 @@
-"""Declaration of a backend of ``grouped_linear``."""
+"""Plugin declaration of a backend of ``grouped_linear``."""
 
 from __future__ import annotations
 

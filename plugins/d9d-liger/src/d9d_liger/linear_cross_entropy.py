@@ -1,6 +1,6 @@
 """Backend ``liger`` of the op ``linear_cross_entropy``.
 
-Shapes: T tokens, H features, V words of the vocabulary.
+Shapes: T tokens, H features, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from torch import Tensor
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function; it is the same for all signatures."""
+    """Entry point of the backend, the same for every signature."""
     return linear_cross_entropy
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Linear cross-entropy by Liger, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
 
-    Exact for any gradient of the losses: the library computes nothing but losses first, and in the backward the logits
-    again, with the gradient of each token at hand. In both it asks the device how many tokens have a target.
+    Exact for any function of the losses: the library computes only losses in the forward, and recomputes the logits in
+        the
+    backward, when the gradient of each token's loss is known. Both wait for the device to count the tokens with a
+    target.
 
     Args:
         hidden: [..., H].
         weight: [V, H], of the same dtype.
-        targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` where nothing is predicted.
+        targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` for tokens without a target.
 
     Returns:
-        float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, whatever the hidden state is.
+        float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, even if the hidden state is NaN.
     """
     hidden, weight = autocast_operands(hidden, weight)
     if not targets.numel():  # nothing to launch
         return reference(hidden, weight, targets)
-    # Zero times NaN is NaN, in the gradient of the weight, too.
+    # Zeroed, because zero times NaN is NaN, also in the weight gradient.
     tokens = hidden.masked_fill((targets == IGNORE).unsqueeze(-1), 0).flatten(0, -2)
     losses: Tensor
     losses, *_ = LigerFusedLinearCrossEntropyFunction.apply(
@@ -46,13 +48,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         weight,
         targets.flatten(),
         None,  # bias
-        None,  # weights of words
+        None,  # weights of the vocabulary entries
         IGNORE,
         0.0,  # coefficient of the z-loss
         0.0,  # label smoothing
         "none",
         None,  # softcap
         False,  # whether to return the z-loss
-        torch.float32,  # in which the gradient of the weight is summed over chunks
+        torch.float32,  # dtype in which chunks add up the weight gradient
     )
     return losses.view(targets.shape)

@@ -1,4 +1,4 @@
-"""Declaration of the backends by Liger-Kernel."""
+"""Plugin declaration of the Liger-Kernel backends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
     """Backends ``liger`` of ops."""
     for op, summary in (
         ("rms_norm", "RMSNorm of Liger-Kernel."),
-        ("silu_mul", "Gate of SwiGLU of Liger-Kernel."),
+        ("silu_mul", "SiLU-mul of SwiGLU by Liger-Kernel."),
         ("rope", "Rotations of queries and keys of Liger-Kernel."),
         ("linear_cross_entropy", "Loss of Liger-Kernel in chunks, exact; the host waits for the device."),
     ):

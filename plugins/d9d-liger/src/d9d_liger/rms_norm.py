@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function; it is the same for all signatures."""
+    """Entry point of the backend, the same for every signature."""
     return rms_norm
 
 
@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [..., D].
-        weight: [D], in any of the number formats, whatever that of x.
+        weight: [D], in any floating-point dtype.
         eps: added to the mean square.
 
     Returns:
@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if not x.numel():  # nothing to launch
         return (x * weight).to(x.dtype)
-    # "gemma": all of it in float32. Not in place: somebody else may need the gradient of the output.
+    # "gemma": everything in float32. Not in place, because autograd may still need the gradient of the output.
     offset, casting_mode, in_place = 0.0, "gemma", False
     out: Tensor = LigerRMSNormFunction.apply(x, weight, eps, offset, casting_mode, in_place)
     return out

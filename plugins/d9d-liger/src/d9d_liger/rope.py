@@ -1,6 +1,6 @@
 """Backend ``liger`` of the op ``rope``.
 
-The library rotates in place, in its backward, too; so it gets copies.
+The library rotates in place, also in its backward, so this backend passes copies.
 
 Shapes: B samples, S positions, N query heads, K key heads, D features of a head.
 """
@@ -17,13 +17,13 @@ from torch import Tensor
 
 
 def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Backend function; it is the same for all signatures."""
+    """Entry point of the backend, the same for every signature."""
     return rope
 
 
 @torch.library.custom_op("d9d_liger::rope", mutates_args=())
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotations, see :func:`d9d_nn.ops.rope.rope`. Angles have no gradient.
+    """Rotate queries and keys, see :func:`d9d_nn.ops.rope.rope`. The angles get no gradient.
 
     Args:
         query: [B, S, N, D].
@@ -39,7 +39,7 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 @torch.library.custom_op("d9d_liger::rope_backward", mutates_args=())
 def backward(grad_query: Tensor, grad_key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of query and key, contiguous, from those of the outputs of :func:`rope`, of any strides."""
+    """Gradients of query and key, contiguous, from the gradients of the outputs of :func:`rope`, of any strides."""
     return _rotate(rope_backward, grad_query, grad_key, cos, sin)
 
 
@@ -48,7 +48,7 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     query, key = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (query, key))
     if query.numel():
-        # It takes heads before positions. Angles are given once for each pair, so their width is not that of a head.
+        # The library expects heads before positions. ``rotary_dim``: cos and sin have half as many features as a head.
         library(query.transpose(1, 2), key.transpose(1, 2), cos, sin, rotary_dim=query.shape[-1])
     return query, key
 

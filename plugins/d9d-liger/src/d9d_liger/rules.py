@@ -1,4 +1,4 @@
-"""Decisions of the backends, and their priorities. Imports neither the library nor Triton."""
+"""Conditions of the backends, and their priorities. Imports neither the library nor Triton."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ from collections.abc import Mapping
 from d9d_core.kernel import Decision, OpSignature
 
 _FLOATS = ("bfloat16", "float16", "float32")
-#: Features of the longest rows that a program of the library takes.
+#: Longest row that a program of the library supports.
 MOST_FEATURES = 65536
 
-#: Op -> priority and reason on CUDA; 0 is by name only.
+#: Op -> priority and reason on CUDA; priority 0 means only by name.
 RULES: Mapping[str, tuple[int, str]] = {
     "rms_norm": (0, "one pass in each direction; by name only"),
-    "silu_mul": (0, "one pass in each direction, and a copy of both inputs in the backward; by name only"),
-    "rope": (0, "one launch in each direction, and a copy before, as it rotates in place; by name only"),
+    "silu_mul": (0, "one pass in each direction, but a copy of both inputs in the backward; by name only"),
+    "rope": (0, "one launch in each direction, after a copy, because it rotates in place; by name only"),
     "linear_cross_entropy": (
         0,
-        "exact, in little memory; the backward computes the logits again, and the host waits for the device twice in "
-        "each microbatch; by name only",
+        "exact, in little memory; the backward recomputes the logits, and the host waits for the device twice per "
+        "microbatch; by name only",
     ),
 }
 
 
 def rms_norm(signature: OpSignature) -> Decision:
-    """Accept rows that a program can take as a whole."""
+    """Accept rows that fit into one program."""
     features = signature.static.get("features", 1)
     if features > MOST_FEATURES:
-        return Decision(False, f"a program takes whole rows: at most {MOST_FEATURES} features, not {features}")
+        return Decision(False, f"a program handles whole rows: at most {MOST_FEATURES} features, not {features}")
     return _decide(signature)
 
 
 def silu_mul(signature: OpSignature) -> Decision:
-    """Accept what the kernels read, on CUDA."""
+    """Accept dtypes that the kernels read, on CUDA."""
     return _decide(signature)
 
 
 def rope(signature: OpSignature) -> Decision:
-    """Accept what the kernels read, on CUDA."""
+    """Accept dtypes that the kernels read, on CUDA."""
     return _decide(signature)
 
 
 def linear_cross_entropy(signature: OpSignature) -> Decision:
-    """Accept what the kernels read, on CUDA."""
+    """Accept dtypes that the kernels read, on CUDA."""
     return _decide(signature)
 
 
 def _decide(signature: OpSignature) -> Decision:
     if signature.device != "cuda":
-        return Decision(False, f"its Triton kernels run on cuda; the device is {signature.device}")
+        return Decision(False, f"its Triton kernels need CUDA; the device is {signature.device}")
     if signature.dtype not in _FLOATS:
         return Decision(False, f"reads {', '.join(_FLOATS)}; the tensors are {signature.dtype}")
     priority, reason = RULES[signature.op]

@@ -1,6 +1,6 @@
 """Backend ``liger`` of the op ``silu_mul``.
 
-The library's backward writes gradients over its inputs, which others may need; so it gets copies of them.
+The library's backward overwrites its inputs with gradients, so this backend passes copies of them.
 
 Shapes: I features of the feed-forward layer.
 """
@@ -17,22 +17,22 @@ from torch import Tensor
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function; it is the same for all signatures."""
+    """Entry point of the backend, the same for every signature."""
     return silu_mul
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Gate of SwiGLU, see :func:`d9d_nn.ops.silu_mul.silu_mul`; the product is computed in the dtype of the arguments.
+    """SiLU-mul ``silu(gate) * up``, see :func:`d9d_nn.ops.silu_mul.silu_mul`; multiplies in the dtype of the arguments.
 
     Args:
         gate: [..., I].
         up: [..., I].
 
     Returns:
-        [..., I], contiguous, in the wider dtype of the two.
+        [..., I], contiguous, in the promoted dtype of both.
 
     Raises:
-        ValueError: their shapes differ.
+        ValueError: gate and up differ in shape.
     """
     if gate.shape != up.shape:
         raise ValueError(f"silu_mul.liger: gate {list(gate.shape)} and up {list(up.shape)} must have one shape")
@@ -43,7 +43,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("d9d_liger::silu_mul", mutates_args=())
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute :func:`silu_mul` of two tensors of one shape and dtype."""
+    """Custom op behind :func:`silu_mul`, for two tensors of one shape and dtype."""
     if not gate.numel():
         return _contiguous_like(gate)
     out: Tensor = swiglu_forward(gate.contiguous(), up.contiguous())[2]
@@ -52,7 +52,7 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("d9d_liger::silu_mul_backward", mutates_args=())
 def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, contiguous; ``grad`` is that of the output, of any strides."""
+    """Gradients of gate and up, contiguous, from the gradient of the output, of any strides."""
     grads = gate.clone(memory_format=torch.contiguous_format), up.clone(memory_format=torch.contiguous_format)
     if gate.numel():
         swiglu_backward(*grads, grad.contiguous())

@@ -25,11 +25,11 @@ class LlamaConfig(DenseConfig):
     """A published size: 1b, 3b, 8b, 70b or 405b. Fills every field that is not given."""
 
     sliding_window: None = None
-    """Null: all layers see all positions. For windows, take mistral."""
+    """Null: all layers attend to all positions. For a window, use mistral."""
 
 
 class MistralConfig(DenseConfig):
-    """Mistral (Jiang et al. 2023, "Mistral 7B"): Llama, all of whose layers may have a window."""
+    """Mistral (Jiang et al. 2023, "Mistral 7B"): Llama with an optional sliding window in all layers."""
 
     presets: ClassVar[Presets] = MISTRAL
 
@@ -40,14 +40,14 @@ class MistralConfig(DenseConfig):
     """A published size: 7b or 7b-v0.1. Fills every field that is not given."""
 
     attention_bias: Literal[False] = False
-    """False: no projection has a bias. For biases, take llama."""
+    """False: no projection has a bias. For biases, use llama."""
 
     sliding_from_layer: Literal[0] = 0
-    """0: all layers slide, if there is a window."""
+    """0: if there is a window, all layers use it."""
 
 
 class Qwen2Config(DenseConfig):
-    """Qwen2 and Qwen2.5 (Qwen team 2024, "Qwen2.5 Technical Report"): queries, keys and values have biases."""
+    """Qwen2 and Qwen2.5 (Qwen team 2024, "Qwen2.5 Technical Report"): biases of queries, keys and values."""
 
     presets: ClassVar[Presets] = QWEN2
 
@@ -58,10 +58,10 @@ class Qwen2Config(DenseConfig):
     """A published size of Qwen2.5: 0.5b, 1.5b, 3b, 7b, 14b, 32b or 72b. Fills every field that is not given."""
 
     attention_bias: Literal[True] = True
-    """True: the projections of queries, keys and values have biases."""
+    """True: the query, key and value projections have biases."""
 
     def biased_projections(self) -> frozenset[str]:
-        """Names of the projections of attention that have a bias."""
+        """Names of the attention projections that have a bias."""
         return frozenset({"q_proj", "k_proj", "v_proj"})
 
 
@@ -69,7 +69,7 @@ def stage_cost(config: DenseConfig, stage: Stage, share: Share) -> StageCost:
     """Cost of a stage.
 
     Raises:
-        BuildError: ranks cannot share it.
+        BuildError: the ranks cannot shard the stage.
     """
     return dense_cost(config, stage, share, head_norms=False)
 

@@ -19,11 +19,11 @@ _WINDOWS = {"layer_types", "max_window_layers", "use_sliding_window"}
 
 
 class _Format(DecoderFormat[C]):
-    #: Key and value heads where a file states none; ``None`` for as many as query heads.
+    #: Default number of key and value heads for files without the field; ``None``: as many as query heads.
     key_value_heads: ClassVar[int | None] = None
 
     def special_json(self, config: C) -> dict[str, Any]:
-        """Write the sizes of feed-forward layers."""
+        """Write the size of feed-forward layers."""
         return {"intermediate_size": config.intermediate_size}
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ class _Format(DecoderFormat[C]):
         return {"intermediate_size": data["intermediate_size"], "head_dim": data.get("head_dim") or 0}
 
     def config_from_json(self, data: Mapping[str, Any]) -> C:
-        """Read our config; what old files leave out is what transformers takes then."""
+        """Read a config; fields that old files lack get transformers' defaults."""
         heads = self.key_value_heads or data.get("num_attention_heads")
         absent = {"rope_theta": 10_000.0, "tie_word_embeddings": False, "num_key_value_heads": heads}
         stated = {name: value for name, value in data.items() if value is not None or name not in absent}
@@ -47,11 +47,11 @@ class LlamaHuggingFace(_Format[LlamaConfig]):
     config = LlamaConfig
 
     def special_json(self, config: LlamaConfig) -> dict[str, Any]:
-        """Write whether projections have biases, besides."""
+        """Add whether projections have biases."""
         return super().special_json(config) | {"attention_bias": config.attention_bias}
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Read whether projections have biases, besides."""
+        """Also read whether projections have biases."""
         return super().special_fields(data) | {"attention_bias": flag(data, "attention_bias")}
 
 
@@ -65,11 +65,11 @@ class MistralHuggingFace(_Format[MistralConfig]):
     key_value_heads = 8
 
     def special_json(self, config: MistralConfig) -> dict[str, Any]:
-        """Write the window, besides."""
+        """Add the window."""
         return super().special_json(config) | {"sliding_window": config.sliding_window}
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the window, besides: 4096 if none is stated."""
+        """Also read the window: 4096 if the file states none."""
         return super().special_fields(data) | {"sliding_window": data.get("sliding_window", 4096)}
 
 
@@ -81,10 +81,10 @@ class Qwen2HuggingFace(_Format[Qwen2Config]):
     key_value_heads = 32
 
     def special_json(self, config: Qwen2Config) -> dict[str, Any]:
-        """Write which layers slide, besides."""
+        """Add which layers use the window."""
         return super().special_json(config) | late_windows_json(config)
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Read which layers slide, besides."""
+        """Also read which layers use the window."""
         window, first = late_windows(data, self.family)
         return super().special_fields(data) | {"sliding_window": window, "sliding_from_layer": first}

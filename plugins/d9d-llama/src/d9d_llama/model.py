@@ -9,11 +9,11 @@ from d9d_nn.decoder.model import DecoderModel
 
 
 class LlamaBlock(DecoderBlock):
-    """Block of attention without head norms, and SwiGLU.
+    """Transformer block: attention without head norms, then SwiGLU.
 
     Args:
         config: config of the whole model.
-        layer: index in the whole model.
+        layer: index of the layer in the whole model.
     """
 
     def __init__(self, config: DenseConfig, layer: int) -> None:

@@ -1,4 +1,4 @@
-"""Declaration of the models ``llama``, ``mistral`` and ``qwen2``."""
+"""Plugin declaration of the models ``llama``, ``mistral`` and ``qwen2``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ D9D_API = 2
 
 @hookimpl
 def d9d_models() -> Iterable[ModelSpec]:
-    """Dense models of grouped queries, rotary positions and SwiGLU."""
+    """Dense models with grouped-query attention, rotary positions and SwiGLU."""
     for name, prefix, summary in (
-        ("llama", "Llama", "Llama 3: grouped queries, rotary positions, SwiGLU."),
+        ("llama", "Llama", "Llama 3: grouped-query attention, rotary positions, SwiGLU."),
         ("mistral", "Mistral", "Mistral: as llama, with a sliding window in all layers or none."),
         ("qwen2", "Qwen2", "Qwen2 and Qwen2.5: as llama, with biases of queries, keys and values."),
     ):

@@ -9,13 +9,13 @@ from pydantic import Field
 
 
 class MlflowConfig(PluginConfig):
-    """MLflow: runs on a server, or in a store in the run's directory."""
+    """MLflow: runs on a server, or in a database in the run's directory."""
 
     name: Literal["mlflow"] = "mlflow"
     """Selects this tracker."""
     experiment: Annotated[str, Field(min_length=1)] = "d9d"
-    """Experiment that the run belongs to; it is created when it is missing."""
+    """Experiment to file the run under; created if it does not exist."""
     tracking_uri: str | None = None
-    """Address of the server or the store, as ``MLFLOW_TRACKING_URI`` has it; by default ``<run>/mlflow.db``."""
+    """Address of the server or store, in the form of ``MLFLOW_TRACKING_URI``; by default ``<run>/mlflow.db``."""
     lost_run: Literal["off", "new"] = "off"
-    """Policy of a resumed job whose run is gone from the store: ``off`` (an error, and no tracking), or ``new``."""
+    """Policy of a resumed job whose MLflow run no longer exists: ``off`` (an error, and no tracking), or ``new``."""

@@ -1,4 +1,4 @@
-"""Declaration of the tracker ``mlflow``."""
+"""Plugin declaration of the tracker ``mlflow``."""
 
 from __future__ import annotations
 

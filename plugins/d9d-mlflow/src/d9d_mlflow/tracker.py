@@ -25,9 +25,9 @@ from mlflow.tracking import MlflowClient
 
 from d9d_mlflow.config import MlflowConfig
 
-#: Limits of MLflow's interface: metrics and parameters of one call, and characters of a parameter.
+#: Limits of MLflow's API: metrics per call, parameters per call, and characters of a parameter value.
 _METRICS, _PARAMS, _LENGTH = 1000, 100, 6000
-_NAME = 250  # bytes
+_NAME = 250  # bytes of a name
 _STORE = "mlflow.db"
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
@@ -39,10 +39,10 @@ class MlflowTracker:
         self._config = config
 
     def open(self, run: RunInfo, state: State | None) -> MlflowRun:
-        """Create a run, or go on with the one whose id was saved.
+        """Create a run, or resume the run whose id is in ``state``.
 
         Raises:
-            PluginError: the store cannot be reached or written, or the run is gone.
+            PluginError: the store cannot be reached or written, or the run no longer exists.
         """
         uri = self._config.tracking_uri
         try:
@@ -56,15 +56,15 @@ class MlflowTracker:
             return found or self._created(client, run)
         except PluginError:
             raise
-        except Exception as error:  # of several libraries
+        except Exception as error:  # MLflow and its dependencies raise many types
             where = uri or run.directory
             raise PluginError(
                 f"the MLflow store {where} does not work: {_first_line(error)}; set tracking_uri of the tracker "
-                "'mlflow' to one that can be written"
+                "'mlflow' to a writable one"
             ) from error
 
     def _continued(self, client: MlflowClient, run_id: str) -> MlflowRun | None:
-        """The saved run with the last step of each of its series; ``None`` if a new one shall take its place."""
+        """The saved run with the last step of each of its series; ``None`` to start a new run instead."""
         try:
             known = client.get_run(run_id)
         except MlflowException as error:
@@ -72,17 +72,17 @@ class MlflowTracker:
                 raise
             known = None
         if known is None or known.info.lifecycle_stage != "active":
-            text = f"MLflow has no run '{run_id}' (any more), which this job had begun"
+            text = f"MLflow no longer has the run '{run_id}' of this job"
             if self._config.lost_run == "off":
                 raise PluginError(
                     f"{text}; restore it with 'mlflow runs restore', or set 'lost_run: new' of the tracker 'mlflow' to "
                     "go on in a new run"
                 )
             with suppress(OSError):
-                print(f"warning: {text}; a new run takes its place", file=sys.stderr, flush=True)  # noqa: T201
+                print(f"warning: {text}; a new run replaces it", file=sys.stderr, flush=True)  # noqa: T201
             return None
         client.update_run(run_id, status="RUNNING")
-        # Nothing can be removed from a store, so what it has after the checkpoint stays, and is not written twice.
+        # MLflow cannot remove points, so points after the checkpoint stay, and are not written a second time.
         last, latest = dict[str, int](), 0
         for name in known.data.metrics:
             points = client.get_metric_history(run_id, name)
@@ -115,11 +115,11 @@ class MlflowRun:
     """Open run of the tracker ``mlflow``.
 
     Args:
-        client: of the store.
-        run_id: the run in it.
-        last: the last step of each series that the store has; no series gets that one or an earlier one again.
-        latest: time of the latest point, in milliseconds. Stores sort by time, so that no point gets an earlier one,
-            also where the clock has been set back.
+        client: client of the store.
+        run_id: id of the run.
+        last: last step of each series in the store; this step and earlier ones are not written again.
+        latest: time of the latest point, in milliseconds. Stores sort by time, so no point gets an earlier time, even
+            after the clock was set back.
     """
 
     def __init__(self, client: MlflowClient, run_id: str, last: Mapping[str, int], latest: int = 0) -> None:
@@ -139,22 +139,22 @@ class MlflowRun:
             self._client.log_batch(self._run_id, params=part)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one point per series that has none of this step or a later one."""
+        """Write one point for each series whose last step is earlier than this one."""
         self._check()
         self._latest = now = max(self._latest, int(time.time() * 1000))
         new = {_name(name): value for name, value in values.items() if step > self._last.get(_name(name), -1)}
         for part in _parts([Metric(name, value, now, step) for name, value in new.items()], _METRICS):
             self._client.log_batch(self._run_id, metrics=part)
-            self._last |= {metric.key: step for metric in part}  # a later part may fail, and is tried again
+            self._last |= {metric.key: step for metric in part}  # at once: a later part may fail and be retried
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Keep each as the artifact ``texts/<name>/<step>.txt``."""
+        """Store each text as the artifact ``texts/<name>/<step>.txt``."""
         self._check()
         for name, text in texts.items():
             self._client.log_text(self._run_id, text, f"texts/{_folder(name)}/{step}.txt")
 
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
-        """Keep each as the artifact ``tables/<name>/<step>.json``, which MLflow shows as a table."""
+        """Store each table as the artifact ``tables/<name>/<step>.json``, which MLflow shows as a table."""
         self._check()
         for name, table in tables.items():
             rows, columns = table.values.shape
@@ -165,7 +165,7 @@ class MlflowRun:
             self._client.log_text(self._run_id, json.dumps(content), f"tables/{_folder(name)}/{step}.json")
 
     def write_pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
-        """Keep each as the artifact ``pictures/<name>/<step>.png``."""
+        """Store each picture as the artifact ``pictures/<name>/<step>.png``."""
         self._check()
         for name, picture in pictures.items():
             with tempfile.TemporaryDirectory() as folder:
@@ -174,21 +174,21 @@ class MlflowRun:
                 self._client.log_artifact(self._run_id, str(path), f"pictures/{_folder(name)}")
 
     def write_files(self, step: int, files: Mapping[str, Path]) -> None:
-        """Keep each as an artifact in ``files/<name>/<step>``."""
+        """Store each file as an artifact in ``files/<name>/<step>``."""
         self._check()
         for name, path in files.items():
             self._client.log_artifact(self._run_id, str(path), f"files/{_folder(name)}/{step}")
 
     def flush(self) -> None:
-        """Do nothing: each write is in the store when it returns."""
+        """Do nothing: each write has reached the store when it returns."""
         self._check()
 
     def state(self) -> State:
-        """Id of the run."""
+        """Id of the run, for resuming."""
         return {"run_id": self._run_id}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        """Tell the store how the run ended."""
+        """Store the final status of the run."""
         if self._open:
             self._open = False
             self._client.set_terminated(self._run_id, _STATUS[status])
@@ -199,23 +199,23 @@ class MlflowRun:
 
 
 def _name(name: str) -> str:
-    """Name with the characters that MLflow takes, others by their code: ``a:b`` is ``a_x3a_b``.
+    """Name with the characters that MLflow allows; other characters become their code: ``a:b`` is ``a_x3a_b``.
 
-    No two names become one: ``_x`` itself is ``_x5f_x``, and a long name ends in a digest.
+    Different names stay different: ``_x`` itself becomes ``_x5f_x``, and a long name ends in a digest.
     """
     coded = re.sub(r"[^\w\-. /]|_(?=x)", lambda found: f"_x{ord(found[0]):x}_", name)
     return shortened(coded, _NAME).replace("~", "_")
 
 
 def _folder(name: str) -> str:
-    """Name as a folder of artifacts: a part of it such as ``7.txt`` would be where another series has a file."""
+    """Name as an artifact folder: a part such as ``7.txt``, which could be the file of another series, is escaped."""
     return "/".join(re.sub(r"^(\d+)\.(?=(txt|json|png)$)", r"\1_x2e_", part) for part in _name(name).split("/"))
 
 
 def _make_store(path: Path) -> None:
-    """Make the database of a run, under another name until its tables are complete.
+    """Create the database of a run, under a temporary name until its tables are complete.
 
-    MLflow makes them in many steps, and cannot open a database again whose making was cut short.
+    MLflow creates the tables in many steps, and cannot open a database in which some of them are missing.
     """
     if path.exists():
         return
@@ -224,7 +224,7 @@ def _make_store(path: Path) -> None:
     prefix = f".{path.name}.begun-"
     for rest in path.parent.glob(f"{prefix}*"):
         rest.unlink()
-    # A new name each time: MLflow keeps connections by name, also to a file that is gone.
+    # A new name each time: MLflow caches connections by name, even if the file is gone.
     begun = path.with_name(prefix + secrets.token_hex(4))
     store: Any = SqlAlchemyStore(f"sqlite:///{begun}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)  # type: ignore[no-untyped-call]
     store.engine.dispose()

@@ -1,1 +1,1 @@
-"""Backends of the ops ``rms_norm`` and ``swiglu`` by the library QuACK."""
+"""Backends of the ops ``rms_norm``, ``swiglu`` and ``grouped_linear`` by the library QuACK."""

@@ -1,4 +1,4 @@
-"""Backend ``quack`` of the op ``grouped_linear``: products whose rows are those of one expert after the other.
+"""Backend ``quack`` of the op ``grouped_linear``: matrix products over rows that are sorted by expert.
 
 Shapes: R rows, E experts, I features in, O features out.
 """
@@ -19,18 +19,18 @@ from d9d_nn.ops.grouped_linear import autocast_operands, boundaries, clear, pack
 from torch import Tensor
 from torch.nn import functional
 
-#: What products are called with.
+#: Arguments that ``quack.gemm_interface.gemm`` must accept.
 _ARGUMENTS = ("cu_seqlens_m", "cu_seqlens_k", "dynamic_scheduler", "tuned")
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function; it is the same for all signatures. Imports the library, which takes seconds, before a step.
+    """Entry point of the backend. Imports the library here, which takes seconds, and not in the first step.
 
     Raises:
-        BuildError: the library takes no rows of several experts.
-        ImportError: it cannot be imported.
+        BuildError: this release of the library does not support rows of several experts.
+        ImportError: the library cannot be imported.
     """
-    with warnings.catch_warnings():  # of the libraries that it imports: its authors' business
+    with warnings.catch_warnings():  # deprecation warnings of the library's dependencies
         warnings.simplefilter("ignore", DeprecationWarning)
         from quack.gemm_interface import gemm
     known = inspect.signature(gemm).parameters
@@ -65,17 +65,18 @@ def grouped_linear(
 
 @torch.library.custom_op("d9d_quack::grouped_linear", mutates_args=())
 def _forward(x: Tensor, bank: Tensor, starts: Tensor, spare: Tensor | None) -> Tensor:
-    """Rows [R, I] times the matrices [E, I, O] of their experts: [R, O].
+    """Multiply rows [R, I] by the matrices [E, I, O] of their experts: [R, O].
 
-    ``starts`` are int32 [E + 1], the first row of each expert and the end of the last; ``spare`` is bool [R, 1].
+    ``starts``: int32 [E + 1], first row of each expert and end of the last; ``spare``: bool [R, 1], padding rows.
     """
     return _multiply(x, bank, starts, spare)
 
 
-# Two ops, as a compiler fuses what goes into one of them with what comes out of the other.
+# Two custom ops: one op would keep the compiler from fusing operations before one of them with operations after the
+# other.
 @torch.library.custom_op("d9d_quack::grouped_linear_rows_gradient", mutates_args=())
 def _rows_gradient(grad: Tensor, bank: Tensor, starts: Tensor, spare: Tensor | None) -> Tensor:
-    """Gradient of rows [R, I], of that of the result [R, O]."""
+    """Gradient of rows [R, I], from the gradient of the result [R, O]."""
     return _multiply(grad, bank.mT, starts, spare)
 
 
@@ -84,13 +85,13 @@ def _bank_gradient(x: Tensor, grad: Tensor, starts: Tensor) -> Tensor:
     """Gradient of the bank [E, I, O]."""
     from quack.gemm_interface import gemm
 
-    # Programs take the next tile when they are done with one, as experts have unequal numbers of rows.
+    # Dynamic scheduling, because experts have unequal numbers of rows.
     out: Tensor = gemm(x.mT, grad, cu_seqlens_k=starts, dynamic_scheduler=True, tuned=False)
     return out
 
 
 def _multiply(rows: Tensor, matrices: Tensor, starts: Tensor, spare: Tensor | None) -> Tensor:
-    # Takes seconds, and is not needed to refuse.
+    # Imported here, because it takes seconds and the conditions of the backend do not need it.
     from quack.gemm_interface import gemm
 
     return clear(gemm(rows, matrices, cu_seqlens_m=starts, tuned=False), spare)

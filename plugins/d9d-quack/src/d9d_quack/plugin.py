@@ -1,4 +1,4 @@
-"""Declaration of the backends by QuACK."""
+"""Plugin declaration of the QuACK backends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
     )
     yield KernelSpec(
         name="quack",
-        summary="SwiGLU layer of QuACK, whose products compute the gate too: Hopper and Blackwell. Only by name.",
+        summary="SwiGLU layer of QuACK, with the gate computed in the products: Hopper and Blackwell. Only by name.",
         op="swiglu",
         supports=Ref("d9d_quack.rules:swiglu"),
         build=Ref("d9d_quack.swiglu:build"),

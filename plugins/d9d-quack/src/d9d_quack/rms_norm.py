@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 def build(_signature: OpSignature) -> RmsNorm:
-    """Backend function; it is the same for all signatures."""
-    # Takes seconds, and is not needed to refuse.
+    """Entry point of the backend, the same for every signature."""
+    # Imported here, because it takes seconds and the conditions of the backend do not need it.
     from quack.rmsnorm import rmsnorm
 
     return RmsNorm(rmsnorm)
@@ -34,7 +34,7 @@ class RmsNorm:
 
         Args:
             x: [..., D].
-            weight: [D], in any of the number formats, whatever that of x.
+            weight: [D], in any floating-point dtype.
             eps: added to the mean square.
 
         Returns:

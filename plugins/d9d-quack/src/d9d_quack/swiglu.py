@@ -1,8 +1,8 @@
-"""Backend ``quack`` of the op ``swiglu``: the gate is computed where a product leaves its result.
+"""Backend ``quack`` of the op ``swiglu``: the gate is computed in the epilogue of a product.
 
-The first product has the gate and up projections side by side, and writes what it computed for the backward, and the
-gated product of both. The backward's first product, the gradient of what was gated, reads the former and writes the
-gradients of both, and once more what was gated. So neither direction has a pass of its own over memory.
+The first product computes the gate and up projections together; it writes both for the backward, and the gated
+activations. The backward's first product, the gradient of the gated activations, reads gate and up in its epilogue and
+writes both gradients and the gated activations again. So neither direction has an extra pass over memory.
 
 Shapes: M rows, H features, I features inside.
 """
@@ -21,8 +21,8 @@ _FLOATS = (torch.bfloat16, torch.float16)
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function; it is the same for all signatures. Imports the library, which takes seconds, before a step."""
-    with warnings.catch_warnings():  # of the libraries that it imports: its authors' business
+    """Entry point of the backend. Imports the library here, which takes seconds, and not in the first step."""
+    with warnings.catch_warnings():  # deprecation warnings of the library's dependencies
         warnings.simplefilter("ignore", DeprecationWarning)
         import quack.gemm_interface  # noqa: F401
     return swiglu
@@ -33,7 +33,7 @@ def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tenso
 
     Args:
         x: [..., H], bfloat16 or float16.
-        gate_weight: [I, H], as all others in the dtype of ``x``.
+        gate_weight: [I, H]; all weights in the dtype of ``x``.
         up_weight: [I, H].
         down_weight: [H, I].
 
@@ -41,7 +41,7 @@ def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tenso
         [..., H].
 
     Raises:
-        TypeError: another dtype, or more than one.
+        TypeError: the dtype is not supported, or the dtypes differ.
     """
     tensors = (x, gate_weight, up_weight, down_weight)
     found = {tensor.dtype for tensor in tensors}
@@ -49,9 +49,9 @@ def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tenso
         names = ", ".join(sorted(str(dtype) for dtype in found))
         raise TypeError(f"swiglu.quack: x and its weights must all be bfloat16, or all float16, not {names}")
     rows = x.reshape(-1, x.shape[-1])
-    if not rows.numel():  # nothing to launch, but a graph that leads to all of them
+    if not rows.numel():  # nothing to launch, but the result must be connected to all inputs for autograd
         return (rows @ gate_weight.T * (rows @ up_weight.T) @ down_weight.T).view(x.shape)
-    # Tensor copies read rows of features that follow each other.
+    # Tensor copies need contiguous features.
     packed = (tensor.contiguous() for tensor in (rows, gate_weight, up_weight, down_weight))
     out: Tensor = _forward(*packed)[0]
     return out.view(x.shape)
@@ -59,8 +59,8 @@ def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tenso
 
 @torch.library.custom_op("d9d_quack::swiglu", mutates_args=())
 def _forward(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Layer of rows [M, H]: result [M, H], and gate and up [M, 2 I] in turns for the backward."""
-    # Takes seconds, and is not needed to refuse.
+    """Output [M, H] of the layer for rows [M, H]; gate and up [M, 2 I], interleaved, for the backward."""
+    # Imported here, because it takes seconds and the conditions of the backend do not need it.
     from quack.gemm_interface import gemm_gated
 
     weight = torch.cat([gate_weight, up_weight])
@@ -78,19 +78,19 @@ def _backward(
     both: Tensor,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of rows [M, H], of gate and up one behind the other [2 I, H], and of down [H, I]; empty if not needed.
+    """Gradients of rows [M, H], of gate and up concatenated [2 I, H], and of down [H, I]; empty if not needed.
 
-    ``needed`` says so for each of the four arguments of the forward.
+    ``needed``: for each of the forward's four arguments, whether its gradient is needed.
     """
     from quack.gemm_interface import gemm, gemm_dgated
 
     grads = [rows.new_empty(0) for _ in range(3)]
-    # Programs take the next tile when they are done with one, which changes no tile.
+    # Dynamic scheduling does not change any tile, so results stay the same.
     differentiated, gated = gemm_dgated(
         grad, down_weight, both, activation="swiglu", dynamic_scheduler=True, tuned=False
     )
     if needed[0]:
-        weight = torch.stack([gate_weight, up_weight], 1).view(-1, rows.shape[1])  # in turns, as the gradients
+        weight = torch.stack([gate_weight, up_weight], 1).view(-1, rows.shape[1])  # interleaved like the gradients
         grads[0] = differentiated @ weight
     if needed[1] or needed[2]:
         grads[1] = gemm(differentiated.T, rows, dynamic_scheduler=True, tuned=False, concat_layout=("out",))

@@ -22,11 +22,11 @@ from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 
 
 class Qwen3Block(DecoderBlock):
-    """Block of attention with head norms, and SwiGLU.
+    """Transformer block: attention with head norms, then SwiGLU.
 
     Args:
         config: config of the whole model.
-        layer: index in the whole model.
+        layer: index of the layer in the whole model.
     """
 
     def __init__(self, config: AnyQwen3Config, layer: int) -> None:
@@ -34,11 +34,11 @@ class Qwen3Block(DecoderBlock):
 
 
 class Qwen3MoeBlock(DecoderBlock):
-    """Block of Qwen3-MoE: attention with head norms, and experts.
+    """Transformer block of Qwen3-MoE: attention with head norms, then experts.
 
     Args:
         config: config of the whole model.
-        layer: index in the whole model.
+        layer: index of the layer in the whole model.
     """
 
     routes: ClassVar[bool] = True
@@ -53,15 +53,15 @@ class Qwen3MoeBlock(DecoderBlock):
         documents: AttentionMasks | Tensor | None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """Map [B, S, H] to [B, S, H]; experts leave out ``padding``, bool [B, S]."""
+        """Map [B, S, H] to [B, S, H]; experts skip tokens marked in ``padding``, bool [B, S]."""
         normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
         attended = self.attention(normed, rotation, documents)  # [B, S, H]
-        normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: of the sum, and the sum
+        normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: norm of the sum, and the sum
         return hidden + self.ffn(normed, padding)  # type: ignore[no-any-return]  # [B, S, H]
 
 
 def build_block(config: AnyQwen3Config, layer: int) -> DecoderBlock:
-    """Build the layer of an index in the whole model."""
+    """Build one layer by its index in the whole model."""
     if isinstance(config, Qwen3MoeConfig) and config.has_experts(layer):
         return Qwen3MoeBlock(config, layer)
     return Qwen3Block(config, layer)

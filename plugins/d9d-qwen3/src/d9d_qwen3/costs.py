@@ -15,7 +15,7 @@ def stage_cost(config: AnyQwen3Config, stage: Stage, share: Share) -> StageCost:
     """Cost of a stage.
 
     Raises:
-        BuildError: ranks cannot share it.
+        BuildError: the ranks cannot shard the stage.
     """
     if not isinstance(config, Qwen3MoeConfig):
         return dense_cost(config, stage, share, head_norms=True)
@@ -25,7 +25,7 @@ def stage_cost(config: AnyQwen3Config, stage: Stage, share: Share) -> StageCost:
 
 
 def _feed_forward(config: Qwen3MoeConfig, layer: int, share: Share) -> FeedForwardCost:
-    """Cost of router and experts; of SwiGLU in a dense layer."""
+    """Cost of router and experts; in a dense layer, of the SwiGLU."""
     if not config.has_experts(layer):
         return swiglu_cost(config, layer, share)
     hidden, inside, width = config.hidden_size, config.moe_intermediate_size, share.width
@@ -47,7 +47,7 @@ def _feed_forward(config: Qwen3MoeConfig, layer: int, share: Share) -> FeedForwa
         ops,
         hidden * config.num_experts,
         3 * experts * hidden * inside,
-        # Of outputs of experts and their gradients, and of gate and up.
+        # Workspace of the experts' outputs and their gradients, and of gate and up.
         2 * width * rows * (hidden + inside) + sent.workspace,
         sent.exchanges,
         sent.backward_exchanges,

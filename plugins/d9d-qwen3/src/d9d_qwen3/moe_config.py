@@ -30,32 +30,33 @@ class Qwen3MoeConfig(DecoderConfig):
     """A published size: 30b-a3b or 235b-a22b. Fills every field that is not given."""
 
     num_experts: int = Field(gt=0)
-    """Experts of a layer."""
+    """Number of experts in a layer."""
 
     experts_per_token: int = Field(gt=0)
-    """How many experts compute a token."""
+    """Number of experts that compute a token."""
 
     moe_intermediate_size: int = Field(gt=0)
-    """Features inside an expert."""
+    """Hidden features of an expert."""
 
     renormalise: bool = True
     """Divide the weights of a token's experts by their sum. Hugging Face: ``norm_topk_prob``."""
 
     dense_layers: tuple[int, ...] = ()
-    """Layers with one feed-forward layer in place of experts. Hugging Face: ``mlp_only_layers``."""
+    """Layers with a dense feed-forward instead of experts. Hugging Face: ``mlp_only_layers``."""
 
     intermediate_size: int = Field(default=0, ge=0, validate_default=True)
-    """Features inside the feed-forward of dense layers; 0 takes as many as the experts of a token have together."""
+    """Hidden features of the feed-forward in dense layers; 0: as many as a token's experts have together."""
 
     balancing: tuple[Balancing, ...] = ()
-    """What keeps experts equally busy, of each kind at most one: auxiliary_loss, z_loss, bias_update."""
+    """Load-balancing methods, at most one of each kind: auxiliary_loss, z_loss, bias_update."""
 
     capacity: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Rows that an expert takes of a microbatch, as a multiple of its even share; it drops the others. Null for all."""
+    """Largest number of rows that an expert takes of a microbatch, as a multiple of its even share; further rows are
+    dropped. Null: no limit."""
 
     expert_files: ExpertFiles = "per_expert"
-    """How exported files hold experts: a tensor for each matrix of each expert, as published, or fused, two tensors a
-    layer, as transformers holds them in memory. Both are read."""
+    """Layout of experts in exported files: ``per_expert``, a tensor for each matrix of each expert, as published; or
+    ``fused``, two tensors per layer, as transformers holds them in memory. Both can be read."""
 
     @field_validator("experts_per_token")
     @classmethod
@@ -74,9 +75,9 @@ class Qwen3MoeConfig(DecoderConfig):
         if layers is None:
             return found
         if outside := [layer for layer in found if not 0 <= layer < layers]:
-            raise ValueError(f"there is no layer {outside[0]} in a model of {layers}; give 0 to {layers - 1}")
+            raise ValueError(f"there is no layer {outside[0]} in a model of {layers} layers; give 0 to {layers - 1}")
         if len(found) == layers:
-            raise ValueError(f"no layer of {layers} is left that has experts; take the model qwen3")
+            raise ValueError(f"all {layers} layers are dense, none has experts; use the model qwen3")
         return found
 
     @field_validator("balancing")
@@ -94,26 +95,26 @@ class Qwen3MoeConfig(DecoderConfig):
         return value if value or chosen is None or inside is None else chosen * inside
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer has experts."""
+        """Whether a layer has experts."""
         return layer not in self.dense_layers
 
     def feed_forward_parameters(self, layer: int) -> int:
-        """Number of weights that one token uses: of its experts and the router; of the SwiGLU of a dense layer."""
+        """Number of weights that one token uses: its experts and the router, or the SwiGLU of a dense layer."""
         if not self.has_experts(layer):
             return 3 * self.hidden_size * self.intermediate_size
         return self.hidden_size * (3 * self.experts_per_token * self.moe_intermediate_size + self.num_experts)
 
     def kind(self, layer: int) -> Hashable:
-        """Key that is equal for layers that are built alike."""
+        """Key that is equal for layers of the same structure."""
         return self.window(layer), self.has_experts(layer)
 
     @property
     def has_selection_bias(self) -> bool:
-        """Whether each router has a bias that balancing moves."""
+        """Whether each router has a bias that balancing updates."""
         return any(isinstance(balancing, BiasUpdateConfig) for balancing in self.balancing)
 
     def check_resume(self, saved: Mapping[str, Any]) -> None:
-        """Refuse to resume routers with a selection bias from those without, and the other way round."""
+        """Raise if a checkpoint with selection biases is resumed without them, or the other way round."""
         had = any(balancing["name"] == "bias_update" for balancing in saved.get("balancing", ()))
         if had and not self.has_selection_bias:
             raise ValueError(
@@ -122,12 +123,12 @@ class Qwen3MoeConfig(DecoderConfig):
             )
         if self.has_selection_bias and not had:
             raise ValueError(
-                "balancing: the checkpoint lacks the selection_bias that bias_update moves; "
+                "balancing: the checkpoint lacks the selection_bias that bias_update updates; "
                 "remove bias_update, or use another run.name"
             )
 
 
-#: Configs that the same classes of modules take.
+#: Config types that the same module classes accept.
 AnyQwen3Config = Qwen3Config | Qwen3MoeConfig
 
 

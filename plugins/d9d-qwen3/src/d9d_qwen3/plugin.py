@@ -1,4 +1,4 @@
-"""Declaration of the models ``qwen3`` and ``qwen3_moe``."""
+"""Plugin declaration of the models ``qwen3`` and ``qwen3_moe``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def d9d_models() -> Iterable[ModelSpec]:
     """Qwen3 models, dense and with experts."""
     yield ModelSpec(
         name="qwen3",
-        summary="Qwen3 dense: grouped queries with head norms, rotary positions, SwiGLU.",
+        summary="Qwen3 dense: grouped-query attention with head norms, rotary positions, SwiGLU.",
         config=Ref("d9d_qwen3.config:Qwen3Config"),
         build=Ref("d9d_qwen3.model:Qwen3"),
         hugging_face=Ref("d9d_qwen3.hugging_face.dense:Qwen3HuggingFace"),
@@ -26,7 +26,7 @@ def d9d_models() -> Iterable[ModelSpec]:
     )
     yield ModelSpec(
         name="qwen3_moe",
-        summary="Qwen3 with mixtures of experts: as qwen3, each token computed by a few of many SwiGLU experts.",
+        summary="Qwen3 with mixtures of experts: as qwen3, but a few of many SwiGLU experts compute each token.",
         config=Ref("d9d_qwen3.moe_config:Qwen3MoeConfig"),
         build=Ref("d9d_qwen3.model:Qwen3"),
         hugging_face=Ref("d9d_qwen3.hugging_face.moe:Qwen3MoeHuggingFace"),

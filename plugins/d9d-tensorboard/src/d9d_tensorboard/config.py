@@ -17,4 +17,4 @@ class TensorBoardConfig(PluginConfig):
     log_dir: Path | None = None
     """Directory of the event files, which runs may share; by default ``<run>/tensorboard``."""
     flush_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
-    """Seconds after which other processes see what was logged; before each checkpoint, they see all of it."""
+    """Longest delay in seconds until other processes see logged values; a checkpoint also flushes them."""

@@ -1,4 +1,4 @@
-"""Declaration of the tracker ``tensorboard``."""
+"""Plugin declaration of the tracker ``tensorboard``."""
 
 from __future__ import annotations
 

@@ -34,15 +34,15 @@ class TensorBoardTracker:
         self._config = config
 
     def open(self, run: RunInfo, state: State | None) -> TensorBoardRun:
-        """Open a new event file, once what older ones of this run have after the checkpoint is cut out of them.
+        """Open a new event file, after removing the events after the checkpoint from this run's older files.
 
-        The new one also tells readers that have seen it to drop it.
+        The new file also tells readers that have already loaded the removed events to drop them.
 
         Raises:
             PluginError: the directory cannot be written.
         """
         directory = self._config.log_dir or run.directory / "tensorboard"
-        purge_step = run.resumed_step + 1 if run.resumed_step else 0  # a new one has a summary at step 0
+        purge_step = run.resumed_step + 1 if run.resumed_step else 0  # a new run has a summary at step 0
         try:
             directory.mkdir(parents=True, exist_ok=True)
             suffix = _suffix(run, self._config)
@@ -53,7 +53,7 @@ class TensorBoardTracker:
         except OSError as error:
             raise PluginError(
                 f"{directory} cannot be written ({error.strerror}); set log_dir of the tracker 'tensorboard' to a "
-                "directory that can"
+                "writable directory"
             ) from error
         start = SessionLog(status=SessionLog.START)
         for event in (Event(step=purge_step, file_version="brain.Event:2"), Event(step=purge_step, session_log=start)):
@@ -68,8 +68,8 @@ class TensorBoardRun:
     """Open run of the tracker ``tensorboard``.
 
     Args:
-        writer: of the event file.
-        values: how many values older files have.
+        writer: writer of the event file.
+        values: number of values in older files of the run.
         kinds: tag -> kind of its values in older files.
     """
 
@@ -96,7 +96,7 @@ class TensorBoardRun:
         self._add([summary.scalar(self._tag(name, "number"), value) for name, value in values.items()], step)
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Write histograms by their counts; moments are those of the centres of the bins."""
+        """Write histograms from their counts; their moments are computed from the centres of the bins."""
         self._check()
         parts = []
         for name, histogram in histograms.items():
@@ -144,12 +144,12 @@ class TensorBoardRun:
             self.write_texts(step, {name: f"{table.unit}\n\n{_markdown(head, body)}"})
 
     def flush(self) -> None:
-        """Hand everything to the file system."""
+        """Flush the event file."""
         self._check()
         self._writer.flush()
 
     def state(self) -> State:
-        """Number of values: what is logged after a checkpoint and before the next step has the same step."""
+        """Number of values written so far: values logged after a checkpoint and before the next step share its step."""
         return {"values": self._values}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:  # noqa: ARG002 - files have no status
@@ -159,30 +159,30 @@ class TensorBoardRun:
             self._writer.close()
 
     def _tag(self, name: str, kind: str, ending: str = "") -> str:
-        """Name of a series in the files, where one of another kind may have it already; readers take one kind a tag."""
+        """Tag of a series; with a suffix if the tag has values of another kind, as readers expect one kind per tag."""
         if self._kinds.setdefault(f"{name}{ending}", kind) == kind:
             return str(name)
         self._kinds[f"{name} ({kind}){ending}"] = kind
         return f"{name} ({kind})"
 
     def _add(self, values: Sequence[Summary], step: int) -> None:
-        """Add values of one call, once all are made: the hub tries again, one by one, if one cannot be."""
+        """Add the values of one call, after all have been converted: if one fails, the hub retries them one by one."""
         for value in values:
             self._values += 1
             self._writer.write(Event(step=step, summary=value))
 
     def _check(self) -> None:
-        if not self._open:  # the writer would begin another file
+        if not self._open:  # the writer would start another file
             raise ValueError("the run is closed")
 
 
 class _EventFile:
-    """Event file that comes after all others of its directory, whatever the clock says: readers go by the names.
+    """Event file whose name sorts after all others of its directory, whatever the clock says: readers order by name.
 
     Args:
-        directory: of the files.
-        suffix: of the name.
-        flush_seconds: time after which a write is flushed.
+        directory: directory of the event files.
+        suffix: suffix of the file name.
+        flush_seconds: time after which a write flushes the file.
     """
 
     def __init__(self, directory: Path, suffix: str, flush_seconds: float) -> None:
@@ -195,14 +195,14 @@ class _EventFile:
         self._flushed = time.monotonic()
 
     def write(self, event: Event) -> None:
-        """Write an event, with the time of now."""
+        """Write an event with the current time."""
         event.wall_time = time.time()
         self._writer.write(event.SerializeToString())
         if time.monotonic() - self._flushed >= self._flush_seconds:
             self.flush()
 
     def flush(self) -> None:
-        """Hand everything to the file system."""
+        """Flush the event file."""
         self._writer.flush()
         self._flushed = time.monotonic()
 
@@ -212,9 +212,10 @@ class _EventFile:
 
 
 def _suffix(run: RunInfo, config: TensorBoardConfig) -> str:
-    """Ending of this run's files, which tells them from those of other runs in a directory that the job file names.
+    """Suffix of this run's files, which distinguishes them from files of other runs in a configured directory.
 
-    Names of runs may be equal, or end alike; their directories are not equal. The default directory moves with the run.
+    It comes from the run's directory, because names of runs may be equal. In the default directory, which moves with
+    the run, it is constant.
     """
     if config.log_dir is None:
         return ".d9d"
@@ -222,13 +223,13 @@ def _suffix(run: RunInfo, config: TensorBoardConfig) -> str:
 
 
 def _cut(path: Path, step: int, most: int | None, kinds: dict[str, str]) -> int:
-    """Remove the events of a step and later ones: readers drop points by themselves, but not texts.
+    """Remove the events of a step and of later steps: readers drop such points themselves, but not texts.
 
-    Of the step before, what comes after so many values goes too, if that is known: it came after the checkpoint.
-    Kinds of the values that stay are added by tag.
+    If ``most`` is given, keep at most that many values: events of the previous step beyond them were written after the
+    checkpoint. Adds the kind of each remaining value to ``kinds``, by tag.
 
     Returns:
-        Number of values that stay.
+        Number of values that remain.
     """
     events = list(RawEventFileLoader(str(path)).Load())
     kept, values = list[bytes](), 0

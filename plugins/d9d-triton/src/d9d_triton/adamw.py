@@ -1,7 +1,7 @@
 """Backends of ``adamw`` and ``stochastic_adamw``: one launch updates all tensors of a group.
 
-A step reads gradients once, and reads and writes weights and moments once. Clipping's division, weight decay, the gate
-and the rounding happen on the way, so that its floor is these bytes over the memory's bandwidth.
+A step reads each gradient once, and reads and writes weights and moments once. Gradient clipping, weight decay, the
+gate and the rounding happen in the same pass, so the lower bound of the time is these bytes over the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from d9d_triton.support import interpreted
 if TYPE_CHECKING:
     from d9d_optim.optimizer.base import Batch
 
-#: Elements of a program: at 4.1 TB/s on an H200, where 4096 with 8 warps reach 3.7 (float32) or 2.8 (with rounding).
+#: Elements of one program. On an H200 this size reaches 4.1 TB/s; 4096 with 8 warps reaches 3.7 (float32) or 2.8
+#: (rounding).
 _BLOCK = 1024
 _WARPS = 4
-#: Interpreted programs take milliseconds each, whatever they compute.
+#: Block size for Triton's interpreter, which takes milliseconds for each program, whatever it computes.
 _BLOCK_INTERPRETED = 1 << 16
-#: Tensors whose step counts one program advances.
+#: Number of step counts that one program increments.
 _COUNTS = 128
 #: Bytes that a base address must be a multiple of for wide loads.
 _ALIGNMENT = 16
@@ -46,7 +47,7 @@ def build_stochastic(_signature: OpSignature) -> Callable[..., None]:
 
 
 class FusedAdamW:
-    """AdamW step of a batch of tensors by Triton; it keeps tables of where blocks of work begin.
+    """AdamW step of a batch of tensors by Triton; caches tables of the first block of each tensor.
 
     Args:
         stochastic: whether to round bfloat16 weights and moments stochastically. The batch then has the slot
@@ -70,9 +71,10 @@ class FusedAdamW:
 
         Args:
             batch: tensors of a group, of any dtypes.
-            betas: shares of the running averages that are kept.
+            betas: decay rates of the two running averages.
             eps: added to the root of the second moment.
-            starts: for stochastic rounding, int32 [1] of each tensor: position of its first element in the whole one.
+            starts: for stochastic rounding: int32 [1] for each tensor, the index of its first element in the full
+                tensor.
         """
         columns = [batch.params, batch.grads, batch.slots["exp_avg"], batch.slots["exp_avg_sq"], batch.slots["step"]]
         lower = batch.slots.get("lower_bits")
@@ -111,10 +113,11 @@ class FusedAdamW:
         aligned: bool,
         masters: bool,
     ) -> None:
-        """Update tensors of the same number formats."""
+        """Update tensors whose dtypes and alignment are equal."""
         device = rows[0][0].device
         sizes = tuple(row[0].numel() for row in rows)
-        # Gradients have other addresses in each step. The copy waits for nothing, as it is from pinned memory.
+        # Gradients have other addresses in each step. The table is in pinned memory, so that its copy does not block
+        # the host.
         table = torch.tensor(
             [*zip(*([tensor.data_ptr() for tensor in row] for row in rows), strict=True), sizes],
             dtype=torch.int64,
@@ -166,10 +169,10 @@ class FusedAdamW:
         )
 
 
-#: Number of the first tensors of a row: parameter, gradient and moments; and which of them is only read.
+#: Number of parameter-sized tensors at the start of a row (parameter, gradient, two moments); index of the gradient.
 _LARGE, _GRADIENT = 4, 1
 
 
 def _log2(beta: float) -> float:
-    # exp2(-inf * n) is the 0 that a beta of 0 leaves after n steps.
+    # A beta of 0 must give 0 after n steps: exp2(-inf * n).
     return math.log2(beta) if beta else -math.inf

@@ -1,7 +1,7 @@
 """Backend of the op ``add_rms_norm``: one pass over memory forward, and one backward for all gradients.
 
-The sum has two gradients: one through the norm, and one of the residual stream behind it. The kernel of the backward
-adds them where it has the first in registers, so that it reads three tensors and writes one.
+The sum has two gradients: one through the norm and one through the residual stream. The backward kernel adds them while
+the first is in registers, so that it reads three tensors and writes one.
 
 Shapes: ``...`` any leading dims, D features.
 """
@@ -20,7 +20,7 @@ from d9d_triton.rms_norm import fill_norm, rms_norm_backward
 
 
 def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Backend function; it is the same for all signatures."""
+    """Entry point of the backend, the same for every signature."""
     return add_rms_norm
 
 
@@ -34,15 +34,15 @@ def add_rms_norm(
         added: [..., D], of any strides; ``None`` for nothing.
         weight: [D].
         eps: added to the mean square.
-        dtype: of the norm, bfloat16, float16 or float32; by default that of the sum.
+        dtype: dtype of the norm, bfloat16, float16 or float32; by default the dtype of the sum.
 
     Returns:
-        The norm and the sum, [..., D], contiguous; the sum in the dtype that torch gives it. Without ``added`` the sum
-        has the memory of ``x``.
+        The norm and the sum, [..., D], contiguous; the sum in the promoted dtype of ``x`` and ``added``. Without
+        ``added`` the sum shares the memory of ``x``.
 
     Raises:
-        TypeError: a tensor is of a dtype that the kernel does not read.
-        ValueError: shapes do not fit together.
+        TypeError: the kernel does not support the dtype of a tensor.
+        ValueError: the shapes do not match.
     """
     found: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, added, weight, eps, dtype)
     return found
@@ -52,9 +52,9 @@ def add_rms_norm(
 def add_and_normalise(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """Custom op of :func:`add_rms_norm`, which has no gradients of its own.
+    """Custom op behind :func:`add_rms_norm`, without autograd.
 
-    It returns [0] in place of the sum where nothing is added: an op may not return what it was given.
+    Without ``added`` the second output is an empty tensor: a custom op may not return one of its inputs.
     """
     _check(x, added, weight)
     out, total = _outputs(x, added, dtype)
@@ -63,13 +63,13 @@ def add_and_normalise(
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """Function that has the gradients of norm and sum at once, even where the sum is ``x`` itself."""
+    """Autograd function that receives the gradients of norm and sum together, even where the sum is ``x`` itself."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)  # zeros as large as the residual stream
+        ctx.set_materialize_grads(False)  # materialized zeros would be as large as the residual stream
         normed, total = add_and_normalise(x, added, weight, eps, dtype)
         total = x if added is None else total
         ctx.save_for_backward(total, weight)
@@ -82,7 +82,7 @@ class _AddRmsNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         total, weight = ctx.saved_tensors
         of_x, of_added, of_weight, *_ = ctx.needs_input_grad
-        # What is added may be narrower than the stream: autocast's products are.
+        # ``added`` may have a narrower dtype than the residual stream: products under autocast do.
         narrow = ctx.dtypes[1] if of_added and ctx.dtypes[1] != total.dtype else None
         of_total, of_narrow, grad_weight = residual, residual, None
         if grad is not None:
@@ -98,19 +98,17 @@ class _AddRmsNorm(torch.autograd.Function):
 
 
 def _outputs(x: Tensor, added: Tensor | None, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Memory of the norm, and of the sum if there is one."""
+    """Uninitialized outputs: the norm, and the sum (empty without ``added``)."""
     wide = x.dtype if added is None else torch.promote_types(x.dtype, added.dtype)
     return x.new_empty(x.shape, dtype=dtype or wide), x.new_empty(0 if added is None else x.shape, dtype=wide)
 
 
 def _check(x: Tensor, added: Tensor | None, weight: Tensor) -> None:
-    """Refuse what the kernel would read as something else, or outside of a tensor."""
+    """Raise for dtypes that the kernel would misread, and for shapes that would make it read outside of a tensor."""
     check_floats("add_rms_norm", x=x, weight=weight, **({} if added is None else {"added": added}))
     if weight.shape != x.shape[-1:] or (added is not None and added.shape != x.shape):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (x, added, weight) if tensor is not None)
-        raise ValueError(
-            f"add_rms_norm.triton: x, what is added and weight are {shapes}; must be [..., D] twice and [D]"
-        )
+        raise ValueError(f"add_rms_norm.triton: x, added and weight are {shapes}; must be [..., D], [..., D] and [D]")
 
 
 @add_and_normalise.register_fake

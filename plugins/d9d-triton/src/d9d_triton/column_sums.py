@@ -9,16 +9,17 @@ from torch import Tensor
 from d9d_triton.kernels.column_sums import add_up
 from d9d_triton.launch import OPTIONS
 
-#: Rows that a program adds up side by side, and its columns: few, for there are few columns and many multiprocessors.
+#: Rows that a program adds in parallel, and its columns: few, so that there are enough programs for the
+#: multiprocessors.
 _ROWS, _COLUMNS = 128, 16
 
 
 def column_sums(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum each column in float32, and round once.
+    """Sum each column in float32; round the result once.
 
     Args:
         matrix: float32 [R, C], contiguous, on the current device.
-        dtype: of the sums.
+        dtype: dtype of the sums.
 
     Returns:
         [C].

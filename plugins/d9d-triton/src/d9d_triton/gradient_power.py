@@ -1,6 +1,6 @@
-"""Backend of the op ``gradient_power``: the squares of all gradients, read once in one launch for each number format.
+"""Backend of the op ``gradient_power``: sum of squares of all gradients, one launch per dtype.
 
-Each program sums a block in float32; their sums are added in float64, in a fixed order.
+Each program sums one block in float32; the sums of the programs are added in float64, in a fixed order.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from d9d_triton.kernels.gradient_power import add_squares
 from d9d_triton.launch import OPTIONS, Blocks, check_floats, on_device
 from d9d_triton.support import interpreted
 
-#: Elements that a program loads together, and how often.
+#: Elements that a program loads at once, and the number of such loads.
 _BLOCK, _PARTS = 4096, 4
-#: Interpreted programs take milliseconds each, whatever they compute.
+#: Block size for Triton's interpreter, which takes milliseconds for each program, whatever it computes.
 _BLOCK_INTERPRETED = 1 << 14
-#: Bytes that an address must be a multiple of for wide loads.
+#: Alignment of addresses, in bytes, that wide loads need.
 _ALIGNMENT = 16
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -31,7 +31,7 @@ def build(_signature: OpSignature) -> Callable[[Sequence[Tensor], torch.device],
 
 
 class SumOfSquares:
-    """Gradient power by Triton: sum of squares of tensors; it keeps tables of where blocks of work begin."""
+    """Sum of squares of tensors by Triton; caches tables of the first block of each tensor."""
 
     def __init__(self) -> None:
         self._block = _BLOCK_INTERPRETED if interpreted() else _BLOCK
@@ -41,14 +41,15 @@ class SumOfSquares:
         """Add up the squares of all elements.
 
         Args:
-            gradients: at least one, of any number formats; those of another device than the result's are waited for.
-            device: of the result.
+            gradients: at least one tensor, of any supported dtypes; gradients on another device are copied to
+                ``device``.
+            device: device of the result.
 
         Returns:
             float64, 0-d.
 
         Raises:
-            TypeError: a gradient is of a dtype that the kernel does not read.
+            TypeError: the kernel does not support the dtype of a gradient.
         """
         alike: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
         for gradient in gradients:
@@ -59,9 +60,10 @@ class SumOfSquares:
         return torch.cat(parts).sum(dtype=torch.float64)
 
     def _sums(self, tensors: list[Tensor], *, aligned: bool) -> Tensor:
-        """Sums of the programs, float32, for tensors of one number format."""
+        """Sums of the programs, float32, for tensors of one dtype."""
         device, sizes = tensors[0].device, tuple(tensor.numel() for tensor in tensors)
-        # Gradients have other addresses in each step. The copy waits for nothing, as it is from pinned memory.
+        # Gradients have other addresses in each step. The table is in pinned memory, so that its copy does not block
+        # the host.
         table = torch.tensor(
             [[tensor.data_ptr() for tensor in tensors], sizes], dtype=torch.int64, pin_memory=device.type == "cuda"
         ).to(device, non_blocking=True)

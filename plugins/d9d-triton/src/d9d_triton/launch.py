@@ -1,4 +1,4 @@
-"""Helpers of launches: shapes and strides as kernels take them, the device, and the number of programs."""
+"""Launch helpers: shapes and strides in the form that kernels take, the device, and the number of programs."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 
 from d9d_triton import support
 
-#: Dtypes of what the kernels read; they compute in float32.
+#: Dtypes that the kernels read; they compute in float32.
 FLOATS = tuple(getattr(torch, name) for name in support.FLOATS)
-#: Options of the compiler. Triton's default for the fusion of multiplications and additions depends on its version.
+#: Compiler options. Triton's default for fused multiply-add depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
-#: Threads of a warp.
+#: Threads in a warp.
 WARP = 32
-#: Programs for each multiprocessor where a kernel loops over its work: enough to hide the latency of loads.
+#: Programs per multiprocessor for a kernel that loops over its work: enough to hide the latency of loads.
 _PROGRAMS_EACH = 4
-#: Multiprocessors where there is no GPU: kernels are interpreted, one program after the other.
+#: Number of multiprocessors to assume without a GPU, where Triton's interpreter runs one program after the other.
 _MULTIPROCESSORS_INTERPRETED = 2
-#: Tables of blocks that are kept. In most jobs, groups have the same gradients in each step.
+#: Number of cached tables. In most jobs, the tensor sizes of a group are the same in each step.
 _TABLES = 32
 
 
 class Blocks:
-    """Blocks of one Triton launch over many tensors: tables of them; the last ones are kept.
+    """Assignment of blocks to tensors for a launch over many tensors; caches the last tables.
 
     Args:
-        size: elements of a block, the work of one program.
+        size: elements of a block, which one program handles.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,11 +38,11 @@ class Blocks:
         self._tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def of(self, sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Tensor that each program works on, and the first program of each tensor; both int32.
+        """Index of the tensor of each program, and index of the first program of each tensor; both int32.
 
         Args:
             sizes: numbers of elements of the tensors.
-            device: of the tables; always the same.
+            device: device of the tables; must be the same in all calls.
         """
         if sizes not in self._tables:
             if len(self._tables) >= _TABLES:
@@ -60,17 +60,17 @@ class Blocks:
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Context in which launches go to the GPU of the tensor; Triton launches on the current one."""
+    """Context manager that makes the tensor's GPU current, because Triton launches on the current GPU."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def persistent_programs(tensor: Tensor, most: int, each: int = _PROGRAMS_EACH) -> int:
-    """Number of programs that share work on the tensor's device by looping over it: the same for equal inputs.
+    """Number of programs for a kernel that loops over its work; depends only on the device and the arguments.
 
     Args:
-        tensor: on the device.
-        most: pieces of work.
-        each: programs for each multiprocessor.
+        tensor: tensor on the device.
+        most: number of work items.
+        each: programs per multiprocessor.
     """
     count = _MULTIPROCESSORS_INTERPRETED
     if tensor.is_cuda:
@@ -79,17 +79,17 @@ def persistent_programs(tensor: Tensor, most: int, each: int = _PROGRAMS_EACH) -
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """View [..., D] as [rows, D]; a copy where strides allow no view."""
+    """View [..., D] as [rows, D]; copies where the strides allow no view."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Contiguous memory of the shape and dtype of a tensor, whatever its strides."""
+    """Contiguous uninitialized tensor of the same shape and dtype."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def check_floats(op: str, **tensors: Tensor) -> None:
-    """Refuse dtypes that the kernels would read as something else.
+    """Raise for dtypes that the kernels cannot read.
 
     Raises:
         TypeError: a tensor has another dtype than :data:`FLOATS`.
@@ -98,5 +98,5 @@ def check_floats(op: str, **tensors: Tensor) -> None:
         if tensor.dtype not in FLOATS:
             raise TypeError(
                 f"{op}.triton: {name} is {tensor.dtype}, the kernel computes in float32 and reads bfloat16, float16 "
-                f"and float32; say 'kernels: {{{op}: reference}}' in the job"
+                f"and float32; set 'kernels: {{{op}: reference}}' in the job"
             )

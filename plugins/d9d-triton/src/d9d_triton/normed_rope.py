@@ -1,7 +1,7 @@
 """Backend of the op ``normed_rope``: head norms and rotations of queries and keys in one pass over memory each way.
 
-Nothing but the inputs is kept for the backward, which has whole heads at hand and computes their root mean squares
-again. The gradients of the weights are summed by each program over its tokens, then over programs, in a fixed order.
+Only the inputs are kept for the backward, which has whole heads in registers and recomputes their root mean squares.
+Each program sums the weight gradients over its tokens; the sums of the programs are then added in a fixed order.
 
 Shapes: B samples, S positions, N query heads, K key heads, D features of a head, P programs.
 """
@@ -22,16 +22,16 @@ from d9d_triton.column_sums import column_sums
 from d9d_triton.kernels.normed_rope import differentiate, norm_and_rotate
 from d9d_triton.launch import OPTIONS, WARP, check_floats, empty_like, on_device, persistent_programs
 
-#: Warps of a program, and pairs for each of its threads: as many of 16 bits as it reads at once.
+#: Warps of a program, and feature pairs of each thread: as many 16-bit values as it loads at once.
 _WARPS, _PAIRS_EACH = 2, 8
-#: Programs of the backward for each multiprocessor: as many as have their registers at once.
+#: Programs of the backward per multiprocessor: as many as fit into its registers.
 _PROGRAMS_EACH = 8
-#: Heads that a program handles at most; its code is repeated for each.
+#: Largest number of heads of a program; its code is unrolled over the heads.
 _HEADS = 4
 
 
 def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Backend function; it is the same for all signatures."""
+    """Entry point of the backend, the same for every signature."""
     return normed_rope
 
 
@@ -40,10 +40,10 @@ def normed_rope(
 ) -> tuple[Tensor, Tensor]:
     """Normed RoPE by Triton, see :func:`d9d_nn.ops.normed_rope.normed_rope`; in float32, rounded once.
 
-    Angles that are trained go through the reference, which has their gradients.
+    ``cos`` or ``sin`` that need gradients go through the reference implementation, which computes them.
 
     Args:
-        query: [B, S, N, D]; copied if samples do not follow each other as positions do.
+        query: [B, S, N, D]; copied unless samples and positions can be merged into one dimension.
         key: [B, S, K, D].
         query_weight: [D].
         key_weight: [D].
@@ -55,8 +55,8 @@ def normed_rope(
         Query and key in their dtypes, contiguous.
 
     Raises:
-        TypeError: a tensor is of a dtype that the kernel does not read.
-        ValueError: shapes do not fit together.
+        TypeError: the kernel does not support the dtype of a tensor.
+        ValueError: the shapes do not match.
     """
     arguments = query, key, query_weight, key_weight, cos, sin, eps
     trained = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
@@ -68,7 +68,7 @@ def normed_rope(
 def forward(
     query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Custom op of :func:`normed_rope` by Triton, which has no gradient of the angles."""
+    """Custom op behind :func:`normed_rope`; computes no gradients of ``cos`` and ``sin``."""
     _check(query, key, query_weight, key_weight, cos, sin)
     out = empty_like(query), empty_like(key)
     samples, positions, _, features = query.shape
@@ -100,7 +100,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normed RoPE, backward: gradients of query [B, S, N, D], key [B, S, K, D] and both weights [D], in their dtypes.
 
-    ``grad_query`` and ``grad_key`` are those of the outputs; the other arguments are the forward's.
+    ``grad_query`` and ``grad_key`` are the gradients of the outputs; the other arguments are the forward's.
     """
     of_query, of_key = empty_like(query), empty_like(key)
     of_weights = fill_gradients(
@@ -122,10 +122,10 @@ def fill_gradients(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Normed RoPE: gradients of both weights [D]; gradients of query and key are written where the caller wants them.
+    """Normed RoPE, backward into given memory: fills the gradients of query and key; returns both weight gradients [D].
 
-    ``of_query`` and ``of_key`` receive them: [B, S, N, D] and [B, S, K, D], where each token's heads are contiguous
-    and tokens follow each other at any distance. The other arguments are those of :func:`backward`.
+    ``of_query`` [B, S, N, D] and ``of_key`` [B, S, K, D] receive the gradients; each token's heads are contiguous, the
+    token stride is arbitrary. For the other arguments see :func:`backward`.
     """
     samples, positions, _, features = query.shape
     if not samples * positions:
@@ -153,11 +153,11 @@ def fill_gradients(
 
 
 def _tile(query: Tensor, key: Tensor) -> tuple[dict[str, Any], int]:
-    """Sizes of what a program handles, its warps, and the number of programs that share the heads of a token."""
+    """Tile sizes and warps of a program, and the number of programs that share the heads of a token."""
     width = triton.next_power_of_2(query.shape[3] // 2)
     tokens = max(1, _WARPS * WARP * _PAIRS_EACH // width)
     counts = query.shape[2], key.shape[2]
-    # As many as divide both, but not so few that programs have little to do.
+    # As many heads per program as divide both head counts, up to _HEADS.
     common = math.gcd(*counts)
     heads = max(each for each in range(1, _HEADS + 1) if common % each == 0)
     if 2 * heads < min(_HEADS, *counts):
@@ -171,7 +171,7 @@ def _tile(query: Tensor, key: Tensor) -> tuple[dict[str, Any], int]:
 
 
 def _check(query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Refuse what the kernel would read as something else, or outside of a tensor."""
+    """Raise for dtypes that the kernel would misread, and for shapes that would make it read outside of a tensor."""
     named = {
         "query": query, "key": key, "query_weight": query_weight, "key_weight": key_weight, "cos": cos, "sin": sin
     }  # fmt: skip
@@ -183,7 +183,7 @@ def _check(query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor,
     if not (same and weights) or features % 2 or tuple(cos.shape) not in angles or tuple(sin.shape) not in angles:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
         raise ValueError(
-            f"normed_rope.triton: {shapes} must be [B, S, N, D], [B, S, K, D], twice [D] and twice [B or 1, S, D/2]"
+            f"normed_rope.triton: {shapes} must be [B, S, N, D], [B, S, K, D], [D], [D] and twice [B or 1, S, D/2]"
         )
 
 

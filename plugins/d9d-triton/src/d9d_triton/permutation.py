@@ -1,10 +1,10 @@
-"""Backends of the ops ``permute`` and ``unpermute``: what copies tokens to the rows of their experts and sums them up.
+"""Backends of the ops ``permute`` and ``unpermute``: copy tokens to the rows of their experts, and sum the rows.
 
-The sum of a token's rows is one pass, with its weights; so is the backward of the weighted sum, for rows and weights
-together. Sums run over the choices of a token in order: the same input gives the same bits. Copies read each token
-once where each choice has its row, as without expert parallelism; elsewhere they are torch's, by rows.
+Summing a token's rows with their weights is one pass; so is its backward, for rows and weights together. Sums run over
+the choices of a token in a fixed order, so the same input gives the same bits. Where each choice has its own row, as
+without expert parallelism, the copy kernel reads each token once; otherwise torch's ``index_select`` copies row by row.
 
-Shapes: T tokens, H features, k choices of each token, R rows; slots and places are those of the references
+Shapes: T tokens, H features, k choices of each token, R rows; for slots and places see the reference implementations
 (:mod:`d9d_moe.dispatch.permutation`).
 """
 
@@ -21,17 +21,17 @@ from torch import Tensor
 from d9d_triton.kernels.permutation import copy_to_rows, differentiate, sum_rows
 from d9d_triton.launch import OPTIONS, check_floats, empty_like, on_device
 
-#: Features of a program of copies and sums, and elements of a tile of the backward (choices times features).
+#: Features of one program of copies and sums; elements of one tile of the backward (choices times features).
 _BLOCK, _TILE = 1024, 4096
 
 
 def build_permute(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function of ``permute``; it is the same for all signatures."""
+    """Entry point of the backend of ``permute``."""
     return permute
 
 
 def build_unpermute(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function of ``unpermute``; it is the same for all signatures."""
+    """Entry point of the backend of ``unpermute``."""
     return unpermute
 
 
@@ -42,13 +42,13 @@ def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = Fal
         tokens: [T, H], of any strides.
         slots: int64 [R].
         places: int64 [T, k].
-        absent: whether places may be absent.
+        absent: whether some choices may have no row.
 
     Returns:
         [R, H].
 
     Raises:
-        TypeError: the tokens are of a dtype that the kernels do not read.
+        TypeError: the kernels do not support the dtype of the tokens.
     """
     rows: Tensor = copy_tokens(tokens, slots, places, absent)
     return rows
@@ -61,17 +61,17 @@ def unpermute(
 
     Args:
         rows: [R, H], of any strides.
-        slots: int64 [R]; the kernels need none where there are weights.
+        slots: int64 [R]; not used with weights.
         places: int64 [T, k].
         weights: [T, k].
-        absent: whether places may be absent. With weights, rows that are nobody's place then get gradients of zero.
+        absent: whether some choices may have no row. With weights, rows that no place refers to get zero gradients.
 
     Returns:
         [T, H] in the dtype of ``rows``.
 
     Raises:
-        TypeError: rows or weights are of a dtype that the kernels do not read.
-        ValueError: there are not as many weights as places.
+        TypeError: the kernels do not support the dtype of rows or weights.
+        ValueError: weights and places differ in shape.
     """
     total: Tensor = (
         plain_sum(rows, slots, places, absent) if weights is None else weighted_sum(rows, places, weights, absent)
@@ -81,9 +81,9 @@ def unpermute(
 
 @torch.library.custom_op("d9d_triton::copy_tokens", mutates_args=())
 def copy_tokens(tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:
-    """Custom op of :func:`permute`."""
+    """Custom op behind :func:`permute`."""
     check_floats("permute", tokens=tokens)
-    if absent or len(slots) != places.numel():  # then a row may be nobody's place, and has a copy nevertheless
+    if absent or len(slots) != places.numel():  # rows that no place refers to must be copied too
         return tokens.index_select(0, slots // places.shape[1])
     features = tokens.shape[1]
     out = tokens.new_empty(len(slots), features)
@@ -105,14 +105,14 @@ def sum_copies(rows: Tensor, places: Tensor) -> Tensor:
 
 @torch.library.custom_op("d9d_triton::plain_sum", mutates_args=())
 def plain_sum(rows: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:  # noqa: ARG001 - its backward
-    """Custom op of :func:`unpermute` without weights."""
+    """Custom op behind :func:`unpermute` without weights."""
     check_floats("unpermute", rows=rows)
     return _sum(rows, places, None)
 
 
 @torch.library.custom_op("d9d_triton::weighted_sum", mutates_args=())
 def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, absent: bool) -> Tensor:  # noqa: ARG001 - its backward
-    """Custom op of :func:`unpermute`."""
+    """Custom op behind :func:`unpermute` with weights."""
     check_floats("unpermute", rows=rows, weights=weights)
     if weights.shape != places.shape:
         shapes = f"weights {list(weights.shape)} and places {list(places.shape)}"
@@ -131,12 +131,12 @@ def weighted_sum_backward(
         rows: [R, H].
         places: int64 [T, k].
         weights: [T, k].
-        absent: whether some rows may be nobody's place.
+        absent: whether some rows may have no place that refers to them.
         of_rows: whether the gradient of the rows is needed.
-        of_weights: whether that of the weights is.
+        of_weights: whether the gradient of the weights is needed.
 
     Returns:
-        The gradients of rows and weights, in their dtypes; [0] in place of one that is not needed.
+        The gradients of rows and weights, in their dtypes; an empty tensor for one that is not needed.
     """
     grad_rows = empty_like(rows) if of_rows else rows.new_empty(0)
     if absent or len(rows) > places.numel():
@@ -161,7 +161,7 @@ def _sum(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     out = rows.new_empty(tokens, features)
     if out.numel():
         block = min(_BLOCK, triton.next_power_of_2(features))
-        factors = rows if weights is None else weights.contiguous()  # some pointer
+        factors = rows if weights is None else weights.contiguous()  # unused without weights; any valid pointer
         with on_device(rows):
             sum_rows[(tokens, triton.cdiv(features, block))](
                 out, rows, places.contiguous(), factors, count, features, *rows.stride(),

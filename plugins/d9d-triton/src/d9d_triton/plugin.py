@@ -1,4 +1,4 @@
-"""Declaration of the Triton kernels."""
+"""Plugin declaration of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "linear_cross_entropy",
             "support:linear_cross_entropy",
             "linear_cross_entropy.backend:build",
-            "Two passes over the logits, which become their gradient in their place; exact.",
+            "Two passes over the logits, which are overwritten with their gradient; exact.",
         ),
         (
             "vocabulary_parallel_cross_entropy",
             "support:vocabulary_parallel_cross_entropy",
             "linear_cross_entropy.shares:build",
-            "The loss where ranks share the words: two passes over a rank's logits; exact.",
+            "The loss with the vocabulary sharded over ranks: two passes over a rank's logits; exact.",
         ),
         (
             "adamw",
             "support:adamw",
             "adamw:build",
-            "AdamW in one launch for all tensors of a group: each byte is read and written once.",
+            "AdamW in one launch for all tensors of a group, which reads and writes each byte once.",
         ),
         (
             "stochastic_adamw",
@@ -44,7 +44,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "gradient_power",
             "support:gradient_power",
             "gradient_power:build",
-            "Squares of all gradients for their norm, in one launch for each number format.",
+            "Squares of all gradients for their norm, in one launch per dtype.",
         ),
         ("rms_norm", "rules:rms_norm", "rms_norm:build", f"RMSNorm in one pass each way; {by_itself}."),
         (
@@ -53,12 +53,12 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "add_rms_norm:build",
             "Residual addition and RMSNorm in one pass each way; by itself on CUDA, in compiled blocks, too.",
         ),
-        ("silu_mul", "rules:by_rule", "silu_mul:build", f"Gate of SwiGLU in one pass each way; {by_itself}."),
+        ("silu_mul", "rules:by_rule", "silu_mul:build", f"SiLU-mul of SwiGLU in one pass each way; {by_itself}."),
         (
             "swiglu",
             "rules:joint",
             "joint.swiglu:build",
-            "SwiGLU layer; one product for the gradient of its input, and one for those of gate and up.",
+            "SwiGLU layer; one product for the gradient of its input, one for the gate and up weight gradients.",
         ),
         ("rope", "rules:by_rule", "rope:build", f"Rotations of queries and keys in one launch; {by_itself}."),
         (
@@ -71,7 +71,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "attention_inputs",
             "rules:joint",
             "joint.attention_inputs:build",
-            "Projections, head norms and rotations; one product for gradients of rows, one for those of weights.",
+            "Projections, head norms and rotations; one product for the gradient of rows, one for weight gradients.",
         ),
         ("permute", "rules:by_rule", "permutation:build_permute", f"Copies of tokens for their experts; {by_itself}."),
         (
@@ -94,19 +94,19 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "triton_sum",
             "linear_cross_entropy_sum",
             "build_sum",
-            "The loss where it has no weights, in memory for one chunk of logits; never chosen by itself.",
+            "A loss that is an unweighted sum over tokens, in memory for one chunk of logits; never chosen by itself.",
         ),
         (
             "triton_sum_narrow",
             "linear_cross_entropy_sum_narrow",
             "build_sum_narrow",
-            "The same in the least memory, with a rounding for each chunk; never chosen by itself.",
+            "As triton_sum in the least memory; rounds the weight gradient after each chunk; never chosen by itself.",
         ),
         (
             "triton_words",
             "linear_cross_entropy_words",
             "build_words",
-            "Any loss in the least memory, for one product more; exact; never chosen by itself.",
+            "Any loss in the least memory, for one more product; exact; never chosen by itself.",
         ),
     ):
         yield KernelSpec(

@@ -1,7 +1,7 @@
 """Backend of the op ``rms_norm``: one pass over memory forward, and one backward for both gradients.
 
-Nothing but the inputs is kept for the backward, which has whole rows at hand and computes their root mean squares
-again. The gradient of the weight is summed by each program over its rows, then over programs, in a fixed order.
+Only the inputs are kept for the backward, which has whole rows in registers and recomputes their root mean squares.
+Each program sums the weight gradient over its rows; the sums of the programs are then added in a fixed order.
 
 Shapes: R rows (all leading dims), D features, P programs.
 """
@@ -20,15 +20,15 @@ from d9d_triton.column_sums import column_sums
 from d9d_triton.kernels.rms_norm import differentiate, normalise
 from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like, on_device, persistent_programs
 
-#: Elements that a program handles at a time; rows that are shorter are taken together.
+#: Elements of a tile; a tile holds several rows if they are shorter.
 _TILE = 2048
-#: Longest rows of 16 bits that a program of the backward loads a tile ahead; of longer or wider ones, registers hold no
-#: two: 16,384 rows of 2,048 take 129 us with it and 115 without in float32, 66 and more than 68 in bfloat16 (an H200).
+#: Longest rows of a 16-bit dtype for which the backward loads the next tile ahead; for longer or wider rows, two tiles
+#: do not fit into registers. 16,384 rows of 2,048 on an H200: float32 129 us with it, 115 without; bfloat16 66 and 68.
 _MOST_FEATURES_AHEAD = 8192
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function; it is the same for all signatures."""
+    """Entry point of the backend, the same for every signature."""
     return rms_norm
 
 
@@ -45,8 +45,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         [..., D] in the dtype of ``x``, contiguous.
 
     Raises:
-        TypeError: x or weight is of a dtype that the kernel does not read.
-        ValueError: the weight has not as many features as a row.
+        TypeError: the kernel does not support the dtype of x or weight.
+        ValueError: x and weight differ in their number of features.
     """
     check_floats("rms_norm", x=x, weight=weight)
     if weight.shape != x.shape[-1:]:
@@ -59,20 +59,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fill_norm(
     out: Tensor, x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None, total: Tensor | None = None
 ) -> None:
-    """RMSNorm by Triton: launch of the forward, which writes the norm, and the sum if there is one.
+    """RMSNorm by Triton, forward into given memory: writes the norm and, with ``added``, the sum.
 
     Args:
-        out: [..., D], contiguous, is filled.
+        out: [..., D], contiguous; receives the norm.
         x: [..., D].
         weight: [D].
         eps: added to the mean square.
-        added: [..., D], what is added to x before; ``None`` for nothing.
-        total: [..., D], contiguous, is filled with the sum if there is one.
+        added: [..., D], added to x before the norm; ``None`` for no addition.
+        total: [..., D], contiguous; receives the sum.
     """
     if not out.numel():
         return
     rows = as_rows(x)
-    # Pointers that are not used have to be there all the same.
+    # The kernel needs valid pointers even for arguments that it does not use.
     others = rows if added is None else as_rows(added)
     sums = out if total is None else total
     tile = _tile(rows.shape[1])
@@ -100,16 +100,15 @@ def rms_norm_backward(
         grad: [..., D], gradient of the output; of any strides, expanded ones too.
         x: [..., D].
         weight: [D].
-        eps: as in the forward.
+        eps: same value as in the forward.
         of_x: whether the gradient of x is needed.
-        of_weight: whether that of the weight is.
-        residual: [..., D], gradient that x gets beside the norm's, which is added before the sum is rounded; ``None``
-            for none.
-        also: second dtype to write the gradient of x in; only with ``of_x``.
+        of_weight: whether the gradient of the weight is needed.
+        residual: [..., D], further gradient of x, added before the sum is rounded; ``None`` for none.
+        also: second dtype in which to return the gradient of x; only with ``of_x``.
 
     Returns:
-        The gradients of x and of the weight, in their dtypes, and that of x in the second dtype; [0] in place of one
-        that is not needed.
+        The gradients of x and of the weight, in their dtypes, and the gradient of x in the second dtype; an empty
+        tensor for each one that is not needed.
     """
     grad_x, twice = _rows_gradients(x, of_x, also)
     if not x.numel():
@@ -118,7 +117,7 @@ def rms_norm_backward(
     others = as_rows(residual) if of_x and residual is not None else grads
     tile = _tile(rows.shape[1])
     programs = persistent_programs(x, triton.cdiv(len(rows), tile["ROWS"]))
-    # float32 [P, D]; as for the residual's gradient, a pointer that is not used has to be there all the same.
+    # float32 [P, D]; the kernel needs valid pointers even for arguments that it does not use.
     partial = torch.empty((programs, rows.shape[1]) if of_weight else 0, dtype=torch.float32, device=x.device)
     with on_device(x):
         differentiate[(programs,)](
@@ -131,7 +130,7 @@ def rms_norm_backward(
 
 
 def _rows_gradients(x: Tensor, of_x: bool, also: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Memory of the gradient of x in its dtype and in a second one."""
+    """Uninitialized gradient of x, in its dtype and in a second one."""
     return (
         empty_like(x) if of_x else x.new_empty(0),
         x.new_empty(0) if also is None else x.new_empty(x.shape, dtype=also),
@@ -139,7 +138,7 @@ def _rows_gradients(x: Tensor, of_x: bool, also: torch.dtype | None) -> tuple[Te
 
 
 def _tile(features: int) -> dict[str, int]:
-    """Rows and features of a program's tile, powers of two, and its warps: about 16 elements for each thread."""
+    """Rows and features of a program's tile, powers of two, and its warps: about 16 elements per thread."""
     width = triton.next_power_of_2(features)
     return {"ROWS": max(1, _TILE // width), "FEATURES": width, "num_warps": min(16, max(4, width // 512))}
 

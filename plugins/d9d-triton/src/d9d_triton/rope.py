@@ -1,6 +1,6 @@
-"""Backend of the op ``rope``: queries and keys turned in one launch, back again in the backward.
+"""Backend of the op ``rope``: rotates queries and keys in one launch, and their gradients in the backward.
 
-Nothing but the angles is kept for the backward: the gradient is turned by the opposite angles.
+Only the angles are kept for the backward, which rotates the gradients by the opposite angles.
 
 Shapes: B samples, S positions, N query heads, K key heads, D features of a head.
 """
@@ -19,19 +19,19 @@ from torch import Tensor
 from d9d_triton.kernels.rope import rotate
 from d9d_triton.launch import OPTIONS, check_floats, empty_like, on_device
 
-#: Pairs of queries, and of keys, that a program turns at a time.
+#: Feature pairs of queries, and of keys, that a program rotates.
 _PAIRS = 2048
 
 
 def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Backend function; it is the same for all signatures."""
+    """Entry point of the backend, the same for every signature."""
     return rope
 
 
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """RoPE by Triton: rotate queries and keys, see :func:`d9d_nn.ops.rope.rope`; in float32, rounded once.
 
-    Angles that are trained go through the reference, which has their gradients.
+    ``cos`` or ``sin`` that need gradients go through the reference implementation, which computes them.
 
     Args:
         query: [B, S, N, D], of any strides.
@@ -43,7 +43,7 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
         Rotated query and key in their dtypes, contiguous.
 
     Raises:
-        TypeError: a tensor is of a dtype that the kernel does not read.
+        TypeError: the kernel does not support the dtype of a tensor.
     """
     trained = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     turned: tuple[Tensor, Tensor] = reference(query, key, cos, sin) if trained else turn(query, key, cos, sin, False)
@@ -52,14 +52,14 @@ def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 @torch.library.custom_op("d9d_triton::rope", mutates_args=())
 def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    """Custom op of :func:`rope` by Triton, which has no gradient of the angles.
+    """Custom op behind :func:`rope`; computes no gradients of ``cos`` and ``sin``.
 
     Args:
         query: [B, S, N, D].
         key: [B, S, K, D].
         cos: [B or 1, S, D/2].
         sin: [B or 1, S, D/2].
-        back: turn by the opposite angles, as gradients are.
+        back: rotate by the opposite angles, as the backward does.
     """
     check_floats("rope", query=query, key=key, cos=cos, sin=sin)
     _check_shapes(query, key, cos, sin)
@@ -83,7 +83,7 @@ def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tu
 
 
 def _check_shapes(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Refuse what the kernel would read or write outside of a tensor."""
+    """Raise for shapes that would make the kernel read or write outside of a tensor."""
     samples, positions, _, features = query.shape
     angles = {(count, positions, features // 2) for count in (1, samples)}
     same = (*key.shape[:2], key.shape[3]) == (samples, positions, features)

@@ -1,6 +1,6 @@
 """Backend of the op ``silu_mul``: one pass over memory forward, and one backward for both gradients.
 
-Shapes: R rows (all leading dims), I features. Contiguous tensors are taken as one long row.
+Shapes: R rows (all leading dims), I features. Contiguous tensors are treated as one long row.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch import Tensor
 from d9d_triton.kernels.silu_mul import differentiate, gate_rows
 from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like, on_device
 
-#: Elements of a program.
+#: Elements of one program.
 _BLOCK = 2048
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function; it is the same for all signatures."""
+    """Entry point of the backend, the same for every signature."""
     return silu_mul
 
 
 @torch.library.custom_op("d9d_triton::silu_mul", mutates_args=())
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU-mul, gate of SwiGLU, by Triton, see :func:`d9d_nn.ops.silu_mul.silu_mul`; rounded once.
+    """SiLU-mul ``silu(gate) * up`` by Triton, see :func:`d9d_nn.ops.silu_mul.silu_mul`; rounded once.
 
     Args:
         gate: [..., I], of any strides.
         up: [..., I].
 
     Returns:
-        [..., I], contiguous, in the wider dtype of the two.
+        [..., I], contiguous, in the promoted dtype of both.
 
     Raises:
-        TypeError: gate or up is of a dtype that the kernel does not read.
+        TypeError: the kernel does not support the dtype of gate or up.
         ValueError: their shapes differ.
     """
     check_floats("silu_mul", gate=gate, up=up)
@@ -70,7 +70,7 @@ def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 
 @torch.library.custom_op("d9d_triton::silu_mul_backward_beside", mutates_args=())
 def silu_mul_backward_beside(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`silu_mul` side by side, as one product after the other reads them, and its output once more.
+    """Gradients of :func:`silu_mul`, concatenated for one product to read, and its recomputed output.
 
     Args:
         grad: [R, I], gradient of the output; of any strides.
@@ -92,13 +92,13 @@ def _beside(gate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows(*tensors: Tensor) -> list[Tensor]:
-    """Tensors of one shape as rows [R, I]; if all are contiguous, as a single one."""
+    """View tensors of one shape as rows [R, I]; if all are contiguous, as a single long row."""
     contiguous = all(tensor.is_contiguous() for tensor in tensors)
     return [tensor.view(1, -1) if contiguous else as_rows(tensor) for tensor in tensors]
 
 
 def _launch(kernel: Any, outs: Sequence[Tensor], inputs: Sequence[Tensor], **options: Any) -> None:
-    """Launch a kernel over inputs [R, I] that are not empty; the first two of three outputs may be of any rows."""
+    """Launch a kernel over non-empty inputs [R, I]; the first two outputs may have any row stride."""
     count, features = inputs[0].shape
     block = min(_BLOCK, triton.next_power_of_2(features))
     strides = [out.stride(0) for out in outs[:-1]] + [stride for tensor in inputs for stride in tensor.stride()]

@@ -10,23 +10,23 @@ from pydantic import Field
 
 
 class WandbConfig(PluginConfig):
-    """Weights & Biases: runs on its server, or in files that ``wandb sync`` uploads later."""
+    """Weights & Biases: runs on its server, or in files to upload later with ``wandb sync``."""
 
     name: Literal["wandb"] = "wandb"
     """Selects this tracker."""
     project: Annotated[str, Field(min_length=1)]
-    """Project that the run belongs to."""
+    """Project to file the run under."""
     entity: str | None = None
-    """User or team that the project belongs to; by default that of whoever is logged in."""
+    """User or team that owns the project; by default the logged-in user's."""
     group: str | None = None
     """Group of runs, for example of one sweep."""
     tags: list[str] = []
-    """Words by which runs are found, besides those of ``run.tags``."""
+    """Tags of the run, in addition to ``run.tags``."""
     mode: Literal["online", "offline"] = "online"
     """``offline`` needs neither a network nor an account."""
     dir: Path | None = None
-    """Directory that gets the folder ``wandb``; by default the run's. A resumed run needs the same one."""
+    """Parent directory of the folder ``wandb``; by default the run's. A resumed run needs the same directory."""
     capture_terminal_logs: bool = False
-    """Keep what the first process prints."""
+    """Store the terminal output of the first process."""
     lost_run: Literal["off", "new"] = "off"
-    """Policy of a resumed job whose run is gone: ``off`` (an error, and no tracking), or ``new``."""
+    """Policy of a resumed job whose W&B run no longer exists: ``off`` (an error, and no tracking), or ``new``."""

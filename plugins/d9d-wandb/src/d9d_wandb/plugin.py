@@ -1,4 +1,4 @@
-"""Declaration of the tracker ``wandb``."""
+"""Plugin declaration of the tracker ``wandb``."""
 
 from __future__ import annotations
 

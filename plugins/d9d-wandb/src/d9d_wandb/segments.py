@@ -1,7 +1,8 @@
-"""Files that wandb writes on this machine: a segment for each time that a run was started or resumed.
+"""Files that wandb writes on this machine: one segment for each start or resume of a run.
 
-A file begins with seven bytes, and goes on in blocks of 32 KiB as the log of LevelDB (its doc/log_format.md): records
-in pieces, each with a checksum, a length and a type. A record is a protocol buffer; those of the history matter here.
+A file begins with seven bytes, followed by blocks of 32 KiB in LevelDB's log format (doc/log_format.md of LevelDB):
+records in pieces, each with a checksum, a length and a type. A record is a protocol buffer; only history records are
+read here.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _WHOLE, _FIRST, _LAST = 1, 2, 4
 
 
 class Segment:
-    """Segment of a W&B run: reader of one file, which may still grow.
+    """Reader of one segment file of a W&B run, which may still grow.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,9 +31,9 @@ class Segment:
         self._offset = _HEADER
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Rows of the history that have been written since the last call, as far as they are complete.
+        """Complete history rows that were written since the last call.
 
-        A histogram, a picture or a table is a mapping that says so in ``_type``.
+        Histograms, pictures and tables are mappings with a field ``_type``.
         """
         for content in self._records():
             record = Record()
@@ -52,7 +53,7 @@ class Segment:
         data, pieces = memoryview(_read_from(self.path, base)), bytearray()
         end = base + len(data)
         while position + _PIECE <= end:
-            if (left := _BLOCK - position % _BLOCK) < _PIECE:  # too little for a piece: filled with zeros
+            if (left := _BLOCK - position % _BLOCK) < _PIECE:  # a piece does not fit: filled with zeros
                 position += left
                 continue
             head = data[position - base :][:_PIECE]
@@ -77,17 +78,17 @@ def _read_from(path: Path, offset: int) -> bytes:
 
 
 def find_segments(directory: Path, run_id: str) -> list[Path]:
-    """Find the files of a run below ``<directory>/wandb``, by the time of the clock at which each began.
+    """Find the files of a run below ``<directory>/wandb``, sorted by their start time.
 
-    A directory whose name is taken, as a clock that was set back may have it, gets a number at its end.
+    If the clock was set back, a directory name may be taken already; wandb then appends a number.
     """
     return sorted((directory / "wandb").glob(f"*run-*-{run_id}*/run-{run_id}.wandb"))
 
 
 def wait_until_settled(paths: list[Path], seconds: float = 1.1, most: float = 10.0) -> None:
-    """Wait while files grow: wandb writes them in a process of its own, which outlives one that is killed.
+    """Wait until files stop growing: wandb writes them in a separate process, which outlives a killed training process.
 
-    More than a second at least: the directory of the next file has its name from the second in which it begins.
+    Waits more than a second, because the name of the next file's directory contains the second of its start.
     """
     deadline = time.monotonic() + most
     sizes: Mapping[Path, int] | None = None

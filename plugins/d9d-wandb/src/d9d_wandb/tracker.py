@@ -21,9 +21,9 @@ from d9d_core.types import State
 from d9d_wandb.config import WandbConfig
 from d9d_wandb.segments import Segment, find_segments, wait_until_settled
 
-#: Seconds after which wandb's own process has written what it was given, and those that a flush waits at most.
+#: Seconds after which wandb's own process has written its input, and longest wait of a flush in seconds.
 _WRITTEN_AFTER, _PATIENCE = 0.2, 8.0
-#: Series of the step: rows come in any order, which wandb's own step does not allow.
+#: Series with the step: rows may come in any order, which wandb's own step does not allow.
 STEP = "step"
 
 
@@ -34,10 +34,10 @@ class WandbTracker:
         self._config = config
 
     def open(self, run: RunInfo, state: State | None) -> WandbRun:
-        """Start a run, or go on with the one whose id was saved.
+        """Start a run, or resume the run whose id is in ``state``.
 
         Raises:
-            PluginError: the directory cannot be written, nobody is logged in, or the run is gone.
+            PluginError: the directory cannot be written, no user is logged in, or the run no longer exists.
         """
         directory = self._config.dir or run.directory
         try:
@@ -45,7 +45,7 @@ class WandbTracker:
         except OSError as error:
             raise PluginError(
                 f"{directory / 'wandb'} cannot be written ({error.strerror}); set dir of the tracker 'wandb' to a "
-                "directory that can"
+                "writable directory"
             ) from error
         found = None
         if run.resumed_step and state is not None:
@@ -53,23 +53,23 @@ class WandbTracker:
         return found or WandbRun(self._init(run, directory, secrets.token_hex(4), "never"), 0, {}, {})
 
     def _continued(self, run: RunInfo, directory: Path, run_id: str) -> WandbRun | None:
-        """The saved run with the last step of each of its series; ``None`` if a new one shall take its place."""
+        """The saved run with the last step of each of its series; ``None`` to start a new run instead."""
         offline = self._config.mode == "offline"
         paths = find_segments(directory, run_id)
         if offline and not paths:
-            self._say_lost(f"no files of the wandb run '{run_id}' are in {directory / 'wandb'} (any more)")
+            self._say_lost(f"the files of the wandb run '{run_id}' of this job are no longer in {directory / 'wandb'}")
             return None
         wait_until_settled(paths)
         try:
-            # Offline, nobody knows whether it exists; one more file begins, whose rows go on where the last one ended.
+            # Offline, the server cannot be asked whether the run exists; a new file continues the row numbers.
             opened = self._init(run, directory, run_id, "allow" if offline else "must")
         except wandb.errors.UsageError as error:
             if "resume" not in str(error):
                 raise
-            self._say_lost(f"wandb has no run '{run_id}' (any more), which this job had begun")
+            self._say_lost(f"wandb no longer has the run '{run_id}' of this job")
             return None
         row, last, kinds = opened.step, dict[str, int](), dict[str, str]()
-        if not paths:  # resumed on another machine
+        if not paths:  # resumed on another machine, without the files
             last, kinds = _last_steps(opened.summary), _kinds(dict(opened.summary))
         for path in paths:
             for written in Segment(path).rows():
@@ -82,7 +82,7 @@ class WandbTracker:
         if self._config.lost_run == "off":
             raise PluginError(f"{text}; set 'lost_run: new' of the tracker 'wandb' to go on in a new run")
         with suppress(OSError):
-            print(f"warning: {text}; a new run takes its place", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"warning: {text}; a new run replaces it", file=sys.stderr, flush=True)  # noqa: T201
 
     def _init(self, run: RunInfo, directory: Path, run_id: str, resume: Literal["never", "allow", "must"]) -> wandb.Run:
         config = self._config
@@ -102,11 +102,11 @@ class WandbTracker:
             name=run.name,
             notes=run.description or None,
             config={**run.hparams, "job": run.config},
-            # Between processes of one run the job may have changed, in fields that a resumed run may change.
+            # The resumed job may differ in fields that may change between processes of one run.
             allow_val_change=True,
             resume=resume,
             reinit="create_new",
-            force=config.mode == "online",  # nobody logged in is an error, and no question
+            force=config.mode == "online",  # without a login, raise an error instead of asking
             settings=settings,
         )
         opened.define_metric(STEP)
@@ -118,10 +118,10 @@ class WandbRun:
     """Open run of the tracker ``wandb``.
 
     Args:
-        run: of the library.
-        row: number of the next row, of which a resumed run has some already.
-        last: the last step of each series that wandb has; no series gets that one or an earlier one again.
-        kinds: kind of the values of each series that wandb has.
+        run: wandb's run object.
+        row: number of the next history row; after a resume not 0.
+        last: last step of each series in wandb; this step and earlier ones are not written again.
+        kinds: kind of the values of each series in wandb.
     """
 
     def __init__(self, run: wandb.Run, row: int, last: Mapping[str, int], kinds: Mapping[str, str]) -> None:
@@ -135,7 +135,7 @@ class WandbRun:
         self._id = run.id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a row of the series that have nothing of this step or a later one."""
+        """Write one row with the series whose last step is earlier than this one."""
         self._write(step, values, "number")
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
@@ -144,7 +144,7 @@ class WandbRun:
         self._write(step, made, "histogram")
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Write texts as they are."""
+        """Write texts unchanged."""
         self._write(step, texts, "text")
 
     def write_pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
@@ -152,11 +152,11 @@ class WandbRun:
         self._write(step, {name: wandb.Image(picture.numpy()) for name, picture in pictures.items()}, "picture")
 
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
-        """Write tables, a row for each of theirs."""
+        """Write tables as W&B tables."""
         self._write(step, {name: _table(table) for name, table in tables.items()}, "table")
 
-    def write_files(self, step: int, files: Mapping[str, Path]) -> None:  # noqa: ARG002 - wandb counts versions
-        """Write each as an artifact, whose versions are the steps with a different content."""
+    def write_files(self, step: int, files: Mapping[str, Path]) -> None:  # noqa: ARG002 - wandb numbers versions itself
+        """Write each file as an artifact; a changed content makes a new version."""
         self._check()
         for name, path in files.items():
             artifact = wandb.Artifact(f"{self._id}-{re.sub(r'[^a-zA-Z0-9_.-]', '-', name)}", type="file")
@@ -164,10 +164,10 @@ class WandbRun:
             self._run.log_artifact(artifact)
 
     def flush(self) -> bool:
-        """Wait until wandb's own process has written all rows to its file, which a crash of both leaves alone.
+        """Wait until wandb's own process has written all rows to its file, where they survive a crash of both.
 
         Returns:
-            Whether it has, after a limited time.
+            Whether all rows were written within the time limit.
         """
         self._check()
         deadline = time.monotonic() + _PATIENCE
@@ -181,13 +181,13 @@ class WandbRun:
         return True
 
     def state(self) -> State:
-        """Id of the run."""
+        """Id of the run, for resuming."""
         return {"id": self._id}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        """End the run; a failed one with the exit code 1."""
+        """End the run; with exit code 1 if it failed."""
         if self._open:
-            with suppress(Exception):  # finish() returns before all is in the file
+            with suppress(Exception):  # finish() may return before everything is in the file
                 self.flush()
             self._open = False
             self._run.finish(exit_code=int(status == "failed"))
@@ -202,7 +202,7 @@ class WandbRun:
             self._last |= dict.fromkeys(new, step)
 
     def _column_of(self, name: str, kind: str) -> str:
-        """Column of a series; if one of another kind has it already, a column named after the kind."""
+        """Column of a series; with a suffix if the column has values of another kind."""
         column = _column(name)
         return column if self._kinds.setdefault(column, kind) == kind else f"{column} ({kind})"
 
@@ -212,7 +212,7 @@ class WandbRun:
 
 
 def _column(name: str) -> str:
-    # wandb keeps columns of its own, such as `_step`, and drops others of these names without a word.
+    # wandb reserves names with a leading underscore, such as `_step`, and silently drops other columns named so.
     return f"%5F{name[1:]}" if name.startswith("_") else str(name)
 
 
@@ -221,7 +221,7 @@ def _kinds(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _kind(value: Any) -> str:
-    """Kind of a value as wandb has written it."""
+    """Kind of a value in the form that wandb stores."""
     if isinstance(value, Mapping):
         kinds = {"histogram": "histogram", "image-file": "picture", "table-file": "table"}
         return kinds.get(str(value.get("_type")), "number")
@@ -241,7 +241,7 @@ def _table(table: Table) -> wandb.Table:
 
 
 def _last_steps(summary: Any) -> dict[str, int]:
-    """The last step of each series, as the server tells it: of all of them together."""
+    """Assign the run's last logged step to every series: the server's summary does not store one per series."""
     names: Iterable[str] = summary.keys()
     step = summary.get(STEP)
     return {} if step is None else {name: int(step) for name in names if not name.startswith("_")}

@@ -19,7 +19,7 @@ class Qwen3HuggingFace(DecoderFormat[Qwen3Config]):
     config = Qwen3Config
 
     def special_json(self, config: Qwen3Config) -> dict[str, Any]:
-        """Write the size of feed-forward layers, biases, and which layers slide."""
+        """Write the size of feed-forward layers, biases, and which layers use the window."""
         return {
             "intermediate_size": config.intermediate_size,
             "attention_bias": config.attention_bias,

@@ -1,4 +1,4 @@
-"""Parameter names and layouts of routers and experts, transformers' and ours.
+"""Mappers for names and layouts of routers and experts, between transformers and d9d.
 
 Shapes: E experts, H features, I features inside an expert.
 """
@@ -18,12 +18,12 @@ from d9d_qwen3.moe_config import Qwen3MoeConfig
 
 
 def mixtures(config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> Iterator[Mapper]:
-    """Names of experts in Qwen3-MoE files: mappers from a model like ``stored`` to one like ``config``, for all layers.
+    """Mappers of routers and experts from a model like ``stored`` to a model like ``config``, for all layers.
 
-    Transformers has no bias of the selection; ours is kept under a name of our own, which it leaves out.
+    Transformers has no selection bias; it is stored under a name of d9d, which transformers ignores.
 
     Raises:
-        CheckpointError: the stored model chose experts by such a bias, and this one would choose others without.
+        CheckpointError: the stored model chose experts with a selection bias, which this model lacks.
     """
     if stored.has_selection_bias and not config.has_selection_bias:
         raise CheckpointError(
@@ -36,16 +36,16 @@ def mixtures(config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> Iterator[Mapper]
     if not config.has_selection_bias:
         yield Drop(f"{theirs}.selection_bias", optional=True)
     elif stored.has_selection_bias:
-        yield Rename(f"{theirs}.selection_bias", f"{ours}.selection_bias", optional=True)  # no parameter: may be apart
+        yield Rename(f"{theirs}.selection_bias", f"{ours}.selection_bias", optional=True)  # a buffer: may be missing
     else:
         yield Fresh(tuple(f"layers.{layer}.ffn.router.selection_bias" for layer in sparse))
     yield from (_experts(config, layer) for layer in sparse)
 
 
 def _experts(config: Qwen3MoeConfig, layer: int) -> Mapper:
-    """Mapper from either layout of files to ours: ``gate_proj`` and ``up_proj`` [E, H, I], ``down_proj`` [E, I, H].
+    """Mapper from either file layout to d9d's: ``gate_proj`` and ``up_proj`` [E, H, I], ``down_proj`` [E, I, H].
 
-    The inverse writes the layout that the config asks for.
+    The inverse writes the layout that ``expert_files`` names.
     """
     layouts = {"per_expert": _per_expert(config.num_experts), "fused": _fused()}
     first = layouts.pop(config.expert_files)

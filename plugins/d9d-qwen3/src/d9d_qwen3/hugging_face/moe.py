@@ -15,7 +15,7 @@ from d9d_qwen3.moe_config import Qwen3MoeConfig
 if TYPE_CHECKING:
     from d9d_weights.graph.base import Mapper
 
-#: Fields of ``config.json`` that models with experts have besides.
+#: Additional fields of ``config.json`` of models with experts.
 READ_OF_EXPERTS = frozenset(
     {
         "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
@@ -31,7 +31,7 @@ class Qwen3MoeHuggingFace(DecoderFormat[Qwen3MoeConfig]):
     config = Qwen3MoeConfig
 
     def special_json(self, config: Qwen3MoeConfig) -> dict[str, Any]:
-        """Write the sizes of experts, and which layers have none."""
+        """Write the sizes of experts, and which layers are dense."""
         return {
             "intermediate_size": config.intermediate_size,
             "attention_bias": config.attention_bias,
@@ -39,7 +39,7 @@ class Qwen3MoeHuggingFace(DecoderFormat[Qwen3MoeConfig]):
             "sliding_window": config.sliding_window,
             "moe_intermediate_size": config.moe_intermediate_size,
             "num_local_experts": config.num_experts,
-            "num_experts": config.num_experts,  # transformers before 5
+            "num_experts": config.num_experts,  # for transformers before 5
             "num_experts_per_tok": config.experts_per_token,
             "norm_topk_prob": config.renormalise,
             "mlp_only_layers": list(config.dense_layers),
@@ -48,7 +48,7 @@ class Qwen3MoeHuggingFace(DecoderFormat[Qwen3MoeConfig]):
         }
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the fields of :meth:`special_json`. What is absent is what transformers takes then."""
+        """Read the fields of :meth:`special_json`; absent fields get transformers' defaults."""
         return {
             "intermediate_size": data["intermediate_size"],
             "attention_bias": bool(data.get("attention_bias")),
@@ -68,8 +68,8 @@ class Qwen3MoeHuggingFace(DecoderFormat[Qwen3MoeConfig]):
         return {name: value for name, value in values.items() if getattr(config, name) != defaults[name]}
 
     def layers(self, config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> list[Mapper]:
-        """Mappers of routers and experts, besides; of a SwiGLU, if some layers have one."""
-        # Here, as reading a config must not import torch.
+        """Add the mappers of routers and experts, and of SwiGLU if some layers are dense."""
+        # Imported here, because reading a config must not import torch.
         from d9d_weights.hugging_face.names import layer_names
 
         from d9d_qwen3.hugging_face.expert_names import mixtures
@@ -89,22 +89,22 @@ def _experts(data: Mapping[str, Any]) -> Any:
 
 
 def _dense_layers(data: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers without experts: those that are named, and those between the layers that have experts."""
+    """Layers without experts: layers named as dense, and layers that ``decoder_sparse_step`` skips."""
     named, step = data.get("mlp_only_layers") or (), data.get("decoder_sparse_step", 1)
     if not isinstance(step, int) or isinstance(step, bool) or step < 1:
-        raise CheckpointError(f"config.json: decoder_sparse_step is {step!r}; every how many layers has experts?")
+        raise CheckpointError(f"config.json: decoder_sparse_step is {step!r}; set it to a positive integer")
     return tuple(layer for layer in range(data["num_hidden_layers"]) if layer in named or (layer + 1) % step)
 
 
 def _window(data: Mapping[str, Any]) -> Any:
-    """Positions that all layers see: transformers 5 knows no other way for this family."""
-    # What transformers makes of it, its defaults included.
+    """Window of all layers: transformers 5 supports no per-layer windows for this family."""
+    # The same evaluation as in transformers, its defaults included.
     window = data.get("sliding_window", 4096) if data.get("use_sliding_window") else None
     if window is not None and data.get("max_window_layers", 0):
         raise CheckpointError(
             f"config.json: max_window_layers is {data['max_window_layers']} and the window is {window}; releases of "
-            "transformers disagree about which layers slide then. Set max_window_layers to 0 (all slide), or "
-            "use_sliding_window to false (none does)"
+            "transformers disagree about which layers then use the window. Set max_window_layers to 0 (all), or "
+            "use_sliding_window to false (none)"
         )
     kinds, expected = set(data.get("layer_types") or ()), "full_attention" if window is None else "sliding_attention"
     if kinds - {expected}:

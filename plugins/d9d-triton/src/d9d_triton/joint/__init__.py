@@ -1,1 +1,1 @@
-"""Joint projections: weights that read the same rows, and have one product for the gradient of these rows."""
+"""Joint projections: several weights applied to the same rows, with one product for the gradient of these rows."""

@@ -1,4 +1,4 @@
-"""Products with several weights at once, which may follow each other in memory.
+"""Products with several weights at once, which may be adjacent in memory.
 
 Shapes: R rows, H features of the input, F features of all results together.
 """
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """Weights [..., H] one below the other [F, H]; without a copy where they follow each other in memory.
+    """Concatenate weights [..., H] along dimension 0 to [F, H]; a view where they are adjacent in memory, else a copy.
 
-    See :class:`d9d_core.traits.HasAdjacentWeights`. To be called with tensors that have memory, so not by a compiler.
+    See :class:`d9d_core.traits.HasAdjacentWeights`. Reads memory addresses, so a compiler cannot trace it.
     """
     first, end = weights[0], weights[0].data_ptr()
     for weight in weights:
@@ -31,8 +31,8 @@ def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
     """Gradient of rows that several weights project, in one product.
 
     Args:
-        grad: [R, F], gradients of all results, side by side.
-        weights: [..., H], of F rows together.
+        grad: [R, F], gradients of all outputs, concatenated.
+        weights: [..., H], F rows together.
 
     Returns:
         [R, H].

@@ -1,8 +1,9 @@
-"""Backend of the op ``swiglu``: gradients of gate and up side by side, one product for their input and one for weights.
+"""Backend of the op ``swiglu``: one product for the gradient of the input, one for the gate and up weight gradients.
 
-Between products there are two passes over memory, one forward and one backward. The backward's writes the gradients of
-gate and up where one product reads both, and once more what was gated, which nobody has to keep. So nothing adds up two
-gradients of the input, and products are as large as those of one projection, though weights remain two parameters.
+Between the products there are two passes over memory, one in the forward and one in the backward. The backward pass
+writes the gradients of gate and up into one tensor, which one product reads, and recomputes the gated activations, so
+that they are not kept. So no pass adds two gradients of the input, and the products are as large as the products of one
+fused projection, although the weights remain two parameters.
 
 Shapes: R rows, H features, I features inside, ``...`` any leading dims.
 """
@@ -24,7 +25,7 @@ Swiglu = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Products(Protocol):
-    """Products of a linear layer and its gradients, of matrices of one dtype. A compiler may look into them or not."""
+    """Matrix products of a linear layer and its gradients; all matrices have one dtype."""
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
         """``rows @ weight.T``: [R, K] and [N, K] to [R, N]."""
@@ -33,14 +34,14 @@ class Products(Protocol):
         """``grad @ weight``: [R, N] and [N, K] to [R, K]."""
 
     def joint_rows_gradient(self, grad: Tensor, weights: list[Tensor]) -> Tensor:
-        """:meth:`rows_gradient` of several weights, one below the other."""
+        """:meth:`rows_gradient` of several weights, concatenated along dimension 0."""
 
     def weight_gradient(self, grad: Tensor, rows: Tensor) -> Tensor:
         """``grad.T @ rows``: [R, N] and [R, K] to [N, K]."""
 
 
 class TorchProducts:
-    """Joint SwiGLU's products as torch computes them."""
+    """Products of the joint SwiGLU computed by torch."""
 
     def forward(self, rows: Tensor, weight: Tensor) -> Tensor:
         """See :class:`Products`."""
@@ -61,11 +62,11 @@ class TorchProducts:
 
 
 def register(name: str, products: Products) -> Swiglu:
-    """Register a joint SwiGLU: backend of the op over some products, as a custom op of torch.
+    """Register a joint SwiGLU backend over the given products, as a custom op of torch.
 
     Args:
         name: name of the custom op, ``namespace::name``; each can be registered once.
-        products: products of the layer.
+        products: matrix products of the layer.
 
     Returns:
         :func:`d9d_nn.ops.swiglu.swiglu` for tensors of one dtype, bfloat16, float16 or float32; it raises a
@@ -74,7 +75,7 @@ def register(name: str, products: Products) -> Swiglu:
 
     @torch.library.custom_op(name, mutates_args=())
     def op(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Layer of rows [R, H]: [R, H], and gate and up [R, I] for the backward."""
+        """Output of the layer [R, H] for rows [R, H]; gate and up [R, I] for the backward."""
         gate, up = products.forward(rows, gate_weight), products.forward(rows, up_weight)
         return products.forward(silu_mul(gate, up), down_weight), gate, up
 
@@ -113,7 +114,7 @@ def _gradients(
     gate: Tensor,
     up: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of rows and weights, from that of the layer's result [R, H]; those that are not needed are ``None``."""
+    """Gradients of rows and weights from the gradient of the output [R, H]; ``None`` where a gradient is not needed."""
     of_rows, of_gate, of_up, of_down = needed
     both, gated = silu_mul_backward_beside(products.rows_gradient(grad, down_weight), gate, up)
     down = products.weight_gradient(grad, gated) if of_down else None
@@ -124,10 +125,10 @@ def _gradients(
     return found, *(products.weight_gradient(part, rows) if wanted else None for part, wanted in parts), down
 
 
-#: Backend over torch's products.
+#: Backend that uses torch's products.
 swiglu = register("d9d_triton::swiglu", TorchProducts())
 
 
 def build(_signature: OpSignature) -> Swiglu:
-    """Backend function; it is the same for all signatures."""
+    """Entry point of the backend, the same for every signature."""
     return swiglu

@@ -1,1 +1,1 @@
-"""Triton functions alone; the modules above call them with tensors."""
+"""Triton functions; the modules of ``d9d_triton`` launch them on tensors."""

@@ -19,27 +19,28 @@ def count_step(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """AdamW kernel: factors of each tensor's step; where the gate is open, its count and its generator go on.
+    """AdamW kernel: bias corrections of each tensor; if the gate is true, increments step counts and generators.
 
     Args:
         table: int64 [8, n]: addresses of parameter, gradient, moments, count, generator and first position, and the
             number of elements; without noise [6, n], or [7, n] with lower bits of master weights behind the count.
-        factors: float32 [2, n], out: learning rate over the correction of the average, inverse of that of the squares.
-        keys: int64 [n], out: generators before this step.
+        factors: float32 [2, n], out: learning rate / bias correction of the average; 1 / bias correction of the
+            squares.
+        keys: int64 [n], out: generator states before this step.
         gate: bool [1]: whether the step is taken.
         count: n.
         lr: learning rate.
-        LOG2_BETA1: base-2 logarithm of the share of the average that is kept.
-        LOG2_BETA2: the same of the squares.
-        STOCHASTIC: whether there are generators.
-        BLOCK: tensors of a program.
+        LOG2_BETA1: base-2 logarithm of beta1.
+        LOG2_BETA2: base-2 logarithm of beta2.
+        STOCHASTIC: whether to round stochastically, with generators.
+        BLOCK: tensors of one program.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = index < count
     opened = tl.load(gate) != 0
     steps = tl.load(table + 4 * count + index, mask=known, other=0).to(tl.pointer_type(tl.float32))
     taken = tl.load(steps, mask=known, other=0.0) + 1
-    # In double precision: 1 - beta ** n loses most digits of a float32 in the first steps.
+    # In float64: 1 - beta ** n loses most digits of a float32 in the first steps.
     wide = taken.to(tl.float64)
     first = 1 - tl.exp2(wide * LOG2_BETA1)
     second = 1 - tl.exp2(wide * LOG2_BETA2)
@@ -79,9 +80,9 @@ def update_weights(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """AdamW kernel: update of one block of one tensor; the table is that of :func:`count_step`.
+    """AdamW kernel: update one block of one tensor; for the table see :func:`count_step`.
 
-    With ``MASTERS``, weights are bfloat16, and lower bits int16 make float32 numbers of them.
+    With ``MASTERS``, a bfloat16 weight and its int16 lower bits together form a float32 master weight.
     """
     if tl.load(gate) != 0:
         owner = tl.load(owners + tl.program_id(0)).to(tl.int64)
@@ -115,7 +116,7 @@ def update_weights(
         scale = step_size
         if DIVIDES:
             scale = 1 / tl.load(divisor)
-        # A mask would keep loads narrow, so blocks in the middle have none.
+        # Masked loads are not vectorized, so only the last block of a tensor has a mask.
         if begin + BLOCK <= size:
             _update_block(
                 weights, gradients, averages, squares, lower, BLOCK, position, key, step_size, inverse, scale, keep,
@@ -184,7 +185,7 @@ def _update_block(
     else:
         tl.store(weights + offset, weight.to(WEIGHT), mask=inside)
     if rounds_moment:
-        # The squares need bits of their own: another position, which no element of the tensor has.
+        # The squares need other random bits than the average: mix again with the inverted key.
         other = _mix(random ^ _folded(~key))
         tl.store(averages.to(tl.pointer_type(tl.int16)) + offset, rounded(average, random >> 16), mask=inside)
         tl.store(squares.to(tl.pointer_type(tl.int16)) + offset, rounded(square, other & 0xFFFF), mask=inside)
@@ -195,7 +196,7 @@ def _update_block(
 
 @triton.jit
 def _folded(key):
-    """32 bits of a generator's state, see :func:`d9d_optim.optimizer.rounding.hashed`."""
+    """Fold the int64 generator state to 32 bits, see :func:`d9d_optim.optimizer.rounding.hashed`."""
     return _mix(_mix(key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
 
 
@@ -210,12 +211,12 @@ def _mix(x):
 
 @triton.jit
 def rounded(value, noise):
-    """Bits of the bfloat16, as int16, see :func:`d9d_optim.optimizer.rounding.rounded`."""
+    """Bits of the stochastically rounded bfloat16, as int16, see :func:`d9d_optim.optimizer.rounding.rounded`."""
     bits = value.to(tl.uint32, bitcast=True)
     up = bits + noise
-    # A carry into an exponent of ones would make infinity of a finite number; infinities get no noise either.
+    # A carry into an all-ones exponent would turn a finite number into infinity; infinities get no noise either.
     chosen = tl.where((up & 0x7F800000) == 0x7F800000, bits, up)
-    # The fraction of a NaN may be in the bits that are cut off.
+    # The mantissa bits of a NaN may all be in the part that is cut off.
     chosen = tl.where(value != value, bits | 0x400000, chosen)
     return (chosen >> 16).to(tl.int16)
 

@@ -8,17 +8,17 @@ import triton.language as tl
 
 @triton.jit
 def copy_rows(out, x, rows, features, out_row, x_row, ROWS: tl.constexpr, FEATURES: tl.constexpr):
-    """Copy of some features of some rows.
+    """Copy a block of features of a block of rows.
 
     Args:
-        out: [R, F], out; features are contiguous.
-        x: [R, F]; features are contiguous.
+        out: [R, F], out; contiguous features.
+        x: [R, F]; contiguous features.
         rows: R.
         features: F.
         out_row: stride of out.
         x_row: stride of x.
-        ROWS: rows of a program.
-        FEATURES: features of a program, a power of two.
+        ROWS: rows of one program.
+        FEATURES: features of one program, a power of two.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     feature = (tl.program_id(1) * FEATURES + tl.arange(0, FEATURES))[None, :]

@@ -8,20 +8,20 @@ import triton.language as tl
 
 @triton.jit
 def add_up(out, matrix, rows, columns, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Column-sum kernel: sums of some columns of a matrix.
+    """Column-sum kernel: sums of a block of columns of a matrix.
 
     Args:
         out: [C], out, of any dtype.
         matrix: float32 [R, C].
         rows: R.
         columns: C.
-        ROWS: rows that are added up side by side.
-        BLOCKS: R over that, rounded up.
-        COLUMNS: columns of a program.
+        ROWS: rows that are added in parallel.
+        BLOCKS: R / ROWS, rounded up.
+        COLUMNS: columns of one program.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    # Unrolled, so that no load waits for the one before.
+    # Unrolled, so that the loads overlap.
     for block in tl.static_range(BLOCKS):
         row = block * ROWS + tl.arange(0, ROWS)[:, None]
         place = matrix + row.to(tl.int64) * columns + column

@@ -26,10 +26,10 @@ def add_squares(
         firsts: int32 [n]: first program of each tensor.
         sums: float32 [P], out.
         count: n.
-        DTYPE: of the tensors.
+        DTYPE: dtype of the tensors.
         ALIGNED: whether all addresses are multiples of 16 bytes.
-        PARTS: blocks of a program.
-        BLOCK: elements that are loaded together.
+        PARTS: number of loads of a program.
+        BLOCK: elements of one load.
     """
     owner = tl.load(owners + tl.program_id(0)).to(tl.int64)
     begin = (tl.program_id(0) - tl.load(firsts + owner)).to(tl.int64) * (PARTS * BLOCK)
@@ -39,7 +39,7 @@ def add_squares(
     left = tl.load(table + count + owner) - begin
     place = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    # A mask would keep loads narrow, so programs in the middle have none.
+    # Masked loads are not vectorized, so only the last program of a tensor has a mask.
     if left >= PARTS * BLOCK:
         for part in tl.static_range(PARTS):
             value = tl.load(values + part * BLOCK + place).to(tl.float32)

@@ -1,6 +1,6 @@
-"""Kernels of the loss, see :mod:`d9d_triton.linear_cross_entropy.passes`.
+"""Kernels of linear cross-entropy, see :mod:`d9d_triton.linear_cross_entropy.passes`.
 
-Shapes: C rows, V words, P columns of a row in memory. Logits are those of all words, or of a chunk of them.
+Shapes: C rows, V vocabulary size (of the whole vocabulary or of a chunk), P columns of a row in memory.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Neighbours in memory that one thread handles: 16 bytes of bfloat16.
+#: Consecutive elements that one thread handles: 16 bytes of bfloat16.
 _LANE = tl.constexpr(8)
 _LOG2E = tl.constexpr(1.4426950408889634)
-#: Where maxima begin: finite, also times log2(e), because minus infinity less itself is no number.
+#: Initial maximum: finite, also times log2(e), because -inf - (-inf) is NaN.
 _LOWEST = tl.constexpr(-2e38)
 
 
-# A chunk begins where it begins: without this, each alignment of its rows' numbers would be a kernel of its own.
+# The slices of a chunk begin at any address: without this, Triton would compile a kernel for each alignment.
 @triton.jit(do_not_specialize_on_alignment=["own", "targets", "losses", "peaks", "totals", "ranks"])
 def take_statistics(
     logits,
@@ -31,7 +31,7 @@ def take_statistics(
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cross-entropy kernel: softmax statistics, one row per program; lanes have their own, which meet at the end.
+    """Cross-entropy kernel: softmax statistics, one row per program; merges the statistics of its lanes at the end.
 
     Args:
         logits: [C, P].
@@ -40,12 +40,12 @@ def take_statistics(
         losses: float32 [C], out.
         peaks: float32 [C], out: largest logit.
         totals: float32 [C], out: sum of ``exp(logit - largest)``.
-        ranks: int64 [C], out: number of logits that are not at most that of the target.
-        ignored: target of rows that are left out.
+        ranks: int64 [C], out: number of logits greater than the target's logit (NaN included).
+        ignored: target index of rows that are left out.
         RANKED: whether to count ranks.
         WORDS: V.
         STRIDE: P.
-        BLOCK: logits at once.
+        BLOCK: logits of one iteration.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * STRIDE
@@ -71,11 +71,12 @@ def take_statistics(
             x = tl.load(logits + column, mask=column < WORDS, other=float("-inf")).to(tl.float32)
             peak, total = _include(x, peak, total)
             if RANKED:
-                # If the target's logit is NaN, no comparison holds, not even of what is outside.
+                # If the target's logit is NaN, no comparison is true, so columns outside of the row are excluded
+                # explicitly.
                 above += tl.sum(tl.where((x <= target) | (column >= WORDS), 0, 1), 1)
         largest = tl.max(peak, 0)
         total = tl.sum(total * tl.exp2((peak - largest) * _LOG2E), 0)
-        # Not by their sum, log-sum-exp, which has fewer bits for what is behind the point.
+        # Not through log-sum-exp, whose large magnitude costs fractional bits.
         tl.store(losses + row, tl.log(total) + (largest - target))
         tl.store(peaks + row, largest)
         tl.store(totals + row, total)
@@ -85,14 +86,14 @@ def take_statistics(
 
 @triton.jit
 def _include(x, peak, total):
-    """Maxima [R] and sums of exponentials [R] of lanes, with R x 8 further logits."""
+    """Update the maxima [R] and sums of exponentials [R] of the lanes with R x 8 further logits."""
     larger = tl.maximum(peak, tl.max(x, 1))
-    # exp2 is one instruction; exp has three more, for results that are too small to matter.
+    # exp2 is one instruction; exp takes three more, and differs only in the smallest results.
     terms = tl.exp2((x - larger[:, None]) * _LOG2E)
     return larger, total * tl.exp2((peak - larger) * _LOG2E) + tl.sum(terms, 1)
 
 
-# The first word of a chunk is another one each time: it may choose no kernel of its own, not even if it is 0 or 1.
+# ``first`` differs for each chunk and must not select a specialized kernel, not even for 0 or 1.
 @triton.jit(do_not_specialize=["first"])
 def include_words(
     logits,
@@ -106,19 +107,19 @@ def include_words(
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cross-entropy kernel: include a chunk of words in the softmax statistics of one row per program.
+    """Cross-entropy kernel: add a chunk of the vocabulary to the softmax statistics, one row per program.
 
     Args:
         logits: [C, P].
         targets: int64 [C].
-        own: float32 [C], in and out: logit of the target; only written where the chunk has the target.
-        peaks: float32 [C], in and out: largest logit; finite before the first chunk, and as low as can be.
+        own: float32 [C], in and out: logit of the target; written only if the target is in this chunk.
+        peaks: float32 [C], in and out: largest logit; the lowest finite value before the first chunk.
         totals: float32 [C], in and out: sum of ``exp(logit - largest)``; 0 before the first chunk.
-        first: first word of the chunk.
-        ignored: target of rows that are left out.
+        first: vocabulary index of the chunk's first logit.
+        ignored: target index of rows that are left out.
         WORDS: V.
         STRIDE: P.
-        BLOCK: logits at once.
+        BLOCK: logits of one iteration.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * STRIDE
@@ -151,17 +152,17 @@ def include_words(
 
 @triton.jit
 def count_above(logits, targets, own, ranks, ignored, WORDS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Cross-entropy kernel: count a chunk of words in the rank of the target of one row per program.
+    """Cross-entropy kernel: add the count of a chunk of the vocabulary to the rank of the target, one row per program.
 
     Args:
         logits: [C, P].
         targets: int64 [C].
         own: logit of the target, float32 [C].
-        ranks: int64 [C], in and out: number of logits that are not at most that of the target; 0 at first.
-        ignored: target of rows whose rank becomes -1.
+        ranks: int64 [C], in and out: number of logits greater than the target's logit (NaN included); 0 at first.
+        ignored: target index of rows whose rank becomes -1.
         WORDS: V.
         STRIDE: P.
-        BLOCK: logits at once.
+        BLOCK: logits of one iteration.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * STRIDE
@@ -177,7 +178,8 @@ def count_above(logits, targets, own, ranks, ignored, WORDS: tl.constexpr, STRID
         if WORDS % BLOCK:
             column = WORDS // BLOCK * BLOCK + offsets
             x = tl.load(logits + column, mask=column < WORDS, other=float("-inf")).to(tl.float32)
-            # If the target's logit is NaN, no comparison holds, not even of what is outside.
+            # If the target's logit is NaN, no comparison is true, so columns outside of the row are excluded
+            # explicitly.
             above += tl.sum(tl.where((x <= target) | (column >= WORDS), 0, 1), 1)
         tl.store(ranks + row, tl.load(ranks + row) + tl.sum(above, 0).to(tl.int64))
 
@@ -197,7 +199,7 @@ def differentiate(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Cross-entropy kernel: gradient of one section of a row per program, in the place of its logits.
+    """Cross-entropy kernel: overwrite one section of a row of logits with its gradient, one section per program.
 
     Args:
         logits: [C, P], in and out.
@@ -206,11 +208,11 @@ def differentiate(
         totals: float32 [C] of :func:`take_statistics`.
         grad_losses: float32 [C].
         sections: number of sections of a row.
-        first: first word of the chunk.
-        ignored: target of rows that become zeros.
+        first: vocabulary index of the chunk's first logit.
+        ignored: target index of rows whose gradient is zero.
         WORDS: V.
         STRIDE: P.
-        BLOCK: logits at once.
+        BLOCK: logits of one iteration.
         BLOCKS: blocks of a section.
     """
     row = tl.program_id(0) // sections
@@ -228,7 +230,7 @@ def differentiate(
         scale = 1.0 / tl.load(totals + row)
         for index in range(BLOCKS):
             column = begin + index * BLOCK + tl.arange(0, BLOCK)
-            # To the end of the row in memory, so that accesses are wide; what is behind the last word is nobody's.
+            # Covers the row's padding columns too, so that accesses are vectorized; no reader uses the padding.
             x = tl.load(logits + column, mask=column < STRIDE, other=0.0).to(tl.float32)
             p = tl.exp2((tl.where(column < WORDS, x, peak) - peak) * _LOG2E) * scale
             grad = tl.where(column == target, p - 1.0, p) * grad_loss

@@ -1,11 +1,12 @@
 """Kernels of head norms with rotary positions, see :mod:`d9d_triton.normed_rope`.
 
-A program handles TOKENS tokens, and of each HEADS heads, either of queries or of keys, one after the other: a tile is
-one head of all its tokens, so that cosines, sines and weights stay in registers. More heads would not fit into those.
-Heads are handled as halves, for a rotation pairs feature i with feature i + D/2: tiles are [TOKENS, PAIRS], and PAIRS
-is at least D/2. The numbers named after a tensor [T, heads, D] and one of its dims are strides, T is B x S, ``half`` is
-D/2. Outputs are contiguous; tokens of gradients may lie apart. TOKENS and PAIRS are powers of two; EXACT: tiles divide
-everything, no mask is needed. The first QUERY_GROUPS programs of the grid's second dim have queries, the others keys.
+A program handles TOKENS tokens and HEADS heads of each token, either query or key heads, one head after the other: a
+tile is one head of all its tokens, so that cosines, sines and weights stay in registers, which could not hold more
+heads. A rotation pairs feature i with feature i + D/2, so a head is handled as two halves: tiles are [TOKENS, PAIRS]
+with PAIRS >= D/2. Arguments named after a tensor [T, heads, D] and a dimension are strides; T is B x S; ``half`` is
+D/2. Outputs are contiguous; the token stride of gradients is arbitrary. TOKENS and PAIRS are powers of two. EXACT: the
+tiles divide all dimensions, so no mask is needed. Programs below QUERY_GROUPS in the grid's second dimension handle
+query heads, the others key heads.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def norm_and_rotate(
     PAIRS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Normed-RoPE kernel: RMSNorm and rotation of some heads of some tokens' query [T, N, D] or key [T, K, D].
+    """Normed-RoPE kernel: RMSNorm and rotation of a group of heads of query [T, N, D] or key [T, K, D] for some tokens.
 
     The weights are [D], contiguous; cos and sin are [B, S, D/2].
     """
@@ -113,10 +114,11 @@ def differentiate(
     PAIRS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Normed-RoPE kernel: gradients of :func:`norm_and_rotate`; a program loops over tokens and sums the weight's.
+    """Normed-RoPE kernel: gradients of :func:`norm_and_rotate`; a program sums the weight gradient over its tokens.
 
-    ``query_arrived`` and ``key_arrived`` are the gradients of the outputs; ``query_partial`` and ``key_partial``,
-    float32 [P, D], take the sums of the P programs that have queries, and of those that have keys.
+    ``query_arrived`` and ``key_arrived`` are the gradients of the outputs. ``query_partial`` and ``key_partial``,
+    float32 [P, D], receive the weight gradients of the P programs with query heads and of the P programs with key
+    heads.
     """
     group = tl.program_id(1)
     if group < QUERY_GROUPS:
@@ -141,7 +143,7 @@ def _forward_heads(
     cos_pair, sin_sample, sin_position, sin_pair, eps, first_head,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate some heads of x [T, heads, D]."""
+    """Norm and rotate a group of heads of x [T, heads, D]."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
     there = (token < tokens) & (pair < half)
@@ -167,13 +169,13 @@ def _backward_heads(
     sin_position, sin_pair, eps, group, groups,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of some heads of x [T, heads, D], and this program's sum of the weight's."""
+    """Store the gradients of a group of heads of x [T, heads, D], and this program's part of the weight gradient."""
     pair = tl.arange(0, PAIRS)[None, :]
     weight_first, weight_second = _weights(weight, pair, half, EXACT)
     of_first = tl.zeros((TOKENS, PAIRS), tl.float32)
     of_second = tl.zeros((TOKENS, PAIRS), tl.float32)
-    # Programs take turns, so that those that run together read neighbouring tokens. There is no loop over a range,
-    # which Triton 3.6 cannot interpret with NumPy 2.4.
+    # Tiles are interleaved over programs, so that concurrent programs read neighbouring tokens. Not a loop over a
+    # range, which Triton 3.6 cannot interpret with NumPy 2.4.
     at = tl.program_id(0) * TOKENS
     while at < tokens:
         token = (at + tl.arange(0, TOKENS))[:, None]
@@ -202,7 +204,7 @@ def _backward_head(
     target, arrived, source, weight_first, weight_second, c, s, there, head, half, arrived_head,
     arrived_feature, x_head, x_feature, eps, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of one head of some tokens; return those of the weight's halves, float32 [TOKENS, PAIRS]."""
+    """Store the gradient of one head of some tokens; return the weight gradient's halves, float32 [TOKENS, PAIRS]."""
     source, target = source + head.to(tl.int64) * x_head, target + head * half * 2
     grad = arrived + head.to(tl.int64) * arrived_head
     first = _load(source, there, EXACT)
@@ -211,14 +213,14 @@ def _backward_head(
     turned_second = _load(grad + half * arrived_feature, there, EXACT)
     grad_first = turned_first * c + turned_second * s
     grad_second = turned_second * c - turned_first * s
-    # The gradient is ``(grad * weight) * scale - x * shrink``, and that of the weight ``grad * x * scale``.
+    # The gradient of x is ``(grad * weight) * scale - x * shrink``, the gradient of the weight ``grad * x * scale``.
     product_first, product_second = grad_first * first, grad_second * second
-    # Neither sum waits for the other.
+    # Two independent sums, so that they overlap.
     square = tl.sum(first * first + second * second, axis=1) / (half * 2)
     product = tl.sum(product_first * weight_first + product_second * weight_second, axis=1) / (half * 2)
     scale = tl.rsqrt(square + eps)
     if not EXACT:
-        # What is not there is zeros, whose scale is infinite without an epsilon.
+        # Masked rows are zeros, whose scale is infinite if eps is 0.
         scale = tl.where(tl.max(there.to(tl.int32), axis=1) > 0, scale, 0.0)
     shrink = (scale * scale * scale * product)[:, None]
     scale = scale[:, None]
@@ -242,25 +244,25 @@ def _weights(weight, pair, half, EXACT: tl.constexpr):
 
 @triton.jit
 def _at(x, token, pair, x_token, x_feature):
-    """Places of the first half of the first head of some tokens."""
+    """Addresses of the first half of the first head of some tokens."""
     return x + token.to(tl.int64) * x_token + pair * x_feature
 
 
 @triton.jit
 def _there(there, head, heads, EXACT: tl.constexpr):
-    """Mask of one head; heads beyond the last have nothing."""
+    """Mask of one head; false for a head index beyond the last head."""
     return there if EXACT else there & (tl.zeros_like(there).to(tl.int32) + head < heads)
 
 
 @triton.jit
 def _load(x, there, EXACT: tl.constexpr):
-    """Elements in float32; zeros where there are none."""
+    """Load elements in float32; zeros where the mask is false."""
     return tl.load(x).to(tl.float32) if EXACT else tl.load(x, there, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(target, x, there, EXACT: tl.constexpr):
-    """Write in the dtype of the target."""
+    """Store in the dtype of the target."""
     if EXACT:
         tl.store(target, x.to(target.dtype.element_ty))
     else:

@@ -1,4 +1,4 @@
-"""Kernels of copies of tokens to rows and sums of rows to tokens, see :mod:`d9d_triton.permutation`."""
+"""Kernels that copy tokens to rows and sum rows to tokens, see :mod:`d9d_triton.permutation`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def copy_to_rows(
     Args:
         out: [R, H], out, contiguous.
         tokens: [T, H].
-        places: int64 [T, k], contiguous; all are rows.
+        places: int64 [T, k], contiguous; each entry is a valid row index.
         features: H.
-        token_stride: stride of the tokens.
-        feature_stride: stride of the tokens.
+        token_stride: stride of ``tokens`` in dimension 0.
+        feature_stride: stride of ``tokens`` in dimension 1.
         CHOICES: k.
-        BLOCK: features of a program.
+        BLOCK: features of one program.
     """
     token = tl.program_id(0).to(tl.int64)
     feature = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     known = feature < features
-    # Read once: the cache is for what is written.
+    # Each token is read once, so it need not stay in the cache.
     values = tl.load(tokens + token * token_stride + feature * feature_stride, known, eviction_policy="evict_first")
     for choice in tl.static_range(CHOICES):
         place = tl.load(places + token * CHOICES + choice)
@@ -58,15 +58,15 @@ def sum_rows(
     Args:
         out: [T, H], out, contiguous.
         x: [R, H].
-        places: int64 [T, k], contiguous; R or more where there is no row.
-        weights: [T, k], contiguous; any tensor without ``WEIGHTED``.
+        places: int64 [T, k], contiguous; R or more where a choice has no row.
+        weights: [T, k], contiguous; unused without ``WEIGHTED``.
         rows: R.
         features: H.
-        x_row: stride of x.
-        x_feature: stride of x.
+        x_row: stride of x in dimension 0.
+        x_feature: stride of x in dimension 1.
         CHOICES: k.
         WEIGHTED: whether rows are multiplied by weights.
-        BLOCK: features of a program.
+        BLOCK: features of one program.
     """
     token = tl.program_id(0).to(tl.int64)
     feature = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -104,23 +104,23 @@ def differentiate(
     """Permutation kernel: gradients of the weighted :func:`sum_rows`; a program reads its token's gradient once.
 
     Args:
-        grad_x: [R, H], out, contiguous, zeros where a row is nobody's place; any tensor without ``OF_X``.
-        grad_weights: [T, k], out, contiguous; any tensor without ``OF_WEIGHTS``.
+        grad_x: [R, H], out, contiguous; rows that no place refers to must be zeros already; unused without ``OF_X``.
+        grad_weights: [T, k], out, contiguous; unused without ``OF_WEIGHTS``.
         grad: [T, H], gradient of the sums.
         x: [R, H].
-        places: int64 [T, k], contiguous; R or more where there is no row.
+        places: int64 [T, k], contiguous; R or more where a choice has no row.
         weights: [T, k], contiguous.
         rows: R.
-        grad_token: stride of the gradient.
-        grad_feature: stride of the gradient.
-        x_row: stride of x.
-        x_feature: stride of x.
-        FEATURES: H, a constant so that the loop can be interpreted by Triton 3.6 with NumPy 2.4, too.
+        grad_token: stride of the gradient in dimension 0.
+        grad_feature: stride of the gradient in dimension 1.
+        x_row: stride of x in dimension 0.
+        x_feature: stride of x in dimension 1.
+        FEATURES: H, a constant because Triton 3.6 with NumPy 2.4 cannot interpret the loop otherwise.
         CHOICES: k.
-        LANES: k or more, a power of two.
+        LANES: smallest power of two >= k.
         OF_X: whether the gradient of the rows is needed.
-        OF_WEIGHTS: whether that of the weights is.
-        BLOCK: features of a tile; a program has several tiles.
+        OF_WEIGHTS: whether the gradient of the weights is needed.
+        BLOCK: features of one tile; a program handles several tiles.
     """
     token = tl.program_id(0).to(tl.int64)
     choice = tl.arange(0, LANES)

@@ -25,25 +25,25 @@ def normalise(
     FEATURES: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """RMSNorm kernel: norm of some rows, or of their sums with others.
+    """RMSNorm kernel: norm of a block of rows, with ``ADDS`` of the sum of two tensors.
 
     Args:
         out: [R, D], out, contiguous.
-        sums: [R, D], out, contiguous: x + added; any tensor without ``ADDS``.
+        sums: [R, D], out, contiguous: x + added; unused without ``ADDS``.
         x: [R, D].
-        added: [R, D]; any tensor without ``ADDS``.
+        added: [R, D]; unused without ``ADDS``.
         weight: [D].
         rows: R.
         features: D.
-        x_row: stride of x.
-        x_feature: stride of x.
-        added_row: stride of what is added.
-        added_feature: stride of what is added.
+        x_row: stride of x in dimension 0.
+        x_feature: stride of x in dimension 1.
+        added_row: stride of ``added`` in dimension 0.
+        added_feature: stride of ``added`` in dimension 1.
         weight_feature: stride of the weight.
         eps: added to the mean square.
-        ROWS: rows of a program.
-        FEATURES: D or more, a power of two.
-        ADDS: whether something is added.
+        ROWS: rows of one program.
+        FEATURES: smallest power of two >= D.
+        ADDS: whether to add ``added`` to x before the norm.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     feature = tl.arange(0, FEATURES).to(tl.int64)[None, :]
@@ -52,7 +52,7 @@ def normalise(
     wide = _load_rows(x, row, feature, rows, features, x_row, x_feature).to(tl.float32)
     if ADDS:
         wide += _load_rows(added, row, feature, rows, features, added_row, added_feature).to(tl.float32)
-        # The norm is that of what the backward and later operations read.
+        # Normalise the rounded sum, which the backward and later operations read.
         rounded = wide.to(sums.dtype.element_ty)
         tl.store(sums + row * features + feature, rounded, there)
         wide = rounded.to(tl.float32)
@@ -87,39 +87,39 @@ def differentiate(
     TWICE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """RMSNorm kernel: gradients of :func:`normalise`; each program sums the weight's over its rows.
+    """RMSNorm kernel: gradients of :func:`normalise`; each program sums the weight gradient over its rows.
 
     Args:
-        grad_x: [R, D], out, contiguous; any tensor without ``OF_X``.
-        grad_added: [R, D], out, contiguous: the same in another dtype; any tensor without ``TWICE``.
-        partial: float32 [P, D], out, contiguous: sums of the P programs; any tensor without ``OF_WEIGHT``.
+        grad_x: [R, D], out, contiguous; unused without ``OF_X``.
+        grad_added: [R, D], out, contiguous: the gradient of x in another dtype; unused without ``TWICE``.
+        partial: float32 [P, D], out, contiguous: weight gradients of the P programs; unused without ``OF_WEIGHT``.
         grad: [R, D], gradient of the output.
-        residual: [R, D], gradient that is added to that of x; any tensor without ``ADDS``.
-        x: [R, D], what was normalised.
+        residual: [R, D], gradient that is added to the gradient of x; unused without ``ADDS``.
+        x: [R, D], input of the norm.
         weight: [D].
         rows: R.
         features: D.
-        grad_row: stride of the gradient.
-        grad_feature: stride of the gradient.
-        residual_row: stride of the gradient that is added.
-        residual_feature: stride of the gradient that is added.
-        x_row: stride of x.
-        x_feature: stride of x.
+        grad_row: stride of the gradient in dimension 0.
+        grad_feature: stride of the gradient in dimension 1.
+        residual_row: stride of ``residual`` in dimension 0.
+        residual_feature: stride of ``residual`` in dimension 1.
+        x_row: stride of x in dimension 0.
+        x_feature: stride of x in dimension 1.
         weight_feature: stride of the weight.
-        eps: as in the forward.
-        ROWS: rows of a tile; a program has several tiles.
-        FEATURES: D or more, a power of two.
+        eps: same value as in the forward.
+        ROWS: rows of one tile; a program handles several tiles.
+        FEATURES: smallest power of two >= D.
         OF_X: whether the gradient of x is needed.
-        OF_WEIGHT: whether that of the weight is.
-        ADDS: whether a gradient is added; only with ``OF_X``.
-        TWICE: whether it is written in two dtypes; only with ``OF_X``.
-        AHEAD: whether a program loads a tile before it computes with the one before.
+        OF_WEIGHT: whether the gradient of the weight is needed.
+        ADDS: whether to add ``residual``; only with ``OF_X``.
+        TWICE: whether to write the gradient of x in two dtypes; only with ``OF_X``.
+        AHEAD: whether a program loads the next tile before it computes the current one.
     """
     feature = tl.arange(0, FEATURES).to(tl.int64)[None, :]
     factor = tl.load(weight + feature * weight_feature, feature < features, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, FEATURES), tl.float32)
-    # Programs take turns, so that those that run together read neighbouring rows. There is no loop over a range, which
-    # Triton 3.6 cannot interpret with NumPy 2.4.
+    # Tiles are interleaved over programs, so that concurrent programs read neighbouring rows. Not a loop over a range,
+    # which Triton 3.6 cannot interpret with NumPy 2.4.
     first, step = tl.program_id(0).to(tl.int64) * ROWS, tl.num_programs(0) * ROWS
     row = first + tl.arange(0, ROWS)[:, None]
     if AHEAD:
@@ -128,7 +128,7 @@ def differentiate(
     while first < rows:
         row = first + tl.arange(0, ROWS)[:, None]
         if ADDS:
-            # It arrives while rows are summed up. Loaded a tile ahead, it would take the registers of other programs.
+            # The load overlaps with the sums below. Loaded a tile ahead, it would need registers of other programs.
             beside = _load_rows(residual, row, feature, rows, features, residual_row, residual_feature)
         if AHEAD:
             wide, arrived = next_x.to(tl.float32), next_grad.to(tl.float32)
@@ -138,11 +138,11 @@ def differentiate(
             wide = _load_rows(x, row, feature, rows, features, x_row, x_feature).to(tl.float32)
             arrived = _load_rows(grad, row, feature, rows, features, grad_row, grad_feature).to(tl.float32)
         weighted = arrived * factor
-        # Neither sum waits for the other.
+        # Two independent sums, so that they overlap.
         square = tl.sum(wide * wide, axis=1) / features
         product = tl.sum(weighted * wide, axis=1) / features
         scale = tl.rsqrt(square + eps)[:, None]
-        # Rows beyond the last are zeros, whose scale is infinite without an epsilon.
+        # Rows beyond the last are zeros, whose scale is infinite if eps is 0.
         normed = tl.where(row < rows, wide * scale, 0.0)
         if OF_WEIGHT:
             total += arrived * normed
@@ -163,6 +163,6 @@ def differentiate(
 
 @triton.jit
 def _load_rows(x, row, feature, rows, features, x_row, x_feature):
-    """Rows int64 [ROWS, 1] and features int64 [1, FEATURES] of x; zeros beyond both."""
+    """Load rows int64 [ROWS, 1] and features int64 [1, FEATURES] of x; zeros outside of x."""
     there = (row < rows) & (feature < features)
     return tl.load(x + row * x_row + feature * x_feature, there, other=0.0)

@@ -39,9 +39,9 @@ def rotate(
 ):
     """RoPE kernel: rotate heads of one token's query [B, S, N, D] and key [B, S, K, D] by cos and sin [B, S, D/2].
 
-    The outputs are contiguous; the numbers named after an input and one of its dims are strides, and ``half`` is D/2.
-    A program turns QUERY_HEADS and KEY_HEADS heads of at most PAIRS pairs each, all powers of two, BACK by the opposite
-    angles.
+    Outputs are contiguous. Arguments named after an input and a dimension are strides; ``half`` is D/2. A program
+    rotates QUERY_HEADS query heads and KEY_HEADS key heads of at most PAIRS pairs each, all powers of two. With BACK it
+    rotates by the opposite angles.
     """
     token = tl.program_id(0).to(tl.int64)
     sample, position = token // positions, token % positions
@@ -78,7 +78,7 @@ def _rotate_heads(
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Rotate some heads of one token; cos and sin are [1, PAIRS]."""
+    """Rotate a block of heads of one token; cos and sin are [1, PAIRS]."""
     head = first_head + tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, PAIRS).to(tl.int64)[None, :]
     there = (head < heads) & (pair < half)

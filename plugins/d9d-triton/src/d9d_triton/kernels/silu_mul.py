@@ -1,4 +1,4 @@
-"""Kernels of the gate of SwiGLU, see :mod:`d9d_triton.silu_mul`."""
+"""Kernels of SiLU-mul, see :mod:`d9d_triton.silu_mul`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gate_rows(
     up_feature,
     BLOCK: tl.constexpr,
 ):
-    """SiLU-mul kernel: gate of SwiGLU over a block of one row.
+    """SiLU-mul kernel: ``silu(gate) * up`` over a block of one row.
 
     Args:
         out: [R, I], out, contiguous.
@@ -29,7 +29,7 @@ def gate_rows(
         gate_feature: stride of the gate.
         up_row: stride of up.
         up_feature: stride of up.
-        BLOCK: features of a program.
+        BLOCK: features of one program.
     """
     row, feature = _place(features, BLOCK)
     there = feature < features
@@ -58,12 +58,12 @@ def differentiate(
     BLOCK: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """SiLU-mul kernel: gradients of :func:`gate_rows` from that of its output; the other arguments are as there.
+    """SiLU-mul kernel: gradients of :func:`gate_rows` from the gradient of its output.
 
     Args:
-        grad_gate: [R, I], out; features are contiguous.
-        grad_up: [R, I], out; features are contiguous.
-        gated: [R, I], out, contiguous: what :func:`gate_rows` computes; any tensor without ``GATED``.
+        grad_gate: [R, I], out; contiguous features.
+        grad_up: [R, I], out; contiguous features.
+        gated: [R, I], out, contiguous: the forward's output, recomputed; unused without ``GATED``.
         grad: [R, I], gradient of the output.
         gate: [R, I].
         up: [R, I].
@@ -76,8 +76,8 @@ def differentiate(
         gate_feature: stride of the gate.
         up_row: stride of up.
         up_feature: stride of up.
-        BLOCK: features of a program.
-        GATED: whether the output is computed once more.
+        BLOCK: features of one program.
+        GATED: whether to recompute the forward's output.
     """
     row, feature = _place(features, BLOCK)
     there = feature < features
@@ -96,7 +96,7 @@ def differentiate(
 
 @triton.jit
 def _place(features, BLOCK: tl.constexpr):
-    """Row of this program, and its features int64 [BLOCK]."""
+    """Row of this program, and its feature indices int64 [BLOCK]."""
     blocks = tl.cdiv(features, BLOCK)
     program = tl.program_id(0).to(tl.int64)
     return program // blocks, program % blocks * BLOCK + tl.arange(0, BLOCK)

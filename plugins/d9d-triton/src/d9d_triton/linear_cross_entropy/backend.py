@@ -1,6 +1,6 @@
 """Backends of the op ``linear_cross_entropy``: ``triton``, ``triton_sum``, ``triton_sum_narrow`` and ``triton_words``.
 
-Shapes: T tokens, H features, V words of the vocabulary, C tokens of a chunk, W words of a chunk.
+Shapes: T tokens, H features, V vocabulary size, C tokens of a chunk, W vocabulary entries of a chunk.
 """
 
 from __future__ import annotations
@@ -17,52 +17,53 @@ from d9d_triton.linear_cross_entropy.operators import token_losses, token_losses
 from d9d_triton.linear_cross_entropy.passes import columns
 from d9d_triton.linear_cross_entropy.words import TILE, token_losses_by_words
 
-#: Logits of a chunk, in bytes. Each chunk but the first costs two passes over the weight's gradient in float32.
+#: Size of a chunk's logits in bytes. Each chunk after the first costs two passes over the float32 weight gradient.
 _CHUNK_BYTES = 1 << 30
+#: Smallest chunk of tokens.
 _LEAST_ROWS = 256
-#: Logits of a small chunk, in bytes: few, but each chunk of words costs two passes over the gradient of the hidden
-#: states in float32, which is why it has some words however many tokens there are.
+#: Size of a small chunk's logits in bytes. Each chunk of the vocabulary costs two passes over the float32 gradient of
+#: the hidden states, so a chunk has at least ``_LEAST_WORDS`` vocabulary entries, however many tokens there are.
 _SMALL_BYTES = 192 << 20
 _LEAST_WORDS = 4096
-#: Bytes that a chunk of tokens needs where gradients have no other memory than their own: logits, and hidden states
-#: without what is not predicted. For 2,048 features and 151,936 words in bfloat16 these are 1,024 tokens.
+#: Bytes of a chunk of tokens in the narrow backend: its logits, and its hidden states with ignored rows zeroed. For
+#: 2,048 features and 151,936 vocabulary entries in bfloat16, 1,024 tokens fit.
 _NARROW_BYTES = 304 << 20
 
 
 def build(_signature: OpSignature) -> LinearCrossEntropy:
-    """Backend function of ``triton``; it is the same for all signatures."""
+    """Entry point of the backend ``triton``."""
     return LinearCrossEntropy()
 
 
 def build_sum(_signature: OpSignature) -> LinearCrossEntropy:
-    """Backend function of ``triton_sum``; it is the same for all signatures."""
+    """Entry point of the backend ``triton_sum``."""
     return LinearCrossEntropy(ahead=True)
 
 
 def build_sum_narrow(_signature: OpSignature) -> LinearCrossEntropyNarrow:
-    """Backend function of ``triton_sum_narrow``; it is the same for all signatures."""
+    """Entry point of the backend ``triton_sum_narrow``."""
     return LinearCrossEntropyNarrow()
 
 
 def build_words(_signature: OpSignature) -> LinearCrossEntropyByWords:
-    """Backend function of ``triton_words``; it is the same for all signatures."""
+    """Entry point of the backend ``triton_words``."""
     return LinearCrossEntropyByWords()
 
 
 class LinearCrossEntropy:
     """Triton backend of linear cross-entropy, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
 
-    Three matrix products and two passes over the logits. As many logits as the reference may keep are kept for the
-    backward, those of the other tokens are computed again there. The backward turns kept logits into their gradient,
-    in their place: walking a graph twice (``retain_graph``) is an error of autograd's, unless ``keep=False``.
+    Three matrix products and two passes over the logits. As many logits as :func:`may_be_kept` allows are kept for the
+    backward, which recomputes the logits of the other tokens. The backward overwrites kept logits with their gradient,
+    so a second backward (``retain_graph``) is an autograd error, unless ``keep=False``.
 
-    Below a frozen weight, the forward computes the gradient of the hidden states, chunk by chunk, and keeps no logits:
-    what arrives in the backward scales its rows.
+    If the weight is frozen, the forward computes the gradient of the hidden states, chunk by chunk, and keeps no
+    logits; the backward scales its rows by the gradients of the losses.
 
     Args:
-        ahead: let the forward compute the weight's gradient, too, for a loss that is some number times the sum of all
-            tokens' losses. Whether it is, the backward sees without waiting for the device: the gradient of a sum is
-            one number in memory. If not, the backward computes everything again, for three products more.
+        ahead: also compute the weight gradient in the forward, assuming that the loss is a constant times the sum of
+            all tokens' losses. The backward checks this without a device sync: the gradient of a sum is an expanded
+            tensor of one element. For any other loss it recomputes everything, for three products more.
     """
 
     def __init__(self, *, ahead: bool = False) -> None:
@@ -76,18 +77,18 @@ class LinearCrossEntropy:
         Args:
             hidden: [..., H].
             weight: [V, H], of the same dtype.
-            targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` where nothing is predicted.
+            targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` for tokens without a target.
             rows: largest C; ``None`` chooses by V.
-            keep: whether to keep all logits, or none; ``None`` keeps as many as
-                :func:`~d9d_nn.ops.linear_cross_entropy.may_be_kept` says.
+            keep: whether to keep all logits or none; ``None`` keeps as many as
+                :func:`~d9d_nn.ops.linear_cross_entropy.may_be_kept` allows.
 
         Returns:
-            float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, whatever the hidden state is.
+            float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, even if the hidden state is NaN.
 
         Raises:
-            TypeError: the kernels do not read the dtype, or hidden and weight have two.
-            ValueError: there are not as many targets as hidden states.
-            IndexError: a target is no word; on a GPU, an assertion on the device.
+            TypeError: the kernels do not support the dtype, or hidden and weight differ in dtype.
+            ValueError: the numbers of targets and hidden states differ.
+            IndexError: a target is outside of the vocabulary; on a GPU, a device-side assertion.
         """
         return self.compute(hidden, weight, targets, rows, keep, ranked=False)[0]
 
@@ -103,7 +104,7 @@ class LinearCrossEntropy:
     def compute(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute losses, and ranks if ``ranked``, else no elements."""
+        """Compute losses, and ranks if ``ranked``, else an empty tensor."""
         parameter = weight
         hidden, weight = autocast_operands(hidden, weight)
         check_operands("linear_cross_entropy", hidden, weight, targets)
@@ -125,17 +126,18 @@ class LinearCrossEntropy:
 
 
 class LinearCrossEntropyNarrow:
-    """Triton backend (narrow) of :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy` in memory for few logits.
+    """Backend ``triton_sum_narrow`` of :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
 
-    As ``triton_sum``, the forward computes the gradients, for a loss that is some number times the sum of all tokens'
-    losses, and the backward computes everything again for any other loss. But they are computed, added up and scaled in
-    the memory in which the backward returns them, and chunks of tokens are small. So walking a graph twice
-    (``retain_graph``) is an error of autograd's.
+    As ``triton_sum``, the forward computes the gradients, assuming a loss that is a constant times the sum of all
+    tokens' losses, and the backward recomputes everything for any other loss. But the gradients are computed, added and
+    scaled in the memory that the backward returns, and chunks of tokens are small. So a second backward
+    (``retain_graph``) is an autograd error.
 
-    Gradients in bfloat16 are less exact: they are rounded before they are scaled, and that of the weight with each
-    chunk. N chunks whose parts have random signs give ``sqrt((N + 1) / 2)`` times the error of one rounding, twice for
-    N = 8, and what a part adds below half of the sum's last place is lost. Statistics, and sums inside of a product,
-    are float32, and nothing is filtered. With float32 for weight and hidden states, it all is as in ``triton_sum``.
+    Gradients in bfloat16 are less exact: they are rounded before they are scaled, and the weight gradient is rounded
+    after each chunk. N chunks with random signs give ``sqrt((N + 1) / 2)`` times the error of one rounding, twice for
+    N = 8; an addend below half a unit in the last place of the sum is lost. Softmax statistics and the sums inside a
+    product are float32, and no gradient is filtered. With float32 weight and hidden states the accuracy equals
+    ``triton_sum``.
     """
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None) -> Tensor:
@@ -144,17 +146,17 @@ class LinearCrossEntropyNarrow:
         Args:
             hidden: [..., H], bfloat16 or float32.
             weight: [V, H], of the same dtype.
-            targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` where nothing is predicted.
+            targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` for tokens without a target.
             rows: largest C; ``None`` chooses by V and H.
 
         Returns:
-            float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, whatever the hidden state is.
+            float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, even if the hidden state is NaN.
 
         Raises:
-            TypeError: the dtype is another one, or hidden and weight have two. Nothing but float32 has the range of
-                bfloat16, for gradients that are not scaled yet.
-            ValueError: there are not as many targets as hidden states.
-            IndexError: a target is no word; on a GPU, an assertion on the device.
+            TypeError: the dtype is not supported, or hidden and weight differ in dtype. Of the narrow dtypes only
+                bfloat16 has the range of float32, which gradients need before they are scaled.
+            ValueError: the numbers of targets and hidden states differ.
+            IndexError: a target is outside of the vocabulary; on a GPU, a device-side assertion.
         """
         return self._compute(hidden, weight, targets, rows, ranked=False)[0]
 
@@ -188,15 +190,15 @@ class LinearCrossEntropyNarrow:
 
 
 class LinearCrossEntropyByWords:
-    """Triton backend (words) of :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy` in memory for few logits.
+    """Backend ``triton_words`` of :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`, in vocabulary chunks.
 
-    Four matrix products and two passes over the logits, in chunks of words. From forward to backward live the logits of
-    the last chunk, in memory that the backward needs anyway, and three numbers for each token. The backward computes
-    the logits of the other chunks again, writes the weight's gradient chunk by chunk in its own dtype, and sums that of
-    the hidden states in float32. Which loss the tokens' losses become makes no difference.
+    Four matrix products and two passes over the logits, in chunks of the vocabulary. Between forward and backward it
+    keeps the logits of the last chunk, in memory that the backward needs anyway, and three numbers for each token. The
+    backward recomputes the logits of the other chunks, writes the weight gradient chunk by chunk in its own dtype, and
+    sums the gradient of the hidden states in float32. It supports any function of the tokens' losses.
 
-    Where the weight needs no gradient, chunks of tokens need no product twice: below a frozen weight the forward
-    computes the gradient of the hidden states, as ``triton`` does, and without gradients there is but one product.
+    If the weight needs no gradient, it uses chunks of tokens and recomputes no logits: with a frozen weight the forward
+    computes the gradient of the hidden states, as ``triton`` does; without any gradients there is only one product.
     """
 
     def __init__(self) -> None:
@@ -210,18 +212,18 @@ class LinearCrossEntropyByWords:
         Args:
             hidden: [..., H].
             weight: [V, H], of the same dtype.
-            targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` where nothing is predicted.
+            targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` for tokens without a target.
             size: largest W; ``None`` chooses by T.
-            keep: whether to keep the last chunk's logits for the backward, which overwrites them: walking a graph twice
-                (``retain_graph``) is an error of autograd's then.
+            keep: whether to keep the last chunk's logits for the backward, which overwrites them; a second backward
+                (``retain_graph``) is then an autograd error.
 
         Returns:
-            float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, whatever the hidden state is.
+            float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, even if the hidden state is NaN.
 
         Raises:
-            TypeError: the kernels do not read the dtype, or hidden and weight have two.
-            ValueError: there are not as many targets as hidden states.
-            IndexError: a target is no word; on a GPU, an assertion on the device.
+            TypeError: the kernels do not support the dtype, or hidden and weight differ in dtype.
+            ValueError: the numbers of targets and hidden states differ.
+            IndexError: a target is outside of the vocabulary; on a GPU, a device-side assertion.
         """
         return self._compute(hidden, weight, targets, size, keep, ranked=False)[0]
 
@@ -231,7 +233,7 @@ class LinearCrossEntropyByWords:
         """Compute the same losses, and the ranks int64 [...] of the targets.
 
         See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`. If the weight needs a gradient,
-        that is one product more: the logit of the target is known only after all words.
+        ranks cost one more product: the target's logit is known only after the last chunk of the vocabulary.
         """
         return self._compute(hidden, weight, targets, size, keep, ranked=True)
 
@@ -249,7 +251,7 @@ class LinearCrossEntropyByWords:
 
 
 def _fitting(length: int, hidden: Tensor) -> int:
-    """Size of a small chunk in the other dimension: times that ``size`` logits fit, in whole tiles."""
+    """Largest chunk along the other dimension whose ``length`` x chunk logits fit, rounded down to whole tiles."""
     return _SMALL_BYTES // (length * hidden.itemsize) // TILE * TILE
 
 
@@ -259,17 +261,17 @@ def rows_of_chunk(hidden: Tensor, size: int) -> int:
 
 
 def narrow_rows(hidden: Tensor, weight: Tensor) -> int:
-    """Largest C for chunks that need memory for little more than their logits."""
+    """Largest C of the narrow backend, whose chunks need memory for logits and hidden states."""
     row = (columns(weight.shape[0]) + weight.shape[1]) * hidden.itemsize
     return max(_LEAST_ROWS, _NARROW_BYTES // row // narrow.TILE * narrow.TILE)
 
 
 def check_operands(op: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-    """Refuse what the products and the kernels of an op do not read.
+    """Raise for operands that the products and kernels of an op cannot read.
 
     Raises:
-        TypeError: the kernels do not read the dtype, or hidden and weight have two.
-        ValueError: there are not as many targets as hidden states.
+        TypeError: the kernels do not support the dtype, or hidden and weight differ in dtype.
+        ValueError: the numbers of targets and hidden states differ.
     """
     check_floats(op, hidden=hidden, weight=weight)
     if hidden.dtype != weight.dtype:
@@ -279,4 +281,4 @@ def check_operands(op: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> 
         )
     if hidden.shape[:-1].numel() != targets.numel():
         shapes = f"hidden {list(hidden.shape)} and targets {list(targets.shape)}"
-        raise ValueError(f"{op}.triton: {shapes} must have one shape but for the features")
+        raise ValueError(f"{op}.triton: {shapes} must agree in all dimensions but the features of hidden")

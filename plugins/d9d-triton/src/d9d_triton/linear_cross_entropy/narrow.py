@@ -1,14 +1,14 @@
-"""Operators of torch for the loss with gradients ahead of the backward, in the memory in which they are returned.
+"""Torch operators of the narrow loss: the forward computes the gradients in the memory that the backward returns.
 
-The forward adds up the gradients of the sum of all losses, chunk by chunk of tokens, in the dtypes of hidden states and
-weight. The backward scales them in their place, or overwrites them with those of another loss, and returns them. So the
-only memory of the weight's size is its gradient.
+The forward adds up the gradients of the sum of all losses, one chunk of tokens after the other, in the dtypes of hidden
+states and weight. The backward scales them in place, or overwrites them with the gradients of another loss, and returns
+them. So the only memory of the weight's size is its gradient.
 
-Each chunk rounds the weight's gradient to its dtype: N chunks whose parts have random signs give ``sqrt((N + 1) / 2)``
-times the error of one rounding, and what a part adds below half of the sum's last place is lost. Statistics, and sums
-inside of a product, are float32.
+Each chunk rounds the weight gradient to its dtype: N chunks with random signs give ``sqrt((N + 1) / 2)`` times the
+error of one rounding, and an addend below half a unit in the last place of the sum is lost. Softmax statistics, and the
+sums inside a product, are float32.
 
-Shapes: T tokens, H features, V words, C tokens of a chunk. A gradient that nobody asked for has no elements.
+Shapes: T tokens, H features, V vocabulary size, C tokens of a chunk. A gradient that is not needed has no elements.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from d9d_triton.linear_cross_entropy.parts import (
     without_ignored,
 )
 
-#: Chunks are a multiple of this, if they are larger: the rows of a tile of a product.
+#: Chunks of more tokens than this are a multiple of it: the tile height of a product.
 TILE = 128
 
 
@@ -41,7 +41,7 @@ TILE = 128
 def token_losses_narrow(
     hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, ranked: bool, of_hidden: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Narrow linear cross-entropy: losses, and the gradients of their sum, which the backward overwrites.
+    """Narrow linear cross-entropy: losses, and the gradients of their sum, which the backward scales or overwrites.
 
     Args:
         hidden: [..., H].
@@ -50,11 +50,11 @@ def token_losses_narrow(
         rows: largest C.
         ranked: whether to count ranks.
         of_hidden: whether the hidden states need a gradient.
-        of_weight: whether the weight needs one.
+        of_weight: whether the weight needs a gradient.
 
     Returns:
         Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and gradients [..., H] and [V, H] in the
-        dtypes of what they are of.
+        dtypes of hidden states and weight.
     """
     losses, ranks, statistics = results(hidden, targets, ranked)
     grads = empty(hidden, hidden.dtype, of_hidden), empty(weight, weight.dtype, of_weight)
@@ -68,12 +68,12 @@ def token_losses_narrow(
 
 @torch.library.custom_op("d9d_triton::linear_cross_entropy_narrow_scale", mutates_args={"grad_hidden", "grad_weight"})
 def scale(grad_losses: Tensor, targets: Tensor, grad_hidden: Tensor, grad_weight: Tensor) -> None:
-    """Scale the gradients of :func:`token_losses_narrow` in their place.
+    """Scale the gradients of :func:`token_losses_narrow` in place.
 
-    That of the weight is right if the gradients of all losses are one number.
+    The weight gradient is right only if the gradients of all losses are equal.
     """
     each = grad_losses.masked_fill(targets == IGNORE, 0).unsqueeze(-1)
-    # Not a tensor without dims, which would be rounded to the dtype of the gradient before the product.
+    # [1, 1], because a 0-d tensor would be rounded to the dtype of the gradient before the multiplication.
     one = grad_losses.flatten()[:1].sum().view(1, 1)
     for grad, factor in ((grad_hidden, each), (grad_weight, one)):
         if grad.numel():
@@ -91,7 +91,7 @@ def compute_again(
     grad_weight: Tensor,
     rows: int,
 ) -> None:
-    """Overwrite the gradients of :func:`token_losses_narrow` with those of any loss: three products once more."""
+    """Overwrite the gradients of :func:`token_losses_narrow` for an arbitrary loss, for three more products."""
     grads = grad_hidden, grad_weight
     for part, space in _logits(hidden, weight, rows):
         grad = differentiate(space, part, len(weight), targets, statistics, grad_losses)
@@ -112,7 +112,7 @@ def _fake_losses(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, targets, ctx.rows, *_, of_weight = inputs
     _, ranks, statistics, *grads = output
-    # To compute the gradients again, if the losses turn out to have weights.
+    # Saved to recompute the gradients if the losses turn out to be weighted.
     again = (hidden, weight, statistics) if of_weight else ()
     # Autograd refuses a second backward once the first has scaled the gradients.
     ctx.save_for_backward(targets, *grads, *again)
@@ -152,12 +152,12 @@ def _logits(hidden: Tensor, weight: Tensor, rows: int) -> Iterator[tuple[slice, 
 def _add(
     grads: tuple[Tensor, Tensor], grad: Tensor, part: slice, hidden: Tensor, weight: Tensor, targets: Tensor
 ) -> None:
-    """Write a chunk's part of the gradient of hidden states, and add its part of that of the weight.
+    """Write a chunk's rows of the hidden states' gradient, and add its part to the weight gradient.
 
     Args:
-        grads: of hidden states and weight; the first chunk overwrites that of the weight.
-        grad: of the chunk's logits [C, V].
-        part: the chunk.
+        grads: gradients of hidden states and weight; the first chunk overwrites the weight gradient.
+        grad: gradient of the chunk's logits [C, V].
+        part: tokens of the chunk.
         hidden: [..., H].
         weight: [V, H].
         targets: int64 [...].

@@ -1,7 +1,7 @@
-"""Operators of torch for the loss, which compiled graphs keep whole. Products are torch's, passes over logits Triton's.
+"""Torch operators of the loss, opaque to the compiler: products by torch, passes over the logits by Triton.
 
-Shapes: T tokens, H features, V words, P columns of logits in memory, C tokens of a chunk, K tokens whose logits are
-kept. An output of an operator that nobody asked for has no elements.
+Shapes: T tokens, H features, V vocabulary size, P columns of logits in memory, C tokens of a chunk, K tokens whose
+logits are kept. An output that is not needed has no elements.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def token_losses(
     ranked: bool,
     cast_from: Tensor | None = None,  # noqa: ARG001 - only autograd reads it
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Linear cross-entropy operator: losses; the backward overwrites kept logits, and computes the others again.
+    """Linear cross-entropy operator: losses; the backward overwrites kept logits and recomputes the others.
 
     Args:
         hidden: [..., H].
         weight: [V, H].
         targets: int64 [...].
-        rows: largest C, for tokens whose logits are not kept.
-        kept: K; these are the first tokens.
+        rows: largest C for tokens whose logits are not kept.
+        kept: K, counted from the first token.
         ranked: whether to count ranks.
-        cast_from: [V, H], the wider tensor that ``weight`` is a cast of, which then gets the gradient in its own dtype,
-            as the product adds it up. Rounded and cast back, it would take a pass of its own.
+        cast_from: [V, H], the wider tensor that ``weight`` was cast from. It then receives the gradient, in its own
+            dtype as the product accumulates it; rounding the gradient and casting it back would take an extra pass.
 
     Returns:
         Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and logits [K, P].
@@ -75,14 +75,14 @@ def gradients(
     of_weight: bool,
     wide: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Linear cross-entropy operator: gradients of hidden states [..., H], and of the weight [V, H] in ``wide``.
+    """Linear cross-entropy operator: gradients of hidden states [..., H], and of the weight [V, H] in dtype ``wide``.
 
-    Kept logits become their own gradient.
+    Overwrites the kept logits with their gradient.
     """
     tokens, masked = hidden.flatten(0, -2), without_ignored(hidden, targets, of_weight)
     grad_hidden = empty(hidden, hidden.dtype, of_hidden)
     parts = parts_of(len(tokens), logits, rows)
-    # A sum over many chunks would lose bits in a narrow dtype; one product adds up in float32 by itself.
+    # A sum over many chunks would lose bits in a narrow dtype; a single product accumulates in float32 anyway.
     dtype = wide if len(parts) == 1 else torch.float32
     total: Tensor | None = None
     for part, space in parts:
@@ -100,7 +100,7 @@ def gradients(
 def token_losses_ahead(
     hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, ranked: bool, of_hidden: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Linear cross-entropy operator: losses, and ahead of the backward the gradients of their sum, chunk by chunk.
+    """Linear cross-entropy operator: losses, and in the same pass the gradients of their sum, chunk by chunk.
 
     Args:
         hidden: [..., H].
@@ -109,7 +109,7 @@ def token_losses_ahead(
         rows: largest C.
         ranked: whether to count ranks.
         of_hidden: whether the hidden states need a gradient.
-        of_weight: whether the weight needs one.
+        of_weight: whether the weight needs a gradient.
 
     Returns:
         Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and float32 gradients [..., H] and [V, H].
@@ -132,16 +132,16 @@ def token_losses_ahead(
 def scaled_gradients(
     grad_losses: Tensor, targets: Tensor, unit_hidden: Tensor, unit_weight: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a dtype from those of :func:`token_losses_ahead`.
+    """Scale the gradients of :func:`token_losses_ahead` and cast them to ``dtype``.
 
-    That of the weight is right if the gradients of all losses are one number.
+    The weight gradient is right only if the gradients of all losses are equal.
     """
     each = grad_losses.masked_fill(targets == IGNORE, 0).unsqueeze(-1)
     one = grad_losses.flatten()[:1].sum()  # zero if there are no tokens
     return _times(unit_hidden, each, dtype), _times(unit_weight, one, dtype)
 
 
-# --- shapes of the operators' outputs, for graphs
+# --- shapes of the operators' outputs, for tracing
 
 
 @token_losses.register_fake
@@ -190,7 +190,7 @@ def _fake_scaled(
 
 # --- autograd
 
-#: Place of ``cast_from`` among the arguments of :func:`token_losses`.
+#: Index of ``cast_from`` in the arguments of :func:`token_losses`.
 _CAST_FROM = 6
 
 
@@ -198,10 +198,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     hidden, weight, targets, ctx.rows, kept, _, cast_from = inputs
     _, ranks, statistics, logits = output
     ctx.of_cast, ctx.wide = cast_from is not None, (weight if cast_from is None else cast_from).dtype
-    # Autograd refuses a second backward once the first has written over the logits, if there are any.
+    # Saved tensors make autograd refuse a second backward once the first one has overwritten kept logits.
     ctx.save_for_backward(hidden, weight, targets, statistics, *((logits,) if kept else ()))
     ctx.mark_non_differentiable(ranks, statistics, logits)
-    ctx.set_materialize_grads(False)  # zeros as large as the logits
+    ctx.set_materialize_grads(False)  # materialized zeros would be as large as the logits
 
 
 def _backward(ctx: Any, grad_losses: Tensor | None, *_others: None) -> tuple[Tensor | None, ...]:
@@ -220,7 +220,7 @@ def _keep_ahead(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     hidden, weight, targets, ctx.rows, *_, of_weight = inputs
     _, ranks, statistics, unit_hidden, unit_weight = output
     ctx.dtype = hidden.dtype
-    # To compute the gradient of the weight again, if the losses turn out to have weights.
+    # Saved to recompute the weight gradient if the losses turn out to be weighted.
     again = (hidden, weight, statistics) if of_weight else ()
     ctx.save_for_backward(targets, unit_hidden, unit_weight, *again)
     ctx.mark_non_differentiable(ranks, statistics, unit_hidden, unit_weight)
@@ -264,10 +264,10 @@ token_losses.register_autograd(_backward, setup_context=_keep)
 token_losses_ahead.register_autograd(_backward_ahead, setup_context=_keep_ahead)
 
 
-# --- parts of the operators
+# --- helpers of the operators
 
 
 def _times(unit: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Product, rounded once; no elements if ``unit`` has none."""
+    """``unit * factor``, rounded once; empty if ``unit`` is empty."""
     out = torch.empty(unit.shape, dtype=dtype, device=unit.device)
     return torch.mul(unit, factor, out=out) if unit.numel() else out

@@ -1,6 +1,6 @@
-"""Parts that the operators of the loss share: memory for what they return, chunks of tokens, products, and passes.
+"""Helpers of the loss operators: memory for outputs, chunks of tokens, products, and passes over logits.
 
-Shapes: T tokens, C tokens of a chunk, H features, V words, P columns of logits in memory.
+Shapes: T tokens, C tokens of a chunk, H features, V vocabulary size, P columns of logits in memory.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from torch import Tensor
 
 from d9d_triton.linear_cross_entropy.passes import columns, gradient_in_place, row_statistics
 
-#: Chunks are a multiple of this, if they are larger: products are computed in tiles.
+#: Chunks of more tokens than this are a multiple of it, because products are computed in tiles.
 _TILE = 64
 
 
 def results(hidden: Tensor, targets: Tensor, ranked: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for losses, ranks and statistics."""
+    """Uninitialized losses, ranks (empty unless ``ranked``) and statistics."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
     ranks = torch.empty(targets.shape if ranked else 0, dtype=torch.int64, device=hidden.device)
     return losses, ranks, losses.new_empty(2, targets.numel())
 
 
 def empty(like: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
-    """Memory for a gradient; no elements if nobody asked for it."""
+    """Uninitialized gradient; empty if it is not needed."""
     return torch.empty(like.shape if wanted else 0, dtype=dtype, device=like.device)
 
 
 def without_ignored(hidden: Tensor, targets: Tensor, wanted: bool) -> Tensor:
-    """Hidden states [T, H] with zeros where nothing is predicted: zero times NaN would be NaN, in all of a gradient."""
+    """Hidden states [T, H] with ignored tokens set to zero, because zero times NaN would spoil the weight gradient."""
     if not wanted:
         return hidden
     return hidden.masked_fill((targets == IGNORE).unsqueeze(-1), 0).flatten(0, -2)
 
 
 def space_for(rows: int, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Memory for logits [rows, P]."""
+    """Uninitialized logits [rows, P]."""
     return hidden.new_empty(rows, columns(weight.shape[0]))
 
 
 def parts_of(tokens: int, kept: Tensor, rows: int, tile: int = _TILE) -> list[tuple[slice, Tensor]]:
-    """Chunks of tokens and memory for their logits: those that are kept have their own, the others share some.
+    """Chunks of tokens with memory for their logits; chunks whose logits are not kept share one buffer.
 
     Args:
         tokens: T.
-        kept: memory for the logits of the first tokens [K, P], which are one chunk.
-        rows: most tokens of another chunk.
-        tile: number that they are a multiple of, if they are more.
+        kept: memory for the logits of the first K tokens [K, P], which form one chunk.
+        rows: largest size of another chunk, in tokens.
+        tile: chunks larger than this are rounded up to a multiple of it.
     """
     parts = [(slice(0, len(kept)), kept)] if len(kept) else []
     rest = tokens - len(kept)
-    even = -(-rest // max(1, -(-rest // rows)))  # rather two halves than a large chunk and a tiny one
+    even = -(-rest // max(1, -(-rest // rows)))  # two halves instead of a large chunk and a tiny one
     rows = min(rows, -(-even // tile) * tile)
     shared = kept.new_empty(min(rows, rest), kept.shape[1])
     for start in range(len(kept), tokens, max(1, rows)):
@@ -62,7 +62,7 @@ def parts_of(tokens: int, kept: Tensor, rows: int, tile: int = _TILE) -> list[tu
 
 
 def project(tokens: Tensor, weight: Tensor, space: Tensor) -> None:
-    """Compute the logits of a chunk."""
+    """Write the logits of a chunk into ``space``."""
     torch.mm(tokens, weight.t(), out=space[:, : len(weight)])
 
 
@@ -71,7 +71,7 @@ def read(
 ) -> None:
     """Fill losses, ranks and statistics of a chunk from its logits."""
     targets = targets.flatten()[part].contiguous()
-    # Torch checks the index: an error on the CPU, an assertion on the device. The kernels use no target as an address.
+    # gather checks the index: an error on the CPU, an assertion on the device. The kernels never index with a target.
     own = space[:, :words].gather(1, targets.masked_fill(targets == IGNORE, 0).unsqueeze(1)).squeeze(1)
     counts = ranks.view(-1)[part] if ranks.numel() else None
     row_statistics(space, own, targets, losses.view(-1)[part], statistics[:, part], counts, words=words, ignored=IGNORE)
@@ -80,7 +80,7 @@ def read(
 def read_and_differentiate(
     space: Tensor, part: slice, words: int, targets: Tensor, losses: Tensor, ranks: Tensor, statistics: Tensor
 ) -> Tensor:
-    """Fill losses, ranks and statistics of a chunk, and return the gradient [C, V] of the losses' sum, in its place."""
+    """Fill losses, ranks and statistics of a chunk; overwrite its logits with the gradient [C, V] of the loss sum."""
     read(space, part, words, targets, losses, ranks, statistics)
     return differentiate(space, part, words, targets, statistics, losses.new_ones(()).expand(losses.numel()))
 
@@ -88,17 +88,17 @@ def read_and_differentiate(
 def differentiate(
     space: Tensor, part: slice, words: int, targets: Tensor, statistics: Tensor, grad_losses: Tensor
 ) -> Tensor:
-    """Gradient [C, V] of a chunk's logits, in their place."""
+    """Overwrite a chunk's logits with their gradient [C, V], and return it."""
     targets, grads = (tensor.flatten()[part].contiguous() for tensor in (targets, grad_losses))
     gradient_in_place(space, targets, statistics[:, part], grads, words=words, ignored=IGNORE)
     return space[:, :words]
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``total + a @ b`` of a dtype, which may be wider, in the place of ``total`` if there is one."""
+    """``total + a @ b`` in ``dtype``, which may be wider than the operands; in place if there is a ``total``."""
     if dtype == a.dtype:
         return a @ b if total is None else torch.addmm(total, a, b, out=total)
-    if a.is_cuda:  # which adds up in the wide format inside the product
+    if a.is_cuda:  # cuBLAS accumulates into the wide dtype
         if total is None:
             return torch.mm(a, b, out_dtype=dtype)
         return torch.addmm(total, a, b, out_dtype=dtype, out=total)
@@ -107,17 +107,17 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
 
 
 def total_of(total: Tensor | None, weight: Tensor, wanted: bool) -> Tensor:
-    """Gradient of the weight that chunks added up: zeros without any, no elements if nobody asked for it."""
+    """Weight gradient after all chunks: zeros if there was no chunk, empty if it is not needed."""
     if total is not None:
         return total
     return torch.zeros_like(weight) if wanted else weight.new_empty(0)
 
 
 def only(wants: Sequence[bool], found: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden states and weight, without those that autograd did not ask for."""
+    """Gradients of hidden states and weight, with ``None`` where autograd needs no gradient."""
     return tuple(grad if wanted else None for grad, wanted in zip(found, wants, strict=True))
 
 
 def is_one_number(tensor: Tensor) -> bool:
-    """Whether all elements are one in memory, as are those of the gradient of a sum: a fact that the host knows."""
+    """Whether all elements share one memory location, as in the gradient of a sum; known without a device sync."""
     return all(size <= 1 or stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

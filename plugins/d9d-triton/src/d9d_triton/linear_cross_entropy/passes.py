@@ -1,8 +1,8 @@
 """Passes over logits: the statistics of each row, and the gradient in the place of the logits.
 
-Logits are those of all words, or of a chunk of them.
+The logits cover the whole vocabulary or a chunk of it.
 
-Shapes: C rows, V words, P columns of a row in memory: V, and maybe some that nobody reads.
+Shapes: C rows, V vocabulary size, P columns of a row in memory: V, and possibly padding.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from torch import Tensor
 from d9d_triton.kernels.linear_cross_entropy import count_above, differentiate, include_words, take_statistics
 from d9d_triton.launch import on_device
 
-#: Columns in memory are a multiple of this, so that every row begins where wide loads may, whatever V is.
+#: P is a multiple of this, so that every row is aligned for vectorized loads, whatever V is.
 _COLUMNS = 16
-#: Logits that a program handles at once.
+#: Logits that a program handles in one iteration.
 _BLOCK = 8192
-#: Options of the compiler. Triton's default for the fusion of multiplications and additions depends on its version.
+#: Compiler options. Triton's default for fused multiply-add depends on its version.
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
-#: The same where rows are chunks, of which a large block would hold little but what is behind the last word.
+#: Block size for chunks of the vocabulary, where a larger block would consist mostly of padding.
 _CHUNK_BLOCK = 4096
-#: Largest logit of no words: finite, also times log2(e), because minus infinity less itself is no number.
+#: Initial maximum: finite, also times log2(e), because -inf - (-inf) is NaN.
 LOWEST = -2e38
-#: Blocks of a row whose gradient one program computes, one after the other.
+#: Number of blocks of a row whose gradient one program computes, one after the other.
 _BLOCKS = 4
 
 
 def columns(words: int) -> int:
-    """P for V words."""
+    """P for a vocabulary of V entries."""
     return (words + _COLUMNS - 1) // _COLUMNS * _COLUMNS
 
 
@@ -43,7 +43,7 @@ def row_statistics(
     words: int,
     ignored: int,
 ) -> None:
-    """Pass over logits, once: loss of each row, statistics for its gradient, and maybe the rank of its target.
+    """One pass over the logits: loss of each row, statistics for its gradient, and optionally the rank of its target.
 
     Args:
         logits: [C, P].
@@ -51,9 +51,9 @@ def row_statistics(
         targets: int64 [C].
         losses: receives the loss, float32 [C]; zero where the target is ``ignored``.
         statistics: receives the largest logit of each row and the sum of ``exp(logit - largest)``, float32 [2, C].
-        ranks: receives how many logits are not at most ``own``, int64 [C]; -1 where the target is ``ignored``.
+        ranks: receives the number of logits greater than ``own`` (NaN included), int64 [C]; -1 for ``ignored``.
         words: V.
-        ignored: target of rows that are left out.
+        ignored: target index of rows that are left out.
     """
     with on_device(logits):
         take_statistics[(len(logits),)](
@@ -83,17 +83,17 @@ def include_chunk(
     words: int,
     ignored: int,
 ) -> None:
-    """Pass over a chunk of words: include it in the statistics of :func:`row_statistics`. Reads logits once.
+    """Add a chunk of the vocabulary to the statistics of :func:`row_statistics`; reads the logits once.
 
     Args:
         logits: [C, P].
-        targets: int64 [C], of the whole vocabulary.
-        own: receives the logit of the target, float32 [C], where the chunk has it.
-        statistics: float32 [2, C] of the words so far; :data:`LOWEST` and 0 before the first chunk. 0 and 1 where the
+        targets: int64 [C], indices into the whole vocabulary.
+        own: receives the logit of the target, float32 [C], if the target is in this chunk.
+        statistics: float32 [2, C] of the chunks so far; :data:`LOWEST` and 0 before the first chunk. 0 and 1 where the
             target is ``ignored``.
-        first: first word of the chunk.
+        first: vocabulary index of the chunk's first logit.
         words: V.
-        ignored: target of rows that are left out.
+        ignored: target index of rows that are left out.
     """
     with on_device(logits):
         include_words[(len(logits),)](
@@ -112,7 +112,7 @@ def include_chunk(
 
 
 def count_chunk(logits: Tensor, targets: Tensor, own: Tensor, ranks: Tensor, *, words: int, ignored: int) -> None:
-    """Pass over a chunk of words: count it in the ranks of :func:`row_statistics`. Reads logits once.
+    """Add a chunk of the vocabulary to the ranks of :func:`row_statistics`; reads the logits once.
 
     Args:
         logits: [C, P].
@@ -120,7 +120,7 @@ def count_chunk(logits: Tensor, targets: Tensor, own: Tensor, ranks: Tensor, *, 
         own: logit of the target, float32 [C].
         ranks: int64 [C], 0 before the first chunk; -1 where the target is ``ignored``.
         words: V.
-        ignored: target of rows that are left out.
+        ignored: target index of rows that are left out.
     """
     with on_device(logits):
         count_above[(len(logits),)](
@@ -146,16 +146,16 @@ def gradient_in_place(
     ignored: int,
     first: int | None = None,
 ) -> None:
-    """Pass that overwrites logits with ``(softmax(logits) - onehot(target)) * grad_loss``. Reads and writes them once.
+    """Overwrite logits with ``(softmax(logits) - onehot(target)) * grad_loss``; reads and writes them once.
 
     Args:
         logits: [C, P].
-        targets: int64 [C]; rows whose target is ``ignored`` become zeros, whatever is in them.
+        targets: int64 [C]; rows whose target is ``ignored`` become zeros, even if they contain NaN.
         statistics: float32 [2, C] of :func:`row_statistics`.
         grad_losses: gradient of the loss of each row, float32 [C].
         words: V.
-        ignored: target of rows that are left out.
-        first: first word, if the logits are a chunk's.
+        ignored: target index of rows that are left out.
+        first: vocabulary index of the first logit, if the logits are a chunk of the vocabulary.
     """
     block = _block(words, _BLOCK if first is None else _CHUNK_BLOCK)
     blocks = min(_BLOCKS, triton.cdiv(words, block))

@@ -1,10 +1,10 @@
-"""Backend ``triton`` of the op ``vocabulary_parallel_cross_entropy``: the loss where ranks share the words.
+"""Backend ``triton`` of the op ``vocabulary_parallel_cross_entropy``, where the vocabulary is sharded over ranks.
 
-A rank's words are a chunk of the vocabulary. So the kernels of chunks of words compute its statistics and, once all
-ranks have merged theirs, the gradient of its logits in their place; what travels is d9d-nn's.
+A rank's shard is one chunk of the vocabulary. So the chunk kernels compute its statistics and, after d9d-nn has merged
+the statistics of all ranks, overwrite its logits with their gradient.
 
-Shapes: T tokens, H features, V words of a rank, P columns of logits in memory, C tokens of a chunk, K tokens whose
-logits are kept.
+Shapes: T tokens, H features, V vocabulary entries of a rank, P columns of logits in memory, C tokens of a chunk, K
+tokens whose logits are kept.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ _OP = "vocabulary_parallel_cross_entropy"
 
 
 def build(_signature: OpSignature) -> type[VocabularyShareCrossEntropy]:
-    """Backend function of ``triton``, which takes a share and returns its loss; it is the same for all signatures."""
+    """Entry point of the backend ``triton``: class that takes a shard of the vocabulary and computes the losses."""
     return VocabularyShareCrossEntropy
 
 
 class VocabularyShareCrossEntropy(VocabularyParallelCrossEntropy):
-    """Linear cross-entropy of a share of the vocabulary by Triton: loss of each token.
+    """Linear cross-entropy over a shard of the vocabulary by Triton: loss of each token.
 
-    Three matrix products and two passes over the logits. As many logits as the reference may keep are kept for the
-    backward, those of the other tokens are computed again there, in fewer chunks than the reference's, for there are
-    no wide ones. The backward turns kept logits into their gradient, in their place: walking a graph twice
-    (``retain_graph``) is an error of autograd's, unless ``keep=False``.
+    Three matrix products and two passes over the logits. As many logits as :func:`may_be_kept` allows are kept for the
+    backward, which recomputes the logits of the other tokens, in fewer chunks than the reference, because there are no
+    float32 logits. The backward overwrites kept logits with their gradient, so a second backward (``retain_graph``) is
+    an autograd error, unless ``keep=False``.
     """
 
     def compute(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute losses, and ranks if ``ranked``, else no elements. Collective over the ranks.
+        """Compute losses, and ranks if ``ranked``, else an empty tensor. Collective over the ranks of the vocabulary.
 
         Args:
             hidden: [..., H].
-            weight: [V, H], of the same dtype: the rank's share; V may be zero.
-            targets: int64 [...], words of the whole vocabulary; ``IGNORE`` where nothing is predicted.
+            weight: [V, H], of the same dtype: the rank's shard; V may be zero.
+            targets: int64 [...], indices into the whole vocabulary; ``IGNORE`` for tokens without a target.
             rows: largest C; ``None`` chooses by V.
-            keep: whether to keep all logits, or none; ``None`` keeps as many as
-                :func:`~d9d_nn.ops.linear_cross_entropy.may_be_kept` says.
-            ranked: whether to count ranks. They need the logits again, as the backward does.
+            keep: whether to keep all logits or none; ``None`` keeps as many as
+                :func:`~d9d_nn.ops.linear_cross_entropy.may_be_kept` allows.
+            ranked: whether to count ranks, which needs logits that were not kept once more.
 
         Raises:
-            TypeError: the kernels do not read the dtype, or hidden and weight have two.
-            ValueError: there are not as many targets as hidden states.
-            IndexError: a target is no word; on a GPU the loss is NaN there.
+            TypeError: the kernels do not support the dtype, or hidden and weight differ in dtype.
+            ValueError: the numbers of targets and hidden states differ.
+            IndexError: a target is outside of the vocabulary; on a GPU its loss is NaN instead.
         """
         hidden, weight = autocast_operands(hidden, weight)
         check_operands(_OP, hidden, weight, targets)
@@ -106,11 +106,11 @@ class _Loss(torch.autograd.Function):
         ranks = torch.zeros(targets.shape if ranked else 0, dtype=torch.int64, device=hidden.device)
         if ranked:
             for part, space in reversed(parts):
-                if part.stop > kept and part is not parts[-1][0]:  # the logits of the last chunk are still there
+                if part.stop > kept and part is not parts[-1][0]:  # the buffer still holds the last chunk's logits
                     project(tokens[part], weight, space)
                 count_chunk(space, words[part], merged.own[part], ranks.view(-1)[part], **facts)
             merge_ranks(ranks, targets, group)
-        # Autograd refuses a second backward once the first has written over the logits, if there are any.
+        # Saved tensors make autograd refuse a second backward once the first one has overwritten kept logits.
         ctx.save_for_backward(
             hidden, weight, targets, torch.stack([merged.highest, merged.total]), *((logits,) if kept else ())
         )
@@ -126,12 +126,12 @@ class _Loss(torch.autograd.Function):
         tokens, masked = hidden.flatten(0, -2), without_ignored(hidden, targets, of_weight)
         words, grads = (tensor.flatten().contiguous() for tensor in (targets, grad_losses))
         logits = kept[0] if kept else space_for(0, hidden, weight)
-        torch.autograd.graph.increment_version(logits)  # kernels write without autograd's knowledge
+        torch.autograd.graph.increment_version(logits)  # autograd does not see the writes of Triton kernels
         grad_hidden = empty(hidden, hidden.dtype, of_hidden)
         parts = parts_of(len(words), logits, ctx.rows) if len(weight) else []
         if of_hidden and not parts:
             grad_hidden.zero_()
-        # A sum over many chunks would lose bits in a narrow dtype; one product adds up in float32 by itself.
+        # A sum over many chunks would lose bits in a narrow dtype; a single product accumulates in float32 anyway.
         dtype = weight.dtype if len(parts) == 1 else torch.float32
         total: Tensor | None = None
         for part, space in parts:

@@ -1,11 +1,12 @@
-"""Operators of torch for the loss in chunks of words. Products are torch's, passes over logits Triton's.
+"""Torch operators of the loss in chunks of the vocabulary: products by torch, passes over the logits by Triton.
 
-The forward computes the logits of one chunk after the other and keeps nothing of them but the largest one, a sum and
-the target's, of each token. So the backward computes them again, but can turn those of a chunk into their gradient in
-their place and is done with the chunk's rows of the weight: one product for each row, which adds up in float32.
+The forward computes the logits of one chunk after the other and keeps only three numbers for each token: the largest
+logit, the sum of exponentials, and the target's logit. So the backward recomputes the logits, but can overwrite a
+chunk's logits with their gradient, and computes the chunk's rows of the weight gradient in one product each, which
+accumulates in float32.
 
-Shapes: T tokens, H features, V words, W words of a chunk, P columns of logits in memory. An output of an operator that
-nobody asked for has no elements.
+Shapes: T tokens, H features, V vocabulary size, W vocabulary entries of a chunk, P columns of logits in memory. An
+output that is not needed has no elements.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from d9d_triton.linear_cross_entropy.parts import add_product, empty, only, results, without_ignored
 from d9d_triton.linear_cross_entropy.passes import LOWEST, columns, count_chunk, gradient_in_place, include_chunk
 
-#: Chunks are a multiple of this, if there are several: products have tiles, and rows are to begin where wide loads may.
+#: With several chunks, W is a multiple of this: products have tiles, and rows must be aligned for vectorized loads.
 TILE = 64
 
 
@@ -27,15 +28,15 @@ TILE = 64
 def token_losses_by_words(
     hidden: Tensor, weight: Tensor, targets: Tensor, size: int, keep: bool, ranked: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Linear cross-entropy by words: losses; the backward computes logits again, except kept ones of the last words.
+    """Linear cross-entropy by vocabulary chunks: losses; the backward recomputes all logits that are not kept.
 
     Args:
         hidden: [..., H].
         weight: [V, H].
         targets: int64 [...].
         size: largest W.
-        keep: whether to keep the logits of the last chunk, which the backward then overwrites, unless ``ranked``.
-        ranked: whether to count ranks, for one product more: only after the last chunk is the target's logit known.
+        keep: whether to keep the logits of the last chunk, which the backward then overwrites; not if ``ranked``.
+        ranked: whether to count ranks, for one more product: the target's logit is known only after the last chunk.
 
     Returns:
         Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and logits [T, P].
@@ -49,11 +50,11 @@ def token_losses_by_words(
     for chunk in chunks:
         logits = _project(tokens, weight, chunk, space)
         include_chunk(logits, words, own, statistics, first=chunk.start, **_facts(chunk))
-    # Not by their sum, log-sum-exp, which has fewer bits for what is behind the point.
+    # Not through log-sum-exp, whose large magnitude costs fractional bits.
     torch.add(statistics[1].log(), statistics[0] - own, out=losses.view(-1))
     if ranked:
         ranks.zero_()
-        for chunk in (*chunks[-1:], *chunks[:-1]):  # the logits of the last one are there
+        for chunk in (*chunks[-1:], *chunks[:-1]):  # the buffer still holds the last chunk's logits
             logits = space if chunk is chunks[-1] else _project(tokens, weight, chunk, space)
             count_chunk(logits, words, own, ranks.view(-1), **_facts(chunk))
         keep = False
@@ -72,9 +73,9 @@ def gradients_by_words(
     of_hidden: bool,
     of_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Linear cross-entropy by words: gradients of hidden states [..., H] and weight [V, H], in their dtypes.
+    """Linear cross-entropy by vocabulary chunks: gradients of hidden states [..., H] and weight [V, H].
 
-    Each logit is computed by the same product as in the forward, so its bits are those that the statistics are of.
+    Each logit is recomputed by the same product as in the forward, so that its bits match the statistics.
 
     Args:
         grad_losses: float32 [...].
@@ -82,17 +83,17 @@ def gradients_by_words(
         weight: [V, H].
         targets: int64 [...].
         statistics: float32 [2, T].
-        logits: of the last chunk [T, P], or no rows if they were not kept; overwritten.
+        logits: logits of the last chunk [T, P], or no rows if they were not kept; overwritten.
         size: largest W.
         of_hidden: whether the hidden states need a gradient.
-        of_weight: whether the weight needs one.
+        of_weight: whether the weight needs a gradient.
     """
     tokens, masked = hidden.flatten(0, -2), without_ignored(hidden, targets, of_weight)
     words, grads = (tensor.flatten().contiguous() for tensor in (targets, grad_losses))
     kept, chunks = len(logits) > 0, _chunks(len(weight), size)
     space = logits if kept else _space(hidden, weight, size, wanted=True)
     grad_weight = empty(weight, weight.dtype, of_weight)
-    # A sum over many chunks would lose bits in a narrow dtype; one product adds up in float32 by itself.
+    # A sum over many chunks would lose bits in a narrow dtype; a single product accumulates in float32 anyway.
     dtype = hidden.dtype if len(chunks) == 1 else torch.float32
     total: Tensor | None = None
     for chunk in reversed(chunks):
@@ -109,7 +110,7 @@ def gradients_by_words(
     return total.to(hidden.dtype).view(hidden.shape), grad_weight
 
 
-# --- shapes of the operators' outputs, for graphs
+# --- shapes of the operators' outputs, for tracing
 
 
 @token_losses_by_words.register_fake
@@ -140,10 +141,10 @@ def _fake_gradients(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, targets, ctx.size, keep, ranked = inputs
     _, ranks, statistics, logits = output
-    # Autograd refuses a second backward once the first has written over the logits, if they are kept.
+    # Saved tensors make autograd refuse a second backward once the first one has overwritten kept logits.
     ctx.save_for_backward(hidden, weight, targets, statistics, *((logits,) if keep and not ranked else ()))
     ctx.mark_non_differentiable(ranks, statistics, logits)
-    ctx.set_materialize_grads(False)  # zeros as large as the logits
+    ctx.set_materialize_grads(False)  # materialized zeros would be as large as the logits
 
 
 def _backward(ctx: Any, grad_losses: Tensor | None, *_others: None) -> tuple[Tensor | None, ...]:
@@ -160,11 +161,11 @@ def _backward(ctx: Any, grad_losses: Tensor | None, *_others: None) -> tuple[Ten
 token_losses_by_words.register_autograd(_backward, setup_context=_keep)
 
 
-# --- parts of the operators
+# --- helpers of the operators
 
 
 def _even(words: int, size: int) -> int:
-    """W for V words: rather two halves than a large chunk and a tiny one."""
+    """W for V vocabulary entries: two halves instead of a large chunk and a tiny one."""
     if size >= words:
         return words
     even = -(-words // -(-words // size))
@@ -172,24 +173,24 @@ def _even(words: int, size: int) -> int:
 
 
 def _chunks(words: int, size: int) -> list[slice]:
-    """Chunks of words."""
+    """Slices of the vocabulary."""
     size = _even(words, size)
     return [slice(start, min(start + size, words)) for start in range(0, words, size)]
 
 
 def _space(hidden: Tensor, weight: Tensor, size: int, *, wanted: bool) -> Tensor:
-    """Memory for logits [T, P] of a chunk."""
+    """Uninitialized logits [T, P] of a chunk; no rows unless ``wanted``."""
     tokens = hidden.shape[:-1].numel() if wanted else 0
     return hidden.new_empty(tokens, columns(_even(weight.shape[0], size)))
 
 
 def _check_words(weight: Tensor, words: Tensor) -> None:
-    """Have torch check the targets: an error on the CPU, an assertion on the device. No kernel uses them unchecked."""
+    """Check the targets with a gather: an error on the CPU, an assertion on the device. Kernels do not check them."""
     weight.select(1, 0).gather(0, words.masked_fill(words == IGNORE, 0))
 
 
 def _project(tokens: Tensor, weight: Tensor, chunk: slice, space: Tensor) -> Tensor:
-    """Compute logits of a chunk. A product of the same shape in the same memory layout has the same bits again."""
+    """Compute the logits of a chunk. The same shapes in the same memory layout give the same bits again."""
     torch.mm(tokens, weight[chunk].t(), out=space[:, : chunk.stop - chunk.start])
     return space
 
