@@ -68,7 +68,7 @@ def test_links_become_addresses_and_code_stays() -> None:
         f"[a]({ADDRESS}/blob/v1/docs/index.md#b) [`c`]({ADDRESS}/tree/v1/packages/d9d-core/src) [d](#e) "
         "[f](https://g.h) `[i](j)`\n```\n[k](l)\n```\n"
     )
-    with pytest.raises(release.ReleaseError, match="the link ../../../x.md leads out of the repository"):
+    with pytest.raises(release.ReleaseError, match="the link ../../../x.md points outside of the repository"):
         release.absolute("[a](../../../x.md)", member, ADDRESS, "v1")
 
 

@@ -1,4 +1,4 @@
-"""Tiny job that a campaign disturbs: its launches, its processes, its disk and what it leaves behind."""
+"""Tiny job for fault campaigns: launches it, tracks its processes, limits its disk, and cleans up."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from d9d_testing.processes import is_running
 STEPS = 16
 #: Size of a small disk, in bytes: enough for two checkpoints and an export.
 DISK = 16_000_000
-#: Names this campaign's round in the environment of all its processes.
+#: Environment variable that marks all processes of a round of the campaign.
 MARK = "D9D_CAMPAIGN"
-#: Seconds after which something that has not happened will not happen.
+#: Longest wait for an event, in seconds.
 PATIENCE = 300.0
-#: Writes each event of the main rank to a file, one a line, by which the moments are known.
+#: Plugin that writes each event of the main rank to a file, one per line, so that the campaign can wait for it.
 PLUGIN = """
 import os
 from typing import Literal
@@ -56,15 +56,15 @@ def d9d_subscribers():
 
 
 class DeviationError(Exception):
-    """A round did not end as it must."""
+    """A round did not end as required."""
 
 
 class Run:
-    """Run of the job in a directory of its own, and its launches.
+    """Run of the job in its own directory, with its launches.
 
     Args:
-        home: of the round; made.
-        corpus: what it trains on.
+        home: directory of the round, created here.
+        corpus: directory of the training texts.
     """
 
     def __init__(self, home: Path, corpus: Path) -> None:
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def output(self) -> str:
-        """Text that the last launch has printed."""
+        """Output of the last launch."""
         return (self.home / "output").read_text(errors="replace")
 
     def happened(self) -> list[str]:
@@ -97,11 +97,11 @@ class Run:
         return self.events.read_text().splitlines()[self.seen :]
 
     def await_event(self, event: str) -> None:
-        """Wait until an event has happened, or the run has ended; for none if it is empty."""
+        """Wait until an event has happened or the run has ended; return at once for an empty event."""
         wait_until(lambda: not event or event in self.happened() or self.process.poll() is not None)
 
     def end(self) -> int:
-        """Wait for the end of the launch and of all its processes; returns the exit status."""
+        """Wait until the launch and all its processes have ended; return the exit status."""
         try:
             status = self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
@@ -110,13 +110,13 @@ class Run:
             wait_until(lambda: not self.processes(), 30)
         if left := self.processes():
             raise DeviationError(
-                f"processes are left: {[(pid, command_of(pid)) for pid in left]}; {self.output[-2000:]}"
+                f"processes are still running: {[(pid, command_of(pid)) for pid in left]}; {self.output[-2000:]}"
             )
         return status
 
     @contextmanager
     def small_disk(self) -> Iterator[None]:
-        """Have the run write to a disk of its own, of a few MB. Needs the right to mount one."""
+        """Mount a small file system for the run's directory. Needs the right to mount."""
         disk = self.directory.parent
         disk.mkdir(parents=True)
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(disk)], check=True)
@@ -128,7 +128,7 @@ class Run:
 
     @contextmanager
     def full_disk(self) -> Iterator[None]:
-        """Have no byte left on the small disk."""
+        """Fill the small disk completely within the block."""
         filler = self.directory.parent / "filler"
         try:
             with filler.open("wb", buffering=0) as file:
@@ -141,11 +141,11 @@ class Run:
         filler.unlink()
 
     def keep(self) -> None:
-        """Take a copy of the finished run, which goes on to exist without its disk."""
+        """Copy the finished run, so that it outlives its disk."""
         self.directory = Path(shutil.copytree(self.directory, self.home / "kept"))
 
     def processes(self) -> list[int]:
-        """Processes of this round, by their environment."""
+        """Processes of this round, found by the mark in their environment."""
         mark = f"{MARK}={self.home}\0".encode()
         found = []
         for file in Path("/proc").glob("[0-9]*/environ"):
@@ -155,13 +155,13 @@ class Run:
         return found
 
     def clear(self) -> None:
-        """End what is left, whatever it is."""
+        """Kill all remaining processes of the round."""
         for pid in self.processes():
             send(pid, signal.SIGKILL)
 
 
 def job(home: Path, corpus: Path) -> dict[str, Any]:
-    """Tiny job that does everything within seconds."""
+    """Tiny job with checkpoints, evaluations and an export, which takes seconds."""
     data = {"name": "text", "sources": [str(corpus)], "sequence_length": 16, "held_out": 0.2}
     return {
         "run": {"name": "run", "dir": str(home / "runs")}, "device": "cpu", "steps": STEPS,
@@ -181,7 +181,7 @@ def job(home: Path, corpus: Path) -> dict[str, Any]:
 
 
 def expect(true: bool, text: str) -> None:
-    """Raise unless it holds."""
+    """Raise ``DeviationError`` unless a condition is true."""
     if not true:
         raise DeviationError(text)
 
@@ -193,7 +193,7 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def wait_until(true: Callable[[], object], patience: float = PATIENCE) -> None:
-    """Wait for a condition, and no longer than that."""
+    """Wait until a condition is true; raise after the given seconds."""
     deadline = time.monotonic() + patience
     while not true():
         if time.monotonic() > deadline:

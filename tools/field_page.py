@@ -43,9 +43,9 @@ def components() -> Iterator[Entry]:
 
 
 def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Name, default and meaning of each field; fields of sections inside have dotted names.
+    """Name, default and meaning of each field; nested fields have dotted names.
 
-    Where a field takes one of several sections, the fields of each follow, with the value that chooses it.
+    If a field accepts one of several sections, the fields of each section follow, with the value that selects it.
     """
     for name, field in section.model_fields.items():
         if name == "name" and issubclass(section, PluginConfig):
@@ -60,7 +60,7 @@ def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def _choice(section: type[Section]) -> str:
-    """Value of the field by which a section is chosen among several."""
+    """Selecting field and value of a section, such as ``name: adamw``."""
     for name, field in section.model_fields.items():
         if typing.get_origin(field.annotation) is typing.Literal:
             return f"{name}: {typing.get_args(field.annotation)[0]}"

@@ -1,12 +1,12 @@
-"""Feeds the readers of files with hostile ones and prints a table of what they did.
+"""Feeds damaged and malicious files to the readers of d9d, and prints a table of the outcomes.
 
     uv run python tools/hostile_campaign.py --jobs 10000 --models 2000 --checkpoints 1000 --tokenizers 1000
     uv run python tools/hostile_campaign.py --models 200 --seed 7
     uv run python tools/hostile_campaign.py --runs 500 --adapters 2000 --tables 500 --templates 300
     uv run python tools/hostile_campaign.py --generations 500 --rows 2000
 
-A file must be refused by one of the project's own errors, or be read. Exit status 1: a traceback, a reader that takes
-more than ten seconds, a file read or written that is none of the campaign's, or values that the undamaged file has not.
+A reader must read the file or refuse it with an error of d9d. Exit status 1: a traceback, a reader that takes more than
+ten seconds, access to a file outside of the campaign, or values that the undamaged file does not have.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ TEXT = "the quick brown fox jumps over the lazy dog, and then it sleeps. " * 8
 KINDS = (
     "jobs", "models", "checkpoints", "tokenizers", "runs", "adapters", "tables", "templates", "generations", "rows",
 )  # fmt: skip
-#: Text that would control a terminal.
+#: Escape sequence that would control a terminal.
 ESCAPE = "\x1b]0;x\x07"
-#: Damages a copy of the sound files with what it draws: what was done, and the reader to judge.
+#: Function that damages a copy of the sound files by drawn choices; returns a description and the reader to judge.
 Case = Callable[[Draw, Path], tuple[str, Callable[[], object]]]
 
 
@@ -83,8 +83,8 @@ class Report:
     """Report of one campaign.
 
     Attributes:
-        counts: verdict -> how often.
-        faults: verdict and place -> how often, and one example.
+        counts: verdict -> number of files.
+        faults: verdict and place -> number of files, and one example.
     """
 
     def __init__(self) -> None:
@@ -101,14 +101,14 @@ class Report:
 
 
 def campaign(case: Case, examples: int, number: int, judge: Judge, work: Path) -> Report:
-    """Judge a reader on many files.
+    """Judge a reader on many damaged files.
 
     Args:
-        case: draws and damages.
-        examples: how many files.
-        number: seed.
-        judge: of the reader.
-        work: a directory for copies.
+        case: draws the damage and applies it.
+        examples: number of files.
+        number: random seed.
+        judge: judge of the reader.
+        work: directory for copies.
     """
     report = Report()
 
@@ -133,11 +133,11 @@ def campaign(case: Case, examples: int, number: int, judge: Judge, work: Path) -
 
 
 class Sound:
-    """Sound files that are damaged: a job, a model of it, checkpoints and tokenizers. Made by a short training.
+    """Sound files to damage: a job, a model, checkpoints and tokenizers, made by a short training.
 
     Args:
-        root: a directory to make them in.
-        registry: of all plugins.
+        root: directory to create them in.
+        registry: registry with all plugins.
     """
 
     def __init__(self, root: Path, registry: Registry) -> None:
@@ -147,7 +147,7 @@ class Sound:
         for number in range(12):
             (root / "corpus" / f"{number}.txt").write_text(f"{number}: {TEXT}")
         self.outside = root.parent / "outside"
-        self.outside.write_text("nobody reads this")
+        self.outside.write_text("must not be read")
         self.job: dict[str, Any] = {
             "run": {"name": "sound", "dir": str(root / "runs")},
             "device": "cpu",
@@ -202,7 +202,7 @@ class Sound:
         return found
 
     def job_case(self, draw: Draw, copy: Path) -> tuple[str, Callable[[], object]]:
-        """Job file as the schema allows it, or not."""
+        """Job file with drawn edits, valid or invalid by the schema."""
         values = draw(edited_job(self.job, self.schema))
         copy.mkdir()
         file = copy / draw(st.sampled_from(["job.json", "job.yaml"]))
@@ -214,7 +214,7 @@ class Sound:
         shutil.copytree(self.model, copy)
         how = damage(draw, copy, self.outside)
         for file in copy.glob("*.safetensors"):
-            if how.startswith("link of") and file.is_symlink():  # weights may be links: they are read as tensors only
+            if how.startswith("link of") and file.is_symlink():  # weights may be links: only tensors are read
                 file.unlink()
                 file.symlink_to(self.model / file.name)
         job = {**self.job, "model": {"name": "qwen3", "pretrained": str(copy)}}
@@ -223,14 +223,14 @@ class Sound:
             tensors = self.tensors_of(copy)
             read_config_json(str(copy))
             self.load(job, self.root / "pretrained.json").plan()
-            # An index without a name is a model without it, which the plan refuses.
+            # An index without a tensor's name describes a model without that tensor, which the plan refuses.
             if ".safetensors" not in how or ".json" in how:
                 _compare(tensors, self.specs)
 
         return how, read
 
     def checkpoint_case(self, draw: Draw, copy: Path) -> tuple[str, Callable[[], object]]:
-        """Checkpoints, one of them damaged; a run goes on from them and saves."""
+        """Checkpoints with one damaged; a run resumes from them and saves."""
         shutil.copytree(self.checkpoints, copy)
         how = damage_checkpoint(draw, copy, self.outside)
 
@@ -271,7 +271,7 @@ class Sound:
         return how, read
 
     def run_case(self, draw: Draw, copy: Path) -> tuple[str, Callable[[], object]]:
-        """Directory of a run with damaged files, as listed, compared and reported."""
+        """Run directory with damaged files, which is listed, compared and reported."""
         shutil.copytree(self.root / "runs" / "sound", copy / "sound")
         run = copy / "sound"
         (run / "metrics.jsonl").write_text(
@@ -315,7 +315,7 @@ class Sound:
                 *(found.get("rank_pattern") or {}),
             ]
             for text in expressions:
-                if isinstance(text, str):  # as the library matches it, with the longest names there are
+                if isinstance(text, str):  # as the peft library matches it, with the longest names
                     re.fullmatch(text, "model.layers.0.self_attn." * 8 + "q_proj!")
 
         return json.dumps(_changes(_ADAPTER, values))[:300], read
@@ -354,7 +354,7 @@ class Sound:
         return f"{how}, {rows} rows of {len(text)} characters", read
 
     def template_case(self, draw: Draw, copy: Path) -> tuple[str, Callable[[], object]]:
-        """Chat template that applies what it can to values that grow."""
+        """Chat template that applies drawn filters to values that grow."""
         copy.mkdir()
         change = draw(st.sampled_from(_GROWTH))
         use = draw(st.sampled_from(_USES)).replace("X", draw(st.sampled_from(["ns.s", "[ns.s]", "{'a': ns.s}"])))
@@ -373,7 +373,7 @@ class Sound:
         return text, read
 
     def generation_case(self, draw: Draw, copy: Path) -> tuple[str, Callable[[], object]]:
-        """Settings of a model as ``d9d generate`` reads them, before it writes a few tokens."""
+        """Generation settings of a model, read as by ``d9d generate``, which then generates a few tokens."""
         shutil.copytree(self.model, copy)
         changes: dict[str, Any] = {}
         also = draw(st.sampled_from([True, False, False]))
@@ -404,7 +404,7 @@ class Sound:
         return json.dumps(changes)[:300], read
 
     def row_case(self, draw: Draw, copy: Path) -> tuple[str, Callable[[], object]]:
-        """Records of a corpus as datasets read them, for training or for one pass, whose rows are written."""
+        """Corpus records, read by datasets for training or inference; the rows of inference are written."""
         copy.mkdir()
         name = draw(st.sampled_from(sorted(_RECORDS)))
         fields, record = _RECORDS[name]
@@ -491,7 +491,7 @@ _USES = (
 )  # fmt: skip
 
 
-#: Fields of a generation config; none but the library knows all.
+#: Fields of a generation config; only the library has the full list.
 _GENERATION_FIELDS = (
     "num_beams", "num_return_sequences", "num_beam_groups", "max_length", "max_new_tokens", "min_length",
     "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
@@ -521,7 +521,7 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _MESSAGES = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "because"}]
-#: Dataset, and in which way -> its config, and a sound record.
+#: Dataset and variant -> its config, and a sound record.
 _RECORDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text": ({"name": "text", "field": "text"}, {"text": TEXT, "id": 3}),
     "text, best fit": (
@@ -544,7 +544,7 @@ _RECORDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"tokens": [1, 2], "score": 0.5},
     ),
 }
-#: Lines that no value stands for.
+#: Lines that are no valid JSON record.
 _LINES = (
     b"", b" ", b"\xff", b"\xef\xbb\xbf{}", b'{"text": "a", "text": "b"}', b'{"text": NaN}',
     b'{"text": 1e999, "label": Infinity}',
@@ -557,7 +557,7 @@ _LINES = (
 
 @st.composite
 def _line(draw: st.DrawFn, record: Mapping[str, Any]) -> bytes:
-    """Line of a corpus: a sound record, one with an edit, an odd value in a field, or what no value stands for."""
+    """Line of a corpus: a sound record, an edited one, one with an odd value in a field, or an invalid line."""
     way = draw(st.sampled_from([*["sound"] * 8, "edited", "edited", "odd", "line"]))
     if way == "line":
         return draw(st.sampled_from(_LINES))
@@ -568,15 +568,15 @@ def _line(draw: st.DrawFn, record: Mapping[str, Any]) -> bytes:
 
 
 def lines_of(path: str) -> list[Any]:
-    """Dataset of the values of a file's lines, as a user's function would make it."""
+    """Dataset of the values in a file's lines, as a user-defined function may return it."""
     return [json.loads(line) for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
 
 
 def open_dataset(registry: Registry, values: Mapping[str, Any], context: DataContext) -> DataStream:
-    """Open a dataset as a job does.
+    """Open a dataset in the same way as a job.
 
     Raises:
-        D9dError: it cannot be opened.
+        D9dError: the dataset cannot be opened.
     """
     try:
         config = _DATASET.validate_python(values, context={"registry": registry})
@@ -589,11 +589,11 @@ def open_dataset(registry: Registry, values: Mapping[str, Any], context: DataCon
 
 
 def rows_of(stream: DataStream) -> list[int]:
-    """Numbers of the rows of one pass.
+    """Row indices of one pass.
 
     Raises:
-        DataError: it makes none.
-        WrongLoad: a row is missing, or comes twice.
+        DataError: the dataset cannot make a single pass.
+        WrongLoad: a row is missing, or appears twice.
     """
     count, samples = stream.facts.get("rows"), stream.facts.get("samples")
     if not isinstance(count, int) or not isinstance(samples, int):
@@ -613,7 +613,7 @@ def write_rows(numbers: Sequence[int], texts: Sequence[str], directory: Path) ->
     """Write rows in both formats, as an inference run does, and read them back.
 
     Raises:
-        WrongLoad: a row is missing, comes twice or has other values.
+        WrongLoad: a row is missing, appears twice or has other values.
     """
     half = len(numbers) // 2
     for writer in (JsonlWriter(JsonlWriterConfig()), ParquetWriter(ParquetWriterConfig())):
@@ -652,15 +652,15 @@ def _columns(rows: Sequence[int], texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def generated(directory: Path, number: int, further: Mapping[str, Any]) -> None:
-    """Write a few tokens with a model, as ``d9d generate --file`` and ``--prompt`` do.
+    """Generate a few tokens with a model, as ``d9d generate --file`` and ``--prompt`` do.
 
     Args:
-        directory: of the model.
-        number: seed.
+        directory: model directory.
+        number: random seed.
         further: settings of ``--generation``.
 
     Raises:
-        WrongLoad: what is written is no JSON of the completions.
+        WrongLoad: the output is not the JSON of the completions.
     """
     model = LanguageModel(directory, directory, None, torch.device("cpu"), None)
     decoding = Decoding(max_new_tokens=3, seed=number, further=further)
@@ -677,7 +677,7 @@ def generated(directory: Path, number: int, further: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _heard() -> Iterator[io.StringIO]:
-    """Text that libraries would print on a terminal within the block."""
+    """Capture all text that libraries print on the terminal within the block."""
     said, out = io.StringIO(), io.StringIO()
     handlers = [one for one in logging.getLogger("transformers").handlers if isinstance(one, logging.StreamHandler)]
     before = [handler.setStream(said) for handler in handlers]
@@ -714,7 +714,7 @@ def _compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Non
 
 
 def _changes(before: Any, after: Any) -> Any:
-    """Fields of a job that differ, for people."""
+    """Fields of a job that differ, for display."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = [
             key for key in {**before, **after} if key not in before or key not in after or before[key] != after[key]
@@ -724,22 +724,22 @@ def _changes(before: Any, after: Any) -> Any:
 
 
 def run(examples: Mapping[str, int], number: int) -> dict[str, Report]:
-    """Run campaigns: kind -> examples. Main thread only."""
-    # What libraries warn of is no concern here.
+    """Run the campaigns: kind -> number of examples. Only on the main thread."""
+    # Warnings of libraries are irrelevant here.
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(), ExitStack() as contexts:
         warnings.simplefilter("ignore")
         root = Path(directory).resolve() / "inside"
         root.mkdir()
         contexts.enter_context(mock.patch.object(tempfile, "tempdir", str(root)))
         sound = Sound(root, discover(PluginPolicy()))
-        import_module("torch._inductor.compile_fx")  # long, and not to be interrupted in the middle
+        import_module("torch._inductor.compile_fx")  # takes long; must not be interrupted by a time limit
         if "generations" in examples:
             import_module("transformers").utils.logging.disable_progress_bar()
             with _heard():
-                generated(sound.model, 0, {})  # imports take long
+                generated(sound.model, 0, {})  # its imports take long
         reports = {}
         for kind, count in examples.items():
-            # Whoever writes a job file may name any file in it.
+            # A job file may name any existing file.
             named = [Path("/etc/passwd"), Path.home()] if kind == "jobs" else []
             judge = Judge(root, *named)
             reports[kind] = campaign(sound.case(kind), count, number, judge, root)
@@ -747,7 +747,7 @@ def run(examples: Mapping[str, int], number: int) -> dict[str, Report]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run and print."""
+    """Run the campaigns of the command line, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for kind in KINDS:
         parser.add_argument(f"--{kind}", type=int, default=0)

@@ -1,10 +1,10 @@
-"""Kills of inference jobs at random moments: whatever layout goes on, the rows are those of an undisturbed process.
+"""Kills inference jobs at random moments; the output must not depend on the layouts that continue it.
 
     uv run python tools/inference_campaign.py --kills 20 --seed 0
 
 A tiny Qwen3 with experts reads short texts. Each start takes a random layout of 1, 2 or 4 processes (fsdp, pipeline,
 experts, and both), and kill -9 ends its whole process group after a random time. When a run is complete, its output is
-compared byte by byte with that of one process that nobody disturbed, and another run begins, until all kills were made.
+compared byte by byte with the output of one undisturbed process, and another run begins, until all kills are done.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from d9d_testing.processes import descendants_of
 
 _WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "sleeps", "under", "trees", "while")
-#: Experts over ranks, whose outputs are summed as one process does.
+#: Expert parallelism whose combine adds the experts' outputs in the order of a single process.
 EXPERTS = [{"name": "expert_parallel", "combine": "separate"}, "fsdp"]
 #: Layout -> processes and options.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -101,7 +101,7 @@ def start(folder: Path, name: str, layout: str) -> subprocess.Popen[str]:
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
-    """Kill a launcher and the processes that it has started, which have sessions of their own."""
+    """Kill a launcher and its child processes, which have their own sessions."""
     for number in (process.pid, *descendants_of(process.pid)):
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
@@ -111,12 +111,12 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 def campaign(
     folder: Path, kills: int, texts: int, seed: int, layouts: Sequence[str], patience: float
 ) -> dict[str, Any]:
-    """Kill runs until ``kills`` were made; returns what happened.
+    """Kill runs ``kills`` times in total; return the statistics.
 
     Raises:
-        AssertionError: an output differs, or a start that nobody killed has failed.
+        AssertionError: an output differs, or a start that was not killed has failed.
     """
-    draw = random.Random(seed)  # noqa: S311 - moments, no secrets
+    draw = random.Random(seed)  # noqa: S311 - not for cryptography
     write_model(folder / "model")
     write_texts(folder / "texts.jsonl", texts, draw)
     began = time.monotonic()

@@ -1,11 +1,11 @@
-"""Compares kernels with their references in float64 over shapes that are drawn at random, and prints a table.
+"""Compares kernels with their float64 references on randomly drawn shapes, and prints a table.
 
     uv run python tools/kernel_campaign.py --shapes 1000
     uv run python tools/kernel_campaign.py normed_rope.triton attention.flex --device cuda --seed 7
 
-Each shape is drawn with a number format, and must pass what the conformance suite of kernels asks: values, gradients
-(where one number in memory arrives as the gradient, too), inputs that are not contiguous, and inputs that are only
-read. Without a GPU, Triton kernels are interpreted. Exit status 1 if a call fails or a kernel accepted none.
+Each shape is drawn with a dtype and must pass the checks of the conformance suite for kernels: values, gradients (also
+an expanded gradient of one element), non-contiguous inputs, and inputs that must not be modified. Without a GPU, Triton
+kernels are interpreted. Exit status 1 if a call fails or a kernel accepted no call.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Outcome:
     """Outcome of one kernel's campaign.
 
     Attributes:
-        passed: calls that passed.
-        refused: calls that the kernel does not take.
-        failures: messages, with the number of the shape.
+        passed: number of calls that passed.
+        refused: number of calls that the kernel does not support.
+        failures: error messages, with the index of the shape.
     """
 
     passed: int = 0
@@ -59,7 +59,7 @@ def suite_of(target: str, device: str, random: Random) -> KernelSuite:
 
 
 def compare(target: str, device: str, shapes: int, seed: int) -> Outcome:
-    """Compare one kernel over some shapes."""
+    """Compare one kernel on a number of shapes."""
     found = Outcome()
     for number in range(shapes):
         draw = Random(f"{seed}:{target}:{number}")  # noqa: S311 - no secrets
@@ -81,7 +81,7 @@ def compare(target: str, device: str, shapes: int, seed: int) -> Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the campaign that the command line asks for."""
+    """Run the campaign for the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", default=OURS, help="op.backend; by default, all of d9d-triton")
     parser.add_argument("--device", default="cpu")
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     unknown = [target for target in asked.targets if target.partition(".")[0] not in KNOWN_OPS]
     if unknown:
-        parser.error(f"nobody says how models call {', '.join(unknown)}; known ops: {', '.join(sorted(KNOWN_OPS))}")
+        parser.error(f"no call is defined for {', '.join(unknown)}; known ops: {', '.join(sorted(KNOWN_OPS))}")
     if asked.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     print(f"{'kernel':32}{'passed':>8}{'refused':>9}{'failed':>8}{'seconds':>9}", flush=True)

@@ -1,12 +1,12 @@
-"""Ends processes of a tiny job at random moments, and compares what becomes of it with a run that nobody disturbed.
+"""Disturbs a tiny job at random moments, and compares its results with an undisturbed run.
 
     uv run python tools/kill_campaign.py --kill 200 --term 50 --stop 20 --fill 20 --seed 1
     uv run python tools/kill_campaign.py --kill 200 --seed 1 --only kill:17     one round again, with the same choices
 
-Each round trains two ranks with a data worker each, with steps, saves, evaluations and an export. Something happens to
-it (see ``FAULTS``); then it is started again until it has finished. Weights, export and log must be those of the
-undisturbed run, bit for bit; the exit status must be right; no process, temporary file or shared memory may be left.
-Exit status 1 if anything deviates. What is chosen follows from the seed; when exactly it strikes, from the machine.
+Each round trains two ranks with a data worker each, with steps, checkpoints, evaluations and an export. A fault strikes
+the run (see ``FAULTS``); then it is restarted until it has finished. Weights, export and log must equal those in the
+undisturbed run bit for bit, the exit status must be right, and no process, temporary file or shared memory may remain.
+Exit status 1 if anything deviates. The seed determines the choices; the exact moment depends on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from d9d_testing.logs import read_log_without_times
 from d9d_testing.processes import children_of, descendants_of, is_running, ranks_of
 from disturbed_run import STEPS, DeviationError, Run, command_of, expect, send, wait_until
 
-#: Event after which a fault strikes; ``start-up`` waits for none.
+#: Moment -> event after which a fault strikes; ``start-up`` waits for no event.
 MOMENTS = {
     "start-up": "", "step": "StepEnds", "save": "CheckpointStarts",
     "evaluation": "EvaluationStarts", "export": "CheckpointSaved",
@@ -42,16 +42,16 @@ class Plan(NamedTuple):
     fault: str
     number: int
     moment: str
-    #: Line of the events' file to wait for; empty during start-up.
+    #: Line to wait for in the event file; empty during start-up.
     event: str
-    #: Seconds after it.
+    #: Seconds between the event and the fault.
     delay: float
-    #: Of what is chosen when it strikes: which processes, and in which order.
+    #: Seed of the choices at the moment of the fault: which processes, and in which order.
     seed: str
 
     @classmethod
     def choose(cls, fault: str, number: int, seed: int) -> Plan:
-        """Choose a round. All moments have the same chance."""
+        """Choose a round; all moments are equally likely."""
         choice = chooser(f"{seed} {fault} {number}")
         moment = choice.choice(list(MOMENTS))
         steps = {"step": range(1, STEPS), "save": range(2, STEPS + 1, 2), "evaluation": range(4, STEPS + 1, 4)}
@@ -61,18 +61,18 @@ class Plan(NamedTuple):
         return cls(fault, number, moment, event, delay, f"{seed} {fault} {number} {moment}")
 
     def wait(self, run: Run) -> None:
-        """Wait until the fault is to strike, or the run has ended."""
+        """Wait for the moment of the fault, or for the end of the run."""
         run.await_event(self.event)
         time.sleep(self.delay)
 
 
 def chooser(seed: str) -> random.Random:
-    """Source of choices that are the same for a seed."""
+    """Random generator that makes the same choices for the same seed."""
     return random.Random(seed)  # noqa: S311 - no secrets
 
 
 def kill(run: Run, plan: Plan) -> str:
-    """Kill a rank, the launcher or a data worker; returns which."""
+    """Kill a rank, the launcher or a data worker; return which one."""
     choice = chooser(plan.seed)
     run.launch()
     plan.wait(run)
@@ -83,21 +83,21 @@ def kill(run: Run, plan: Plan) -> str:
     victim = choice.choice(victims[who])
     send(victim, signal.SIGKILL)
     status = run.end()
-    # A launch may have ended before, and a run may finish without a worker that has read ahead.
+    # The launch may have ended before, and a run may finish without a worker that has read ahead.
     right = {"launcher": {-9, 0}, "rank": {1, 0}, "worker": {1, 0}}[who]
     expect(status in right, f"status {status} after the death of the {who}: {run.output[-2000:]}")
     if who == "rank" and status:
-        expect("was killed by SIGKILL" in run.output, f"the death is not told: {run.output[-2000:]}")
+        expect("was killed by SIGKILL" in run.output, f"the kill is not reported: {run.output[-2000:]}")
     expect(not status or "Traceback" not in run.output, f"a traceback: {run.output[-3000:]}")
     return who
 
 
 def term(run: Run, plan: Plan) -> str:
-    """Ask to stop: all processes in a random order, or one rank only; returns whom."""
+    """Send SIGTERM to all processes in a random order, or to one rank only; return the choice."""
     choice = chooser(plan.seed)
     run.launch()
     plan.wait(run)
-    # Before it has started anything, a launcher may be an interpreter that has not read its first line of ours.
+    # A launcher without child processes may be an interpreter that has not yet installed its signal handlers.
     wait_until(lambda: children_of(run.process.pid) or run.process.poll() is not None)
     pids = [run.process.pid, *descendants_of(run.process.pid)]
     ranks = ranks_of(run.process.pid)
@@ -118,7 +118,7 @@ def term(run: Run, plan: Plan) -> str:
 
 
 def stop(run: Run, plan: Plan) -> str:
-    """Stop a rank, as if it hung: that is reported, ends all, and all start again; returns what was told."""
+    """Stop a rank with SIGSTOP, as if it hung; the launcher must report it and restart all; return the report."""
     run.launch("--max-restarts", "1", "--set", "timeouts={startup: 60, step: 20, checkpoint: 20}")
     plan.wait(run)
     wait_until(lambda: len(ranks_of(run.process.pid)) == 2 or run.process.poll() is not None)
@@ -136,26 +136,26 @@ def stop(run: Run, plan: Plan) -> str:
 
 
 def fill(run: Run, plan: Plan) -> str:
-    """Fill the disk for up to six seconds: no save ends the run, and nothing is lost; returns what met it."""
+    """Fill the disk for up to six seconds: no failed save may end the run or lose a step; return the outcome."""
     with run.small_disk():
         run.launch()
         plan.wait(run)
         with run.full_disk():
             time.sleep(chooser(plan.seed).uniform(0, 6))
         status = run.end()
-        # Before the first step there is nothing to lose. All is saved before the export, which a restart does again.
+        # Before the first step there is nothing to lose. Everything is saved before the export; a restart repeats it.
         done = run.happened()
         right = {0, 1} if f"CheckpointSaved {STEPS}" in done else {0} if done else {0, 1, 2}
         expect(status in right, f"status {status}: {run.output[-3000:]}")
         expect("Traceback" not in run.output, f"a traceback: {run.output[-3000:]}")
         told = "could not be written" in run.output or "No space left" in run.output
-        expect(status == 0 or told, f"the full disk is not told: {run.output[-2000:]}")
+        expect(status == 0 or told, f"the full disk is not reported: {run.output[-2000:]}")
         finish(run)
         run.keep()
     return f"status {status}, {'told' if told else 'not noticed'}"
 
 
-#: Faults by name: each launches a run, does something to it, checks how it ended, and says what it hit.
+#: Faults by name: each one launches a run, disturbs it, checks its end, and returns the target it hit.
 FAULTS: Mapping[str, Callable[[Run, Plan], str]] = {"kill": kill, "term": term, "stop": stop, "fill": fill}
 
 
@@ -167,7 +167,7 @@ def finish(run: Run) -> None:
         expect(status == 0, f"status {status} of an undisturbed launch: {run.output[-3000:]}")
         if "finished" in run.output:
             return
-    raise DeviationError(f"it does not finish: {run.output[-2000:]}")
+    raise DeviationError(f"the job does not finish: {run.output[-2000:]}")
 
 
 def compare(straight: Run, broken: Run) -> None:
@@ -185,7 +185,7 @@ def compare(straight: Run, broken: Run) -> None:
 
 
 def orphaned_memory() -> set[str]:
-    """Shared memory whose maker has ended."""
+    """Shared memory whose creating process has ended."""
     named = [(file.name, re.findall(r"\d+", file.name)) for file in Path("/dev/shm").glob("*")]  # noqa: S108
     return {name for name, numbers in named if numbers and not any(is_running(int(one)) for one in numbers)}
 
@@ -193,7 +193,7 @@ def orphaned_memory() -> set[str]:
 def campaign(
     plans: Sequence[Plan], jobs: int, say: Callable[[str], None]
 ) -> tuple[Counter[tuple[str, ...]], list[str]]:
-    """Run rounds; returns how many hit what, and what deviated."""
+    """Run rounds; return the counts of targets and outcomes, and the deviations."""
     hit: Counter[tuple[str, ...]] = Counter()
     deviations: list[str] = []
     with tempfile.TemporaryDirectory(prefix="kill-campaign-") as directory, ThreadPoolExecutor(jobs) as threads:
@@ -229,7 +229,7 @@ def campaign(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the campaign that the command line asks for."""
+    """Run the campaign for the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for fault in FAULTS:
         parser.add_argument(f"--{fault}", type=int, default=0, metavar="N", help=f"rounds of '{fault}'")

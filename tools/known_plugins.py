@@ -1,9 +1,9 @@
-"""Writes the table of first-party names that lets d9d-core say what to install.
+"""Writes the table of first-party component names, from which d9d-core tells users what to install.
 
     uv run python tools/known_plugins.py           write packages/d9d-core/.../known_plugins.json
     uv run python tools/known_plugins.py --check   exit with 1 if it is out of date
 
-The table is read from the declarations of the workspace's members. Core imports none of them: it reads the table.
+The table is read from the declarations of the workspace's members; d9d-core reads the table and imports none of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TABLE = ROOT / "packages" / "d9d-core" / "src" / "d9d_core" / "registry" / "know
 
 
 def table(root: Path = ROOT) -> dict[str, Any]:
-    """Kind -> name -> distribution, and distribution -> version, over all members that have an entry point."""
+    """Kind -> name -> distribution, and distribution -> version, over all members with an entry point."""
     from d9d_core.registry.registry import Registry
 
     homes: dict[str, dict[str, str]] = {}
@@ -36,12 +36,12 @@ def table(root: Path = ROOT) -> dict[str, Any]:
 
 
 def text(root: Path = ROOT) -> str:
-    """The table as it lies in the file."""
+    """Content of the file."""
     return json.dumps(table(root), indent=1, sort_keys=True) + "\n"
 
 
 def main(arguments: list[str]) -> int:
-    """Write the file, or compare with it."""
+    """Write the file, or check it."""
     if arguments == ["--check"]:
         if TABLE.read_text("utf-8") == text():
             return 0

@@ -3,7 +3,7 @@
     uv run python tools/layout_table.py              write docs/layouts.json and the summary in docs/layouts.md
     uv run python tools/layout_table.py pipelines    only the rows of pipelines
 
-Tests run the same grids and compare the rows, so the records can neither go stale nor hide a failure.
+Tests run the same layouts and compare them with the records, so the records stay up to date.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from d9d_verify.layouts import Layout
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, DATA = ROOT / "docs" / "layouts.md", ROOT / "docs" / "layouts.json"
 MARKS = "<!-- summary: begin, by tools/layout_table.py -->", "<!-- summary: end -->"
-#: Columns of deviations.
+#: Columns with deviations.
 DEVIATIONS = ("loss", "gradient norm", "1-cos", "length", "update")
-#: Part of the records -> its name in the summary.
+#: Part of the records -> its title in the summary.
 PARTS = {
     "dense": "dense model",
     "experts": "model with experts",
@@ -42,7 +42,7 @@ PLUGINS = (
 
 
 def context(method: str, **fields: Any) -> dict[str, Any]:
-    """The strategy ``context_parallel``, as a job lists it."""
+    """Entry of the strategy ``context_parallel`` in a job."""
     return {"name": "context_parallel", "method": method, **fields}
 
 
@@ -78,7 +78,7 @@ LAYOUTS = (
     Layout("cp 2, ring, tp 2", {"cp": 2, "tp": 2}, [context("ring"), "tensor_parallel"]),
     Layout("tp 2, asynchronous", {"tp": 2}, [{"name": "tensor_parallel", "asynchronous": True}]),
 )
-#: Experts over ranks of every kind of data parallelism, and ranks that share experts.
+#: Layouts of models with experts: every kind of data parallelism, with and without expert parallelism.
 EXPERT_LAYOUTS = (
     Layout("one process", {}, ()),
     Layout("replicate 2", {"dp_replicate": 2}, ["replicate"]),
@@ -130,7 +130,7 @@ DENSE = {
     "name": "qwen3", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_positions": 32,
 }  # fmt: skip
-#: Everything that balances experts and can keep the contract is switched on.
+#: Model with all load-balancing methods whose results do not depend on the layout.
 EXPERTS = {key: value for key, value in DENSE.items() if key != "intermediate_size"} | {
     "name": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "moe_intermediate_size": 24,
     "balancing": [
@@ -140,7 +140,7 @@ EXPERTS = {key: value for key, value in DENSE.items() if key != "intermediate_si
     ],
 }  # fmt: skip
 
-#: Further families of dense models.
+#: Other families of dense models.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": DENSE | {"name": "llama"},
     "mistral": DENSE | {"name": "mistral", "sliding_window": 8},
@@ -149,7 +149,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def job(corpus: Path, dtype: str, device: str = "cpu", model: Mapping[str, Any] = DENSE) -> dict[str, Any]:
-    """A job of a tiny model over a few kilobytes of text."""
+    """Job of a tiny model on a few kilobytes of text."""
     if not corpus.exists():
         corpus.mkdir()
         for number in range(6):
@@ -179,7 +179,7 @@ def run(
     device: str = "cpu",
     model: Mapping[str, Any] = DENSE,
 ) -> list[Row]:
-    """Every layout in both formats, with one and with three microbatches, against one process without strategies."""
+    """Verdict on every layout, in both dtypes and for each number of microbatches, against one process."""
     rows: list[Row] = []
     for dtype in dtypes:
         cases = [(layout, count) for count in counts for layout in layouts]
@@ -192,26 +192,26 @@ def run(
 
 
 def sized(layout: Layout, microbatches: int) -> Layout:
-    """The layout with so many microbatches on each rank."""
+    """Layout with the given number of microbatches on each rank."""
     size = BATCH // layout.data_parallel_size // microbatches
     overrides = (f"batch.size={BATCH}", f"batch.microbatch={size}")
     return Layout(layout.name, layout.mesh, layout.parallel, overrides)
 
 
 def record(verdict: Verdict, **about: str) -> Record:
-    """Deviations of a layout, with two digits, and facts about the measurement."""
+    """Deviations of a layout, rounded to two digits, with facts about the measurement."""
     numbers = (verdict.loss, verdict.grad_norm, verdict.angle[0], verdict.norm[0], verdict.update[0])
     shown = {name: float(f"{number:.1e}") for name, number in zip(DEVIATIONS, numbers, strict=True)}
     return {**about, "layout": verdict.layout, **shown}
 
 
 def records(rows: Sequence[Row]) -> list[Record]:
-    """One record for each layout, number format and number of microbatches."""
+    """One record for each layout, dtype and number of microbatches."""
     return [record(verdict, parameters=dtype, microbatches=str(count)) for dtype, count, verdict in rows]
 
 
 def merged(rows: Sequence[Row]) -> list[Record]:
-    """One record for each layout and number format: the largest deviations for any number of microbatches."""
+    """One record for each layout and dtype: the largest deviations over the numbers of microbatches."""
     found: dict[tuple[str, str], Record] = {}
     for one in records(rows):
         known = found.setdefault((one["parameters"], one["layout"]), one)
@@ -236,7 +236,7 @@ def recorded() -> dict[str, list[Record]]:
 
 
 def summary(parts: Mapping[str, Sequence[Record]]) -> str:
-    """Largest deviations of each part and number format, as a Markdown table."""
+    """Largest deviations of each part and dtype, as a Markdown table."""
     lines = []
     for part, name in PARTS.items():
         for dtype in dict.fromkeys(one["parameters"] for one in parts[part]):
@@ -247,7 +247,7 @@ def summary(parts: Mapping[str, Sequence[Record]]) -> str:
 
 
 def write(part: str, found: Sequence[Record]) -> None:
-    """Replace the records of a part, and the summary in the page."""
+    """Replace the records of a part, and the summary on the page."""
     parts = recorded() | {part: list(found)}
     texts = (f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in parts.items())
     DATA.write_text("{\n" + ",\n".join(texts) + "\n}\n", "utf-8")
@@ -255,7 +255,7 @@ def write(part: str, found: Sequence[Record]) -> None:
 
 
 def page(parts: Mapping[str, Sequence[Record]]) -> str:
-    """Text of the page with the summary of these records."""
+    """Text of the page with the summary of the given records."""
     (begin, end), text = MARKS, PAGE.read_text("utf-8")
     return f"{text.split(begin)[0]}{begin}\n{summary(parts)}\n{end}{text.split(end)[1]}"
 
@@ -285,12 +285,12 @@ def run_experts(
     layouts: Sequence[Layout] = EXPERT_LAYOUTS,
     dtypes: Sequence[str] = ("float32", "bfloat16"),
 ) -> list[Row]:
-    """Every layout of the model with experts: in float32 with three microbatches, in bfloat16 with one."""
+    """Verdict on every layout of the model with experts: float32 with three microbatches, bfloat16 with one."""
     counts = {"float32": (3,), "bfloat16": (1,)}
     return [row for d in dtypes for row in run(corpus, layouts, (d,), counts[d], device=device, model=EXPERTS)]
 
 
-#: Of each microbatch, over all data-parallel ranks.
+#: Samples of a microbatch, over all data-parallel ranks.
 SAMPLES = 4
 PIPELINE_STEPS = 3
 SCHEDULES = ("gpipe", "looped_bfs", "1f1b", "interleaved_1f1b", "zb1p", "zero_bubble_v", "dual_pipe_v")
@@ -298,18 +298,18 @@ DEEP_DENSE, DEEP_EXPERTS = DENSE | {"num_layers": 8}, EXPERTS | {"num_layers": 4
 
 
 class Piped(NamedTuple):
-    """A layout with a pipeline.
+    """Layout with a pipeline.
 
     Attributes:
-        schedule: which one.
-        pp: pipeline ranks.
-        microbatches: how many on each rank.
-        data: how samples are distributed.
-        about: what is special, for the table.
+        schedule: name of the pipeline schedule.
+        pp: number of pipeline ranks.
+        microbatches: number of microbatches on each rank.
+        data: layout of the data parallelism.
+        about: special feature of the layout, for the table.
         overrides: further fields of the job.
-        tied: whether the embedding is the head's matrix too, on another stage.
-        model: which model.
-        often: whether it is in the part that is always tested.
+        tied: whether the embedding and the head, on different stages, share their weight.
+        model: fields of the model.
+        often: whether the layout belongs to the part that is always tested.
     """
 
     schedule: str
@@ -324,7 +324,7 @@ class Piped(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """For the harness. Samples grow with the microbatches, so that any number of these is possible."""
+        """Layout to verify. The batch grows with the number of microbatches, so that any number is possible."""
         parts = (f"{self.schedule}, pp {self.pp}", self.data.name if self.data.ranks > 1 else "", self.about)
         own = (
             f"pipeline.name={self.schedule}",
@@ -336,7 +336,7 @@ class Piped(NamedTuple):
 
     @property
     def reference(self) -> Layout:
-        """The same model and batch on one process, in one microbatch."""
+        """Layout of the reference: the same model and batch on one process, in one microbatch."""
         metrics = (override for override in self.overrides if override.startswith("metrics"))
         return Layout("reference", {}, (), (*self._common, f"batch.microbatch={self.microbatches * SAMPLES}", *metrics))
 
@@ -346,7 +346,7 @@ class Piped(NamedTuple):
 
 
 def counts(schedule: str, pp: int) -> tuple[int, int, int]:
-    """The fewest microbatches that a schedule can do, an odd number that ranks do not divide, and more."""
+    """Numbers of microbatches to test: the minimum of the schedule, an odd number that pp does not divide, and more."""
     least = 2 * pp if schedule == "dual_pipe_v" else 1
     return least, (least if least > 1 else pp) + 1, 3 * pp
 
@@ -363,7 +363,7 @@ def pipelines() -> list[Piped]:
 
 
 def covering_pipelines() -> list[Piped]:
-    """A part of all: each schedule on 2 ranks and on 4, once with the fewest microbatches; what is special with it."""
+    """A subset: each schedule on 2 and on 4 ranks, once with the fewest microbatches, and the special features."""
     chosen = set()
     for place, schedule in enumerate(SCHEDULES):
         data = LAYOUTS[3] if place % 4 < 2 else LAYOUTS[1]
@@ -374,7 +374,7 @@ def covering_pipelines() -> list[Piped]:
 
 
 def special_pipelines() -> list[Piped]:
-    """Pipelines together with everything else that splits or changes a model."""
+    """Pipelines combined with other strategies and features that split or change a model."""
     fsdp, hsdp = LAYOUTS[3], LAYOUTS[5]
     fsdp_ep, replicate_ep = EXPERT_LAYOUTS[5], EXPERT_LAYOUTS[2]
     checkpointed = Layout("fsdp 2", {"dp_shard": 2}, ["fsdp", "activation_checkpointing"])
@@ -421,7 +421,7 @@ def run_pipelines(
     device: str = "cpu",
     steps: int = PIPELINE_STEPS,
 ) -> list[Row]:
-    """Layouts with pipelines, each against one process that computes the same batch in one microbatch."""
+    """Verdict on layouts with pipelines, against one process that computes the same batch in one microbatch."""
     cases = [*pipelines(), *special_pipelines()] if cases is None else cases
     rows: dict[int, Row] = {}
     for model in {id(case.model): case.model for case in cases}.values():
@@ -432,7 +432,7 @@ def run_pipelines(
         sound = harness.measure(references, guides=exact, elsewhere=True)
         limits = [Limits.of(getattr(torch, dtype), one, [other]) for one, other in zip(exact, sound, strict=True)]
         known = {of.overrides: pair for of, pair in zip(references, zip(exact, limits, strict=True), strict=True)}
-        # A few at a time: a world's patience is for all that it is given.
+        # A few at a time, because a world's time limit covers all its layouts.
         for part in (places[start : start + 14] for start in range(0, len(places), 14)):
             layouts = [cases[place].layout for place in part]
             expected = [known[cases[place].reference.overrides] for place in part]
@@ -444,7 +444,7 @@ def run_pipelines(
 
 
 def main() -> None:
-    """Write each part as soon as it is measured."""
+    """Measure each part, and write it at once."""
     parts: dict[str, Callable[[Path], list[Row]]] = {
         "dense": run, "experts": run_experts, "pipelines": run_pipelines
     }  # fmt: skip

@@ -1,10 +1,10 @@
-"""Keeps ``uv.lock`` as pins without addresses, so that the repository names no package index.
+"""Removes addresses from ``uv.lock``, so that the repository names no package index.
 
     python tools/lock.py strip                 remove every address from uv.lock
     python tools/lock.py upgrade [PACKAGE ...] lock again with newer releases (all, or only these), then strip
-    python tools/lock.py check                 the committed lock has no address, and uv keeps every pin of it
-    python tools/lock.py install-filter        let git see the stripped form of the copy that uv fills in locally;
-                                               again after a pull that changed uv.lock
+    python tools/lock.py check                 the committed lock has no address, and uv keeps all its pins
+    python tools/lock.py install-filter        make git compare and commit the stripped form, while the working copy
+                                               has addresses; again after a pull that changed uv.lock
 
 The stripped lock keeps names, versions, markers, extras and dependency edges. It loses ``sdist`` and ``wheels``
 (download addresses and hashes) and ``[manifest]`` (with it uv would believe the file complete and could not install
@@ -34,17 +34,17 @@ _ADDRESS = re.compile(r'[A-Za-z][A-Za-z0-9+.-]*://|\bregistry = "(?!\.")|\b(?:ur
 
 
 class LockError(Exception):
-    """The lock cannot be brought into, or is not in, the form without addresses."""
+    """The lock has an address that cannot be removed, or is not stripped."""
 
 
 def strip(text: str) -> str:
-    """The lock without addresses. Stripping twice changes nothing.
+    """Lock without addresses; idempotent.
 
     Raises:
-        LockError: an address is left, because a package is pinned to a URL or a repository instead of a version.
+        LockError: a package is pinned to a URL or a repository instead of a version, so its address cannot be removed.
     """
     kept: list[str] = []
-    skip_until: str | None = None  # what ends the block that is being dropped
+    skip_until: str | None = None  # end of the block that is being skipped
     for line in text.splitlines():
         if skip_until == "]":
             if line == "]":
@@ -64,18 +64,18 @@ def strip(text: str) -> str:
             kept.append(_REGISTRY.sub('registry = "."', line))
     stripped = "\n".join(kept).rstrip("\n") + "\n"
     if left := addresses(stripped):
-        raise LockError(f"{LOCK}: an address is left after stripping; depend on a released version instead: {left[0]}")
+        raise LockError(f"{LOCK}: an address remains after stripping; depend on a released version instead: {left[0]}")
     return stripped
 
 
 def addresses(text: str) -> list[str]:
-    """The lines of a lock that hold an address, recognised by shape."""
+    """Lines of a lock that contain an address, recognised by their form."""
     return [f"line {n}: {line.strip()}" for n, line in enumerate(text.splitlines(), 1) if _ADDRESS.search(line)]
 
 
 def pins(text: str) -> dict[str, Any]:
-    """What a lock decides, without its formatting and the revision of its format."""
-    import tomllib  # here, because git may run the filter with a Python that does not have it
+    """Pinned content of a lock, without formatting and format revision."""
+    import tomllib  # imported here, because git may run the filter with an older Python
 
     data = tomllib.loads(text)
     data.pop("revision", None)
@@ -83,7 +83,7 @@ def pins(text: str) -> dict[str, Any]:
 
 
 def committed(root: Path = ROOT) -> str | None:
-    """The lock in the last commit, or ``None`` where there is none yet."""
+    """Lock in the last commit, or ``None`` if it has none."""
     shown = subprocess.run(["git", "show", f"HEAD:{LOCK}"], cwd=root, capture_output=True, check=False)
     return shown.stdout.decode() if shown.returncode == 0 else None
 
@@ -92,7 +92,7 @@ def check(root: Path = ROOT) -> None:
     """Compare the commit with the working copy.
 
     Raises:
-        LockError: the commit holds an address, or the working copy has other pins.
+        LockError: the commit contains an address, or the working copy has other pins.
     """
     working = (root / LOCK).read_text()
     kept = committed(root)
@@ -111,7 +111,7 @@ def check(root: Path = ROOT) -> None:
 
 
 def upgrade(packages: list[str], root: Path = ROOT) -> None:
-    """Lock with the newest releases of ``packages`` (of everything when empty), then strip."""
+    """Lock with the newest releases of ``packages`` (of all packages if empty), then strip."""
     wanted = [f"--upgrade-package={name}" for name in packages] or ["--upgrade"]
     subprocess.run(["uv", "lock", *wanted], cwd=root, check=True)
     write_stripped(root)
@@ -124,27 +124,27 @@ def write_stripped(root: Path = ROOT) -> None:
 
 
 def install_filter(root: Path = ROOT) -> None:
-    """Configure this clone's git to store and compare the stripped form; ``.gitattributes`` names the filter."""
-    python = "python3" if shutil.which("python3") else "python"  # by name: environments come and go
+    """Configure git to store and compare the stripped form; ``.gitattributes`` names the filter."""
+    python = "python3" if shutil.which("python3") else "python"  # by name, because virtual environments get deleted
     settings = {
         "clean": f"{python} tools/lock.py clean",
-        "smudge": "cat",  # git wants one for a required filter
-        "required": "true",  # a broken filter stops the commit instead of letting the addresses in
+        "smudge": "cat",  # required filters need one
+        "required": "true",  # a failing filter stops the commit; otherwise addresses would be committed
     }
     for key, value in settings.items():
         subprocess.run(["git", "config", f"filter.{FILTER}.{key}", value], cwd=root, check=True)
 
 
 def fill_in(root: Path = ROOT) -> None:
-    """Let uv write the addresses into the working copy now, and tell git that it is the file it knows."""
+    """Let uv write the addresses into the working copy, and update git's index to it."""
     subprocess.run(["uv", "lock", "--quiet"], cwd=root, check=True)
     settle(root)
 
 
 def settle(root: Path = ROOT) -> None:
-    """Record the working copy's size in git's index, if its stripped form is what the index holds; stages nothing.
+    """Record the working copy's size in git's index, if its stripped form equals the staged one; stages nothing.
 
-    git takes a file whose size changed for modified without asking the filter.
+    Git treats a file of another size as modified, without running the filter.
     """
     staged = subprocess.run(["git", "show", f":{LOCK}"], cwd=root, capture_output=True, check=False)
     if staged.returncode == 0 and staged.stdout.decode() == strip((root / LOCK).read_text()):
@@ -152,12 +152,12 @@ def settle(root: Path = ROOT) -> None:
 
 
 def clean() -> None:
-    """The filter itself: a lock on standard input, its stripped form on standard output, both as bytes."""
+    """Filter for git: reads a lock on standard input, writes its stripped form to standard output, both as bytes."""
     sys.stdout.buffer.write(strip(sys.stdin.buffer.read().decode()).encode())
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit status is 1 when the lock is not as it should be."""
+    """Run one command; the exit status is 1 if the lock is not in the required state."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("strip")

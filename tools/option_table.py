@@ -3,7 +3,7 @@
     uv run python tools/option_table.py           write docs/command-line.md
     uv run python tools/option_table.py --check   exit with 1 if it is out of date
 
-The table is read from the commands of d9d themselves: their help texts are its meanings.
+The table is read from d9d's commands; the meanings are their help texts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from d9d_core.registry.policy import PluginPolicy
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "command-line.md"
 BEGIN, END = "<!-- options: begin, by tools/option_table.py -->", "<!-- options: end -->"
-#: typer's own, of the shell.
+#: Options that typer adds for shell completion.
 LEFT_OUT = ("--install-completion", "--show-completion")
 
 
 def commands() -> dict[str, Any]:
-    """Name -> command, of d9d itself; those of sub-commands as two words."""
+    """Name -> command; sub-commands have names of two words."""
     found = dict(_commands_of(typer.main.get_command(app)))
     for entry in foundation_commands(discover(PluginPolicy(allow=frozenset()))):
         assert isinstance(entry.spec, CommandSpec)
@@ -49,7 +49,7 @@ def _commands_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def table() -> str:
-    """One row for each option and meaning, with the commands that have it."""
+    """One row for each option and meaning, with the commands that accept it."""
     own = commands()
     found: dict[tuple[str, str], list[str]] = {}
     for name, command in [("d9d", typer.main.get_command(app)), *own.items()]:
@@ -71,14 +71,14 @@ def _several(names: list[str], everything: list[str]) -> str:
 
 
 def written(text: str) -> str:
-    """The page with the table as it must be."""
+    """The page with an up-to-date table."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
 def main() -> None:
-    """Write the table, or compare it."""
+    """Write the table, or check it."""
     text = PAGE.read_text("utf-8")
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(written(text), encoding="utf-8", newline="\n")

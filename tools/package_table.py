@@ -3,8 +3,7 @@
     uv run python tools/package_table.py           write the page
     uv run python tools/package_table.py --check   exit with 1 if it is out of date
 
-Descriptions are those of the members' ``pyproject.toml``; names are those of the table that ``tools/known_plugins.py``
-writes.
+Descriptions come from the members' ``pyproject.toml``, names from the table that ``tools/known_plugins.py`` writes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "packages.md"
 KNOWN = ROOT / "packages" / "d9d-core" / "src" / "d9d_core" / "registry" / "known_plugins.json"
 BEGIN, END = "<!-- packages: begin, by tools/package_table.py -->", "<!-- packages: end -->"
-#: Kinds whose names a user writes into a job file or on the command line; words before one name and before several.
+#: Kinds whose names users write into a job file or on the command line -> singular and plural for the table.
 WORDS = {
     "command": ("command", "commands"),
     "model": ("model", "models"),
@@ -36,7 +35,7 @@ WORDS = {
     "writer": ("writer", "writers"),
     "subscriber": ("subscriber", "subscribers"),
 }
-#: Packages of the foundation and then of the outer ring come first; plugins follow by name.
+#: Packages that come first in the table: foundation, then d9d-nn; the others follow by name.
 FIRST = ("d9d-core", "d9d-weights", "d9d-engine", "d9d-nn")
 
 
@@ -62,7 +61,7 @@ def _place(file: Path) -> tuple[bool, int, str]:
 
 
 def _names(homes: dict[str, str], kind: str, distribution: str) -> list[str]:
-    """Names that a distribution offers; of kernels, the ops stay out."""
+    """Names that a distribution offers; for kernels, only the backends without the ops."""
     names = [name for name, home in homes.items() if home == distribution]
     if kind == "kernel":
         names = list(dict.fromkeys(name.partition(".")[2] for name in names))
@@ -70,7 +69,7 @@ def _names(homes: dict[str, str], kind: str, distribution: str) -> list[str]:
 
 
 def written(text: str) -> str:
-    """The page with the table as it must be."""
+    """The page with an up-to-date table."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     table = "\n".join(["| package | what it offers |", "|---|---|", *rows()])
@@ -78,7 +77,7 @@ def written(text: str) -> str:
 
 
 def main() -> None:
-    """Write the table, or compare it."""
+    """Write the table, or check it."""
     text = PAGE.read_text("utf-8")
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(written(text), encoding="utf-8", newline="\n")

@@ -1,10 +1,10 @@
-"""Packages of the lock that have no wheel for some Python and platform that the README names, as a table.
+"""Lists locked packages without a wheel for a Python and platform that the README supports.
 
     python tools/platforms.py
 
-The Pythons are 3.11 to the newest that the locked torch has wheels for. No interpreter of them is needed: tags of
-wheels in the lock are compared with the tags that each platform takes. Exit status 1 if a package has no wheel
-somewhere; a marker in the ``pyproject.toml`` that depends on it leaves it out there, and ``d9d doctor`` then says so.
+The Python versions are 3.11 to the newest for which the locked torch has wheels. None of them needs to be installed:
+the tags of the locked wheels are compared with the tags that each platform accepts. Exit status 1 if a package lacks a
+wheel; a marker in the ``pyproject.toml`` of its dependent can exclude it there, which ``d9d doctor`` then reports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from packaging.tags import Tag, compatible_tags, cpython_tags, mac_platforms
 from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Packages that exist as source only, are pure Python, and so install without a compiler.
+#: Packages without wheels that are pure Python, and so need no compiler.
 PURE_SOURCES = frozenset({"aim-ui"})
 
 _OLDEST = 11  # the minor version of `requires-python`
@@ -32,12 +32,12 @@ _CPYTHON = re.compile(r"-cp3(\d+)-cp3\d+-")
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """Operating system and processor.
+    """Operating system and processor architecture.
 
     Attributes:
-        name: for the table.
-        tags: platform tags of the wheels that install there.
-        markers: values of the markers of dependencies there.
+        name: name for the table.
+        tags: platform tags of compatible wheels.
+        markers: values of the environment markers on this platform.
     """
 
     name: str
@@ -66,8 +66,8 @@ class Pins:
     """Locked dependencies of the workspace.
 
     Attributes:
-        requirements: one for each package, with its marker.
-        wheels: names of the wheel files of each package and version.
+        requirements: one requirement per package, with its marker.
+        wheels: file names of the wheels, by package and version.
     """
 
     requirements: list[Requirement]
@@ -75,7 +75,7 @@ class Pins:
 
     @classmethod
     def of(cls, root: Path) -> Pins:
-        """Pins of a checkout whose lock has addresses, as ``uv sync`` leaves it."""
+        """Pins of a checkout whose lock has addresses, as after ``uv sync``."""
         command = ["uv", "export", "--quiet", "--no-hashes", "--no-emit-workspace", "--no-annotate", "--no-header"]
         exported = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
         packages = tomllib.loads((root / "uv.lock").read_text())["package"]
@@ -85,13 +85,13 @@ class Pins:
         return cls([Requirement(line) for line in exported.splitlines()], wheels)
 
     def pythons(self) -> range:
-        """Minor versions of Python that torch has wheels for."""
+        """Minor versions of Python for which torch has wheels."""
         files = next(files for (name, _), files in self.wheels.items() if name == "torch")
         found = [int(match.group(1)) for file in files if (match := _CPYTHON.search(file))]
         return range(_OLDEST, max(found) + 1)
 
     def without_wheel(self, platform: Platform, minor: int) -> list[str]:
-        """Packages that a platform and Python need and have no wheel for."""
+        """Packages that are needed on a platform and Python but have no wheel for it."""
         python = {"python_version": f"3.{minor}", "python_full_version": f"3.{minor}.1"}
         names = {"implementation_name": "cpython", "platform_python_implementation": "CPython", "extra": ""}
         markers = {**platform.markers, **python, **names}
@@ -112,7 +112,7 @@ def _files(package: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Print a line for each platform and Python."""
+    """Print a line for each platform and Python version."""
     pins = Pins.of(ROOT)
     sound = True
     for platform in PLATFORMS:

@@ -1,10 +1,10 @@
-"""Campaign of hostile plugins: each misbehaves in one way at one place, and is put through the command line.
+"""Campaign of faulty plugins: each misbehaves in one way at one place; d9d's commands must contain it.
 
     uv run python tools/plugin_campaign.py [--every N] [--only TEXT]
 
-A plugin that fails where it matters never ends with status 0, is named, shows no traceback without a frame of its own,
-and spoils no JSON. What d9d prints of a plugin's texts and names controls no terminal. Prints one line for each that
-breaks a rule, and the counts; exit status 1 if there is any.
+If a plugin fails where it matters, the command must exit with a status other than 0 and name the plugin. There must be
+no traceback without a frame of the plugin, no invalid JSON, and no control character of a plugin's text on the
+terminal. Prints one line for each violation, and the counts; exit status 1 if there is any.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import d9d_testing.toy.plugin
 from d9d_core.cli.main import main as command_line
 from d9d_core.untrusted import visible
 
-#: Characters that would control a terminal: a title, a colour, a colour in one character, a change of direction.
+#: Characters that would control a terminal: a title, a colour, a one-character colour sequence, a change of direction.
 CONTROLS = "\x1b]0;x\x07\x1b[31m\x9b31m\u202e\r"
-#: Misbehaviour -> the code that does it; what it returns takes the place of what is expected.
+#: Misbehaviour -> its code; a returned value replaces the expected one.
 WAYS = {
     "raises": "raise ValueError('no')",
     "raises BaseException": "raise type('Odd', (BaseException,), {})('no')",
@@ -50,9 +50,9 @@ WAYS = {
     "controls": "return CONTROLS",
     "names of controls": "import torch; return {CONTROLS: torch.ones(())}",
 }
-#: Places where a plugin only declares; everything reads these.
+#: Places that only declare something, which all commands read.
 DECLARING = ("import", "D9D_API", "attribute", "hook", "record", "summary")
-#: Method of a component of the toy plugin -> the job's section that uses it.
+#: Method of a component of the toy plugin -> section of the job that uses it.
 METHODS = {
     "ToyStream.__init__": "data",
     "ToyStream.next_pack": "data",
@@ -72,13 +72,13 @@ METHODS = {
     "ToyOptimizer.state": "optimizer",
 }
 PLACES = (*DECLARING, "config", "field", *METHODS)
-#: Places whose value nothing looks at, or whose type is free.
+#: Places whose value is not used, or may have any type.
 IGNORED = {
     "import", "config", "field", "ToyMetric.update", "ToyRecorder._record", "ToyOptimizer.step", "ToyStream.__init__",
 }  # fmt: skip
-#: Places that may return a mapping of any names to tensors.
+#: Places that may return a mapping with arbitrary names to tensors.
 NAMING = {"ToyMetric.compute", "ToyOptimizer.state"}
-#: Ways that return a value, which is a wrong one.
+#: Misbehaviours that return a wrong value.
 RETURNING = ("wrong type", "controls", "names of controls")
 
 _HEADER = """
@@ -119,14 +119,14 @@ def build(config):
 
 @dataclass(frozen=True)
 class Case:
-    """One plugin: where it misbehaves, and how."""
+    """Plugin that misbehaves in one way at one place."""
 
     place: str
     way: str
 
     @property
     def matters(self) -> bool:
-        """Whether a run with it must not end as if all had gone well; what a tracker does is contained."""
+        """Whether a run with the plugin must fail; failures of a tracker are contained, so they need not."""
         if self.way == "prints" or self.place.startswith("ToyTracker"):
             return False
         if self.way == "names of controls" and self.place in NAMING:
@@ -135,12 +135,12 @@ class Case:
 
     def source(self) -> str:
         """Source of the plugin."""
-        # A hook that prints goes on; what else it makes takes the place of a record.
+        # A hook that only prints continues; another value of the hook replaces the record.
         here = {place: "misbehave()" if self.place == place else "" for place in PLACES}
         api = "" if self.place == "attribute" else f"D9D_API = {here['D9D_API'] or 2}"
         extra = "def __getattr__(name): return misbehave()" if self.place == "attribute" else here["import"]
         name, summary, field = (here[place] or '"hostile"' for place in ("record", "summary", "field"))
-        # Data comes first: what else misbehaves does so by way of a subscriber's construction.
+        # The data is used first: other misbehaviour is triggered by building the subscriber.
         owner, _, method = self.place.partition(".")
         modules = {
             "ToyStream": "data",
@@ -165,14 +165,14 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The grid; endless loops only where there is a time limit."""
+    """All combinations of place and misbehaviour; endless loops only where d9d has a time limit."""
     found = [Case(place, way) for place in PLACES for way in WAYS]
     return [case for case in found if case.way != "hangs" or case.place in DECLARING]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """End of a command."""
+    """Output and exit status of a command."""
 
     status: int
     out: str
@@ -180,7 +180,7 @@ class Ended:
 
 
 def run(*arguments: str) -> Ended:
-    """Run a command in this process, as the interpreter would."""
+    """Run a command in this process; exceptions end it as in the interpreter."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     kept = {cls: dict(vars(cls)) for cls in _toy_classes()}
     try:
@@ -213,7 +213,7 @@ def _toy_classes() -> list[type]:
 
 
 def faults(case: Case, directory: Path) -> Iterator[str]:
-    """Rules that a case breaks."""
+    """Violations in one case."""
     stem = f"hostile_{PLACES.index(case.place)}_{list(WAYS).index(case.way)}"
     plugin = directory / f"{stem}.py"
     plugin.write_text(case.source(), "utf-8", errors="surrogatepass")
@@ -236,13 +236,14 @@ def faults(case: Case, directory: Path) -> Iterator[str]:
         said = ended.out + ended.err
         if must_fail and ended.status == 0:
             yield f"{name}: status 0"
-        # In a method of the toy plugin, that is the plugin. Ctrl-C cannot be told from what a component raises.
+        # For a method of the toy plugin, "toy" names the plugin. Ctrl-C is indistinguishable from a raised
+        # KeyboardInterrupt.
         named = stem in said or (case.place in METHODS and ("toy" in said or case.way == "interrupts"))
         if ended.status and not named:
             yield f"{name}: not named: {said[-300:]!r}"
         if "Traceback" in ended.err and not named:
             yield f"{name}: a traceback without a frame of the plugin: {said[-300:]!r}"
-        if len(said) > 50_000 and "Traceback" not in said:  # which is the plugin's own
+        if len(said) > 50_000 and "Traceback" not in said:  # a traceback of the plugin may be long
             yield f"{name}: {len(said):,} characters"
     commands = {"plugins list --json": listed, "plugins check --json": checked, "check": planned, "train": trained}
     for name, ended in (commands | {f"plugins {name}": ended for name, ended in shown.items()}).items():
@@ -285,7 +286,7 @@ def _is_json(text: str) -> bool:
 
 
 def campaign(chosen: list[Case]) -> list[str]:
-    """Put plugins through the command line; one line for each broken rule."""
+    """Run the cases; one line for each violation."""
     found = []
     directory = Path(tempfile.mkdtemp(prefix="d9d-plugins-"))
     try:
@@ -297,14 +298,14 @@ def campaign(chosen: list[Case]) -> list[str]:
 
 
 def main() -> int:
-    """Run what the command line asks for."""
+    """Run the campaign for the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="take each n-th only")
     parser.add_argument("--only", default="", help="cases whose place and way contain this text")
     options = parser.parse_args()
     chosen = [case for case in cases() if options.only in f"{case.place}, {case.way}"][:: options.every]
     found = campaign(chosen)
-    print("\n".join([*found, f"{len(chosen)} plugins, 4 commands each: {len(found)} broken rules"]))
+    print("\n".join([*found, f"{len(chosen)} plugins, 4 commands each: {len(found)} violations"]))
     return 1 if found else 0
 
 

@@ -1,4 +1,4 @@
-"""Writes down the public surface, so that a change of it is seen in a review.
+"""Records the public surface, so that reviews show its changes.
 
     uv run python tools/public_surface.py           write tests/public_surface.json
     uv run python tools/public_surface.py --check   exit with 1 if it is out of date
@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "public_surface.json"
-#: In these packages a module with ``__all__`` is declared.
+#: Packages in which modules with ``__all__`` are declared.
 FOUNDATION = ("d9d_core", "d9d_weights", "d9d_engine")
 
 
 def declared_in(package: str) -> list[str]:
-    """Modules of a package of the foundation that have ``__all__``, without importing any."""
+    """Modules of a foundation package that define ``__all__``; imports none of them."""
     source = ROOT / "packages" / package.replace("_", "-") / "src"
     return [
         ".".join(path.relative_to(source).with_suffix("").parts)
@@ -35,7 +35,7 @@ def declared_in(package: str) -> list[str]:
     ]
 
 
-#: Modules that other packages and users may import; tests/test_architecture.py holds everybody to them.
+#: Modules that other packages and users may import; enforced by tests/test_architecture.py.
 DECLARED = (
     *(module for package in FOUNDATION for module in declared_in(package)),
     *("d9d_inference.config", "d9d_inference.evaluation.library", "d9d_inference.evaluation.result"),
@@ -98,7 +98,7 @@ DECLARED = (
 
 
 def surface() -> dict[str, Any]:
-    """Everything that users and plugin authors may rely on."""
+    """All names and fields that users and plugin authors may rely on."""
     from d9d_core.events import CATALOGUE
     from d9d_core.registry.hooks import API_VERSION, KINDS
     from d9d_core.traits import TRAITS
@@ -116,13 +116,13 @@ def surface() -> dict[str, Any]:
 
 
 def _contracts() -> dict[str, type]:
-    """Protocols and dataclasses that plugins implement and get: name -> class."""
+    """Protocols and dataclasses that plugins implement or receive: name -> class."""
     modules = [importlib.import_module(name) for name in declared_in("d9d_core")]
     return {name: getattr(module, name) for module in modules for name in module.__all__ if _is_contract(module, name)}
 
 
 def _names(module: str) -> list[str]:
-    """``__all__``, or what the module defines itself: names that it only imports are not its own."""
+    """``__all__``, or else the names that the module defines, without its imports."""
     loaded = importlib.import_module(module)
     if hasattr(loaded, "__all__"):
         return sorted(loaded.__all__)
@@ -172,7 +172,7 @@ def _sections() -> dict[str, Any]:
 
 
 def _commands() -> dict[str, Any]:
-    import option_table  # beside this file
+    import option_table  # a module in this directory
 
     return {
         name: sorted(word for parameter in command.params for word in parameter.opts)
@@ -181,12 +181,12 @@ def _commands() -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the file, or compare with it."""
+    """Write the file, or check it."""
     text = json.dumps(surface(), indent=1, sort_keys=True) + "\n"
     if arguments == ["--check"]:
         if FILE.read_text("utf-8") == text:
             return 0
-        print("the public surface changed; if that is meant: uv run python tools/public_surface.py", file=sys.stderr)
+        print("the public surface changed; if intended, run: uv run python tools/public_surface.py", file=sys.stderr)
         return 1
     FILE.write_text(text, encoding="utf-8", newline="\n")
     return 0

@@ -1,10 +1,10 @@
-"""Builds the wheels and sources of a release: of each member a copy with addresses, licence text and metadata.
+"""Builds the wheels and source distributions of a release from copies of the members.
 
     uv run python tools/release.py OUT       build all members into the directory OUT
     uv run python tools/release.py --check   exit with 1 if a member lacks licence text, classifiers or keywords
 
-A wheel's README is read on the page of a package index, where links relative to the repository lead nowhere. So a
-release builds from copies in which every such link begins with :data:`REPOSITORY`, as the project's addresses do.
+A package index shows a wheel's README, where links relative to the repository do not work. So a release is built from
+copies in which every such link, and every project address, begins with :data:`REPOSITORY`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Public address of the repository, without a slash at the end; unset as long as there is none.
+#: Public address of the repository, without a trailing slash; empty as long as there is none.
 REPOSITORY = ""
 CLASSIFIERS = [
     "Development Status :: 3 - Alpha",
@@ -31,7 +31,7 @@ CLASSIFIERS = [
     "Topic :: Scientific/Engineering :: Artificial Intelligence",
     "Typing :: Typed",
 ]
-#: Keywords that every member has; its own may follow.
+#: Keywords of every member; a member may add others.
 KEYWORDS = ["deep-learning", "distributed-training", "pytorch"]
 
 _LINK = re.compile(r"(\]\()(?![a-z]+:|#|//)([^)\s]+)(\))")
@@ -48,12 +48,12 @@ def members(root: Path = ROOT) -> list[Path]:
 
 
 def lacking(member: Path) -> list[str]:
-    """Missing metadata of a member: fields that every wheel carries."""
+    """Metadata that a member lacks."""
     project = tomllib.loads((member / "pyproject.toml").read_text("utf-8"))["project"]
     found = []
     licence = member / "LICENSE"
     if not licence.is_file() or licence.read_bytes() != (ROOT / "LICENSE").read_bytes():
-        found.append("LICENSE, a symbolic link to that of the repository")
+        found.append("LICENSE, a symbolic link to the repository's")
     if project.get("classifiers") != CLASSIFIERS:
         found.append("the classifiers of tools/release.py")
     if not set(KEYWORDS) <= set(project.get("keywords", ())):
@@ -62,40 +62,40 @@ def lacking(member: Path) -> list[str]:
 
 
 def absolute(text: str, member: Path, repository: str, tag: str) -> str:
-    """Markdown of a member in which links relative to the repository are addresses; code stays as it is.
+    """Markdown of a member with absolute links to the repository; code is left unchanged.
 
     Args:
-        text: of the README.
-        member: its directory below :data:`ROOT`.
+        text: text of the README.
+        member: directory of the member, below :data:`ROOT`.
         repository: address of the repository.
-        tag: of the release.
+        tag: tag of the release.
 
     Raises:
-        ReleaseError: a link leads out of the repository.
+        ReleaseError: a link points outside of the repository.
     """
 
     def address(link: re.Match[str]) -> str:
         path, mark, anchor = link[2].partition("#")
         target = (member / path).resolve()
         if not target.is_relative_to(ROOT):
-            raise ReleaseError(f"{member.name}/README.md: the link {link[2]} leads out of the repository")
+            raise ReleaseError(f"{member.name}/README.md: the link {link[2]} points outside of the repository")
         kind = "tree" if target.is_dir() else "blob"
         place = target.relative_to(ROOT).as_posix()
         return f"{link[1]}{repository}/{kind}/{tag}/{place}{mark}{anchor}{link[3]}"
 
     parts = _FENCE.split(text)  # every second one is code
-    # A link's text may be code, so links are found in the whole text, and code is put back.
+    # The text of a link may contain code, so code is replaced by placeholders while links are rewritten.
     codes = parts[1::2]
     hidden = "".join(part if number % 2 == 0 else f"\0{number // 2}\0" for number, part in enumerate(parts))
     return re.sub(r"\0(\d+)\0", lambda found: codes[int(found[1])], _LINK.sub(address, hidden))
 
 
 def stage(member: Path, directory: Path, repository: str = REPOSITORY) -> Path:
-    """Copy a member as it is released: licence text, absolute links, addresses of the project.
+    """Copy a member in the form of a release: licence text, absolute links, project addresses.
 
     Args:
-        member: its directory.
-        directory: takes the copy.
+        member: directory of the member.
+        directory: receives the copy.
         repository: address of the repository.
 
     Raises:
@@ -103,7 +103,7 @@ def stage(member: Path, directory: Path, repository: str = REPOSITORY) -> Path:
     """
     if not repository:
         raise ReleaseError(
-            "the repository has no public address, so links and addresses in the packages would lead nowhere: "
+            "the repository has no public address, which links and addresses in the packages need: "
             "set REPOSITORY in tools/release.py"
         )
     copy = directory / member.name
@@ -140,7 +140,7 @@ def build(out: Path, repository: str = REPOSITORY) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Build a release, or check what its wheels would carry."""
+    """Build a release, or check the members' metadata."""
     try:
         if arguments == ["--check"]:
             problems = [f"{member.name} lacks {text}" for member in members() for text in lacking(member)]

@@ -36,18 +36,18 @@ LIMITS = {
     "somebody": 0.0,
     "whoever": 0.0,
 }
-#: Phrases as data, not as prose.
+#: Files whose phrases are data, not prose.
 EXCLUDED = ("tools/sentences.py", "tests/test_sentences.py")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Stretch of prose.
+    """Passage of prose.
 
     Attributes:
         file: path from the root of the repository.
-        line: first line of the passage.
+        line: line on which the passage begins.
         text: words of the passage, without line breaks.
     """
 
@@ -56,12 +56,12 @@ class Passage:
     text: str
 
     def found(self, phrase: str) -> int:
-        """Occurrences of a phrase."""
+        """Number of occurrences of a phrase."""
         return len(re.findall(rf"\b{phrase}\b", self.text, re.IGNORECASE))
 
 
 def passages(file: str, source: str) -> Iterator[Passage]:
-    """Docstrings, comments and texts of a Python file, or the paragraphs of a page without its code blocks."""
+    """Docstrings, comments and messages of a Python file, or the paragraphs of a page without code blocks."""
     found = _python(source) if file.endswith(".py") else _page(source)
     for line, text in found:
         yield Passage(file, line, " ".join(text.split()))
@@ -86,7 +86,7 @@ def _page(source: str) -> Iterator[tuple[int, str]]:
 
 def _python(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
-        # Strings without a space are names and keys.
+        # Strings without a space are names and keys, not prose.
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value
     comment: list[str] = []
@@ -104,7 +104,7 @@ def _python(source: str) -> Iterator[tuple[int, str]]:
 
 
 def repository(paths: Sequence[str] = ()) -> list[Passage]:
-    """Passages of the tracked files, or of those below some paths."""
+    """Passages of the tracked files, or of the tracked files below the given paths."""
     listed = subprocess.run(["git", "ls-files", "--", *paths], cwd=ROOT, capture_output=True, text=True, check=True)
     files = [name for name in listed.stdout.splitlines() if name.endswith((".py", ".md")) and name not in EXCLUDED]
     texts = ((name, ROOT / name) for name in files)
@@ -112,14 +112,14 @@ def repository(paths: Sequence[str] = ()) -> list[Passage]:
 
 
 def rates(found: Sequence[Passage]) -> dict[str, float]:
-    """Occurrences of each phrase in 10,000 words."""
+    """Occurrences of each phrase per 10,000 words."""
     words = sum(len(passage.text.split()) for passage in found)
     counts = Counter({phrase: sum(passage.found(phrase) for passage in found) for phrase in LIMITS})
     return {phrase: 10_000 * counts[phrase] / max(1, words) for phrase in LIMITS}
 
 
 def main(paths: Sequence[str]) -> None:
-    """Print places and rates."""
+    """Print the places and the rates of all phrases."""
     found = repository(paths)
     for passage in found if paths else ():
         for phrase in LIMITS:

@@ -1,4 +1,4 @@
-"""Files of strangers, sound and damaged, and the commands that read them, for ``tools/strangers_table.py``."""
+"""Untrusted files, sound and damaged, and the commands that read them, for ``tools/strangers_table.py``."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from d9d_testing.hostile.strangers import (
 from d9d_testing.hostile.templates import ATTACKS
 from d9d_testing.published import write_published
 
-#: Name of the file that nobody has damaged.
+#: Name of the undamaged file.
 SOUND = "sound"
-#: Text of a file of the user, which no command may read or write.
+#: Content of a private file, which no command may read or write.
 MARKS = "only the user reads this"
 _TEXT = "the quick brown fox jumps over the lazy dog"
 
 
 class Sound:
-    """Sound files: a model directory, a run that tuned an adapter of it, and a corpus.
+    """Undamaged files: a model directory, a run that trained an adapter, and a corpus.
 
     Args:
-        root: directory to make them in.
+        root: directory to create them in.
     """
 
     def __init__(self, root: Path) -> None:
@@ -65,17 +65,17 @@ class Sound:
 
 
 class Work:
-    """Directory of one cell.
+    """Working directory of one cell.
 
     Args:
         root: the directory.
-        sound: files that are copied and damaged.
+        sound: undamaged files to copy.
 
     Attributes:
-        place: copy of the files, or of the file.
-        out: directory for what commands write.
-        canary: file that code of a stranger would make.
-        victim: file of the user that links lead to.
+        place: copy of the files, or of the single file.
+        out: directory for the output of commands.
+        canary: file that code inside an untrusted file would create.
+        victim: private file that links point to.
     """
 
     def __init__(self, root: Path, sound: Sound) -> None:
@@ -84,7 +84,7 @@ class Work:
         self.canary, self.victim = root / CANARY, root / "victim"
 
     def make(self, family: str, damage: Callable[[Work], Any] | None) -> None:
-        """Copy the sound files of a family, and damage them; a corpus is the file that its damage returns."""
+        """Copy the undamaged files of a family, and damage them; for a corpus, use the file that its damage returns."""
         self.out.mkdir(parents=True)
         self.victim.write_text(MARKS)
         source = {"run": "run", "adapter": "adapter", "corpus": "corpus"}.get(family, "model")
@@ -132,7 +132,7 @@ _GENERATE = ["--prompt", _TEXT, "--device", "cpu", "--max-new-tokens", "1"]
 
 
 def _trained(**job: Callable[[Work], Any]) -> Commands:
-    """Commands that read a job which starts from the files."""
+    """Commands that read a job whose fields refer to the files."""
 
     def of(*words: str, chat: bool = True) -> Callable[[Work], list[str]]:
         def arguments(work: Work) -> list[str]:
@@ -218,7 +218,7 @@ def _changed(name: str, value: Any) -> Damage:
 
 
 def _written(name: str, content: Callable[[], bytes], size: int = 0) -> Damage:
-    """Write a file, and make it longer with zeros that take no space."""
+    """Damage that writes a file, and extends it sparsely with zeros to ``size``."""
 
     def write(work: Work) -> Path:
         (work.place / name).write_bytes(content())
@@ -252,7 +252,7 @@ def _job(sections: Mapping[str, Any]) -> Damage:
 
 
 def _modules(work: Work) -> None:
-    """Modules of the names that commands and their processes import, where they are run."""
+    """Create modules named like imports of the commands in their working directory."""
     for name in ("json", "torch", "jinja2", "d9d_core", "d9d_data", "d9d_weights", "sitecustomize", "typing"):
         (work.place / f"{name}.py").write_text(f"open({str(work.canary)!r}, 'w')\nraise ImportError")
 
@@ -419,7 +419,7 @@ _TEMPLATE_FILES: Mapping[str, Damage] = {
     "attributes of Python": _changed("chat_template.jinja", "{{ ''.__class__.__mro__[1].__subclasses__() }}"),
 }
 
-#: Family of files -> what damages them, by name, and the commands that read them.
+#: Family of files -> damage by name, and the commands that read the files.
 FAMILIES: Mapping[str, tuple[Mapping[str, Damage], Commands]] = {
     "model": (_MODEL_FILES, _MODEL),
     "run": (_RUN_FILES, _RUN),
@@ -430,7 +430,7 @@ FAMILIES: Mapping[str, tuple[Mapping[str, Damage], Commands]] = {
 
 _ALL = ""
 _TOKENISED = "data show|^train|infer|evaluate|generate|convert"
-#: Family of files -> expressions of their names and of the commands that read them; the first that fits counts.
+#: Family of files -> patterns of file names -> pattern of the commands that read such files; the first match counts.
 READERS: Mapping[str, Mapping[str, str]] = {
     "model": {
         "sound": _ALL,

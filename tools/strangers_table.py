@@ -1,12 +1,12 @@
-"""Runs commands on the files of strangers, and prints a table: files x commands, with seconds and memory.
+"""Runs commands on untrusted files, and prints a table of files x commands, with seconds and memory.
 
     uv run python tools/strangers_table.py --record strangers.jsonl
     uv run python tools/strangers_table.py --record strangers.jsonl --family adapter --only expression
 
-Each command is a process of its own, whose working directory is that of the files. It must refuse the file with a
-line of error, or read it: no code of the file runs, no control character reaches the terminal, no traceback, no file
-of the user is read or written, and time and memory stay near those of the sound file. Exit status 1: a cell is not so.
-Cells that the record holds are not run again.
+Each command is a separate process in the directory of the files. It must refuse the file with an error line, or read
+it: no code in the file may run, no control character may reach the terminal, there must be no traceback and no access
+to private files, and time and memory must stay near those for the undamaged file. Exit status 1 if a cell violates
+this. Cells in the record are not run again.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from d9d_core.untrusted import visible
 from d9d_testing.processes import descendants_of
 from strangers_files import FAMILIES, MARKS, SOUND, Sound, Work, is_read
 
-#: Seconds and MiB after which a command is ended.
+#: Limits in seconds and MiB at which a command is killed.
 MOST_SECONDS, MOST_MEMORY = 120.0, 6 << 10
-#: Seconds and MiB beyond those of the sound file that are no fault.
+#: Tolerated seconds and MiB in excess of the undamaged file.
 SLACK_SECONDS, SLACK_MEMORY = 40.0, 1 << 10
 _PAUSE = 0.02
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One command on one file.
+    """Result of one command on one file.
 
     Attributes:
-        family: of the file.
-        file: what is wrong with it.
+        family: family of the file.
+        file: damage of the file.
         command: name of the command.
-        status: exit status; None if the command was ended.
-        seconds: from start to end.
-        memory: MiB at the peak, of all processes together.
+        status: exit status; None if the command was killed.
+        seconds: duration.
+        memory: peak in MiB of all its processes together.
         verdict: ``read``, ``refused``, or the fault.
         said: last line of the error.
     """
@@ -66,12 +66,12 @@ class Cell:
 
     @property
     def is_sound(self) -> bool:
-        """Whether that is how it should be."""
+        """Whether the command behaved correctly."""
         return self.verdict in ("read", "refused")
 
 
 def run(command: list[str], directory: Path, out: Path) -> tuple[int | None, float, int, str]:
-    """Run a command to its end: its status, seconds, MiB at the peak, and what it printed."""
+    """Run a command to its end; return exit status, seconds, peak memory in MiB, and output."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("D9D_", "PYTHON"))}
     environ |= {"COLUMNS": "120", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(out)}
     peak, status = 0, None
@@ -85,7 +85,7 @@ def run(command: list[str], directory: Path, out: Path) -> tuple[int | None, flo
             while time.monotonic() - began < MOST_SECONDS and peak < MOST_MEMORY:
                 if (status := child.poll()) is not None:
                     break
-                # Not the peak of getrusage, which begins with the memory of this process.
+                # getrusage's peak would include the memory of this process before exec.
                 peak = max(
                     peak, _memory(child.pid, "VmHWM"), sum(map(_memory, [child.pid, *descendants_of(child.pid)]))
                 )
@@ -99,7 +99,7 @@ def run(command: list[str], directory: Path, out: Path) -> tuple[int | None, flo
 
 
 def _memory(pid: int, field: str = "VmRSS") -> int:
-    """MiB that a process holds now, or at its peak with ``VmHWM``."""
+    """Current memory of a process in MiB, or its peak with ``VmHWM``."""
     with suppress(OSError):
         found = re.search(rf"{field}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
         return int(found[1]) >> 10 if found else 0
@@ -107,7 +107,7 @@ def _memory(pid: int, field: str = "VmRSS") -> int:
 
 
 def judge(cell: Cell, text: str, work: Work, sound: Cell | None) -> str:
-    """Verdict on a command that has ended, or was ended."""
+    """Verdict on a finished or killed command."""
     found = {
         "code ran": work.canary.exists(),
         "wrote a file of the user": work.victim.read_text() != MARKS,
@@ -134,7 +134,7 @@ def _written(out: Path) -> Iterator[bytes]:
 def table(
     root: Path, families: Iterable[str], only: str = "", commands: str = "", record: Path | None = None, jobs: int = 1
 ) -> list[Cell]:
-    """Run commands on files, those first that are sound, and return all cells, those of the record among them."""
+    """Run commands on files, undamaged ones first; return all cells, including the recorded ones."""
     lines = record.read_text().splitlines() if record and record.exists() else []
     cells = {(cell.family, cell.file, cell.command): cell for cell in (Cell(**json.loads(line)) for line in lines)}
     sound = Sound(root / "sound")
@@ -177,7 +177,7 @@ def _cell(work: Work, key: tuple[str, str, str], sound: Cell | None) -> Cell:
 
 
 def markdown(cells: list[Cell]) -> str:
-    """Table of cells, seconds and MiB beside those of the sound file."""
+    """Table of cells, with seconds and MiB of the undamaged file in parentheses."""
     sound: Mapping[tuple[str, str], Cell] = {(c.family, c.command): c for c in cells if c.file == SOUND}
     rows = ["| file | command | status | seconds (sound) | MiB (sound) | verdict |", "|---|---|---|---|---|---|"]
     for cell in cells:
@@ -198,10 +198,10 @@ _CAPTION = (
 
 
 def main() -> int:
-    """Run what the command line asks for."""
+    """Run the table for the command-line arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--family", choices=list(FAMILIES), action="append", help="all by default")
-    parser.add_argument("--only", default="", help="files whose names contain this text, beside the sound ones")
+    parser.add_argument("--only", default="", help="only damage whose name contains this text, and undamaged files")
     parser.add_argument("--commands", default="", help="commands whose names match this expression")
     parser.add_argument("--record", type=Path, help="file of JSON lines to add cells to")
     parser.add_argument("--jobs", type=int, default=1, help="commands at a time")

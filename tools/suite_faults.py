@@ -1,12 +1,12 @@
-"""Runs every conformance suite against implementations with one fault each and writes the table of what was caught.
+"""Runs every conformance suite on implementations with one fault each, and writes the table of caught faults.
 
     uv run python tools/suite_faults.py                  write packages/d9d-testing/README.md
     uv run python tools/suite_faults.py --check          compare with it
     uv run python tools/suite_faults.py metrics tasks    only these kinds; shows them, or compares with --check
 
-The faults are in packages/d9d-testing/tests/faults. A fault is caught if a test of the suite fails on it; that the
-message says what is wrong is part of it, where the fault names such a text. Exit status 1: a sound implementation
-fails, too few faults are caught, or the table is not that of the README.
+The faults are in packages/d9d-testing/tests/faults. A fault is caught if a test of the suite fails; if the fault names
+a text, the failure message must contain it. Exit status 1: a sound implementation fails, too few faults are caught, or
+the table in the README differs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "packages" / "d9d-testing" / "README.md"
 FAULTS = ROOT / "packages" / "d9d-testing" / "tests" / "faults"
 MARKS = "<!-- suite faults: begin -->", "<!-- suite faults: end -->"
-#: Share of the faults that must be caught.
+#: Fraction of the faults that must be caught.
 LEAST = 0.95
-#: Kind -> file in the folder of faults, the sound suite there, and the table of faults.
+#: Kind -> file in the fault directory, its sound suite, and its table of faults.
 KINDS: Mapping[str, tuple[str, str, str]] = {
     "optimizers": ("optimizers", "Sound", "FAULTS"),
     "learning-rate schedules": ("lr_schedules", "Sound", "FAULTS"),
@@ -47,9 +47,9 @@ KINDS: Mapping[str, tuple[str, str, str]] = {
     "dispatchers": ("moe_suites", "SoundDispatcher", "DISPATCHERS"),
     "routers": ("moe_suites", "SoundRouter", "ROUTERS"),
 }
-#: Kinds whose faults take long, because most of them show only between processes.
+#: Kinds whose faults take long, because most of them show only with several processes.
 LONG = ("strategies", "dispatchers")
-#: Kind -> the package without which it cannot be tested.
+#: Kind -> package that its tests need.
 NEEDS = {
     "kernels": "d9d_nn",
     "models": "d9d_qwen3",
@@ -58,7 +58,7 @@ NEEDS = {
     "dispatchers": "d9d_moe",
     "routers": "d9d_moe",
 }
-#: Tests that start processes come after those that do not.
+#: Tests that start processes run after all others.
 LAST = (
     "of_one_process",
     "in_one_process",
@@ -69,7 +69,7 @@ LAST = (
     "any_routing",
     "same_bits",
 )
-#: What pytest collects: a class for each fault, made by :func:`suites`.
+#: Test module for pytest: one class per fault, made by :func:`suites`.
 COLLECTED = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("suite_faults", {tool!r})
@@ -84,10 +84,10 @@ globals().update(tool.suites({kinds!r}))
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of a kind; without a name, the sound implementation.
+    """Fault of a kind; an empty name stands for the sound implementation.
 
     Attributes:
-        says: what the message of the failing test must contain.
+        says: text that the failure message must contain.
     """
 
     kind: str
@@ -96,7 +96,7 @@ class Fault:
 
 
 def faults(kinds: Sequence[str]) -> dict[str, tuple[type, Fault, dict[str, Any]]]:
-    """Name of a class -> the sound suite, the fault, and what the class changes."""
+    """Class name -> sound suite, fault, and overridden attributes."""
     found: dict[str, tuple[type, Fault, dict[str, Any]]] = {}
     for kind in kinds:
         file, sound, table = KINDS[kind]
@@ -110,33 +110,33 @@ def faults(kinds: Sequence[str]) -> dict[str, tuple[type, Fault, dict[str, Any]]
 
 
 def suites(kinds: Sequence[str]) -> dict[str, type]:
-    """The classes that pytest collects, by name."""
+    """Test classes for pytest, by name."""
     return {name: type(name, (suite,), values) for name, (suite, _, values) in faults(kinds).items()}
 
 
 @dataclass
 class Recorder:
-    """A pytest plugin that notes the first failure of each class, and skips what is left of it.
+    """Pytest plugin that records the first failure of each class, and skips the rest of the class.
 
     Attributes:
-        failures: name of the class -> name of the test and message.
-        ran: how many tests of each class were not skipped.
+        failures: class name -> test name and message.
+        ran: class name -> number of tests that were not skipped.
     """
 
     failures: dict[str, tuple[str, str]] = field(default_factory=dict)
     ran: dict[str, int] = field(default_factory=dict)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Put what takes long last in each class."""
+        """Move slow tests to the end of each class."""
         items.sort(key=lambda item: (_class_of(item.nodeid), any(part in item.name for part in LAST)))
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """One failure is enough."""
+        """Skip the remaining tests of a class after its first failure."""
         if _class_of(item.nodeid) in self.failures:
             pytest.skip("caught already")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note it."""
+        """Record the first failure of a class."""
         name = _class_of(report.nodeid)
         if report.when == "call" and not report.skipped:
             self.ran[name] = self.ran.get(name, 0) + 1
@@ -145,7 +145,7 @@ class Recorder:
 
 
 def run(kinds: Sequence[str]) -> Recorder:
-    """Run the suites against every fault of these kinds."""
+    """Run the suites on all faults of the given kinds."""
     recorder = Recorder()
     with tempfile.TemporaryDirectory(prefix="d9d-suite-faults-") as directory:
         file = Path(directory) / "test_collected.py"
@@ -169,7 +169,7 @@ def run(kinds: Sequence[str]) -> Recorder:
 
 
 def judge(kinds: Sequence[str], recorder: Recorder) -> tuple[dict[str, list[Fault]], dict[str, list[Fault]], list[str]]:
-    """Kind -> all its faults, kind -> those that were missed, and what is wrong with the run itself."""
+    """Kind -> all its faults, kind -> missed faults, and problems of the run itself."""
     everything: dict[str, list[Fault]] = {kind: [] for kind in kinds}
     missed: dict[str, list[Fault]] = {kind: [] for kind in kinds}
     problems = []
@@ -192,7 +192,7 @@ def judge(kinds: Sequence[str], recorder: Recorder) -> tuple[dict[str, list[Faul
 
 
 def rows(everything: Mapping[str, Sequence[Fault]], missed: Mapping[str, Sequence[Fault]]) -> list[str]:
-    """The rows of the table."""
+    """Rows of the table."""
     lines = []
     for kind, of_kind in everything.items():
         names = ", ".join(fault.name for fault in missed[kind]) or "none"
@@ -201,14 +201,14 @@ def rows(everything: Mapping[str, Sequence[Fault]], missed: Mapping[str, Sequenc
 
 
 def table(everything: Mapping[str, Sequence[Fault]], missed: Mapping[str, Sequence[Fault]]) -> str:
-    """The table of the README."""
+    """Table for the README."""
     total, lost = sum(map(len, everything.values())), sum(map(len, missed.values()))
     head = ["| suite of | faults | caught | missed |", "|---|---|---|---|"]
     return "\n".join([*head, *rows(everything, missed), f"| **all** | **{total}** | **{total - lost}** | **{lost}** |"])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run, and write, compare or show the table."""
+    """Run the suites, and write, check or print the table."""
     check = "--check" in arguments
     named = [argument for argument in arguments if not argument.startswith("-")]
     unknown = sorted(set(named) - KINDS.keys())

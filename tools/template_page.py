@@ -1,9 +1,9 @@
-"""Writes the page of plugin templates, from the templates of ``d9d new plugin``.
+"""Writes the page of plugin templates from the templates of ``d9d new plugin``.
 
 uv run python tools/template_page.py           write docs/plugin-templates.md
 uv run python tools/template_page.py --check   exit with 1 if it is out of date
 
-Readers see the same code that authors get.
+So the page shows the code that plugin authors get.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ each kind, runs its suite and trains with it. [Writing a plugin](writing-a-plugi
 
 
 def page() -> str:
-    """The page as it lies in the file."""
+    """Content of the page."""
     parts = [HEAD]
     for kind, spec in KINDS.items():
         files = plugin_files("acme", kind)
@@ -40,7 +40,7 @@ def page() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the file, or compare with it."""
+    """Write the page, or check it."""
     if arguments == ["--check"]:
         if FILE.exists() and FILE.read_text("utf-8") == page():
             return 0

@@ -1,14 +1,14 @@
-"""Kills a run with all trackers on, resumes it, and reads back what each of them has.
+"""Kills a run with all trackers, resumes it, and checks the values in each tracker.
 
     uv run python tools/tracker_campaign.py [--kills 20] [--seed 0] [--trackers jsonl,tensorboard,wandb,mlflow,aim]
 
-A small run logs in each step, and is killed with SIGKILL (itself, or with all its processes) after a random step,
-mostly between two checkpoints; the last process may finish. Its series have plain names and those that a corpus may
-make (`WORDS`), and its clock jumps by a day or a year. Each series must then have each step exactly once in each
-tracker, in the order of steps, with the value that `metrics.jsonl` has, and so must histograms and texts where a
-tracker takes any. A tracker may refuse a name, with one note in a process, and must have all others. Exit status 1:
-something is wrong. Trackers whose library is not installed are left out, and named. A process that is killed before
-its first checkpoint leaves nothing to resume: the next one begins a new run, which is the one that is looked at.
+A small run logs in each step, and is killed with SIGKILL (one process, or all) after a random step, mostly between two
+checkpoints; the last process may finish. Its series have plain and unusual names (`WORDS`), and its clock jumps by a
+day or a year. In each tracker, each series must have each step exactly once, in order, with the value in
+`metrics.jsonl`; so must histograms and texts where a tracker supports them. A tracker may refuse a name with one note
+per process, but must have all other names. Exit status 1 on a violation. Trackers without their library are skipped and
+listed. A process that is killed before its first checkpoint leaves no state to resume: the next process starts a new
+run, which is checked instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from d9d_core.tracker import SeriesName, storable
 
-#: Steps between two kills, on average, and between two checkpoints.
+#: Mean number of steps between two kills; number of steps between two checkpoints.
 STRIDE, EVERY = 30, 12
 #: Tracker -> its section of the job file.
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -43,36 +43,36 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "mlflow": {},
     "aim": {"log_system_params": False, "capture_terminal_logs": False, "system_tracking_interval": None},
 }
-#: Tracker -> the library that it needs.
+#: Tracker -> library that it needs.
 LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "aim": "aim"}
-#: Series whose values are times: alike in no two processes.
+#: Series of timings, which differ between processes.
 TIMES = frozenset({"tokens_per_second"})
-#: Words of a corpus by which series are named: paths, control characters, half a surrogate pair, 10,000 characters, and
-#: names that become one where a backend ignores case or replaces characters.
+#: Unusual names of series: paths, control characters, half a surrogate pair, 10,000 characters, and names that collide
+#: if a backend ignores case or replaces characters.
 WORDS = (
     *("", ".", "..", "a/b", "a/../b", "/a", "$", "-", " ", "nul\0", "\x1b[31mred", "two\nlines", "half \ud800"),
     *("x" * 10_000, "x" * 10_001, "Word", "word", "WORD", "a b", "a_b", "a-b", "a:b", "a.b", "a%2Fb", "_a", "step"),
-    "said/7.txt",  # a text whose place MLflow needs for the file of another text
+    "said/7.txt",  # a text whose artifact path in MLflow collides with another text's file
 )
-#: Series of words, each as a name and as a tag. Each has a point in every PERIOD-th step, as trackers write files.
+#: Series of unusual words, each as a name and as a tag; a point in every PERIOD-th step, because trackers write files.
 ODD = (*WORDS, *(SeriesName("tagged", {"word": word}) for word in WORDS))
 PERIOD = 7
-#: Values of the series number N begin at (N + 1) * FACTOR, so that a value tells its series, whatever its name became.
+#: Values of series N begin at (N + 1) * FACTOR, so that a value identifies its series under any name.
 FACTOR = 10_000
-#: Seconds by which the clock is wrong, in turns that are drawn.
+#: Errors of the clock in seconds, drawn at random.
 OFFSETS = (0, -86_400, 365 * 86_400)
-#: Step, series, value.
+#: Step, series and value.
 Point = tuple[int, str, float]
 
 
 class Entry(NamedTuple):
-    """Value that a tracker has.
+    """Value stored by a tracker.
 
     Attributes:
         kind: ``number``, ``histogram`` or ``text``.
-        step: its step.
-        name: its series, as the tracker names it.
-        value: the number; of a histogram its second count, of a text the number in it.
+        step: step of the value.
+        name: name of the series in the tracker.
+        value: the number; for a histogram its second count, for a text the number in it.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class Entry(NamedTuple):
 
 
 def main() -> int:
-    """Run the campaign, and print what was found."""
+    """Run the campaign, and print the violations."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -94,14 +94,14 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         problems = campaign(Path(folder), arguments.kills, arguments.seed, arguments.trackers.split(","))
-    print("\n".join(problems) or "every series is complete, and no step is there twice")
+    print("\n".join(problems) or "every series is complete, and no step appears twice")
     return int(bool(problems))
 
 
 def campaign(
     directory: Path, kills: int, seed: int, trackers: Iterable[str], say: Callable[[str], None] = print
 ) -> list[str]:
-    """Kill and resume a run, and return what is wrong with what its trackers have."""
+    """Kill and resume a run; return the violations in its trackers."""
     chosen = [name for name in trackers if name not in LIBRARIES or importlib.util.find_spec(LIBRARIES[name])]
     if missing := ", ".join(set(trackers) - set(chosen)):
         say(f"not installed, and left out: {missing}")
@@ -155,10 +155,10 @@ def write_job(directory: Path, total: int, trackers: Iterable[str]) -> None:
 
 
 class Clock:
-    """Clock of this process, which is set wrong at once and each time that it jumps; the monotonic one stays.
+    """Wrong wall clock of this process, which jumps at random; the monotonic clock stays right.
 
     Args:
-        seed: of the draws.
+        seed: seed of the jumps.
     """
 
     def __init__(self, seed: int) -> None:
@@ -168,7 +168,7 @@ class Clock:
         time.time = self._now
 
     def maybe_jump(self) -> None:
-        """Jump in one step of eight."""
+        """Jump with probability 1/8."""
         if self._draw.random() < 1 / 8:
             self._offset = self._draw.choice(OFFSETS)
 
@@ -177,7 +177,7 @@ class Clock:
 
 
 def train(directory: Path, clock: Clock) -> None:
-    """Train in this process, with a subscriber that logs and takes its time."""
+    """Train in this process, with a subscriber that logs."""
     import torch
     from d9d_core.events import StepEnds, TrainingStarts
     from d9d_core.registry.registry import Registry
@@ -185,7 +185,7 @@ def train(directory: Path, clock: Clock) -> None:
     from d9d_engine.job import Job
 
     class Logs:
-        """Subscriber that logs a scalar with a tag, a histogram and a text in each step, and series of words."""
+        """Subscriber that logs a tagged scalar, a histogram and a text in each step, and series with unusual names."""
 
         log: Any = None
 
@@ -220,27 +220,27 @@ def train(directory: Path, clock: Clock) -> None:
 
 
 def command(directory: Path, draw: random.Random) -> list[str]:
-    """Command that trains until the run is done; unbuffered, so that its notes survive a kill."""
+    """Command that trains until the run has finished; unbuffered, so that its output survives a kill."""
     return [sys.executable, "-u", __file__, "--child", str(directory), "--seed", str(draw.randrange(1 << 30))]
 
 
 def environment() -> dict[str, str]:
-    """Environment without what a user has set for the libraries."""
+    """Environment without the user's settings for the tracker libraries."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "MLFLOW_", "AIM_"))}
 
 
 def last_step(directory: Path) -> int:
-    """Last step that is logged."""
+    """Last logged step."""
     path = directory / "campaign" / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return next((json.loads(line)["step"] for line in reversed(lines) if line.endswith("}")), 0)
 
 
 def killed(directory: Path, after: int, draw: random.Random, with_children: bool) -> int:
-    """Train, kill the process soon after it has logged a step, and return the step that it had reached.
+    """Train, kill the process soon after it has logged a step, and return the last logged step.
 
     Raises:
-        RuntimeError: it ended by itself.
+        RuntimeError: the run ended before the kill.
     """
     log = (directory / "child.log").open("ab")
     with (
@@ -263,7 +263,7 @@ def killed(directory: Path, after: int, draw: random.Random, with_children: bool
 
 
 def points_of(tracker: str, entries: Iterable[Entry]) -> tuple[list[Point], list[str]]:
-    """Points by series, of words by their numbers; and a line for each name of two series, or series of two names."""
+    """Points by series, unusual series by their index; and an error line for each name that two series share."""
     points, series_of, names_of = list[Point](), dict[str, set[str]](), dict[str, set[str]]()
     for kind, step, name, value in entries:
         number, rest = divmod(abs(value), FACTOR) if name not in TIMES and math.isfinite(value) else (0, value)
@@ -278,7 +278,7 @@ def points_of(tracker: str, entries: Iterable[Entry]) -> tuple[list[Point], list
 
 
 def refusals(tracker: str, log: str, processes: int) -> tuple[set[str], list[str]]:
-    """Series that a tracker refuses, by the notes of all processes; and a line for each name with too many notes."""
+    """Series that a tracker refused according to the log; and an error line for each name with too many notes."""
     found = Counter(re.findall(rf"tracker '{tracker}' refuses the (\w+) ('.*?'), which", log))
     named = {_readable(storable(series)): number for number, series in enumerate(ODD)}
     refused = {f"{kind} of word {named[name]}" if name in named else f"{kind} {name}" for kind, name in found}
@@ -292,7 +292,7 @@ def _readable(name: str) -> str:
 def compare(
     tracker: str, total: int, expected: Iterable[Point], found: Iterable[Point], refused: Collection[str] = ()
 ) -> list[str]:
-    """Compare what a tracker has with what it should have; one line for each series that is wrong."""
+    """Compare a tracker's points with the expected ones; one line for each wrong series."""
     values: dict[str, dict[int, float]] = {}
     for step, name, value in expected:
         values.setdefault(name, {})[step] = value
@@ -317,13 +317,13 @@ def compare(
 
 
 def steps_of(name: str, total: int) -> range:
-    """Steps that a series must have: all, or those of a word."""
+    """Steps that a series must have: all, or every PERIOD-th for an unusual name."""
     if " of word " not in name:
         return range(1, total + 1)
     return range(int(name.rsplit(maxsplit=1)[-1]) % PERIOD or PERIOD, total + 1, PERIOD)
 
 
-# --- readers of the run that has finished
+# --- readers of the finished run
 
 
 def read_jsonl(directory: Path) -> Iterator[Entry]:
@@ -353,7 +353,7 @@ def read_tensorboard(directory: Path) -> Iterator[Entry]:
             yield Entry("histogram", event.step, name, event.histogram_value.bucket[1])
     for name in reader.Tags()["tensors"]:
         for event in reader.Tensors(name):
-            if event.step:  # step 0 has what the run says of itself
+            if event.step:  # step 0 has the summary of the run
                 text = make_ndarray(event.tensor_proto).item().decode()
                 yield Entry("text", event.step, name.removesuffix("/text_summary"), _told(text))
 
@@ -382,7 +382,7 @@ def _last_of(rows: Iterable[Mapping[str, Any]]) -> int:
 
 
 def read_mlflow(directory: Path) -> Iterator[Entry]:
-    """Entries of the tracker ``mlflow``; texts are artifacts, of which there is one for each step by its name."""
+    """Entries of the tracker ``mlflow``; texts are artifacts with the step in their name."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{directory / 'campaign' / 'mlflow.db'}")

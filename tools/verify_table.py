@@ -1,10 +1,10 @@
-"""Runs ``d9d verify`` on jobs with seeded faults and on sound jobs, and writes the tables of both in the documentation.
+"""Runs ``d9d verify`` on jobs with seeded faults and on sound jobs, and writes both tables into the documentation.
 
     uv run python tools/verify_table.py                     write docs/layouts.md and docs/layouts.json
-    uv run python tools/verify_table.py faults [NAME ...]   only faults; only these, and then nothing is written
+    uv run python tools/verify_table.py faults [NAME ...]   only faults; with names only those, and nothing is written
     uv run python tools/verify_table.py sound [NAME ...]    the same for sound jobs
 
-A fault has to be caught in float32 and in bfloat16, a sound job has to pass. Tests run parts of both tables.
+Each fault must be caught in float32 and in bfloat16; each sound job must pass. Tests run parts of both tables.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAULT_MODULES = ("gradients", "pipelines", "updates", "data", "state", "tensors"
 FAULT_MARKS = "<!-- faults: begin -->", "<!-- faults: end -->"
 DTYPES = ("float32", "bfloat16")
 STEPS = 4
-#: Number format, case, fault and verdict.
+#: Dtype, case, fault and verdict.
 Row = tuple[str, str, str | None, Verdict]
 
 DENSE = layout_table.DENSE | {"max_positions": 64}
@@ -46,12 +46,12 @@ EXPERTS = layout_table.EXPERTS | {"max_positions": 64}
 
 @dataclass(frozen=True)
 class Case:
-    """Jobs of one model and their layouts.
+    """Jobs of one model, and their layouts.
 
     Attributes:
-        model: its section.
+        model: fields of the section ``model``.
         layouts: name -> mesh, strategies and a schedule.
-        sections: others.
+        sections: other sections of the job.
     """
 
     model: Mapping[str, Any]
@@ -76,7 +76,7 @@ PIPELINE_CP_TP = Layout("pp 2, cp 2, tp 2", {"pp": 2, **CP_TP.mesh}, CP_TP.paral
 PIPELINE_FSDP = Layout("pp 2, fsdp 2", {"pp": 2, "dp_shard": 2}, ["fsdp"])
 
 DOCUMENTS = {"data": {"name": "documents", "sequence_length": 24, "pad_multiple": 1, "bucket_window": 24}}
-#: Fault -> the case and the layout that shows it.
+#: Fault -> case and layout that show it.
 FAULTS: Mapping[str, tuple[str, str]] = {
     # gradients
     "forgotten_reduction": ("dense", APART.name),
@@ -161,7 +161,7 @@ FAULTS: Mapping[str, tuple[str, str]] = {
 
 
 def fault_cases() -> dict[str, Case]:
-    """Cases that faults are seeded in."""
+    """Cases in which faults are seeded."""
     dense = {layout.name: layout for layout in (REPLICATE, APART, FSDP, HSDP)}
     piped = {PIPELINE.name: PIPELINE}
     return {
@@ -176,7 +176,7 @@ def fault_cases() -> dict[str, Case]:
 
 
 def sound_cases() -> dict[str, Case]:
-    """Cases without a fault."""
+    """Cases without faults."""
     data = {layout.name: layout for layout in (REPLICATE, FSDP, HSDP)}
     two = {layout.name: layout for layout in (REPLICATE, FSDP)}
     experts = {layout.name: layout for layout in (FSDP, FSDP_EP, REPLICATE_EP)}
@@ -239,17 +239,17 @@ def job(directory: Path, case: Case, dtype: str) -> Job:
 
 
 class Launcher:
-    """Launcher of the processes of ``d9d verify`` in worlds, which start faster, with a fault in each layout.
+    """Launcher that runs ``d9d verify`` in worlds of processes, which start faster, with a fault in each layout.
 
     Args:
-        faults: of each layout, in their order; ``None`` has none.
+        faults: fault of each layout, in order; ``None`` for none.
     """
 
     def __init__(self, faults: Sequence[str | None]) -> None:
         self._faults = faults
 
     def __call__(self, directory: Path, ranks: int) -> str | None:
-        """Run the processes; returns why they failed."""
+        """Run the processes; return the reason of a failure."""
         fault = self._faults[int(directory.name)] if directory.name.isdecimal() else None
         try:
             World(ranks, timeout=180.0).run(work, str(directory), fault)
@@ -270,7 +270,7 @@ def fault_named(name: str) -> Callable[[Job, pytest.MonkeyPatch], None]:
 
 
 def work(directory: str, fault: str | None) -> None:
-    """Do what a process of ``d9d verify`` does, with a fault."""
+    """Run the work of one process of ``d9d verify``, with a fault."""
     with pytest.MonkeyPatch.context() as patch:
         here = Job.load(Path(directory) / "job.json")
         if fault is not None:
@@ -281,7 +281,7 @@ def work(directory: str, fault: str | None) -> None:
 def run(
     directory: Path, cases: Mapping[str, Case], faults: Mapping[str, tuple[str, str]] | None, dtypes: Sequence[str]
 ) -> Iterator[Row]:
-    """Verify cases, with faults or without: number format, case, fault and verdict of each."""
+    """Verify cases, with or without faults; yields dtype, case, fault and verdict."""
     for dtype in dtypes:
         for name, case in cases.items():
             if faults is None:
@@ -303,7 +303,7 @@ def run(
 
 
 def render_faults(rows: Sequence[Row]) -> str:
-    """Table of faults as Markdown: what caught each of them."""
+    """Markdown table of faults, with the check that caught each one."""
     lines = ["| fault | what it breaks | float32 | bfloat16 |", "|---|---|---|---|"]
     for fault in FAULTS:
         said = {dtype: _caught(verdict) for dtype, _, of, verdict in rows if of == fault}
@@ -313,7 +313,7 @@ def render_faults(rows: Sequence[Row]) -> str:
 
 
 def sound_records(rows: Sequence[Row]) -> list[layout_table.Record]:
-    """Records of sound jobs, for docs/layouts.json: the largest deviations in any layout."""
+    """Records of sound jobs for docs/layouts.json: the largest deviations over the layouts."""
     records = []
     for name, dtype in dict.fromkeys((name, dtype) for dtype, name, _, _ in rows):
         found = [verdict for of, job, _, verdict in rows if (job, of) == (name, dtype)]
@@ -330,7 +330,7 @@ def shown(marks: tuple[str, str]) -> set[str]:
 
 
 def is_caught(verdict: Verdict) -> bool:
-    """Whether a fault was found by a comparison, and not because its process failed."""
+    """Whether a comparison found the fault, in contrast to a failed process."""
     return verdict.diverged is not None and not verdict.diverged[1].startswith("failed: ")
 
 
@@ -355,9 +355,9 @@ def main() -> None:
                 layout_table.write("sound jobs", sound_records(sound))
     if wrong:
         raise SystemExit("\n".join(wrong))
-    for marks, table in tables.items():  # another tool may have written its tables meanwhile
+    for marks, table in tables.items():  # read the page again, because another tool may have changed it meanwhile
         PAGE.write_text(_replaced(PAGE.read_text("utf-8"), marks, table), "utf-8")
-    print(f"all as it should be, torch {torch.__version__}")
+    print(f"all faults were caught and all sound jobs passed, torch {torch.__version__}")
 
 
 def _caught(verdict: Verdict) -> str:

@@ -1,9 +1,9 @@
-"""Writes into each README what its package weighs: the distributions that it brings, and their size.
+"""Writes into each README which distributions its package installs, and their size.
 
     uv run python tools/weigh.py    build all wheels, install each in an environment of its own, write the READMEs
 
-Versions are those of the lock. Where torch is among them, torch and what comes with it are left out: their size is a
-matter of the platform. tests/test_weight.py compares the lists, not the sizes, with what the packages declare.
+Versions are taken from the lock. If torch is among the distributions, torch and its own dependencies are left out,
+because their size depends on the platform. tests/test_weight.py compares the lists, not the sizes, with the metadata.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ TORCH = "torch"
 
 
 def members(root: Path = ROOT) -> dict[str, Path]:
-    """Distribution -> its directory, of all members of the workspace."""
+    """Distribution -> directory, for all members of the workspace."""
     return {path.name: path for house in ("packages", "plugins") for path in sorted((root / house).iterdir())}
 
 
 def extras(member: Path) -> list[str]:
-    """Extras of a member that are not torch itself, in order."""
+    """Extras of a member, except torch itself, in order."""
     project = tomllib.loads((member / "pyproject.toml").read_text("utf-8"))["project"]
     return [extra for extra in project.get("optional-dependencies", {}) if extra != TORCH]
 
 
 def required(name: str, extra: str = "") -> set[str]:
-    """Distributions that one requires, itself among them, as the metadata of this environment says."""
+    """Distributions that one distribution requires, including itself, by the metadata of this environment."""
     seen: set[tuple[str, str]] = set()
     waiting = [(canonicalize_name(name), ""), (canonicalize_name(name), extra)]
     while waiting:
@@ -54,7 +54,7 @@ def required(name: str, extra: str = "") -> set[str]:
 
 
 def brought(name: str, extra: str = "") -> list[str]:
-    """Distributions that one brings, or those that its extra adds; without torch's, if torch is among them."""
+    """Distributions that one distribution, or its extra, installs; without torch's if torch is among them."""
     found = required(name, extra)
     if TORCH in found:
         found -= required(TORCH)
@@ -68,7 +68,7 @@ def build(directory: Path) -> dict[str, Path]:
 
 
 def measure(name: str, extra: str, wheels: dict[str, Path], pins: Path, directory: Path) -> dict[str, int]:
-    """Install a member in an environment of its own: distribution -> its bytes."""
+    """Install a member in a separate environment: distribution -> size in bytes."""
     python = directory / "bin" / "python"
     _run("uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(directory))
     own = [one for one in required(name, extra) if one in wheels]
@@ -79,7 +79,7 @@ def measure(name: str, extra: str, wheels: dict[str, Path], pins: Path, director
 
 
 def line(names: Iterable[str], sizes: dict[str, int], what: str) -> str:
-    """Line of a README."""
+    """Line for a README."""
     listed = sorted(names)
     mib = round(sum(sizes[name] for name in listed) / MIB)
     size = f"{mib} MiB" if mib else "less than 1 MiB"
@@ -88,14 +88,14 @@ def line(names: Iterable[str], sizes: dict[str, int], what: str) -> str:
 
 
 def lists(readme: str) -> list[list[str]]:
-    """Distributions that a README names, line by line."""
+    """Distributions listed in a README, by line."""
     inside = readme.partition(MARKS[0])[2].partition(MARKS[1])[0]
     found = re.findall(r": \d+ distributions?, [\w ]+ \((.*?)\)\.$", inside, re.MULTILINE)
     return [[] if names == "nothing new" else names.split(", ") for names in found]
 
 
 def write(readme: Path, text: str) -> None:
-    """Put a text between the marks of a README, which gets them at its end if it has none."""
+    """Write a text between the marks of a README; without marks, append a section with them."""
     before = readme.read_text("utf-8")
     if MARKS[0] not in before:
         before = before.rstrip() + f"\n\n## Weight\n\n{MARKS[0]}\n{MARKS[1]}\n"
@@ -104,7 +104,7 @@ def write(readme: Path, text: str) -> None:
 
 
 def main() -> int:
-    """Measure all members."""
+    """Measure all members, and write their READMEs."""
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         wheels, pins = build(place / "wheels"), place / "pins.txt"

@@ -23,7 +23,7 @@ D9D_API = 2
 
 
 class RolloutsConfig(PluginConfig):
-    """Rollouts that the loop has written, a file for each step."""
+    """Dataset of the rollouts that the loop writes, one file per step."""
 
     name: Literal["rollouts"] = "rollouts"
     """Selects the plugin."""
@@ -32,7 +32,7 @@ class RolloutsConfig(PluginConfig):
 
 
 class Rollouts:
-    """Stream of rollouts: the pack of step n is what :func:`write_rollouts` has written for it."""
+    """Stream of rollouts: the pack of step n is read from the file of :func:`write_rollouts`."""
 
     def __init__(self, config: RolloutsConfig, context: DataContext) -> None:
         self._directory = config.directory
@@ -41,11 +41,11 @@ class Rollouts:
 
     @property
     def facts(self) -> State:
-        """Facts of the data: none before the rollouts are made."""
+        """Facts of the data: none, because the rollouts do not exist yet."""
         return {}
 
     def next_pack(self) -> Pack:
-        """The rollouts of the next step: this rank's part of them."""
+        """This rank's rollouts of the next step."""
         path = rollout_file(self._directory, self._packs)
         if not path.exists():
             raise DataError(
@@ -59,19 +59,19 @@ class Rollouts:
         return [{name: part[index] for name, part in parts.items()} for index in range(len(parts["tokens"]))]
 
     def state(self) -> State:
-        """Packs taken."""
+        """Number of packs read so far."""
         return {"packs": self._packs}
 
     def load_state(self, state: State) -> None:
-        """Continue after the packs taken."""
+        """Continue after the packs already read."""
         self._packs = int(state["packs"])
 
     def save_assets(self, directory: Path) -> None:
-        """There is no tokenizer."""
+        """Return ``None``: rollouts are tokens already."""
 
 
 def rollout_file(directory: Path, step: int) -> Path:
-    """File of the rollouts of a step (0-based)."""
+    """Path of the rollouts of a step (0-based)."""
     return directory / f"step-{step:05}.safetensors"
 
 
@@ -79,14 +79,14 @@ def write_rollouts(directory: Path, step: int, sequences: Tensor, rewards: Tenso
     """Write rollouts with their advantages: rewards, normalised over the batch (as in GRPO, with one group).
 
     Args:
-        directory: made if it is absent.
+        directory: created if it does not exist.
         step: optimizer step (0-based) that learns from them.
-        sequences: int64 [B, S + 1], prompts and what the policy continued them with.
-        rewards: [B], of each rollout.
-        prompt: tokens of each sequence that the policy did not choose.
+        sequences: int64 [B, S + 1], prompts with the policy's continuations.
+        rewards: [B], reward of each rollout.
+        prompt: number of leading tokens that the policy did not sample.
     """
     targets = sequences[:, 1:].clone()
-    targets[:, : prompt - 1] = -100  # nothing is learned from what was given
+    targets[:, : prompt - 1] = -100  # no loss on prompt tokens
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {"tokens": sequences[:, :-1].contiguous(), "targets": targets, "advantages": advantages.float()}
@@ -94,50 +94,50 @@ def write_rollouts(directory: Path, step: int, sequences: Tensor, rewards: Tenso
 
 
 class PolicyGradientConfig(PluginConfig):
-    """Policy gradient of rollouts that the present policy has made."""
+    """Policy gradient on rollouts of the current policy."""
 
     name: Literal["policy_gradient"] = "policy_gradient"
     """Selects the plugin."""
 
 
 class PolicyGradient:
-    """REINFORCE (Williams 1992) with advantages: the sum over chosen tokens of ``-advantage * log_probability``."""
+    """REINFORCE (Williams 1992) with advantages: the sum over sampled tokens of ``-advantage * log_probability``."""
 
     def __init__(self, config: PolicyGradientConfig) -> None:
         self.config = config
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """One term."""
+        """Loss term -> its coefficient in the loss."""
         return {"policy": 1.0}
 
     def check(self, model: Any, facts: State) -> None:
-        """Everything is compared where rollouts are made."""
+        """Check nothing: :func:`write_rollouts` makes the data."""
 
     def count(self, microbatch: Microbatch) -> int:
-        """Positions."""
+        """Number of tokens."""
         return microbatch["tokens"].numel()
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of chosen tokens."""
+        """Number of sampled tokens, the denominator of the loss."""
         return {"policy": (microbatch["targets"] != -100).sum(dtype=torch.float32)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Tokens for the first stage, chosen tokens for the last."""
+        """Input tokens for the first stage, targets for the last."""
         return StageInputs(first={"tokens": microbatch["tokens"]}, shared={"targets": microbatch["targets"]})
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Negative log-likelihoods [B, S], times the advantage [B] of their rollout."""
+        """Sum of negative log-likelihoods [B, S] times the advantage [B] of their rollout."""
         return {"policy": (outputs["token_loss"] * microbatch["advantages"][:, None]).sum()}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Observations that the perplexity reads."""
+        """Observations for the metric ``perplexity``."""
         return {"token_loss": outputs["token_loss"].detach(), "targets": microbatch["targets"]}
 
 
 @hookimpl
 def d9d_datasets() -> Iterator[DatasetSpec]:
-    """The dataset ``rollouts``."""
+    """Dataset ``rollouts``."""
     yield DatasetSpec(
         name="rollouts",
         summary="Rollouts that a loop writes, a file for each step.",
@@ -148,7 +148,7 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
 
 @hookimpl
 def d9d_tasks() -> Iterator[TaskSpec]:
-    """The task ``policy_gradient``."""
+    """Task ``policy_gradient``."""
     yield TaskSpec(
         name="policy_gradient",
         summary="Policy gradient of rollouts with advantages.",

@@ -27,7 +27,7 @@ LENGTH = 8
 
 
 class RolloutsDone(OwnEvent):
-    """The rollouts of a step are made, with this mean reward."""
+    """Event: the rollouts of a step exist, with this mean reward."""
 
     def __init__(self, step: int, reward: float) -> None:
         self.step = step
@@ -35,16 +35,16 @@ class RolloutsDone(OwnEvent):
 
 
 def reward_of(sequences: Tensor, vocabulary: int) -> Tensor:
-    """Rewards [B] of sequences [B, 1 + LENGTH]: the share of tokens that count on."""
+    """Rewards [B] of sequences [B, 1 + LENGTH]: the fraction of tokens that continue the count."""
     return (sequences[:, 1:] == (sequences[:, :-1] + 1) % vocabulary).float().mean(-1)
 
 
 def make_rollouts(policy: Path, count: int, seed: int, device: torch.device) -> Tensor:
-    """Sample continuations of random first tokens, [count, 1 + LENGTH]: the part of a rollout engine."""
+    """Sample continuations of random first tokens, [count, 1 + LENGTH]; stands in for a rollout engine."""
     model = AutoModelForCausalLM.from_pretrained(policy).to(device).eval()
     torch.manual_seed(seed)
     prompts = torch.randint(model.config.vocab_size, (count, 1), device=device)
-    model.generation_config.eos_token_id = None  # every sequence gets its full length
+    model.generation_config.eos_token_id = None  # no early end: every sequence has its full length
     sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": LENGTH, "pad_token_id": 0}
     return model.generate(prompts, attention_mask=torch.ones_like(prompts), **sampling).cpu()
 
@@ -54,7 +54,7 @@ def learn(trainer: Trainer, rollouts: Path, policy: Path) -> None:
     job, device = trainer.job, trainer.topology.device
     while (step := trainer.progress.step) < trainer.total_steps:
         trainer.export(policy)
-        trainer.sleep()  # the device is the rollout engine's
+        trainer.sleep()  # frees the device for the rollout engine
         sequences = make_rollouts(policy, job.batch.size, job.seed * 100_003 + step, device)
         rewards = reward_of(sequences, 16)
         write_rollouts(rollouts, step, sequences, rewards, prompt=1)
@@ -68,7 +68,7 @@ def main(overrides: Sequence[str] = ()) -> list[float]:
     """Train, and return the mean reward of each iteration.
 
     Args:
-        overrides: of fields of the job file, such as ``steps=20``.
+        overrides: overrides of job-file fields, such as ``steps=20``.
     """
     logging.disable_progress_bar()
     job = Job.load(Path(__file__).parent / "job.yaml", overrides=overrides)
@@ -83,7 +83,7 @@ def main(overrides: Sequence[str] = ()) -> list[float]:
     with job.build(observers=[show]) as trainer:
         trainer.start()  # continues from the newest checkpoint
         learn(trainer, job.data.directory, job.run.directory / "policy")
-    if rewards:  # else all steps were done before
+    if rewards:  # empty if all steps were done before
         print(f"mean reward {rewards[0]:.2f} at first, {rewards[-1]:.2f} at last")
     return rewards
 

@@ -1,4 +1,4 @@
-"""Mutation campaign: seeds single-line slips in copies of the sources, and counts those that tests notice.
+"""Mutation campaign: seeds single-line faults in copies of the sources, and counts the faults that tests notice.
 
     python tools/mutation/campaign.py map --map MAP.json.gz --jobs 16 --minutes 9
         Phase 1: run each test file once and record which lines each test runs. Again with the same file: go on.
@@ -7,7 +7,7 @@
     python tools/mutation/campaign.py report --out RUN.jsonl [--write]
         Print the table and the survivors; write them into docs/mutations.md, with the reasons of survivors.toml.
 
-Needs pytest and what the tests need, nothing else; tests that fail on the sources as they are do not count.
+Needs only pytest and the dependencies of the tests; tests that already fail on unchanged sources do not count.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from sandbox import MARKED, ROOT, Sandbox
 from slips import Slip, chosen
 
 _Task = TypeVar("_Task")
-#: What a test may take, as a multiple of what it took, and at least: seconds.
+#: Time limit of a test, as a multiple of its recorded time, and the smallest limit in seconds.
 PATIENCE, LEAST = 5.0, 45.0
 
 
 def main() -> None:
-    """Run the phase that the command line names."""
+    """Run the phase named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("phase", choices=("map", "run", "report"))
     parser.add_argument("--map", type=Path, default=Path("build/mutation/map.json.gz"))
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     before = options.out.read_text("utf-8").splitlines() if options.out.exists() else []
     finished = {(row["key"], row["line"]) for row in map(json.loads, before)}
-    # Those of one member lie together, and would all be slow or quick at the same time.
+    # Sorted by hash, because slips of one member are adjacent and equally slow.
     todo = [slip for slip in [*slips, *controls[: options.controls]] if (slip.key, slip.line) not in finished]
     todo.sort(key=lambda slip: (hash_of(slip), slip.key))
 
@@ -108,14 +108,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def hash_of(slip: Slip) -> int:
-    """Number that mixes the order of slips, alike in all processes."""
+    """Number that shuffles the order of slips, the same in all processes."""
     return sum((place + 1) * ord(letter) for place, letter in enumerate(slip.key)) * 7919 % 10007
 
 
 def meet(
     sandbox: Sandbox, slip: Slip, tests: tuple[Sequence[Test], Sequence[Test]], end: float
 ) -> dict[str, Any] | None:
-    """Run near tests and then far ones on the sources with a slip, until one fails; ``None`` if the time is up."""
+    """Run near and then far tests on the sources with a slip, until one fails; ``None`` if the time is up."""
     began = time.monotonic()
     row: dict[str, Any] = {"verdict": "survived" if any(tests) else "unreached", "by": None, "far": False}
     original = (ROOT / slip.file).read_bytes()
@@ -151,8 +151,8 @@ def _in_parallel(
     options: argparse.Namespace,
     end: float,
 ) -> None:
-    """Work on tasks in sandboxes; start none in the last 20 seconds, and report each as it is done, in this thread."""
-    # A short path, for the sockets below it.
+    """Process tasks in sandboxes; start none in the last 20 seconds, and report each result in this thread."""
+    # A short path, because paths of sockets are limited.
     base = Path(tempfile.mkdtemp(prefix="m-", dir="/tmp"))
     free: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
     for number in range(options.jobs):

@@ -1,4 +1,4 @@
-"""Map from lines of the sources to the tests that run them, recorded once for each test file."""
+"""Map from source lines to the tests that run them, recorded once for each test file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from slips import Slip
 
 @dataclass(frozen=True)
 class Test:
-    """Test that passes on the sources as they are.
+    """Test that passes on the unchanged sources.
 
     Attributes:
-        name: of the test in pytest.
-        seconds: it took while it was recorded.
-        thorough: whether it carries that marker.
+        name: pytest's name of the test.
+        seconds: its recorded duration.
+        thorough: whether it has the marker ``thorough``.
     """
 
     name: str
@@ -30,23 +30,23 @@ class Test:
 
     @property
     def file(self) -> str:
-        """Path of its file."""
+        """Path of the test file."""
         return self.name.split("::", 1)[0]
 
 
 def test_files() -> list[str]:
-    """All test files, those that take long first."""
+    """All test files, slow ones first."""
     found = [*ROOT.glob("packages/*/tests/**/test_*.py"), *ROOT.glob("plugins/*/tests/**/test_*.py")]
     names = [str(file.relative_to(ROOT)) for file in [*ROOT.glob("tests/test_*.py"), *found]]
     return sorted(names, key=lambda name: (not name.startswith("tests/"), "d9d-engine" not in name, name))
 
 
 def record(sandbox: Sandbox, file: str, limit: float) -> dict[str, Any]:
-    """Run one test file and return its tests and the lines they ran.
+    """Run one test file; return its tests and the lines that they ran.
 
     Returns:
         ``tests``: name -> number and outcome; ``lines``: source -> line -> numbers of tests, where 0 stands
-        for all tests of the file; ``status``: exit status of pytest, ``None`` if the limit came first.
+        for all tests of the file; ``status``: exit status of pytest, ``None`` if the time limit was reached.
     """
     directory = sandbox.directory / "r"
     directory.mkdir(exist_ok=True)
@@ -72,7 +72,7 @@ class CoverageMap:
     """Recorded tests of all test files.
 
     Args:
-        path: gzipped JSON, as `write` leaves it.
+        path: gzipped JSON file, in the format of `write`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +87,7 @@ class CoverageMap:
         self._path.write_bytes(gzip.compress(json.dumps(self.files, separators=(",", ":")).encode(), mtime=0))
 
     def tests_of(self, slip: Slip) -> list[Test]:
-        """Tests that run the statement of a slip; for what runs at import, those that run anything of its file."""
+        """Tests that run the statement of a slip; for one that runs at import, tests that run any line of its file."""
         source = "/".join(slip.file.split("/")[3:])
         result: list[Test] = []
         for found in self.files.values():
@@ -101,7 +101,7 @@ class CoverageMap:
         return result
 
     def ordered(self, slip: Slip, budget: float) -> tuple[list[Test], list[Test]]:
-        """Tests of the slip's own member and those of others, up to a budget of seconds each."""
+        """Tests of the slip's own member, and of other members, each up to a budget in seconds."""
         tests = self.tests_of(slip)
         near = [test for test in tests if test.file.startswith(slip.member + "/")]
         far = [test for test in tests if not test.file.startswith(slip.member + "/")]
@@ -119,11 +119,11 @@ def _passing(tests: dict[str, dict[str, Any]], numbers: set[int]) -> Iterable[Te
 
 
 def _affordable(tests: list[Test], budget: float) -> list[Test]:
-    """Tests that the budget allows, short ones first; then file by file, those of short files first."""
+    """Tests within the budget, short ones first; ordered by file, short files first."""
     chosen: list[Test] = []
     for test in sorted(tests, key=lambda test: (test.thorough, test.seconds)):
         budget -= test.seconds
-        # One test is run whatever it takes.
+        # At least one test is always run.
         if budget < 0 and chosen:
             break
         chosen.append(test)

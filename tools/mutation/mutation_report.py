@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 def report(out: Path, write: bool) -> None:
-    """Print a campaign, or write it into the documentation."""
+    """Print the report of a campaign, or write it into the documentation."""
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
     controls = [row for row in rows if row["kind"] == "control"]
     rows = sorted((row for row in rows if row["kind"] != "control"), key=lambda row: (row["file"], row["line"]))

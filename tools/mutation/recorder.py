@@ -1,7 +1,7 @@
-"""Records which lines of d9d each test runs, in all of its processes; goes by the name ``sitecustomize``.
+"""Records which lines of d9d each test runs, in all its processes; installed under the name ``sitecustomize``.
 
-Every process that inherits the environment imports it at its start, forked ones keep what it set up. A line is written
-down at once, so that a process that is killed loses nothing.
+Every process that inherits the environment imports this module at start; forked processes inherit its hooks. Each line
+is written immediately, so that a killed process loses no record.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
-#: Directory of the records and of the number of the test that runs now.
+#: Environment variable with the directory of the records and of the current test's number.
 RECORDS = "D9D_MUTATION_RECORDS"
-#: Directory of the sources that are recorded.
+#: Environment variable with the directory of the recorded sources.
 SOURCES = "D9D_MUTATION_SOURCES"
 
 
 class Recorder:
-    """Writer of the lines that run.
+    """Recorder of executed lines.
 
     Args:
-        records: directory with the file ``current``, which holds the number of the test that runs.
-        sources: path before the sources that count.
+        records: directory with the file ``current``, which contains the number of the running test.
+        sources: path prefix of the recorded sources.
     """
 
     def __init__(self, records: Path, sources: str) -> None:
@@ -40,7 +40,7 @@ class Recorder:
         self._seen: set[tuple[bytes, str, int]] = set()
 
     def begin(self) -> None:
-        """Watch all threads of this process."""
+        """Start to record all threads of this process."""
         if sys.version_info >= (3, 12):
             monitoring = sys.monitoring
             self._again = monitoring.DISABLE
@@ -54,7 +54,7 @@ class Recorder:
     def _line(self, code: CodeType, line: int) -> object:
         if code.co_filename.startswith(self._sources):
             self._write(code.co_filename, line)
-        # Not again before the next test, which restarts the events.
+        # No further events for this line before the next test, which re-enables them.
         return self._again
 
     def _call(self, frame: FrameType, _event: str, _argument: object) -> TraceFunction | None:
@@ -66,7 +66,7 @@ class Recorder:
         return self._trace
 
     def _write(self, file: str, line: int) -> None:
-        # Who closes all files of the process, as a daemon does, ends the record and not the program.
+        # If the process has closed all its files, as a daemon does, only the recording ends.
         with contextlib.suppress(OSError):
             key = os.pread(self._current, 16, 0), file, line
             if key not in self._seen:

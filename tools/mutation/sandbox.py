@@ -1,4 +1,4 @@
-"""Copy of all members' sources that processes of pytest import instead of the installed ones."""
+"""Copy of all members' sources, which pytest processes import instead of the installed ones."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Marker expression of the tests that slips meet.
+#: Marker expression of the tests to run on slips.
 MARKED = "not slow and not gpu"
 _TOOLS = Path(__file__).parent
 _TAG = "D9D_MUTATION_SANDBOX"
 
 
 class Sandbox:
-    """Copy of the sources; the working tree stays as it is.
+    """Copy of the sources; the working tree is never changed.
 
     Args:
-        directory: for the copy and all temporary files; with a short path, since sockets lie below it.
+        directory: directory of the copy and all temporary files; its path must be short, because sockets are below it.
         marked: marker expression of the tests.
     """
 
@@ -40,7 +40,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def changed(self, file: str, text: bytes) -> Iterator[None]:
-        """Replace a file, given by its path from the root of the repository, for a while."""
+        """Replace the content of a file, given by its path in the repository, within the block."""
         copy = self.sources / Path(*Path(file).parts[3:])
         before = copy.read_bytes()
         try:
@@ -50,7 +50,7 @@ class Sandbox:
             self._write(copy, before)
 
     def pytest(self, files: Sequence[str], environ: Mapping[str, str], limit: float) -> tuple[int | None, str]:
-        """Run test files: the exit status, ``None`` past the limit in seconds, and what was printed."""
+        """Run test files; return the exit status, ``None`` after the time limit, and the output."""
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
         log = self.directory / "log"
@@ -80,12 +80,12 @@ class Sandbox:
 
     def _write(self, copy: Path, text: bytes) -> None:
         copy.write_bytes(text)
-        # Bytecode is told from older bytecode by seconds and size, which a slip may leave as they are.
+        # Python detects stale bytecode by seconds and size, both of which a slip may leave unchanged.
         for old in (copy.parent / "__pycache__").glob(f"{copy.stem}.*.pyc"):
             old.unlink()
 
     def _sweep(self) -> None:
-        """End the processes that tests left behind, which are those with our mark in their environment."""
+        """Kill processes that tests left behind, found by the mark in their environment."""
         mark = f"{_TAG}={self.directory}\0".encode()
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

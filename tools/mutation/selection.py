@@ -1,6 +1,6 @@
-"""Plugin of pytest: says to the recorder which test runs, or runs only the tests that a mutant is to meet.
+"""Pytest plugin that tells the recorder the running test, or runs only the planned tests for a mutant.
 
-Reads its orders from the environment, because it runs in the environment of the tests.
+Configured through environment variables, because it runs inside the tests' environment.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-#: Directory of the records, while coverage is recorded.
+#: Environment variable with the directory of the records, while coverage is recorded.
 RECORDS = "D9D_MUTATION_RECORDS"
-#: File of the tests to run: test -> seconds that each may take.
+#: Environment variable with the file of the planned tests: test -> limit in seconds.
 PLAN = "D9D_MUTATION_PLAN"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record, or keep to the plan."""
+    """Register the recording, or the selection of the plan."""
     if RECORDS in os.environ:
         config.pluginmanager.register(Recording(Path(os.environ[RECORDS])))
     if PLAN in os.environ:
@@ -30,9 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Recording:
-    """Record of tests: number, outcome and seconds of each.
+    """Recorder of tests: number, outcome and seconds of each test.
 
-    Lines that run outside of tests, and in fixtures of more than one test, count for all tests of the file: as test 0.
+    Lines that run outside of tests, or in fixtures of several tests, are assigned to number 0: all tests of the file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,7 +42,7 @@ class Recording:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Number the test."""
+        """Assign the next number to the test."""
         began, number = time.perf_counter(), len(self._tests) + 1
         thorough = item.get_closest_marker("thorough") is not None
         test = self._tests[item.nodeid] = {"number": number, "passed": True, "ran": False, "thorough": thorough}
@@ -56,7 +56,7 @@ class Recording:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
-        """Let what several tests share count for all of them."""
+        """Assign lines of shared fixtures to all tests."""
         if fixturedef.scope == "function":
             return (yield)
         self._say(0)
@@ -66,7 +66,7 @@ class Recording:
             self._say(len(self._tests))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the outcome."""
+        """Record the outcome of a test."""
         test = self._tests[report.nodeid]
         test["passed"] = test["passed"] and not report.failed
         test["ran"] = test["ran"] or (report.when == "call" and report.passed)
@@ -78,7 +78,7 @@ class Recording:
 
 
 class Planned:
-    """Selection of tests, each with a limit in seconds, after which the process ends."""
+    """Selection of the planned tests; the process ends if a test exceeds its limit in seconds."""
 
     def __init__(self, plan: Path) -> None:
         self._limits: dict[str, float] = json.loads(plan.read_text())
@@ -86,14 +86,14 @@ class Planned:
         self._nowhere = os.open(os.devnull, os.O_WRONLY)
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Keep the tests of the plan."""
+        """Select the tests of the plan."""
         others = [item for item in items if item.nodeid not in self._limits]
         items[:] = [item for item in items if item.nodeid in self._limits]
         config.hook.pytest_deselected(items=others)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """End the process when the test hangs."""
+        """End the process if the test exceeds its limit."""
         self._now.write_text(item.nodeid)
         faulthandler.dump_traceback_later(self._limits[item.nodeid], exit=True, file=self._nowhere)
         try:

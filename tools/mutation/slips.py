@@ -1,4 +1,4 @@
-"""Single-line slips that a source file may suffer, found in its syntax tree."""
+"""Possible single-line faults (slips) of a source file, found in its syntax tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-#: Groups of members that slips are drawn for, and their folders. Small members of one kind share a group.
+#: Groups of members with their folders; slips are drawn evenly over groups. Small members of one kind share a group.
 GROUPS = {
     "d9d-core": ("packages/d9d-core",),
     "d9d-engine": ("packages/d9d-engine",),
@@ -36,7 +36,7 @@ GROUPS = {
         "plugins/d9d-grouped-gemm", "plugins/d9d-liger", "plugins/d9d-quack",
     ),
 }  # fmt: skip
-#: Calls in which the order of two arguments means nothing, or is checked by types alone.
+#: Calls in which the order of two arguments is irrelevant, or is checked by types alone.
 _UNORDERED = {"isinstance", "issubclass", "cast", "max", "min", "maximum", "minimum", "hasattr", "getattr", "setattr"}
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -61,19 +61,19 @@ _MASKS = ("mask", "valid", "keep", "kept", "ignore", "padding")
 
 @dataclass(frozen=True)
 class Slip:
-    """A slip: one stretch of a source file replaced.
+    """Slip: a replacement of one range in a source file.
 
     Attributes:
         file: path from the root of the repository.
-        line: of the stretch, from one.
-        lines: first and last line of the statement around it, without the statements inside.
-        kind: of slip.
-        begin: where the stretch begins, in bytes of the file.
-        end: where it ends.
-        text: in its place.
-        old: stretch that goes.
-        source: line of the stretch.
-        top: whether it runs when the module is imported, not when a function is called.
+        line: line of the range, from one.
+        lines: first and last line of the enclosing statement, without nested statements.
+        kind: kind of the slip.
+        begin: start of the range, in bytes.
+        end: end of the range, in bytes.
+        text: replacement.
+        old: replaced text.
+        source: source line of the range.
+        top: whether the statement runs at import, not in a function call.
     """
 
     file: str
@@ -89,7 +89,7 @@ class Slip:
 
     @property
     def member(self) -> str:
-        """Member that the file belongs to."""
+        """Member that contains the file."""
         return "/".join(self.file.split("/")[:2])
 
     @property
@@ -99,21 +99,21 @@ class Slip:
 
     @property
     def key(self) -> str:
-        """Name that survives other changes of the file: its path, its line's text, and what goes and comes there."""
+        """Key that stays valid if other lines of the file change: path, line text, and replacement."""
         return f"{self.file}: {self.source}: {self.change}"
 
     @property
     def change(self) -> str:
-        """Text that goes, and the one that comes."""
+        """Old and new text."""
         return f"{_short(self.old)} -> {_short(self.text)}"
 
     def applied(self, source: bytes) -> bytes:
-        """Source of the file with the slip."""
+        """Source of the file with the slip applied."""
         return source[: self.begin] + self.text.encode() + source[self.end :]
 
 
 def slips_of(root: Path, file: Path) -> list[Slip]:
-    """All slips of a source file, in the order of the file."""
+    """All possible slips of a source file, in order."""
     source = file.read_bytes()
     finder = _Finder(str(file.relative_to(root)), source)
     finder.statements(ast.parse(source).body, top=True)
@@ -121,11 +121,11 @@ def slips_of(root: Path, file: Path) -> list[Slip]:
 
 
 def chosen(root: Path, count: int, seed: int) -> list[Slip]:
-    """Slips spread evenly over groups and, in each, over kinds and then files; the same for the same sources."""
+    """Slips drawn evenly over groups, in each group over kinds, then over files; deterministic for the same sources."""
     result: list[Slip] = []
     for number, (group, members) in enumerate(GROUPS.items()):
         share = count // len(GROUPS) + (number < count % len(GROUPS))
-        draw = random.Random(f"{seed} {group}")  # noqa: S311 - nothing is kept secret
+        draw = random.Random(f"{seed} {group}")  # noqa: S311 - not for cryptography
         left: dict[str, dict[str, list[Slip]]] = {}
         for file in sorted(file for member in members for file in (root / member / "src").rglob("*.py")):
             for slip in slips_of(root, file):
@@ -142,7 +142,7 @@ def chosen(root: Path, count: int, seed: int) -> list[Slip]:
                     del left[kind][file_name]
                 if not left[kind]:
                     del left[kind]
-                # Two slips of one line say little more than one.
+                # Two slips in one line tell little more than one.
                 if (slip.file, slip.line) not in taken and _compiles(slip.applied((root / slip.file).read_bytes())):
                     taken.add((slip.file, slip.line))
                     result.append(slip)
@@ -161,7 +161,7 @@ class _Finder:
         self._lines, self._top = (0, 0), True
 
     def statements(self, body: Sequence[ast.stmt], top: bool) -> None:
-        """Look at statements, and at those inside of them."""
+        """Collect the slips of statements and their nested statements."""
         for statement in body:
             self._statement(statement, top)
 
@@ -187,7 +187,7 @@ class _Finder:
 
     def _plain(self, statement: ast.stmt) -> None:
         self._drop(statement)
-        # A raise's words are compared by few, and rightly so.
+        # Few tests compare the message of an exception, which is right.
         if isinstance(statement, ast.Raise):
             return
         if isinstance(statement, ast.If | ast.While):
@@ -209,7 +209,7 @@ class _Finder:
             if isinstance(node, ast.expr):
                 for kind, other in _expression_slips(node):
                     self._take(kind, node, other)
-            # zip(strict=...) is an assertion: where it holds, nothing can notice that it is gone.
+            # zip(strict=...) is an assertion: removing it changes nothing while it is true.
             todo += [part for part in ast.iter_child_nodes(node) if getattr(part, "arg", "") != "strict"]
 
     def _drop(self, statement: ast.stmt) -> None:
@@ -234,7 +234,7 @@ class _Finder:
 
 
 def _expression_slips(node: ast.expr) -> Iterator[tuple[str, ast.expr]]:  # noqa: PLR0912 - a table of kinds
-    """Kinds of slip and what they make of an expression."""
+    """Kinds of slip with the replaced expression."""
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             yield "off by one", ast.Constant(value + 1)
@@ -298,7 +298,7 @@ def _with(node: _Node, change: Callable[[_Node], object]) -> _Node:
 
 
 def _textual(node: ast.BinOp) -> bool:
-    """Whether an operator joins or formats texts or lists."""
+    """Whether an operator concatenates or formats strings or lists."""
     parts = (node.left, node.right)
     texts = [part for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
     return bool(texts) or any(isinstance(part, ast.JoinedStr | ast.List | ast.Tuple) for part in parts)

@@ -1,8 +1,7 @@
-"""Pages of the documentation site that are not in docs/: READMEs, sources that pages link to, the API reference.
+"""Site pages from outside docs/: READMEs, linked source files, the API reference.
 
-Every page has one source. Links between pages stay written as in the repository; here they become links of the site.
-A link that leads nowhere, and a public name of a declared module without a docstring, are warnings; a strict build
-refuses.
+Every page has one source. Pages link to paths in the repository; here the links are rewritten to links of the site. A
+broken link, or a public name of a declared module without a docstring, is a warning, which a strict build refuses.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parent))
 from reference import declared, pages, undocumented
 
-#: Handlers of MkDocs count its warnings.
+#: MkDocs counts the warnings of this logger.
 _LOG = logging.getLogger("mkdocs.hooks.d9d")
 _FENCE = re.compile(r"^(```|~~~).*?^\1[^\S\n]*$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
@@ -31,16 +30,16 @@ _PICTURES = (".svg", ".png")
 
 
 def root_of(config: MkDocsConfig) -> Path:
-    """The repository."""
+    """Root directory of the repository."""
     return Path(config.config_file_path).parent
 
 
-#: Files of the root with a page of their own, named as they are.
+#: Files in the root directory that become pages of the same name.
 _TOP = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 
 
 def page_of(path: str) -> str | None:
-    """Page of the site that shows a file of the repository; ``None`` if it has no page of its own."""
+    """Site page of a file in the repository; ``None`` if it has none."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     if readme := re.fullmatch(r"((?:packages|plugins|examples)/[^/]+)/README\.md", path):
@@ -49,21 +48,21 @@ def page_of(path: str) -> str | None:
 
 
 def sources(root: Path) -> Iterator[str]:
-    """Files of the repository that are pages, besides those of docs/."""
+    """Files outside docs/ that become pages."""
     yield from ("README.md", *_TOP)
     for top in ("packages", "plugins", "examples"):
         yield from sorted(str(path.relative_to(root)) for path in root.glob(f"{top}/*/README.md"))
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Enter the declared modules in the navigation, after the page of the five contracts."""
+    """Add the declared modules to the navigation, after the page of the five contracts."""
     (section,) = [item["API reference"] for item in config.nav or [] if "API reference" in item]
     section[1:1] = [{page: f"api/{page}.md"} for page in declared(root_of(config))]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are not in docs/, and check the public names."""
+    """Add the pages from outside docs/, and check the docstrings of public names."""
     root = root_of(config)
     origins = {file.src_uri: f"docs/{file.src_uri}" for file in files.documentation_pages()}
     for path in sources(root):
@@ -87,7 +86,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def linked_sources(root: Path, origins: Any) -> set[str]:
-    """Files that pages link to and that are no pages, such as modules and job files."""
+    """Linked files that are not pages, such as modules and job files."""
     return {
         path
         for origin in origins
@@ -99,12 +98,12 @@ def linked_sources(root: Path, origins: Any) -> set[str]:
 
 
 def is_foreign(link: str) -> bool:
-    """Whether a link leads out of the repository."""
+    """Whether a link points outside of the repository."""
     return bool(re.match(r"[a-z]+:", link))
 
 
 def as_page(root: Path, path: str) -> str:
-    """A file of the repository, or the list of files of a directory, as a page."""
+    """Page that shows a file of the repository, or lists a directory."""
     language = _LANGUAGES.get(Path(path).suffix, "text")
     meta = "---\nsearch:\n  exclude: true\n---\n"
     if (root / path).is_dir():
@@ -114,7 +113,7 @@ def as_page(root: Path, path: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links between files of the repository into links between pages."""
+    """Rewrite links between files of the repository to links between pages."""
     origin = config.extra["origins"].get(page.file.src_uri)
     if origin is None:
         return markdown

@@ -11,7 +11,7 @@ import griffe
 from roles import comment_of
 
 SUITES = "d9d_testing.suites"
-#: Packages whose modules with ``__all__`` are documented, on one page for each room of the first two.
+#: Packages whose modules with ``__all__`` are documented; in the first two, one page per folder.
 FOUNDATION = ("d9d_core", "d9d_weights", "d9d_engine")
 
 
@@ -24,7 +24,7 @@ def file_of(root: Path, module: str) -> Path:
 
 
 def public_names(root: Path, module: str) -> list[str]:
-    """Names of a module's ``__all__``; empty if it has none."""
+    """Names in a module's ``__all__``; empty without it."""
     for node in ast.parse(file_of(root, module).read_text("utf-8")).body:
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
@@ -47,7 +47,7 @@ def declared(root: Path) -> dict[str, list[str]]:
 
 
 def suites(root: Path) -> dict[str, str]:
-    """Conformance suites -> module."""
+    """Conformance suite -> its module."""
     package = root / "packages" / "d9d-testing" / "src"
     return {
         name: ".".join(file.relative_to(package).with_suffix("").parts)
@@ -57,7 +57,7 @@ def suites(root: Path) -> dict[str, str]:
 
 
 def pages(root: Path) -> dict[str, str]:
-    """Page -> its Markdown."""
+    """Page -> its Markdown text."""
     found: dict[str, str] = {}
     for page, modules in declared(root).items():
         lines = [f"# {page}", ""]
@@ -73,13 +73,13 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def _introduction(root: Path, module: str) -> str:
-    """Docstring of a module as Markdown: a literal block after ``::`` is an indented block there too."""
+    """Module docstring as Markdown, which renders an indented literal block after ``::`` as code too."""
     doc = ast.get_docstring(ast.parse(file_of(root, module).read_text("utf-8"))) or ""
     return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", re.sub(r"::$", ":", doc, flags=re.MULTILINE)).replace("``", "`")
 
 
 def undocumented(root: Path) -> Iterator[str]:
-    """One message for each public name, and public member of such a class, without a docstring."""
+    """One message for each public name, and each public member of a class, without a docstring."""
     loader = griffe.GriffeLoader(search_paths=[root / "packages" / p.replace("_", "-") / "src" for p in FOUNDATION])
     for package in FOUNDATION:
         loader.load(package)

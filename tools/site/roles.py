@@ -1,4 +1,4 @@
-"""Docstrings as the site shows them: roles become code, literal blocks code blocks, ``#:`` comments docstrings."""
+"""Conversion of docstrings for the site: roles become code, literal blocks code blocks, ``#:`` comments docstrings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LITERAL = re.compile(r"::\n(?=\n {4})")
 
 
 class Roles(griffe.Extension):
-    """Rewrites what Markdown would show as it stands."""
+    """Griffe extension that rewrites reStructuredText roles, which Markdown would show literally."""
 
     def on_object(self, *, obj: griffe.Object, **_options: Any) -> None:
-        """Rewrite the docstring of an object, and take the comment of an attribute for one."""
+        """Rewrite the docstring of an object; for an attribute without one, use its comment."""
         if obj.docstring is None and isinstance(obj, griffe.Attribute) and (comment := comment_of(obj)):
             obj.docstring = griffe.Docstring(comment, parent=obj)
         if obj.docstring is not None:

@@ -1,4 +1,4 @@
-"""What a plugin's own tests look like: the conformance suite, and what is special about it."""
+"""Tests of a plugin: the conformance suites, and tests of its own behaviour."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_file_is_cut_back_to_the_resumed_step(tmp_path: Path) -> None:
             opened.write(step, {"loss": step / 2})
         opened.close("stopped")
         with (tmp_path / "metrics.csv").open("a") as file:
-            file.write("1")  # what a kill may leave of "12,loss,0.5"
+            file.write("1")  # "12,loss,0.5" as truncated by a kill
     assert (tmp_path / "metrics.csv").read_text().split() == [
         "step,series,value",
         "1,loss,0.5",

@@ -1,1 +1,1 @@
-"""A plugin by a third party. Copy this directory to begin your own."""
+"""Third-party plugin. Copy this directory to start your own."""

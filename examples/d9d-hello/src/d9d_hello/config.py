@@ -1,4 +1,4 @@
-"""What a job file says about the task and the tracker."""
+"""Configs of the task and the tracker: their fields in a job file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class SmoothLMConfig(PluginConfig):
     name: Literal["smooth_lm"] = "smooth_lm"
     """Selects this task."""
     smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of the probability that is spread evenly over the vocabulary."""
+    """Fraction of the target probability that is distributed evenly over the vocabulary."""
 
 
 class CsvConfig(PluginConfig):
-    """One row per step and value in <run>/metrics.csv."""
+    """Tracker with one row per step and value in <run>/metrics.csv."""
 
     name: Literal["csv"] = "csv"
     """Selects this tracker."""

@@ -1,4 +1,4 @@
-"""What d9d-hello offers: the task smooth_lm and the tracker csv."""
+"""Plugin declaration of d9d-hello: the task smooth_lm and the tracker csv."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_tasks() -> Iterator[TaskSpec]:
-    """What is learned."""
+    """Task, selected by ``task``."""
     yield TaskSpec(
         name="smooth_lm",
         summary="Next-token prediction with label smoothing.",
@@ -22,7 +22,7 @@ def d9d_tasks() -> Iterator[TaskSpec]:
 
 @hookimpl
 def d9d_trackers() -> Iterator[TrackerSpec]:
-    """Where logged values go."""
+    """Tracker, selected by ``trackers``."""
     yield TrackerSpec(
         name="csv",
         summary="One row per step and value in <run>/metrics.csv.",

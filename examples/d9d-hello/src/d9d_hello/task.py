@@ -1,4 +1,4 @@
-"""The task. Shapes: B samples, S positions, V words of the vocabulary."""
+"""Task ``smooth_lm``. Shapes: B samples, S positions, V vocabulary size."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ _IGNORE = -100
 
 
 class SmoothLM:
-    """One loss term; the model returns ``logits`` [B, S, V] because it is given no targets."""
+    """Task with one loss term; the model returns ``logits`` [B, S, V] because it gets no targets."""
 
     def __init__(self, config: SmoothLMConfig) -> None:
         self._smoothing = config.smoothing
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """Loss term -> its factor in the sum."""
+        """Loss term -> its coefficient in the loss."""
         return {"smooth": 1.0}
 
     def check(self, model: Any, facts: State) -> None:
-        """Nothing to compare that the model does not check itself."""
+        """Check nothing: the model checks its inputs itself."""
 
     def count(self, microbatch: Microbatch) -> int:
-        """B x S."""
+        """Number of tokens, B x S."""
         return microbatch["tokens"].numel()
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """The number of targets, so that the loss is a mean over them."""
+        """Number of targets, the denominator of the loss, which becomes a mean over them."""
         return {"smooth": (microbatch["targets"] != _IGNORE).sum(dtype=torch.float32)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Everything but the targets."""
+        """Model inputs: all tensors of the microbatch except the targets."""
         shared = {name: microbatch[name] for name in ("positions", "documents") if name in microbatch}
         return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """The summed cross-entropy with smoothed targets."""
+        """Sum of the cross-entropies with smoothed targets."""
         logits, targets = outputs["logits"].float().flatten(0, 1), microbatch["targets"].flatten()
         loss = functional.cross_entropy(
             logits, targets, reduction="sum", ignore_index=_IGNORE, label_smoothing=self._smoothing
@@ -52,5 +52,5 @@ class SmoothLM:
         return {"smooth": loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """What metrics may look at."""
+        """Tensors for metrics."""
         return {"logits": outputs["logits"].detach(), "targets": microbatch["targets"]}
