@@ -1,0 +1,219 @@
+"""Sizes of deviations, their limits, and comparisons of directions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from d9d_verify.deviations import FLOORS, MARGIN, Deviation, Limits, deviations
+from d9d_verify.measurement import Measurement
+from d9d_verify.tolerances import TOLERANCES, compare_directions
+from torch import Tensor
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def measured(steps: int = 1, tensors: Mapping[str, Tensor] | None = None, **numbers: float) -> Measurement:
+    """Measurement with equal numbers in each step, except for those given."""
+    found = {f"{step}/{name}": 1.0 for step in range(steps) for name in ("loss", "grad_norm", "lr")}
+    named = {name.replace("__", "/"): value for name, value in numbers.items()}
+    return Measurement(found | {name.removeprefix("at_"): value for name, value in named.items()}, dict(tensors or {}))
+
+
+def sizes(one: Measurement, other: Measurement) -> dict[tuple[str, str, int], float]:
+    """Sizes above zero of all deviations."""
+    return {(d.kind, d.name, d.step): d.size for d in deviations(one, other) if d.size != 0}
+
+
+def test_numbers_deviate_relatively_in_their_own_step() -> None:
+    one = measured(2, at_1__loss=1.1, at_0__grad_norm=0.9, at_1__lr=4.0)
+    other = measured(2, at_1__lr=2.0)
+    found = sizes(one, other)
+    assert found == {
+        ("grad_norm", "", 0): pytest.approx(0.1), ("loss", "", 1): pytest.approx(0.1), ("lr", "", 1): 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "size"),
+    [
+        (math.nan, math.nan, 0.0),
+        (math.inf, math.inf, 0.0),
+        (math.nan, 1.0, math.inf),
+        (1.0, math.nan, math.inf),
+        (math.inf, 1.0, math.inf),
+        (0.0, 0.0, 0.0),
+        (1e-12, 0.0, 1.0),
+        (-1.0, -2.0, 0.5),
+    ],
+)
+def test_numbers_that_are_not_finite_are_equal_only_to_themselves(one: float, other: float, size: float) -> None:
+    assert sizes(measured(at_0__loss=one), measured(at_0__loss=other)).get(("loss", "", 0), 0.0) == size
+
+
+def model(**steps: Any) -> dict[str, Tensor]:
+    """Tensors by dotted names, such as ``at_0__model__a``."""
+    return {name.removeprefix("at_").replace("__", "/"): torch.tensor(values) for name, values in steps.items()}
+
+
+def test_gradients_deviate_in_angle_and_length() -> None:
+    common = model(start__model__a=[0.0, 0.0], at_0__model__a=[0.0, 0.0])
+    one = measured(tensors=common | model(at_0__gradients__a=[0.0, 3.0]))
+    other = measured(tensors=common | model(at_0__gradients__a=[4.0, 0.0]))
+    assert sizes(one, other) == {("angle", "a", 0): 1.0, ("length", "a", 0): 0.25}
+
+
+def test_clipping_of_each_measurement_is_undone_before_lengths_are_compared() -> None:
+    tensors = model(start__model__a=[1.0], at_0__model__a=[1.0], at_0__gradients__a=[1.0])
+    one = measured(tensors=tensors, start__max_norm=1.0, at_0__grad_norm=4.0)
+    other = measured(tensors=tensors, start__max_norm=1.0, at_0__grad_norm=2.0)
+    found = sizes(one, other)
+    assert found["length", "a", 0] == pytest.approx(0.5)
+    assert found["grad_norm", "", 0] == 1.0
+    small = measured(tensors=tensors, start__max_norm=1.0, at_0__grad_norm=0.5)  # was not clipped
+    smaller = measured(tensors=tensors, start__max_norm=1.0, at_0__grad_norm=0.25)
+    assert ("length", "a", 0) not in sizes(small, smaller)
+
+
+def test_updates_are_compared_from_the_weights_before_them() -> None:
+    gradients = model(at_0__gradients__a=[1.0, 0.0], at_1__gradients__a=[1.0, 0.0])
+    other = model(start__model__a=[1.0, 1.0], at_0__model__a=[0.5, 1.0], at_1__model__a=[0.25, 1.0])
+    one = model(start__model__a=[1.0, 1.0], at_0__model__a=[0.25, 1.0], at_1__model__a=[0.0, 1.0])
+    found = sizes(measured(2, gradients | one), measured(2, gradients | other))
+    # Step 0: 0.75 for 0.5; step 1: 0.25 in both, from other weights.
+    spare = EPS * math.sqrt(1 + 2 / 1000)
+    assert found.pop(("update", "a", 0)) == pytest.approx((0.25 - spare) / 0.5)
+    assert found.pop(("weight", "a", 0)) == pytest.approx(1 - math.hypot(0.25, 1) / math.hypot(0.5, 1) - EPS)
+    assert found.pop(("weight", "a", 1)) == pytest.approx(1 - 1 / math.hypot(0.25, 1) - EPS)
+    assert found == {}
+
+
+def test_rounding_of_one_element_is_no_deviation_of_an_update_and_that_of_many_is() -> None:
+    gradients = model(at_0__gradients__a=[1.0] * 4)
+    before = model(start__model__a=[1.0] * 4)
+
+    def after(*bits: int) -> Measurement:
+        return measured(tensors=gradients | before | model(at_0__model__a=[0.75 + bit * EPS / 2 for bit in bits]))
+
+    reference = after(0, 0, 0, 0)
+    assert sizes(after(1, 0, 0, 0), reference) == {}
+    assert sizes(after(1, 1, 1, 1), reference).keys() == {("update", "a", 0), ("weight", "a", 0)}
+
+
+def test_a_buffer_that_stays_where_it_should_change_is_wrong_by_any_measure() -> None:
+    start = model(start__model__b=[2.0], at_0__model__b=[2.0 + 1e-6])
+    reference = measured(tensors=start)
+    assert sizes(reference, reference) == {}
+    stuck = measured(tensors=start | model(at_0__model__b=[2.0]))
+    assert sizes(stuck, reference) == {("buffer", "b", 0): math.inf}
+    moved = measured(tensors=start | model(at_0__model__b=[3.0]))
+    assert sizes(moved, reference) == {("buffer", "b", 0): pytest.approx(0.5, rel=1e-5)}
+
+
+def test_optimizer_state_deviates_beyond_the_rounding_of_an_element() -> None:
+    reference = measured(tensors=model(at_0__optimizer__a__m=[4.0, 0.0, 3.0]))
+    spare = 4 * EPS * math.sqrt(1 + 3 / 1000)
+    off = measured(tensors=model(at_0__optimizer__a__m=[4.0, 1.0, 3.0]))
+    assert sizes(off, reference) == {("state", "a/m", 0): pytest.approx((1 - spare) / 5)}
+    rounded = measured(tensors=model(at_0__optimizer__a__m=[4.0 + 4 * EPS, 0.0, 3.0]))
+    assert sizes(rounded, reference) == {}
+    counts = measured(tensors=model(at_0__optimizer__a__n=[4]))
+    assert sizes(measured(tensors=model(at_0__optimizer__a__n=[5])), counts) == {("state", "a/n", 0): 0.25}
+
+
+def test_lower_bits_of_master_weights_wrap_around() -> None:
+    def lower(value: int) -> Measurement:
+        return measured(tensors={"0/optimizer/a/low": torch.tensor([value], dtype=torch.int16)})
+
+    assert sizes(lower(-32768), lower(32767)) == {("state", "a/low", 0): 1 / 32767}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "size"), [(1.0, 0.0, math.inf), (math.nan, 1.0, math.inf), (1.0, math.inf, math.inf)]
+)
+def test_a_state_that_should_be_zero_or_finite_is_wrong_by_any_measure(one: float, other: float, size: float) -> None:
+    values = (measured(tensors=model(at_0__optimizer__a__m=[value])) for value in (one, other))
+    assert sizes(*values) == {("state", "a/m", 0): size}
+
+
+def test_series_are_compared_at_the_end_and_tables_as_vectors() -> None:
+    numbers = {
+        "end/load[0]": 3.0,
+        "end/load[1]": math.nan,
+        "end/load[2]": 4.0,
+        "end/accuracy": 0.5,
+        "end/eval/loss": 2.0,
+    }
+    one, other = measured(2), measured(2)
+    other.numbers |= numbers
+    one.numbers |= numbers | {"end/load[2]": 5.0, "end/accuracy": 0.25, "end/eval/loss": 3.0}
+    assert sizes(one, other) == {
+        ("series", "load", 2): pytest.approx(0.2), ("series", "accuracy", 2): 0.5, ("loss", "eval/loss", 2): 0.5,
+    }  # fmt: skip
+    one.numbers |= numbers | {"end/load[1]": 1.0}
+    assert sizes(one, other) == {("series", "load", 2): math.inf}
+
+
+def test_limits_are_a_multiple_of_what_correct_runs_show_for_a_value_and_at_least_the_most_of_its_kind() -> None:
+    limits = Limits(FLOORS[torch.float32], {("angle", "a"): 1e-3, ("angle", "b"): 1e-2, ("loss", ""): 1e-9})
+    assert limits.allowed(Deviation("angle", "a", 0, 0.0)) == 1e-2
+    assert limits.allowed(Deviation("angle", "b", 0, 0.0)) == MARGIN * 1e-2
+    assert limits.allowed(Deviation("angle", "c", 0, 0.0)) == 1e-2
+    assert limits.allowed(Deviation("loss", "", 0, 0.0)) == 5e-6
+    assert limits.allowed(Deviation("state", "a", 0, 0.0)) == 1e-5
+
+
+def test_limits_take_the_largest_finite_deviation_of_any_correct_run_and_step() -> None:
+    reference = measured(2)
+    runs = [
+        measured(2, at_0__loss=1.25),
+        measured(2, at_0__loss=1.125, at_1__loss=1.5),
+        measured(2, at_0__loss=math.nan),
+    ]
+    limits = Limits.of(torch.bfloat16, reference, runs)
+    assert limits.seen["loss", ""] == 0.5
+    assert limits.floors is FLOORS[torch.bfloat16]
+
+
+def test_minimum_limits_are_far_tighter_in_float32_than_in_bfloat16() -> None:
+    assert FLOORS.keys() == {torch.float32, torch.bfloat16}
+    narrow, wide = FLOORS[torch.bfloat16], FLOORS[torch.float32]
+    assert all(wide[kind] <= narrow[kind] / 9 for kind in wide if kind != "lr")
+    assert wide["lr"] == narrow["lr"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "by", "angle", "length"),
+    [
+        ([1.0, 0.0], [2.0, 0.0], "tensor", 0.0, 0.5),
+        ([1.0, 0.0], [-1.0, 0.0], "tensor", 2.0, 0.0),
+        ([0.0, 0.0], [0.0, 0.0], "tensor", 0.0, 0.0),
+        ([0.0, 0.0], [0.0, 3.0], "tensor", 1.0, 1.0),
+        ([[1.0, 0.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]], "row", 0.0, 0.0),
+        ([[4.0, 0.0], [0.0, 1.0]], [[4.0, 0.0], [1.0, 0.0]], "row", 1.0, 0.0),
+        ([[4.0, 0.0], [0.0, 1.0]], [[4.0, 0.0], [0.0, 4.0]], "row", 0.0, 0.75),
+        (2.0, 3.0, "row", 0.0, 1 / 3),
+    ],
+)
+def test_directions_differ_by_angle_and_by_length(one: Any, other: Any, by: Any, angle: float, length: float) -> None:
+    found = compare_directions(torch.tensor(one), torch.tensor(other), by)
+    assert found == (pytest.approx(angle, abs=1e-15), pytest.approx(length))
+
+
+def test_tiny_angles_are_exact() -> None:
+    angle, _ = compare_directions(torch.tensor([1.0, 1e-9]), torch.tensor([1.0, 0.0]))
+    assert angle == pytest.approx(5e-19, rel=1e-6)
+    # Beyond 60 degrees, one minus the cosine is exact and half the squared distance is the same.
+    angle, _ = compare_directions(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.0]))
+    assert angle == pytest.approx(1 - 1 / math.sqrt(10))
+
+
+def test_tolerances_widen_with_narrower_dtypes() -> None:
+    dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    for name in ("rtol", "atol", "angle", "norm"):
+        values = [getattr(TOLERANCES[dtype], name) for dtype in dtypes]
+        assert values == sorted(values)
+        assert values[0] < values[-1]
