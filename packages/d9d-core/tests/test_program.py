@@ -67,3 +67,8 @@ def test_programs_need_no_torch() -> None:
     code = "import sys, d9d_core.program.validation, d9d_core.program.text; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "False"
+
+
+def test_a_stage_that_no_rank_computes_has_no_host_and_no_reduction() -> None:
+    index = ProgramIndex.of([(Forward(1, 0), Reduce(1))], stages=3)
+    assert (index.hosts, index.reduces) == ([-1, 0, -1], [-1, 1, -1])

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from d9d_core.untrusted import MAX_JSON_DEPTH, open_regular, parse_json, read_regular
+from d9d_core.untrusted import MAX_JSON_DEPTH, Place, open_regular, parse_json, read_regular
 
 
 def test_a_regular_file_is_read_also_through_a_link(tmp_path: Path) -> None:
@@ -107,3 +107,41 @@ def test_json_that_means_nothing_certain_is_refused_where_it_is_ours(content: by
 def test_brackets_in_strings_are_no_depth() -> None:
     assert parse_json(b'["' + b"[{" * 500 + b'\\""]') == ["[{" * 500 + '"']
     assert parse_json(b"[" * MAX_JSON_DEPTH + b"]" * MAX_JSON_DEPTH)
+
+
+@pytest.mark.parametrize(("name", "file"), [("model", "config.json"), ("adapter", "adapter_config.json")])
+def test_the_export_of_a_run_belongs_to_the_run_and_a_copy_of_it_does_not(tmp_path: Path, name: str, file: str) -> None:
+    for directory in (tmp_path / "run" / name, tmp_path / "run" / "copy", tmp_path / "alone" / name):
+        directory.mkdir(parents=True)
+        (directory / file).write_text("{}")
+    (tmp_path / "run" / "job.yaml").write_text("")
+    exported = Place.of(tmp_path / "run" / name)
+    assert (exported.kind, exported.run) == (name, tmp_path / "run")
+    assert list(exported.of_the_model())[1:] == [tmp_path / "run" / "model", tmp_path / "run" / "tokenizer"]
+    for directory in (tmp_path / "run" / "copy", tmp_path / "alone" / name):
+        assert (Place.of(directory).kind, Place.of(directory).run) == (name, None)
+
+
+def test_places_are_known_by_their_files(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (tmp_path / "other" / "step-00000003").mkdir(parents=True)
+    (tmp_path / "other" / "step-00000003" / "manifest.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    found = {
+        str(path.relative_to(tmp_path)): (place.kind, place.run, place.checkpoints)
+        for path in (checkpoint, checkpoint.parent, tmp_path / "run", tmp_path / "other", tmp_path / "empty")
+        for place in [Place.of(path)]
+    }
+    run, other = tmp_path / "run", tmp_path / "other"
+    assert found == {
+        "run/checkpoints/step-00000002": ("checkpoint", run, checkpoint),
+        "run/checkpoints": ("checkpoints", run, checkpoint.parent),
+        "run": ("run", run, checkpoint.parent),
+        "other": ("checkpoints", None, other),
+        "empty": ("nothing", None, None),
+    }
+    assert Place.of("s3://bucket/x").kind == "address"
+    file = Place.of(checkpoint / "manifest.json")
+    assert (file.kind, list(file.of_the_model())) == ("file", [checkpoint])

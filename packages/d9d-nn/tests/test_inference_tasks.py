@@ -13,7 +13,8 @@ from d9d_core.types import Microbatch, State
 from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, TokenClassificationHeadConfig
 from d9d_nn.heads.pooling import pool
 from d9d_nn.inference.classes import Classes, Rewards
-from d9d_nn.inference.config import ClassesConfig, HiddenStatesConfig, RewardsConfig
+from d9d_nn.inference.config import ClassesConfig, GenerationsConfig, HiddenStatesConfig, RewardsConfig
+from d9d_nn.inference.generations import Generations
 from d9d_nn.inference.hidden_states import HiddenStates
 from d9d_testing.suites.inference.task import InferenceTaskSuite
 from d9d_testing.tolerances import assert_close_values
@@ -144,3 +145,12 @@ def test_layers_that_a_model_lacks_are_refused() -> None:
     for layer in (2, -3):
         with pytest.raises(JobError, match=f"there is no layer {layer} in a model of 2"):
             HiddenStates(HiddenStatesConfig(layers=(layer,))).modules(names)
+
+
+def test_the_finished_fraction_of_generations_is_a_share_of_the_rows() -> None:
+    task = Generations(GenerationsConfig())
+    rows = {"row": [0, 1, 2, 3], "tokens": [[1], [], [2, 3], [4]], "finished": [True, False, False, True]}
+    sums = task.tally(rows)
+    assert sums == {"rows": 4.0, "tokens": 4.0, "finished": 2.0}
+    assert task.finalize(sums) == {"rows": 4.0, "new_tokens": 4.0, "finished": 0.5}
+    assert task.finalize({"rows": 0.0, "tokens": 0.0, "finished": 0.0})["finished"] == 0.0

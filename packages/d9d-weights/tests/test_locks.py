@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from d9d_core.errors import CheckpointError
+from d9d_weights.files import lock
 from d9d_weights.files.atomic import move, replacing, sync, write_text
 from d9d_weights.files.lock import LocksUnsupportedError, exclusive, is_held, lock_file
 
@@ -21,6 +22,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from d9d_weights.files.lock import exclusive
+from d9d_weights.files import lock
 with exclusive(Path(sys.argv[1]), "busy"):
     print("held", flush=True)
     sys.stdin.read()
@@ -157,3 +159,16 @@ def test_a_block_that_fails_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError), replacing(tmp_path / "a") as temporary:
         temporary.write_text("ne\ud800")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
+
+
+def test_attempts_to_take_a_held_lock_are_apart_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    def held(_descriptor: int, _operation: int) -> None:
+        raise BlockingIOError(errno.EAGAIN, "held")
+
+    monkeypatch.setattr(lock.fcntl, "flock", held)
+    monkeypatch.setattr(lock.time, "sleep", slept.append)
+    with (tmp_path / "lock").open("w") as file, pytest.raises(BlockingIOError):
+        lock._take(file.fileno(), tmp_path / "lock", None)
+    assert slept == [lock._PAUSE] * (lock._ATTEMPTS - 1)

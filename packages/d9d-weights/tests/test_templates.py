@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from d9d_testing.hostile.templates import ATTACKS
+from d9d_weights.templates import worker
 from d9d_weights.templates.process import TemplateError, TemplateLimits, TemplateProcess
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
@@ -115,3 +117,13 @@ def test_a_malformed_template_names_its_line() -> None:
     with pytest.raises(TemplateError, match="Unexpected end of template") as caught:
         TemplateProcess({"default": "x", "tool_use": "\n{% if x %}"})
     assert (caught.value.key, caught.value.line) == ("tool_use", 2)
+
+
+def test_requests_and_answers_are_lines_of_json_with_any_text() -> None:
+    stream = io.BytesIO()
+    answer = {"text": "a\nb\u00e9\ud800", "marks": [[0, 1]]}
+    worker._write(stream, answer)
+    worker._write(stream, [])
+    assert stream.getvalue().count(b"\n") == 2
+    stream.seek(0)
+    assert [worker._read(stream) for _ in range(3)] == [answer, [], None]

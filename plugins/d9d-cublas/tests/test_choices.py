@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,8 @@ def test_processes_that_record_at_once_agree_and_lose_nothing(tmp_path: Path) ->
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert len(read(tmp_path / "cublas.json")) == 20
     assert {path.name for path in tmp_path.iterdir()} == {"cublas.json", "cublas.lock"}
+
+
+def test_an_algorithm_has_the_defaults_of_the_library() -> None:
+    found = Settings(7)
+    assert [getattr(found, field.name) for field in fields(found)] == [7, 0, 0, 0, 0, 0, 1, 0, 0]

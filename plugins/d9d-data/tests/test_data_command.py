@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from d9d_core.errors import DataError
 from d9d_data.cli.commands import show
-from d9d_data.cli.samples import Sample, marked, samples_of
+from d9d_data.cli.samples import Sample, _lost_of, marked, samples_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 PLUGIN = """
 from typing import Literal
 from d9d_core.config import PluginConfig
 from d9d_core.plugin import DatasetSpec, ModelSpec, OptimizerSpec, Ref, TaskSpec, hookimpl
+from d9d_data.cli.samples import _lost_of
 
 class Config(PluginConfig):
     name: Literal["mine"] = "mine"
@@ -168,3 +169,15 @@ def test_colours_and_lines_tell_learned_tokens_and_documents_apart(tokenizer: To
         ("ab", "dim"), ("c", "bold green"), ("--- document ---", "bold red"), ("d", "dim"),
         (f"ef{tokenizer.decode([7])}", "bold green"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("consumed", "lost"), [(3, ["lost at 3"]), (None, []), ("x", [])])
+def test_losses_to_truncation_are_known_of_streams_that_count_what_they_read(consumed: object, lost: list[str]) -> None:
+    class Source:
+        def lost_at(self, consumed: int) -> list[str]:
+            return [f"lost at {consumed}"]
+
+    stream: Any = SimpleNamespace(source=Source(), state=lambda: {"consumed": consumed})
+    assert list(_lost_of(stream)) == lost
+    other: Any = SimpleNamespace(state=lambda: {"consumed": 3})
+    assert list(_lost_of(other)) == []

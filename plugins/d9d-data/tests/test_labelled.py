@@ -234,3 +234,9 @@ def test_samples_are_shown_with_their_labels(stream: Open, tmp_path: Path) -> No
 def test_fields_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         LabelledConfig.model_validate({"sources": ["a.jsonl"], "sequence_length": 8, **fields})
+
+
+def test_a_field_of_the_text_may_have_one_letter_but_not_none() -> None:
+    assert LabelledConfig(sources=("a.jsonl",), sequence_length=8, field="x").field == "x"
+    with pytest.raises(ValidationError):
+        LabelledConfig(sources=("a.jsonl",), sequence_length=8, field="")

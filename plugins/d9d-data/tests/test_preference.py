@@ -11,6 +11,7 @@ import pytest
 import torch
 from d9d_core.data import DataContext
 from d9d_core.errors import DataError
+from d9d_data.chat.preference import _split
 from d9d_data.cli.samples import marked, samples_of
 from d9d_data.config import PreferenceConfig
 from d9d_data.stream.chat import build_preference
@@ -194,3 +195,19 @@ def test_shown_are_both_sides_by_name(model: Path, stream: Open) -> None:
     texts = zip(range(2), samples_of(reader), strict=False)
     shown = [(sample.name, marked(sample, tokenizer, brackets=True).plain) for _, sample in texts]
     assert shown == [("chosen", "a«b<|im_end|>»"), ("rejected", "a«c<|im_end|>»")]
+
+
+@pytest.mark.parametrize(
+    "sides", [([{"role": "user", "content": "a"}], "ab"), ("ab", [{"role": "user", "content": "a"}])]
+)
+def test_sides_of_different_kinds_have_no_common_prompt(sides: tuple[Any, Any]) -> None:
+    with pytest.raises(DataError, match="chosen and rejected are two strings or two lists of messages"):
+        _split(*sides, "file:1")
+
+
+def test_the_common_prompt_ends_before_the_first_difference() -> None:
+    assert _split("a good b", "a good c", "x") == ("a good", " b", " c")
+    first, second = ({"role": "user", "content": text} for text in "ab")
+    assert _split([first, second], [first, first], "x") == ([first], [second], [first])
+    # Each side keeps a message.
+    assert _split([first, second], [first, second, first], "x") == ([first], [second], [second, first])

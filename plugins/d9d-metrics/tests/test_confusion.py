@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from d9d_core.errors import JobError
 from d9d_metrics.confusion.config import ConfusionConfig
+from d9d_metrics.confusion.counting import count_classes
 from d9d_metrics.confusion.metric import ConfusionMetric
+from d9d_metrics.confusion.statistics import macro, weighted
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -145,3 +148,22 @@ def test_shapes_that_do_not_fit_are_named(problem: Any, predictions: Any, target
 def test_fields_that_do_not_go_together_are_refused(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(text)):
         ConfusionConfig.model_validate({"problem": THREE, **fields})
+
+
+def test_a_target_among_the_highest_scores_counts_as_predicted() -> None:
+    scores = torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [2.0, 2.0, 1.0], [1.0, 1.0, 1.0], [9.0, 0.0, 0.0]])
+    targets = torch.tensor([1, 0, 1, 2, -100])
+    one, two = (count_classes(scores, targets, 3, top_k) for top_k in (1, 2))
+    assert one["hits"].tolist() == [0, 0, 0]
+    assert two["hits"].tolist() == [0, 2, 0]
+    assert two["predicted"].tolist() == [1, 2, 1]
+    assert one["actual"].tolist() == two["actual"].tolist() == [1, 2, 1]
+
+
+def test_a_weighted_mean_has_any_scale_of_weights_and_leaves_out_what_has_no_value() -> None:
+    values, kept = torch.tensor([1.0, 0.5, math.nan, 3.0]), torch.tensor([True, True, True, False])
+    found = weighted(values, kept, torch.tensor([0.25, 0.5, 0.25, 9.0]))
+    assert found.item() == pytest.approx((0.25 + 0.25) / 0.75)
+    assert weighted(values, kept, torch.zeros(4)).item() == pytest.approx(0.75)
+    assert macro(values, kept).item() == pytest.approx(0.75)
+    assert macro(values, torch.zeros(4, dtype=torch.bool)).isnan()

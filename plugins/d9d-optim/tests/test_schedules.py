@@ -10,6 +10,7 @@ from d9d_optim.schedule.builder import piecewise_schedule
 from d9d_optim.schedule.config import (
     ConstantConfig,
     CosineConfig,
+    CurveName,
     InverseSqrtConfig,
     LinearConfig,
     Phase,
@@ -20,7 +21,7 @@ from d9d_optim.schedule.curves import curve_of
 from d9d_optim.schedule.schedules import constant, cosine, inverse_sqrt, linear, piecewise, warmup_stable_decay
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 CURVES = ["linear", "cosine", "poly", "poly_late", "exponential", "inverse_sqrt"]
 
@@ -237,3 +238,10 @@ def test_cosine_factors_are_positive_and_at_most_one(total: int, data: st.DataOb
     assert all(0 < value <= 1 for value in values)
     assert max(values[:warmup], default=1.0) == 1.0
     assert values[-1] == 0.05
+
+
+@pytest.mark.parametrize("curve", ["module:curve", "package.module", "package.module:curve", "cosine"])
+def test_a_curve_is_a_built_in_name_or_an_import_path(curve: str) -> None:
+    assert TypeAdapter(CurveName).validate_python(curve) == curve
+    with pytest.raises(ValidationError, match="did you mean 'cosine'"):
+        TypeAdapter(CurveName).validate_python("cosin")

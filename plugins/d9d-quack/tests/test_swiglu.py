@@ -10,7 +10,7 @@ import torch
 from d9d_core.deferral import Deferral
 from d9d_core.kernel import OpSignature
 from d9d_quack import rules
-from d9d_quack.swiglu import build, swiglu
+from d9d_quack.swiglu import _fake_forward, build, swiglu
 from d9d_testing.suites.kernel import KernelSuite
 from torch import Tensor
 from torch.nn import functional
@@ -210,3 +210,9 @@ def test_the_stand_ins_take_what_the_library_takes() -> None:
     for ours in (gemm, gemm_gated, gemm_dgated):
         theirs = inspect.signature(getattr(library, ours.__name__)).parameters
         assert [name for name in inspect.signature(ours).parameters if name not in theirs] == []
+
+
+def test_shapes_of_the_compiled_layer_are_those_of_its_results() -> None:
+    rows, gate = torch.empty(3, 8, device="meta"), torch.empty(5, 8, device="meta")
+    out, both = _fake_forward(rows, gate, gate, torch.empty(8, 5, device="meta"))
+    assert (out.shape, both.shape) == ((3, 8), (3, 10))

@@ -119,3 +119,13 @@ def test_a_job_file_names_a_preset_and_the_resolved_job_holds_all_sizes() -> Non
 def test_a_job_with_an_unknown_preset_is_refused_at_its_place() -> None:
     with pytest.raises(JobError, match="^job: model: there is no preset '8bb'; did you mean '8b'"):
         job({"preset": "8bb"})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sizes_of_a_preset_add_up_to_the_published_number_of_parameters(preset: str) -> None:
+    config = Qwen3Config(preset=preset)  # type: ignore[call-arg]
+    hidden, head = config.hidden_size, config.head_dim
+    attention = 2 * hidden * head * (config.num_attention_heads + config.num_key_value_heads) + 2 * head
+    layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
+    tables = config.vocab_size * hidden * (1 if config.tie_embeddings else 2)
+    assert config.num_layers * layer + tables + hidden == PUBLISHED[preset][0]

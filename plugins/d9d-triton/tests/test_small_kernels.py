@@ -263,3 +263,15 @@ def test_a_compiler_keeps_them_in_one_graph() -> None:
     plain = outcome(lambda *leaves: block(*leaves, *angles), *inputs)
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     assert_close_gradients(outcome(lambda *leaves: compiled(*leaves, *angles), *inputs), plain)
+
+
+def test_sines_of_another_shape_than_the_cosines_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"sin \[1, 4, 3\] must be"):
+        rope.rope(normal(1, 4, 2, 8), normal(1, 4, 2, 8), normal(1, 4, 4), normal(1, 4, 3))
+
+
+def test_heads_of_an_odd_number_of_pairs_are_turned_within_their_tensor() -> None:
+    query, key, angles = normal(1, 2, 3, 6), normal(1, 2, 1, 6, seed=1), cos_sin(1, 2, 3)
+    found, exact = rope.rope(query, key, *angles), plain_rope.rope(query, key, *angles)
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, other)
