@@ -678,3 +678,52 @@ def test_a_comparison_says_which_model_is_better_if_the_interval_excludes_zero(
         "samples": 9, "better": better,
     }  # fmt: skip
     assert "compare" not in Report(evaluated("x")).to_json()
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_captures_go_from_the_rank_of_their_module_to_that_of_the_last_stage(
+    monkeypatch: pytest.MonkeyPatch, position: int
+) -> None:
+    """Module ``near`` is on the last rank, ``far`` on the first, and the second rank has none."""
+    model = {0: nn.ModuleDict({"far": nn.Identity()}), 1: nn.ModuleDict(), 2: nn.ModuleDict({"near": nn.Identity()})}
+    place = topology(pp=position)
+    place.axes_group, place.device = (lambda *_: "group"), torch.device("cpu")
+    captures = Captures(["far", "near"], {position: model[position]}, pipeline(3, 3), place)
+    shapes = {"far": [([2], "torch.float64")] * 2, "near": [([2], "torch.float32")] * 2}
+    told = [{"far": shapes["far"]}, {}, {"near": shapes["near"]}]
+    monkeypatch.setattr("d9d_inference.captures.all_gather_objects", lambda _own, _group: told)
+    moved: list[Any] = []
+    monkeypatch.setattr(
+        "d9d_inference.captures.dist.send", lambda one, group, group_dst: moved.append((one.tolist(), group_dst))
+    )
+
+    def receive(one: Tensor, group: object, group_src: int) -> None:
+        moved.append((one.dtype, group_src))
+        one.fill_(7.0)
+
+    monkeypatch.setattr("d9d_inference.captures.dist.recv", receive)
+
+    class Stage:
+        def evaluate(self, pack: Any, outputs: Any) -> None:
+            for index, one in enumerate(pack):
+                for module in model[position].values():
+                    module(torch.full((2,), float(index)))
+                if position == 2:
+                    outputs({"out": one}, one)
+
+    found: list[Any] = []
+    captures.run(cast("Any", Stage()), cast("Any", ["first", "second"]), lambda outputs, _one: found.append(outputs))
+    assert (
+        moved
+        == {
+            0: [([0.0, 0.0], 2), ([1.0, 1.0], 2)],
+            1: [],
+            2: [(torch.float64, 0), (torch.float64, 0)],
+        }[position]
+    )
+    if position < 2:
+        assert found == []
+        return
+    assert [one["out"] for one in found] == ["first", "second"]
+    assert [one["module/near"].tolist() for one in found] == [[0.0, 0.0], [1.0, 1.0]]
+    assert [one["module/far"].tolist() for one in found] == [[7.0, 7.0]] * 2

@@ -93,7 +93,13 @@ def launched(monkeypatch: pytest.MonkeyPatch, program: str) -> dict[str, float]:
     return measure.measured_link("cpu", 2)
 
 
-WRITES = "import sys; d, kind, rank, ranks = sys.argv[-4:]; rank == '0' and open(d + '/rates.json', 'w').write('{\"link\": %s}' % ranks)"
+WRITES = """
+import sys
+directory, kind, rank, ranks = sys.argv[-4:]
+if rank == "0":
+    with open(directory + "/rates.json", "w") as file:
+        file.write('{"link": %s}' % ranks)
+"""
 
 
 def test_processes_get_their_place_and_the_rates_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,107 @@
+"""Parts of the conformance suites that need no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from d9d_testing.suites.strategy import StrategySuite
+from d9d_testing.suites.support.model_matrices import MatrixUse
+from d9d_testing.suites.support.observations import microbatch, observed, outputs
+from d9d_verify.compare import Verdict
+from torch import nn
+
+PASSED = Verdict("good", 0.0, 0.0, (0.0, "a"), (0.0, "a"), (0.0, "a"), None)
+FAILED = Verdict.failure("bad", "the loss is off")
+
+
+def suite(*verdicts: Verdict, meshes: Sequence[dict[str, int]] = ({"dp_shard": 2},)) -> Any:
+    """A suite whose layouts have given verdicts, and the layouts that it compared."""
+    compared: list[Any] = []
+    left = iter(verdicts)
+
+    def compare(layouts: Sequence[Any]) -> list[Verdict]:
+        compared.extend(layouts)
+        return [next(left) for _ in layouts]
+
+    class Suite(StrategySuite):
+        plugin = "d9d_testing.toy.plugin"
+        target = "mine"
+        settings = ({"a": 1}, {"a": 2})
+        seen = compared
+
+        def harness(self, mesh: Any, microbatch: int) -> Any:
+            def resumed(*_: Any) -> Verdict:
+                return next(left)
+
+            return SimpleNamespace(compare=compare, compare_resumed=resumed)
+
+        def layout(self, mesh: Any, settings: Any) -> Any:
+            return dict(mesh), dict(settings)
+
+    Suite.meshes = meshes
+    return Suite()
+
+
+def test_a_strategy_whose_numbers_differ_in_any_layout_fails() -> None:
+    meshes = ({"dp_shard": 2}, {"dp_shard": 4})
+    good = suite(PASSED, PASSED, PASSED, PASSED, meshes=meshes)
+    good.test_loss_gradients_and_updates_are_those_of_one_process(4)
+    assert good.seen == [(mesh, {"a": a}) for mesh in meshes for a in (1, 2)]
+    for verdicts in ([FAILED, PASSED, PASSED, PASSED], [PASSED, PASSED, PASSED, FAILED]):
+        with pytest.raises(AssertionError, match="the loss is off"):
+            suite(*verdicts, meshes=meshes).test_loss_gradients_and_updates_are_those_of_one_process(4)
+
+
+@pytest.mark.parametrize("verdicts", [(FAILED, PASSED), (PASSED, FAILED)])
+def test_a_strategy_that_does_not_continue_in_both_directions_fails(verdicts: tuple[Verdict, Verdict]) -> None:
+    suite(PASSED, PASSED).test_a_run_continues_in_one_process_and_back()
+    with pytest.raises(AssertionError, match="the loss is off"):
+        suite(*verdicts).test_a_run_continues_in_one_process_and_back()
+
+
+def test_right_factors_of_products_are_known_by_their_parameters() -> None:
+    model = nn.ParameterDict({"plain": torch.randn(2, 3), "bank": torch.randn(2, 3, 4), "unused": torch.randn(3, 2)})
+    use, x, aten = MatrixUse(model), torch.randn(5, 3), torch.ops.aten
+    with torch.no_grad():
+        for _ in range(2):
+            out = use.__torch_dispatch__(aten.mm.default, (), (x, model["plain"].t()))
+        use.__torch_dispatch__(aten.addmm.default, (), (torch.zeros(2), x, model["plain"].t()))
+        use.__torch_dispatch__(aten.bmm.default, (), (x.expand(2, -1, -1), model["bank"]))
+        use.__torch_dispatch__(aten.mm.default, (), (x, torch.randn(3, 2)))
+        use.__torch_dispatch__(aten.mul.Tensor, (), (torch.ones(3, 2), model["unused"]))
+    torch.testing.assert_close(out, x @ model["plain"].t())
+    assert use.found.keys() == {"plain", "bank"}
+    (plain,) = use.found["plain"]
+    assert torch.equal(plain, model["plain"].t())
+    assert all(torch.equal(one, bank) for one, bank in zip(use.found["bank"], model["bank"], strict=True))
+
+
+def test_outputs_of_a_sample_depend_on_that_sample_alone_and_on_all_of_it() -> None:
+    whole, part = microbatch(slice(0, 4)), microbatch(slice(2, 3))
+    every, one = (outputs(batch, torch.ones(())) for batch in (whole, part))
+    for name, tensor in one.items():
+        torch.testing.assert_close(every[name][2:3], tensor)
+    changed = {name: tensor.clone() for name, tensor in whole.items()}
+    changed["tokens"][1, -1] += 1
+    other = outputs(changed, torch.ones(()))["class_logits"]
+    assert [bool(torch.equal(other[row], every["class_logits"][row])) for row in range(4)] == [True, False, True, True]
+    assert torch.equal(outputs(whole, torch.tensor(2.0))["y"], 2 * every["y"])
+
+
+def test_observations_have_no_rank_where_no_token_counts() -> None:
+    found = observed(slice(0, 4))
+    ignored = found["targets"] == -100
+    assert ignored.any()
+    assert (found["token_ranks"][ignored] == -1).all()
+    assert (found["token_ranks"][~ignored] >= 0).all()
+    assert (found["weights"][ignored] == 0).all()
+    assert (found["weights"][~ignored] > 0).all()
+    assert "y" not in found
+    uncounted = microbatch(slice(0, 2), counted=False)
+    assert (uncounted["targets"] == -100).all()
+    assert (uncounted["labels"] == -100).all()
+    assert not uncounted["mask"].any()
