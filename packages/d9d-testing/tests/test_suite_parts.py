@@ -63,6 +63,7 @@ def test_a_strategy_that_does_not_continue_in_both_directions_fails(verdicts: tu
         suite(*verdicts).test_a_run_continues_in_one_process_and_back()
 
 
+@pytest.mark.thorough  # torch imports its compiler for a dispatch mode, which takes seconds
 def test_right_factors_of_products_are_known_by_their_parameters() -> None:
     model = nn.ParameterDict({"plain": torch.randn(2, 3), "bank": torch.randn(2, 3, 4), "unused": torch.randn(3, 2)})
     use, x, aten = MatrixUse(model), torch.randn(5, 3), torch.ops.aten

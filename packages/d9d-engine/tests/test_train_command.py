@@ -1,0 +1,60 @@
+"""Command ``d9d train``: what it does before a job is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from d9d_core.errors import JobError
+from d9d_engine.cli import train
+from typer.testing import CliRunner
+
+
+@pytest.fixture
+def invoked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[list[Any], Any]]:
+    """Runs the command with stand-ins for the launcher; returns what happened, and the result."""
+
+    def run(*words: str, launcher: str | None = None) -> tuple[list[Any], Any]:
+        happened: list[Any] = []
+
+        def launch(_job: object, command: list[str], restarts: int, _interrupts: object) -> int:
+            happened.append(("launch", command, restarts))
+            return 7
+
+        def processes(_load: object, nproc: str | None) -> str:
+            happened.append(("processes", nproc))
+            return "job"
+
+        def process(_environ: object, alone: bool) -> Any:
+            happened.append(("alone", alone))
+            return SimpleNamespace(launcher=launcher)
+
+        monkeypatch.setattr(train, "output_is_incidental", lambda: happened.append("incidental"))
+        monkeypatch.setattr(train, "process_of_launcher", process)
+        monkeypatch.setattr(train, "for_processes", processes)
+        monkeypatch.setattr(train, "launch", launch)
+        path = tmp_path / "job.yaml"
+        path.write_text("")
+        return happened, CliRunner().invoke(train.app, [str(path), *words])
+
+    return run
+
+
+def test_output_is_incidental_before_anything_else_and_restarts_are_counted(invoked: Any, tmp_path: Path) -> None:
+    happened, result = invoked("--nproc", "2", "--set", "seed=1")
+    command = ["train", str(tmp_path / "job.yaml"), "--set", "seed=1"]
+    assert happened == ["incidental", ("alone", False), ("processes", "2"), ("launch", command, 0)]
+    assert result.exit_code == 7
+    happened, _ = invoked("--max-restarts", "3", "--alone")
+    assert happened[:3] == ["incidental", ("alone", True), ("processes", None)]
+    assert happened[3][2] == 3
+
+
+def test_processes_of_another_launcher_are_not_launched_again(invoked: Any) -> None:
+    happened, result = invoked("--nproc", "2", launcher="torchrun")
+    assert happened == ["incidental", ("alone", False)]
+    assert isinstance(result.exception, JobError)
+    assert "torchrun has started this process" in str(result.exception)
