@@ -161,3 +161,9 @@ def test_a_compiler_keeps_them_in_one_graph() -> None:
         called(*leaves).backward(normal(3, 8, seed=9))
         found.append({"x": leaves[0].grad, "weights": leaves[1].grad})
     assert_close_gradients(*found)
+
+
+def test_a_row_that_is_the_place_of_no_choice_has_a_copy_too() -> None:
+    tokens, slots, places = normal(2, 5), torch.tensor([0, 0, 1]), torch.tensor([[1], [2]])
+    assert torch.equal(permutation.permute(tokens, slots, places), tokens[slots])
+    assert torch.equal(permutation.permute(tokens, slots[1:], places - 1), tokens)
