@@ -13,7 +13,7 @@ import torch
 from d9d_core.data import DataContext
 from d9d_core.errors import DataError
 from d9d_data.cli.samples import marked, samples_of
-from d9d_data.config import LabelledConfig
+from d9d_data.config import CorpusConfig, DocumentsConfig, LabelledConfig, TextConfig
 from d9d_data.corpus import plan
 from d9d_data.stream.documents import DocumentStream, build_documents
 from hypothesis import given, settings
@@ -236,7 +236,9 @@ def test_fields_that_do_not_fit_are_refused(fields: dict[str, Any], message: str
         LabelledConfig.model_validate({"sources": ["a.jsonl"], "sequence_length": 8, **fields})
 
 
-def test_a_field_of_the_text_may_have_one_letter_but_not_none() -> None:
-    assert LabelledConfig(sources=("a.jsonl",), sequence_length=8, field="x").field == "x"
+@pytest.mark.parametrize("config", [LabelledConfig, DocumentsConfig, TextConfig])
+def test_a_field_of_the_text_may_have_one_letter_but_not_none(config: type[CorpusConfig]) -> None:
+    values = {"sources": ["a.jsonl"], "sequence_length": 8}
+    assert config.model_validate({**values, "field": "x"}).field == "x"
     with pytest.raises(ValidationError):
-        LabelledConfig(sources=("a.jsonl",), sequence_length=8, field="")
+        config.model_validate({**values, "field": ""})
