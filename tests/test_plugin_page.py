@@ -57,7 +57,7 @@ def test_it_names_every_reduction_of_metrics() -> None:
 
 
 def test_readmes_name_every_observation_of_a_task_and_who_reads_it(installed: Registry) -> None:
-    header = ("task", "observation", "what it is", "metrics that read it")
+    header = ("task", "observation", "description", "metrics that read it")
     documented = {
         (quoted(task)[0], quoted(name)[0]): set(quoted(metrics))
         for page in PAGES

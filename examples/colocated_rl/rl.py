@@ -67,7 +67,7 @@ class Rollouts:
         self._packs = int(state["packs"])
 
     def save_assets(self, directory: Path) -> None:
-        """Return ``None``: rollouts are tokens already."""
+        """Save nothing: rollouts are tokens already, so there is no tokenizer."""
 
 
 def rollout_file(directory: Path, step: int) -> Path:
