@@ -1,4 +1,4 @@
-"""How much training time a checkpoint costs: our asynchronous save against torch's own, in one run.
+"""Training time that a checkpoint costs: d9d's asynchronous save against torch's, in one run.
 
     python tools/bench/checkpoint_stall.py                                        (one process)
     torchrun --nproc-per-node 8 tools/bench/checkpoint_stall.py --parameters 8e9  (sharded over all GPUs)
@@ -42,11 +42,11 @@ WIDTH = 4096
 
 
 class Training:
-    """What is saved, and the step that changes it.
+    """Training state to save, and the step that changes it.
 
     Args:
         options: of the command line.
-        device: what it computes on.
+        device: device of the training state.
     """
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Costs of d9d itself on a CPU, beside those at an earlier commit.
+"""Costs of d9d itself on a CPU, compared with an earlier commit.
 
     python tools/bench/cpu.py                              this commit alone
     python tools/bench/cpu.py --against HEAD~1             and the one before, in turns
@@ -83,14 +83,14 @@ def rounds(
 
     Args:
         pythons: interpreters of the sides; this commit's is the first.
-        parts: names of what is measured.
-        count: rounds that count; one before them writes bytecode and fills caches.
+        parts: names of the measurements.
+        count: number of rounds; an additional first round writes bytecode and fills caches.
         asked: gives the seconds of a part, by an interpreter.
         say: prints a line.
     """
     found: dict[str, list[list[float]]] = {}
     for number in range(-1, count):
-        # In turn first and last: whoever comes after a pause meets other clocks.
+        # Alternate the order: the first contender after a pause runs at other GPU clocks.
         order = list(enumerate(pythons))[:: 1 if number % 2 else -1]
         for part in parts:
             for side, python in order:

@@ -104,7 +104,7 @@ def checkpoint() -> Seconds:
 
 
 def step() -> Seconds:
-    """Steps of the quickstart's job, with what a run does around them."""
+    """Steps of the quickstart's job, with logging and the other work of a run between them."""
     from d9d_engine.job import Job
 
     with tempfile.TemporaryDirectory() as place:

@@ -152,7 +152,7 @@ def main() -> None:
     first = [(ours().item(), theirs().item()) for _ in range(3)]
     times: dict[str, list[float]] = {"ours": [], "plain": []}
     for index in range(options.rounds):
-        # In turn first and second: whoever comes after a pause meets other clocks.
+        # Alternate the order: the first contender after a pause runs at other GPU clocks.
         for name, run in (("ours", ours), ("plain", theirs))[:: 1 if index % 2 == 0 else -1]:
             times[name].append(timed(run, options.steps))
     on_gpu = device.type == "cuda"

@@ -89,14 +89,14 @@ def in_turns(runs: dict[str, Callable[[], Any]], times: int, rounds: int) -> dic
     """Seconds of each, round by round."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(rounds):
-        # In turn first and second: whoever comes after a pause meets other clocks.
+        # Alternate the order: the first contender after a pause runs at other GPU clocks.
         for name, run in list(runs.items())[:: 1 if index % 2 == 0 else -1]:
             found[name].append(timed(run, times))
     return found
 
 
 def steps(options: argparse.Namespace, directory: str, device: torch.device) -> dict[str, Any]:
-    """Both layouts: what they compute, and how long a step takes."""
+    """Compare both layouts: results, and time of a step."""
     trainers = {ep: trainer_of(job_of(options, directory, ep), device) for ep in (1, dist.get_world_size())}
     gc.collect()
     gc.freeze()  # as the trainer does
@@ -122,7 +122,7 @@ def steps(options: argparse.Namespace, directory: str, device: torch.device) -> 
 
 
 def dispatching(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """The dispatcher beside plain exchanges of the same bytes."""
+    """Compare the dispatcher with plain all-to-alls of the same bytes."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     group = dist.group.WORLD

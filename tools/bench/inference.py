@@ -6,8 +6,8 @@
 
 Speed: both compute the log-probability of every row, in bfloat16, with the same random weights, attention and tokens.
 Theirs takes rows as they come, or sorted by length (the best that padding can do), in padded batches of ``--batch``
-rows; ours packs them. Rounds alternate. The rows that are written are compared. Lengths are log-normal, as those of
-texts are. It also says how much of the time that writing takes is hidden behind the computation.
+rows; ours packs them. Rounds alternate. The written rows are compared. Lengths are log-normal, like the lengths of
+texts. It also says how much of the time that writing takes is hidden behind the computation.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Bench:
         """Median time of a call, with the caches of the device emptied before each.
 
         Args:
-            run: what is measured; it was never called before.
+            run: call to measure; it must not have been called before.
             most: milliseconds to spend.
         """
         run()  # compiles
@@ -100,8 +100,8 @@ class Bench:
     def _on_gpu(self, run: Callable[[], Any], most: int) -> float:
         """Median time on the GPU alone.
 
-        Filling memory empties the caches, and takes longer than a host needs to launch what a call launches. So calls
-        of many small kernels, such as backwards, are not measured by the speed of Python.
+        Filling memory empties the caches, and takes longer than the host needs to launch a call. So the speed of Python
+        does not affect calls of many small kernels, such as backwards.
         """
         memory = torch.empty(FILLED, dtype=torch.int8, device=self.device)
         times: list[float] = []

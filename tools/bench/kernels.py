@@ -1,11 +1,11 @@
-"""Kernels of d9d-triton, each against what the device can do: the bandwidth of a copy, or plain matrix products.
+"""Kernels of d9d-triton, each against the device's limit: the bandwidth of a copy, or plain matrix products.
 
     python tools/bench/kernels.py                            an H200, in a minute and a half at most
     python tools/bench/kernels.py --parts ops loss --tokens 16384 --loss-tokens 16384
     python tools/bench/kernels.py --tiny                     the whole bench on a CPU, by Triton's interpreter
     python tools/bench/kernels.py --tables                   only the table of benchmarks/README.md, from its files
 
-Bytes are the fewest that an op must read and write, whatever it does read and write; the copy is measured in the same
+Bytes are the minimum that an op must read and write, not the actual number; the copy is measured in the same
 run, before and after. The loss is compared with its three products, and a whole block of Qwen3 is measured as it is
 written, with the kernels, and compiled. The result goes into ``benchmarks/`` and, from there, into its page.
 """

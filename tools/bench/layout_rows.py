@@ -21,7 +21,7 @@ def context_row(method: str, samples: int, length: int) -> Row:
     return replace(base, mesh=(("cp", 2),), parallel=({"name": "context_parallel", "method": method}, "fsdp"))
 
 
-#: By what they are about; 16,384 tokens of a GPU and step where a sample is not longer.
+#: Rows by topic; 16,384 tokens per GPU and step, or one sample if that is longer.
 ROWS: Mapping[str, tuple[Row, ...]] = {
     "scaling": (
         _MOE,
@@ -51,7 +51,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
             for method in ("all_gather", "ring", "ulysses")
         ),
     ),
-    # Documents of 4,096 tokens, so that a step of a million takes seconds; its memory is that of one document. The
+    # Documents of 4,096 tokens, so that a step of a million takes seconds; its memory equals a single document's. The
     # first of each fits into 80 GB.
     "longest": (
         *(replace(_LONG, length=count * 65_536, document=4096) for count in (4, 5)),

@@ -1,4 +1,4 @@
-"""Layouts of one job on the GPUs of one machine: speed of each GPU beside one GPU alone, memory, and their predictions.
+"""Layouts of one job on the GPUs of one machine: speed relative to one GPU, memory, and predictions of both.
 
     python tools/bench/layouts.py                                      # 2 GPUs: data, tensor, context, expert, pipeline
     python tools/bench/layouts.py --rows long --only 131072 --seconds 200
@@ -53,10 +53,7 @@ def main() -> None:
 
 
 def measure(rows: Sequence[Row], gpu: str, seconds: float | None, table: str) -> dict[str, Any]:
-    """Everything that is measured, as JSON can hold it.
-
-    Rows of most processes first: the first one waits for what nobody has compiled before.
-    """
+    """All measurements, as JSON values. Rows with most processes come first, as the first row compiles kernels."""
     start = time.perf_counter()
     found: list[dict[str, Any]] = []
     hardware: dict[str, Any] = {}
@@ -87,7 +84,7 @@ def measure(rows: Sequence[Row], gpu: str, seconds: float | None, table: str) ->
 
 
 def _processes(row: Row) -> tuple[bool, int]:
-    """Key of the rows that share processes; those of pipelines load all kernels at the start."""
+    """Key of the rows that share processes; rows with pipelines load all kernels at the start."""
     return "pp" in dict(row.mesh), -row.ranks
 
 
@@ -146,7 +143,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="only rows with one of these in their names")
     parser.add_argument("--seconds", type=float, help="end after so long, with what there is")
     parser.add_argument("--gpu", default="h200", metavar="NAME|FILE", help="rates of predictions, as of d9d plan")
-    parser.add_argument("--table", help="name of the table; by default that of the rows")
+    parser.add_argument("--table", help="name of the table; by default the name of the rows")
     parser.add_argument("--folder", type=Path, help="write the result here, as JSON, and the tables into its page")
     parser.add_argument("--tiny", action="store_true", help="tiny models, on a CPU too: tries the tool")
     parser.add_argument("--tables", action="store_true", help="only write the tables of the results that are there")

@@ -1,11 +1,11 @@
-"""How much host memory a process needs to load its part of a model.
+"""Host memory that a process needs to load its part of a model.
 
     torchrun --nproc-per-node 4 tools/bench/load_memory.py             (8 GiB, each process owns a quarter)
     torchrun --nproc-per-node 4 tools/bench/load_memory.py --gib 0.2   (a smoke run)
 
 The model is written in shards of 2 GiB, in bfloat16. Each process then opens it, binds a state graph that renames,
-concatenates and stacks, and fills DTensors that are sharded over all processes. Peak memory is that of the whole
-process (Linux: VmHWM), imports included; a process's own shards are subtracted in the last column.
+concatenates and stacks, and fills DTensors that are sharded over all processes. Peak memory covers the whole process
+(Linux: VmHWM), imports included; a process's own shards are subtracted in the last column.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def mapper(layers: int) -> Mapper:
-    """Merged, stacked and transposed tensors beside plain ones."""
+    """Merged, stacked and transposed tensors in addition to plain ones."""
     layer = Parallel(
         Concatenate(["gate", "up"], "gate_up"),
         Stack(["k", "v"], "kv"),

@@ -3,7 +3,7 @@
     python tools/bench/lora_step.py
     python tools/bench/lora_step.py --samples 4 --checkpointing
 
-Both share the frozen bfloat16 weights, start from the same adapter and see the same tokens: terms of rank 16 beside all
+Both share the frozen bfloat16 weights, start from the same adapter and see the same tokens: LoRA of rank 16 on all
 linear layers, fused AdamW, clipping, the exact loss over the whole vocabulary. Blocks of steps alternate between the
 two, so that clocks and neighbours disturb both alike. Weights are random.
 """
@@ -145,7 +145,7 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in runs}
     peaks = {}
     for index in range(options.rounds):
-        # In turn first and second: whoever comes after a pause meets other clocks.
+        # Alternate the order: the first contender after a pause runs at other GPU clocks.
         for name, run in list(runs.items())[:: 1 if index % 2 == 0 else -1]:
             if device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -1,12 +1,12 @@
-"""Predictions of the planner for jobs on one device, against what a GPU measures: peak memory and time of a step.
+"""Predictions of the planner for jobs on one device, against measurements on a GPU: peak memory and time of a step.
 
     python tools/bench/memory_predictions.py                               # without a GPU, the predictions alone
     python tools/bench/memory_predictions.py --rows 6 --folder runs/predictions
     python tools/bench/memory_predictions.py --only lora --seconds 60
 
-Each row is a job that this process builds, trains for some steps and forgets. The peak is that of the steps after the
-first ones, which compile kernels. One line a row as soon as it is there, then the largest errors, and Spearman's rank
-correlation of predicted and measured times.
+Each row is a job that this process builds, trains for some steps and frees. The peak excludes the first steps, which
+compile kernels. One line a row as soon as it is there, then the largest errors, and Spearman's rank correlation of
+predicted and measured times.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def predicted(job: Job, device: Device) -> dict[str, Any]:
 
 
 def measured(job: Job, device: torch.device) -> dict[str, Any]:
-    """Measurement of a job: ``seconds`` of a step and, on a GPU, GiB at the peak, beside what was there before."""
+    """Measurement of a job: ``seconds`` of a step and, on a GPU, peak GiB in excess of the memory in use before."""
     _forget(device)
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     start = time.perf_counter()

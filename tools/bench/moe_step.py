@@ -36,7 +36,7 @@ from torch import nn
 MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin", "d9d_qwen3.plugin")
 LR, DECAY, BETAS = 1e-4, 0.1, (0.9, 0.95)
 
-#: kind of work -> what the names of its kernels contain; the first that fits counts.
+#: kind of work -> parts of its kernels' names; the first match counts.
 KINDS = {
     "grouped matrix products": ("grouped", "GroupProblemShape", "ptr_array", "prepare_gemm"),
     "attention": ("flash", "fmha", "cudnn_generated", "sdpa"),
@@ -180,7 +180,7 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in runs}
     peaks = {}
     for index in range(options.rounds):
-        # In turn first and second: whoever comes after a pause meets other clocks.
+        # Alternate the order: the first contender after a pause runs at other GPU clocks.
         for name, run in list(runs.items())[:: 1 if index % 2 == 0 else -1]:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()

@@ -2,9 +2,9 @@
 
     python tools/bench/optimizer_step.py --parameters 2.0
 
-Prints JSON: of each optimizer the milliseconds of a step, the bytes that it has to move, and its bandwidth as a share
-of that of torch's fused AdamW; and the milliseconds of AdamW's step with the clipping divisor in a pass before it,
-inside of it, and without one. Blocks of these steps alternate, so that clocks and neighbours disturb all alike.
+Prints JSON: of each optimizer the milliseconds of a step, the bytes that it has to move, and its bandwidth relative to
+torch's fused AdamW; and the milliseconds of AdamW's step with the clipping divisor in a pass before it, inside of it,
+and without one. Blocks of these steps alternate, so that clocks and neighbours disturb all alike.
 """
 
 from __future__ import annotations

@@ -309,7 +309,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[dict[str
     values = {name: results(run, stages.values()) for name, run in runs.items()}  # warms up, too
     times: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(options.rounds):
-        # In turn first and last: whoever comes after a pause meets other clocks.
+        # Alternate the order: the first contender after a pause runs at other GPU clocks.
         for name, run in list(runs.items())[:: 1 if index % 2 == 0 else -1]:
             times[name].append(block(run, options.microbatches))
     profiles = {}

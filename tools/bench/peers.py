@@ -1,4 +1,4 @@
-"""Tensor and context parallelism over two GPUs beside torch's own: ``parallelize_module`` and ``context_parallel``.
+"""Tensor and context parallelism over two GPUs against torch's ``parallelize_module`` and ``context_parallel``.
 
     python tools/bench/peers.py --what tp cp --rounds 2 --seconds 240 --folder benchmarks
     python tools/bench/peers.py --what tp --samples 4     # where memory is short
@@ -40,11 +40,11 @@ What = Literal["tp", "cp"]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One side of a comparison: a row of d9d's, or a peer.
+    """One side of a comparison: a row of d9d, or a peer.
 
     Attributes:
         what: axis of the comparison.
-        made: what is built.
+        made: the built trainer or peer.
     """
 
     what: What
@@ -205,7 +205,7 @@ def _longest(name: str, turns: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Parallelism over two GPUs beside torch's own.")
+    parser = argparse.ArgumentParser(description="Parallelism over two GPUs, compared with torch's own.")
     parser.add_argument("--what", nargs="+", choices=["tp", "cp"], default=["tp", "cp"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, help="end after so long, with what there is")

@@ -1,4 +1,4 @@
-"""Pipeline schedules on the GPUs of one machine, beside those of torch.distributed.pipelining and the simulator.
+"""Pipeline schedules on the GPUs of one machine, compared with torch.distributed.pipelining and the simulator.
 
     torchrun --nproc-per-node 4 tools/bench/pipeline.py
 
@@ -194,7 +194,7 @@ def measure(options: argparse.Namespace, name: str, device: torch.device, direct
         off = apart(list(executor.stages.values()), copies)
         found: dict[str, list[float]] = {which: [] for which in runs}
         for index in range(options.rounds):
-            # In turn first and second: whoever comes after a pause meets other clocks.
+            # Alternate the order: the first contender after a pause runs at other GPU clocks.
             for which, run in list(runs.items())[:: 1 if index % 2 == 0 else -1]:
                 found[which].append(timed(run, options.steps))
         synchronise()

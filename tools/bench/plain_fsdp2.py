@@ -1,4 +1,4 @@
-"""What a careful user writes in plain PyTorch: FSDP2 with the same units, fused AdamW, clipping. No part of d9d."""
+"""Baseline in plain PyTorch, without d9d: FSDP2 with the same units, fused AdamW, clipping."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual."""
+    """Block of attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__()

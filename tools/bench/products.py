@@ -1,9 +1,9 @@
-"""Algorithms of cuBLASLt for the products of feed-forward layers, measured on this GPU beside what cuBLAS guesses.
+"""Algorithms of cuBLASLt for the products of feed-forward layers, measured on this GPU, against cuBLAS's defaults.
 
     python tools/bench/products.py 16384x2048x6144            rows x hidden x features of a layer, as many as you like
     python tools/bench/products.py 16384x2048x6144 --write    and take the choices over into d9d-cublas
 
-Choices of this user and of the package are left out, so that everything is measured.
+Ignores the choices of the user and of the package, so that everything is measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEVIATION = {"forward": (1.0, 0.02), "rows_gradient": (0.01, 0.02), "weight_gra
 
 
 def problems(rows: int, hidden: int, features: int, dtype: str) -> Iterator[Problem]:
-    """Products of a layer, those of gate and up joint and apart in the backward."""
+    """Products of a layer; in the backward both the joint and the separate products of gate and up."""
     yield Problem("forward", rows, features, hidden, dtype)
     yield Problem("forward", rows, hidden, features, dtype)
     for layout in ("rows_gradient", "weight_gradient"):

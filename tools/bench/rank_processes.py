@@ -28,7 +28,7 @@ def answers_of(
     """Answers of new processes to the first questions, at least; the last one may be that the processes ended.
 
     Args:
-        script: file beside this one, whose arguments are files of questions and answers, the time of its launch and
+        script: file in this directory, whose arguments are files of questions and answers, the time of its launch and
             ``more``; see :func:`rank_steps.answer_all`.
         questions: each with a ``name``.
         ranks: number of processes.

@@ -57,7 +57,7 @@ def answer_all(
         asked: file with the list of questions, in JSON.
         answered: file of answers, one a line.
         device: of this rank.
-        measure: puts what it finds out about a question into its answer; what it raises becomes ``failed`` there.
+        measure: puts its results for a question into the answer; an exception becomes ``failed`` in the answer.
         said: line about an answer, for a reader who waits.
     """
     for question in json.loads(asked.read_text(encoding="utf-8")):

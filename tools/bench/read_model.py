@@ -76,7 +76,7 @@ def read_model(directory: Path, threads: int) -> int:
 
 
 def peak_memory() -> int:
-    """Most bytes that this process ever held. Unlike ``ru_maxrss``, not those of the process that started it."""
+    """Peak memory of this process in bytes. Unlike ``ru_maxrss``, excludes the parent process's memory before exec."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 

@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def hardware() -> dict[str, Any]:
-    """Device of this process, and what it runs with."""
+    """Device of this process, and versions of Python, torch and CUDA."""
     versions = {"python": sys.version.split()[0], "torch": torch.__version__}
     if not torch.cuda.is_available():
         return {"device": f"CPU, {os.cpu_count()} cores", "versions": versions}

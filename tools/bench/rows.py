@@ -1,4 +1,4 @@
-"""Jobs of benchmarks as rows of a table, and what they are built from."""
+"""Jobs of benchmarks as rows of a table, and the parts of these jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-# Models are those of the comparison with others.
+# Models of the comparison with other libraries.
 sys.path.append(str(Path(__file__).parent / "compare"))
 
 from d9d_core.registry.registry import Registry
@@ -130,7 +130,7 @@ class Row:
 
 
 def _described(strategy: Mapping[str, Any]) -> str:
-    """Name of a strategy, and what is set of it: ``fsdp(reduce_dtype=float32)``."""
+    """Name of a strategy with its given fields: ``fsdp(reduce_dtype=float32)``."""
     return f"{strategy['name']}({', '.join(f'{key}={value}' for key, value in strategy.items() if key != 'name')})"
 
 

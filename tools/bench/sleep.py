@@ -1,11 +1,11 @@
-"""Memory that a trainer frees while it sleeps, and its bandwidth beside that of a plain copy to pinned memory.
+"""Memory that a trainer frees while it sleeps, and its bandwidth compared with a plain copy to pinned memory.
 
     python tools/bench/sleep.py --layers 28
 
 Prints JSON: bytes of the training state, the device's memory before and during sleep, and gigabytes per second of
-``sleep()`` and ``wake()`` beside those of a copy of as many bytes between the device and pinned memory that exists
-already. The first sleep has to pin memory; the later ones find it in torch's cache. Model and optimizer are those of a
-dense Qwen3 in bfloat16 with AdamW.
+``sleep()``, of ``wake()``, and of a copy of as many bytes between the device and existing pinned memory. The first
+sleep has to pin memory; the later ones find it in torch's cache. The model is a dense Qwen3 in bfloat16, the optimizer
+AdamW.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def job_of(options: argparse.Namespace, directory: str) -> Job:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Seconds of one call, with what the device does for it."""
+    """Seconds of one call, including its work on the device."""
     synchronise()
     start = time.perf_counter()
     run()

@@ -80,7 +80,7 @@ class Clock:
 
     Args:
         device: whose.
-        plug: work that keeps the device busy while the host launches what is measured.
+        plug: work that keeps the device busy while the host launches the measured calls.
     """
 
     def __init__(self, device: torch.device, plug: Tensor | None) -> None:

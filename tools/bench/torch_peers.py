@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-# Models and the optimizer are those of the comparison with others.
+# Models and optimizer of the comparison with other libraries.
 sys.path.append(str(Path(__file__).parent / "compare"))
 
 import torch
@@ -154,7 +154,7 @@ def model_of(peer: Peer, device: torch.device) -> PlainQwen3:
 
 
 def split_tensors(model: PlainQwen3, mesh: DeviceMesh) -> None:
-    """Split weights over the ranks, and what is between products over positions: the plan of torch's tutorial.
+    """Shard weights over the ranks, and activations between products along the sequence: the plan of torch's tutorial.
 
     The head's logits stay split over the vocabulary, as ``loss_parallel`` takes them.
     """

@@ -5,7 +5,7 @@
 
 Rounds alternate between the kinds of runs in one process, each with a trainer of its own that has taken its first
 steps, whose trackers are open, and which has saved its first checkpoint: a tracker that is late for that is waited for
-once, for ten seconds at most. Further checkpoints are part of what is measured. A line per round, then the median of
+once, for ten seconds at most. Further checkpoints are part of the measurement. A line per round, then the median of
 the ratios within rounds. Where processes of other people share the machine, single rounds differ by more than what is
 measured: none against none is shown too.
 """

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-# Timing is shared with the benchmarks beside this room.
+# Timing is shared with the benchmarks in the parent directory.
 sys.path.append(str(Path(__file__).parents[1]))
 
 import record

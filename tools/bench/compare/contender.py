@@ -1,4 +1,4 @@
-"""Contenders: what each is called, and what a module of one provides."""
+"""Contenders: their names, and the interface of a contender's module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class NotHereError(Exception):
-    """A contender is not installed, or does not do what the setting asks for; the text says which."""
+    """A contender is not installed, or does not support the setting; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Contender:
     Attributes:
         step: forward, loss, backward, clipping and update of the next microbatch; returns the loss, on the device.
         parameters: number of the model's parameters.
-        versions: of what it is made of.
-        remarks: what a reader of the table should know.
+        versions: versions of its libraries.
+        remarks: notes for readers of the table.
         optimizer_bytes: bytes of a parameter, its gradient and states that the optimizer reads and writes; by default
             seven numbers of the parameters' width.
     """
@@ -52,7 +52,7 @@ CONTENDERS: Mapping[str, tuple[str, str]] = {
     "torchtitan": ("torchtitan", "with_torchtitan:build"),
     "torchtitan-selective": ("torchtitan, selective", "with_torchtitan:build_selective"),
 }
-#: Those of a table, unless others are asked for.
+#: Contenders of a table by default.
 DEFAULT = ("d9d", "transformers", "transformers-compile", "liger", "torchtitan")
 #: Those that have float8.
 FLOAT8 = ("d9d", "torchtitan")

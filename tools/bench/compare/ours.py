@@ -61,11 +61,11 @@ def _build(
     numbers = count()
 
     def step() -> Tensor:
-        # Of a training run; between two of them its loop logs, evaluates and saves, which nobody else does here.
+        # Steps of a training run; between two steps the loop logs, evaluates and saves, unlike the other contenders.
         loss: Tensor = trainer.step(next(numbers), trainer.prefetcher.next()).loss
         return loss
 
-    # What the loop does around a profiled step, so that the table of kinds knows the optimizer.
+    # Mark the phases of a profiled step as the loop does, so that the table by kind recognises the optimizer.
     trainer.step.ranges.on = True
     kernels = sorted({f"{slot.op} {slot.backend}" for slot in _slots(trainer.stage) if slot.backend != "reference"})
     parameters = sum(parameter.numel() for parameter in trainer.stage.parameters())

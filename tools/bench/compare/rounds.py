@@ -36,7 +36,7 @@ def ask(name: str, setting: Setting, profiled: bool, seconds: float | None = Non
         command = [sys.executable, str(HERE), "--worker", name, values, "profiled" if profiled else "", str(answer)]
         started = time.perf_counter()
         try:
-            # What it prints goes to standard error: the result of this program is its own.
+            # Its output goes to standard error, because standard output is for the result of this program.
             done = subprocess.run(command, stdout=sys.stderr, check=False, timeout=seconds)
         except subprocess.TimeoutExpired:
             return {"failed": f"not done after {seconds:.0f} s"}
@@ -55,13 +55,14 @@ def run(
     say: Callable[[str], None],
     asked: Callable[..., Answer] = ask,
 ) -> dict[str, list[Answer]]:
-    """Answers of all contenders, round by round. Who is skipped or fails is not asked again.
+    """Answers of all contenders, round by round. A contender that is skipped or fails is not run again.
 
     Args:
         setting: of the comparison.
         names: contenders.
         rounds: how many.
-        budget: seconds; a round that would not fit is left out, and a contender in the first one gets what is left.
+        budget: seconds; a round that would not fit is left out, and a contender in the first round gets the remaining
+            time.
         say: prints a line.
         asked: gives an answer.
     """
@@ -77,7 +78,7 @@ def run(
         if number and rest is not None and sum(answers[name][-1]["process_seconds"] for name in present) > rest:
             say(f"{number} of {rounds} rounds: another one would take longer than the {rest:.0f} s that are left")
             break
-        # In turn first and last: whoever comes after a pause meets other clocks.
+        # Alternate the order: the first contender after a pause runs at other GPU clocks.
         for name in present[:: 1 if number % 2 == 0 else -1]:
             found = asked(name, setting, number == 0, left())
             answers[name].append(found)

@@ -1,4 +1,4 @@
-"""Time of a step by kind of work, and how far matmul, attention and optimizer are from what the device can do."""
+"""Time of a step by kind of work, and the achieved rates of matmul, attention and optimizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def work_by_kind(step: Callable[[], Any], device: torch.device) -> dict[str, flo
 def roofline(
     setting: Setting, kinds: dict[str, float], parameters: int, optimizer_bytes: int | None = None
 ) -> dict[str, float]:
-    """Rates that the kinds of work reach.
+    """Achieved rates by kind of work.
 
     Args:
         setting: of the comparison.
@@ -54,9 +54,9 @@ def roofline(
         optimizer_bytes: see :class:`~contender.Contender`.
 
     Returns:
-        ``matmul_tflops`` and ``attention_tflops``, of the FLOPs that the formula counts (attention as if every sample
-        were one document; what is computed twice does not count), and ``optimizer_tbps``: terabytes per second of
-        the weights, gradients and states that AdamW reads and writes; the norm of clipping reads gradients once more.
+        ``matmul_tflops`` and ``attention_tflops``, of the FLOPs in the formula (attention as if every sample were one
+        document; without recomputation), and ``optimizer_tbps``: terabytes per second of the weights, gradients and
+        states that AdamW reads and writes; the norm of clipping reads gradients once more.
     """
     from d9d_nn.decoder.flops import head_parameters, layer_parameters
 

@@ -27,8 +27,8 @@ def run_round(name: str, setting: Setting, profiled: bool) -> dict[str, Any]:
         profiled: measure the time by kind too, after the round.
 
     Returns:
-        ``seconds`` of a step, ``losses`` of the first steps, ``start_seconds`` until the warm-up was over, and what the
-        contender says of itself; or ``skipped``, or ``failed``, with the reason.
+        ``seconds`` of a step, ``losses`` of the first steps, ``start_seconds`` until the warm-up was over, and the
+        contender's description; or ``skipped``, or ``failed``, with the reason.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     started = time.perf_counter()
