@@ -40,7 +40,6 @@ class Captures:
         here: dict[str, nn.Module] = {}
         for stage in stages.values():
             here |= {name: module for name, module in stage.named_modules() if name in self._names}
-        self._here = frozenset(here)
         for name, module in here.items():
             module.register_forward_hook(self._keeper(name))
 
