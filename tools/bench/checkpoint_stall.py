@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-#: Of a weight matrix; a model has many of them, and small vectors between.
+#: Width of a weight matrix; the model has many of them, with small vectors in between.
 WIDTH = 4096
 
 
@@ -58,12 +58,12 @@ class Training:
         self._matrix = torch.randn(options.size, options.size, device=device, dtype=dtype) / math.sqrt(options.size)
 
     def step(self, before_update: Callable[[], None]) -> None:
-        """Matrix products, then the update. Waits for nothing."""
+        """Launch the matrix products, then the update; does not synchronise."""
         for _ in range(self._products):
             self._matrix = self._matrix @ self._matrix
             self._matrix /= self._matrix.norm()
         before_update()
-        torch._foreach_mul_(self._local, 1.0001)  # as the fused optimizers are made
+        torch._foreach_mul_(self._local, 1.0001)  # like fused optimizers
 
     def finish(self) -> None:
         """Wait for the device."""
@@ -84,16 +84,16 @@ def _tensors(options: argparse.Namespace, device: torch.device) -> Iterator[tupl
 
 
 class Nothing:
-    """No save at all."""
+    """Baseline without any save."""
 
     def save(self, step: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def before_update(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def wait(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Ours:
@@ -107,11 +107,11 @@ class Ours:
         self.before_update = self._store.before_mutation
 
     def save(self, step: int) -> None:
-        """Begin."""
+        """Start an asynchronous save."""
         self._store.save(step, self._tensors, {}, {})
 
     def wait(self) -> None:
-        """Until the checkpoint exists."""
+        """Wait until the checkpoint exists."""
         self._store.wait()
 
 
@@ -136,7 +136,7 @@ class Torchs:
         self._written: Callable[[], object] = lambda: None
 
     def save(self, step: int) -> None:
-        """Begin."""
+        """Start an asynchronous save."""
         shutil.rmtree(self._directory / f"{step - 1}", ignore_errors=True)
         answer = async_save(
             dict(self._tensors),
@@ -150,12 +150,12 @@ class Torchs:
             self._written = answer.result
 
     def before_update(self) -> None:
-        """Torch's copies must be complete, and only the host can wait for them."""
+        """Wait on the host until torch's copies are complete: the update would overwrite the originals."""
         self._staged()
         self._staged = lambda: None
 
     def wait(self) -> None:
-        """Until the checkpoint exists."""
+        """Wait until the checkpoint exists."""
         self._written()
 
 
@@ -171,7 +171,7 @@ def measure(
         begin = time.perf_counter()
         total, call = _timed(training, saver.before_update, options.steps, lambda: saver.save(number))  # noqa: B023
         saver.wait()
-        if number > 1:  # the first one allocates
+        if number > 1:  # the first save allocates its buffers
             added.append(total - plain)
             called.append(call)
             written.append(time.perf_counter() - begin)
@@ -181,7 +181,7 @@ def measure(
 def _timed(
     training: Training, before_update: Callable[[], None], steps: int, save: Callable[[], None] = lambda: None
 ) -> tuple[float, float]:
-    """Seconds for the save and the steps, and for the call of the save alone."""
+    """Seconds for the save and the steps together, and for the call of the save alone."""
     training.finish()
     begin = time.perf_counter()
     save()
@@ -194,7 +194,7 @@ def _timed(
 
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
-    """Of torchrun, or of this process alone."""
+    """Process group from torchrun's environment, or of this process alone."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29577")):
         os.environ.setdefault(name, value)
     if device != "cpu":
@@ -218,8 +218,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--directory", type=Path, default=None, help="seen by all ranks; a temporary one by default")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")  # torch's own savers warn about themselves
-    with process_group(options.device), built_objects_spared():  # as the trainer does
+    warnings.filterwarnings("ignore")  # torch's own savers emit warnings
+    with process_group(options.device), built_objects_spared():  # like the trainer
         run(options)
 
 

@@ -32,18 +32,18 @@ import records
 from cpu_parts import PARTS, QUICKSTART, Seconds
 
 HERE = Path(__file__).parent
-#: Key that only results of this kind have.
+#: Key that identifies results of this benchmark.
 KIND = "cpu"
 MARKS = ("<!-- cpu: written by tools/bench/cpu.py -->", "<!-- end of cpu -->")
 NONE_YET = "Nothing has been measured by this command yet."
 START = "start"
-#: Commands whose whole process is measured.
+#: Commands to measure as whole processes.
 COMMANDS = {"d9d --help": ("--help",), "d9d check JOB": ("check", str(QUICKSTART))}
 Ask = Callable[[str, str], Seconds]
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print, and write the result."""
     options = _options()
     if not options.tables:
         result = measure(options)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is measured, as JSON can hold it."""
+    """All measurements, as JSON values."""
     pythons = [sys.executable]
     against = None
     with tempfile.TemporaryDirectory(prefix="d9d-cpu-") as place:
@@ -103,13 +103,13 @@ def rounds(
 
 
 def ask(part: str, python: str) -> Seconds:
-    """Seconds of a part by name, in processes of their own.
+    """Seconds of a part by name, measured in separate processes.
 
     Raises:
         SystemExit: a process failed.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    # Bytecode is a part of a start; and the other commit must not find this one's packages.
+    # Bytecode is part of a start, so it must be enabled; and the other commit must not find this one's packages.
     for name in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "VIRTUAL_ENV"):
         environment.pop(name, None)
     if part == START:
@@ -137,7 +137,7 @@ def summary(sides: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 @contextmanager
 def revision(name: str, place: Path) -> Iterator[tuple[str, str]]:
-    """Environment of another commit: its Python, and the commit's short name.
+    """Environment of another commit: path of its Python, and the commit's short name.
 
     Raises:
         SystemExit: there is no such commit, or it cannot be installed.

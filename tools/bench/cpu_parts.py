@@ -21,7 +21,7 @@ Seconds = dict[str, float]
 
 
 def repeated(action: Callable[[], Any], times: int = 5) -> float:
-    """Median seconds of an action, after a first one."""
+    """Median seconds of an action, after one warm-up call."""
     action()
     found = []
     for _ in range(times):
@@ -32,7 +32,7 @@ def repeated(action: Callable[[], Any], times: int = 5) -> float:
 
 
 def config() -> Seconds:
-    """A job file, read and validated: names, values, capabilities."""
+    """Read and validate a job file: names, values, capabilities."""
     from d9d_engine.job import Job
 
     def load() -> None:
@@ -42,7 +42,7 @@ def config() -> Seconds:
 
 
 def state_graph() -> Seconds:
-    """State graphs of 3,000 tensors."""
+    """Build state graphs of 3,000 tensors."""
     import state_graph as bench
 
     names = ("bind by patterns", "bind by layers", "apply", "invert and bind")
@@ -50,7 +50,7 @@ def state_graph() -> Seconds:
 
 
 def load() -> Seconds:
-    """A model directory of 64 MiB, streamed through mappers into plain tensors, and the model written before."""
+    """Load a model directory of 64 MiB through mappers into plain tensors."""
     import torch
     from d9d_weights.graph.graph import StateGraph
     from d9d_weights.hugging_face.directory import ModelDirectory
@@ -71,7 +71,7 @@ def load() -> Seconds:
 
 
 def simulator() -> Seconds:
-    """Programs of a schedule, generated and simulated."""
+    """Generate and simulate the programs of a schedule."""
     from d9d_pipeline.schedule.zero_bubble_v import zero_bubble_v
     from d9d_pipeline.simulator.costs import Costs
     from d9d_pipeline.simulator.run import simulate
@@ -84,7 +84,7 @@ def simulator() -> Seconds:
 
 
 def checkpoint() -> Seconds:
-    """A checkpoint of 64 MiB in 96 tensors, saved and loaded."""
+    """Save and load a checkpoint of 64 MiB in 96 tensors."""
     import torch
     from d9d_engine.checkpoint.store import CheckpointStore
 

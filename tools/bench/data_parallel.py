@@ -31,7 +31,7 @@ MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_qwen
 
 
 def job_of(options: argparse.Namespace, directory: str) -> Job:
-    """The job of the benchmark."""
+    """Job of the benchmark."""
     ranks = options.replicate * options.shard
     values = {
         "run": {"dir": directory},
@@ -65,7 +65,7 @@ def _synchronise() -> None:
 
 
 def timed(run: Callable[[], Any], steps: int) -> float:
-    """Seconds per step; the longest over ranks."""
+    """Seconds per step, the maximum over ranks."""
     _synchronise()
     dist.barrier()
     start = time.perf_counter()
@@ -78,7 +78,7 @@ def timed(run: Callable[[], Any], steps: int) -> float:
 
 
 def exposed(run: Callable[[], Any]) -> tuple[float, float]:
-    """Milliseconds of one step in which only NCCL kernels run, and in which any NCCL kernel runs; of this rank."""
+    """Milliseconds of one step on this rank in which only NCCL kernels run, and in which any NCCL kernel runs."""
     _synchronise()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
@@ -100,7 +100,7 @@ def exposed(run: Callable[[], Any]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measure and print one JSON line on the main rank."""
+    """Measure, and print one JSON line on the main rank."""
     parser = argparse.ArgumentParser()
     for name, value in (
         ("replicate", 1), ("shard", 2), ("samples", 2), ("microbatches", 2), ("layers", 16), ("hidden", 2048),
@@ -116,7 +116,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
-    # One directory for all ranks; nothing is saved in it.
+    # One directory for all ranks, in which nothing is saved.
     directory = Path(tempfile.gettempdir(), f"d9d-bench-{os.environ['MASTER_PORT']}")
     job = job_of(options, str(directory))
     topology = topology_of(job, device)
@@ -133,7 +133,7 @@ def main() -> None:
     from d9d_engine.compose.root import compose_root
 
     alone = Topology(sizes=plain_job.mesh.sizes(), device=device)
-    # Kernels are chosen for bfloat16, in which both compute.
+    # Choose kernels for bfloat16, the compute dtype of both sides.
     plain_job = plain_job.model_copy(update={"precision": job.precision.model_copy(update={"autocast": "bfloat16"})})
     root = compose_root(plain_job, select(plain_job, job.registry), job.registry, alone, lambda _: None)
     model = assemble(root).model
@@ -148,7 +148,7 @@ def main() -> None:
         return step(trainer.prefetcher.next())
 
     gc.collect()
-    gc.freeze()  # as the trainer does
+    gc.freeze()  # like the trainer
     first = [(ours().item(), theirs().item()) for _ in range(3)]
     times: dict[str, list[float]] = {"ours": [], "plain": []}
     for index in range(options.rounds):

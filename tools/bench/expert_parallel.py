@@ -38,7 +38,7 @@ MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.
 
 
 def job_of(options: argparse.Namespace, directory: str, ep: int) -> Job:
-    """The job of the benchmark."""
+    """Job of the benchmark."""
     ranks = dist.get_world_size()
     values = {
         "run": {"dir": directory},
@@ -68,12 +68,12 @@ def job_of(options: argparse.Namespace, directory: str, ep: int) -> Job:
 
 
 def trainer_of(job: Job, device: torch.device) -> Trainer:
-    """Built on this rank's device."""
+    """Trainer of a job on this rank's device."""
     return job.build(lambda _: None, topology_of(job, device))
 
 
 def timed(run: Callable[[], Any], times: int) -> float:
-    """Seconds of one of several runs; the longest over ranks."""
+    """Seconds per call, the maximum over ranks."""
     synchronise()
     start = time.perf_counter()
     for _ in range(times):
@@ -86,7 +86,7 @@ def timed(run: Callable[[], Any], times: int) -> float:
 
 
 def in_turns(runs: dict[str, Callable[[], Any]], times: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, round by round."""
+    """Seconds of each function in each round, alternating between them."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(rounds):
         # Alternate the order: the first contender after a pause runs at other GPU clocks.
@@ -99,7 +99,7 @@ def steps(options: argparse.Namespace, directory: str, device: torch.device) -> 
     """Compare both layouts: results, and time of a step."""
     trainers = {ep: trainer_of(job_of(options, directory, ep), device) for ep in (1, dist.get_world_size())}
     gc.collect()
-    gc.freeze()  # as the trainer does
+    gc.freeze()  # like the trainer
     numbers = {ep: iter(range(10_000)) for ep in trainers}
 
     def step(ep: int) -> Any:
@@ -165,7 +165,7 @@ def dispatching(options: argparse.Namespace, device: torch.device) -> dict[str, 
         }
         found = in_turns(runs, 20, options.rounds)
     ms = {name: statistics.median(times) * 1e3 for name, times in found.items()}
-    gigabytes = each * (ranks - 1) * options.hidden * tokens.itemsize / 1e9  # what leaves a rank
+    gigabytes = each * (ranks - 1) * options.hidden * tokens.itemsize / 1e9  # bytes that leave a rank
     return {
         "rows sent by each rank": each * ranks,
         "rows if each expert got its own copy": count * options.top,
@@ -181,7 +181,7 @@ def dispatching(options: argparse.Namespace, device: torch.device) -> dict[str, 
 
 
 def main() -> None:
-    """Measure and print one JSON line on the main rank."""
+    """Measure, and print one JSON line on the main rank."""
     parser = argparse.ArgumentParser()
     for name, value in (
         ("samples", 2), ("sequence", 4096), ("layers", 4), ("hidden", 2048), ("experts", 128), ("top", 8),
@@ -195,7 +195,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
-    # One directory for all ranks; nothing is saved in it.
+    # One directory for all ranks, in which nothing is saved.
     directory = str(Path(tempfile.gettempdir(), f"d9d-bench-{os.environ['MASTER_PORT']}"))
     result: dict[str, Any] = {
         "ranks": dist.get_world_size(),

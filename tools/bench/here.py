@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 
 def topology_of(job: Job, device: torch.device) -> Topology:
-    """This process of the default process group in the mesh of a job."""
+    """Topology of this process: its place in the job's mesh over the default process group."""
     return Topology(
         sizes=job.mesh.sizes(),
         rank=dist.get_rank(),

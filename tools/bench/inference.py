@@ -76,7 +76,7 @@ def write_model(directory: Path, options: argparse.Namespace) -> None:
 
 
 def job_of(folder: Path, name: str, options: argparse.Namespace) -> InferenceJob:
-    """The inference job."""
+    """Inference job of the benchmark."""
     values: dict[str, Any] = {
         "run": {"name": name, "dir": str(folder / "runs")},
         "model": {"name": "qwen3", "pretrained": str(folder / "model")},
@@ -94,7 +94,7 @@ def job_of(folder: Path, name: str, options: argparse.Namespace) -> InferenceJob
 
 
 class Writing:
-    """Seconds that the thread of rows was busy."""
+    """Timer of the thread that writes rows: seconds in which it was busy."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -111,7 +111,7 @@ class Writing:
 
 
 def ours(folder: Path, name: str, options: argparse.Namespace, writing: Writing) -> tuple[float, float, list[float]]:
-    """Seconds of a run without its start-up, seconds of writing, and log-probabilities."""
+    """Seconds of a d9d run without start-up, seconds of writing, and log-probabilities."""
     inference = job_of(folder, name, options).build(note=lambda _text: None)
     writing.seconds = 0.0
     synchronise()
@@ -124,7 +124,7 @@ def ours(folder: Path, name: str, options: argparse.Namespace, writing: Writing)
 
 
 def their_run(folder: Path, options: argparse.Namespace) -> Callable[[bool], tuple[float, list[float]]]:
-    """A function that measures transformers: seconds, and log-probabilities in the order of the rows."""
+    """Function that measures transformers: seconds, and log-probabilities in the order of the rows."""
     import transformers
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -167,7 +167,7 @@ def their_run(folder: Path, options: argparse.Namespace) -> Callable[[bool], tup
 
 
 def measure_speed(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Compare both, in rounds."""
+    """Compare d9d and transformers, in alternating rounds."""
     lengths = write_rows(folder / "rows.jsonl", options.rows, options.median, options.spread, options.sequence)
     write_model(folder / "model", options)
     writing = Writing()
@@ -198,13 +198,13 @@ def measure_speed(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 class Watch:
-    """Observer that notes the memory of the process while rows are written."""
+    """Subscriber that records the memory of the process while rows are written."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, float]] = []
 
     def subscriptions(self) -> list[tuple[type[Any], Callable[[Any], None]]]:
-        """The event after which memory is noted."""
+        """Event after which memory is recorded."""
         return [(ev.RowsWritten, self._note)]
 
     def _note(self, event: ev.RowsWritten) -> None:

@@ -10,7 +10,7 @@ from kernel_parts import Bench, Function
 
 
 def measure_block(bench: Bench) -> dict[str, Any]:
-    """A block of Qwen3, forward and backward: as it is written, with the kernels, and compiled."""
+    """Measure a block of Qwen3, forward and backward: eager, with the kernels, and compiled."""
     from d9d_core.kernel import OpSignature
     from d9d_core.traits import HasOps, modules_with
     from d9d_nn.ops.attention import sdpa

@@ -15,19 +15,19 @@ from optimizer_step import contenders, moved, parameters
 from records import GIB
 from torch import Tensor
 
-#: Measured of an op, an optimizer or the loss, as JSON can hold it.
+#: Measurements of an op, an optimizer or the loss, as JSON values.
 Row = dict[str, Any]
 Function = Callable[..., Any]
 
-#: Bytes that are filled before a measured call: a millisecond on an H200, longer than a host needs for a backward.
+#: Bytes to fill before a measured call: a millisecond on an H200, longer than the host needs to launch a backward.
 FILLED = 4 << 30
-#: Calls of which the median is taken, where time allows.
+#: Smallest and largest number of calls for a median.
 FEWEST_CALLS, MOST_CALLS = 5, 100
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of all parts; the defaults fill an H200.
+    """Sizes of all measurements; the defaults fill an H200.
 
     Attributes:
         tokens: rows of norms, gates and rotations; half as many are routed to experts.
@@ -64,7 +64,7 @@ TINY = Sizes(
 
 
 class Bench:
-    """Bench on one device, in bfloat16.
+    """Measurements on one device, in bfloat16.
 
     Args:
         sizes: of everything.
@@ -77,7 +77,7 @@ class Bench:
         self.is_gpu = device == "cuda"
 
     def draw(self, *shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
-        """Normal numbers, as a leaf."""
+        """Normally distributed leaf tensor."""
         return torch.randn(*shape, device=self.device).to(dtype).requires_grad_(grad)
 
     def milliseconds(self, run: Callable[[], Any], most: int = 60) -> float:
@@ -87,7 +87,7 @@ class Bench:
             run: call to measure; it must not have been called before.
             most: milliseconds to spend.
         """
-        run()  # compiles
+        run()  # first call, which compiles
         if self.is_gpu:
             return self._on_gpu(run, most)
         times = []
@@ -116,7 +116,7 @@ class Bench:
         return statistics.median(times)
 
     def clean(self) -> None:
-        """Give memory back, so that a part does not meet the rest of another."""
+        """Free cached memory between measurements."""
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
@@ -148,7 +148,7 @@ class Case:
 
 
 def cases(bench: Bench) -> Iterator[Case]:
-    """Cases of the ops of models: the references as they are written, and the kernels."""
+    """Cases of the ops of models: the references in eager mode, and the kernels."""
     from d9d_moe.dispatch import permutation as moe
     from d9d_nn.ops.add_rms_norm import add_rms_norm as add
     from d9d_nn.ops.normed_rope import normed_rope as place
@@ -262,7 +262,7 @@ def measure_optimizers(bench: Bench, rate: float) -> list[Row]:
 
 
 def gradient_norms(bench: Bench, rate: float) -> list[Row]:
-    """Sums of the squares of all gradients, as torch and as the kernel compute them."""
+    """Measure the sum of squares of all gradients, by torch and by the kernel."""
     from d9d_engine.step.clip import gradient_power
     from d9d_triton.gradient_power import SumOfSquares
 
@@ -280,7 +280,7 @@ def gradient_norms(bench: Bench, rate: float) -> list[Row]:
 
 
 def measure_loss(bench: Bench) -> dict[str, Any]:
-    """Output projection and loss, forward and backward, against its three products and by its memory."""
+    """Measure output projection and loss, forward and backward, relative to its three products, with its memory."""
     from d9d_nn.ops.linear_cross_entropy import linear_cross_entropy
     from d9d_triton.linear_cross_entropy.backend import (
         LinearCrossEntropy,
@@ -320,12 +320,12 @@ def measure_loss(bench: Bench) -> dict[str, Any]:
 
 
 def _share(ms: float, size: int, rate: float) -> Row:
-    """Time, bytes, and the share of a copy's bandwidth."""
+    """Time, bytes, and bandwidth relative to a copy."""
     return {"ms": ms, "gigabytes": size / 1e9, "share_of_copy": size / ms / 1e9 / rate}
 
 
 def _backward(function: Function, inputs: Sequence[Any]) -> Callable[[], Any]:
-    """Backward alone of a function, as often as one likes."""
+    """Function that runs only the backward of a call, any number of times."""
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     grads = [torch.randn_like(output) for output in outputs]
@@ -334,7 +334,7 @@ def _backward(function: Function, inputs: Sequence[Any]) -> Callable[[], Any]:
 
 
 def _routed(bench: Bench, tokens: int) -> tuple[Tensor, Tensor]:
-    """Slots [tokens x chosen] and places [tokens, chosen] of tokens whose experts are drawn."""
+    """Slots [tokens x chosen] and places [tokens, chosen] of randomly routed tokens."""
     s = bench.sizes
     experts = torch.rand(tokens, s.experts, device=bench.device).topk(s.chosen, dim=1).indices
     slots = torch.sort(experts.flatten(), stable=True).indices
@@ -343,7 +343,7 @@ def _routed(bench: Bench, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _products(bench: Bench, hidden: Tensor, weight: Tensor) -> float:
-    """Milliseconds of the three matrix products of the loss, into memory that exists."""
+    """Milliseconds of the loss's three matrix products, into preallocated memory."""
     logits = hidden @ weight.T
     of_hidden, of_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
@@ -356,7 +356,7 @@ def _products(bench: Bench, hidden: Tensor, weight: Tensor) -> float:
 
 
 def _extra_memory(run: Callable[[], Any], gradients: int) -> float:
-    """GiB that a call needs at most beyond what exists and the gradients that it returns."""
+    """Peak GiB of a call in excess of existing memory and the returned gradients."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -25,7 +25,7 @@ from typing import Any
 import records
 import torch
 
-#: Key that only results of this kind have.
+#: Key that identifies results of this benchmark.
 KIND = "kernels"
 MARKS = ("<!-- kernels: written by tools/bench/kernels.py -->", "<!-- end of kernels -->")
 NONE_YET = "No kernel has been measured by this command yet."
@@ -35,7 +35,7 @@ PARTS = ("ops", "loss", "optimizers", "block")
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print, and write the result."""
     options = _options()
     folder: Path = options.folder
     if not options.tables:
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is measured, as JSON can hold it."""
+    """All measurements, as JSON values."""
     import kernel_parts as parts
     from kernel_block import measure_block
 
@@ -149,7 +149,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tables", action="store_true", help="only write the tables of the results that are there")
     options = parser.parse_args()
     if options.tiny and options.folder == records.BENCHMARKS:
-        options.folder = Path("runs", "kernels-tiny")  # its numbers mean nothing
+        options.folder = Path("runs", "kernels-tiny")  # the numbers of tiny runs are meaningless
     return options
 
 

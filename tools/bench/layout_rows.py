@@ -16,7 +16,7 @@ _ASYNCHRONOUS = {"name": "tensor_parallel", "asynchronous": True}
 
 
 def context_row(method: str, samples: int, length: int) -> Row:
-    """Row of ``context_parallel`` over two ranks, which share their gradients' sums by ``fsdp``."""
+    """Row of ``context_parallel`` over two ranks, with gradients reduced by ``fsdp``."""
     base = replace(DENSE, samples=samples, length=length, recomputed=length >= 32_768)
     return replace(base, mesh=(("cp", 2),), parallel=({"name": "context_parallel", "method": method}, "fsdp"))
 

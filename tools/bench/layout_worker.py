@@ -25,7 +25,7 @@ def job_of(row: Row, device: torch.device) -> Job:
     """Job of a row; collective over all ranks, which share its directory."""
     places = [tempfile.gettempdir() + f"/d9d-layouts-{os.getpid()}"]
     if dist.is_initialized():
-        dist.broadcast_object_list(places, 0)  # one directory for all ranks; nothing is saved in it
+        dist.broadcast_object_list(places, 0)  # one directory for all ranks, in which nothing is saved
     return Job.from_values(row.values(places[0], device.type), registry=registry())
 
 
@@ -50,7 +50,7 @@ def main(asked: str, answered: str, launched: str, gpu: str) -> None:
     questions = json.loads(Path(asked).read_text(encoding="utf-8"))
     device = begin(pipeline=any("pp" in dict(question["row"]["mesh"]) for question in questions))
     rates = Device.named(gpu)
-    if device.type == "cuda":  # ops keep more where there is more memory
+    if device.type == "cuda":  # ops adapt to the free memory
         rates = rates.model_copy(update={"memory_gib": torch.cuda.mem_get_info()[1] / GIB})
 
     def measure(question: Mapping[str, Any], answer: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from layout_rows import ROWS
 from rank_processes import answers_of
 from rows import Row
 
-#: Key that only results of this kind have.
+#: Key that identifies results of this benchmark.
 KIND = "layouts"
 MARKS = ("<!-- layouts: written by tools/bench/layouts.py -->", "<!-- end of layouts -->")
 NONE_YET = "No layout has been measured by this command yet."
@@ -38,7 +38,7 @@ _HEAD = (
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print, and write the result."""
     options = _options()
     rows = [row for row in ROWS[options.rows] if not options.only or any(text in row.name for text in options.only)]
     page = options.folder / "README.md" if options.folder else None
@@ -69,7 +69,7 @@ def measure(rows: Sequence[Row], gpu: str, seconds: float | None, table: str) ->
             answers = answers_of("layout_worker.py", questions, now[0].ranks, budget, Path(directory), [gpu])
             hardware = answers[-1]["hardware"] if answers else hardware
             found += [{"row": asdict(row), **answer} for row, answer in zip(now, answers, strict=False)]
-            # Without an answer, the time was over.
+            # Without an answer, the time limit was reached.
             left = left[len(answers) :] if answers else left[len(now) :]
     for one in found:
         one.pop("hardware", None)
@@ -89,7 +89,7 @@ def _processes(row: Row) -> tuple[bool, int]:
 
 
 def _alone(one: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Answer of the same job on one GPU: with as many tokens of each GPU or, if there is none, as many samples."""
+    """Answer of the same job on one GPU: with as many tokens per GPU or, if there is none, as many samples."""
     row = Row.from_json(one["row"])
     if row.ranks == 1:
         return None
@@ -101,7 +101,7 @@ def _alone(one: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> Mappin
 
 
 def text_of(results: Sequence[Mapping[str, Any]]) -> str:
-    """Tables of results, as the page has them."""
+    """Tables of results for the page."""
     return "\n\n".join(map(_table, results)) if results else NONE_YET
 
 
@@ -118,7 +118,7 @@ def _line(answer: Mapping[str, Any]) -> list[str]:
     if "failed" in answer:
         return [name, answer["failed"], *[""] * (len(_HEAD) - 2)]
     ahead = answer["predicted"]
-    # Predictions take a sample as one document: right in memory, and not in the time of attention.
+    # Predictions treat a sample as one document: right for memory, but not for the time of attention.
     soon = None if answer["row"]["document"] else ahead.get("seconds")
 
     def number(value: float | None, digits: int) -> str:

@@ -43,13 +43,13 @@ def mapper(layers: int) -> Mapper:
 
 
 def status(field: str) -> int:
-    """Bytes, from /proc/self/status."""
+    """Value of a field in /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
 def main() -> None:
-    """Print a line for each process."""
+    """Measure, and print a line for each process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=8.0, help="size of the model")
     parser.add_argument("--threads", type=int, default=2, help="that read at a time, in each process")
@@ -62,7 +62,7 @@ def main() -> None:
         place = [tempfile.mkdtemp(prefix="load-memory-", dir=options.directory)]
         write_model(Path(place[0] or "", "model"), options.gib * GIB, 2 * GIB)
     dist.broadcast_object_list(place)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew; writing took memory too
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, because writing took memory too
     before = status("VmRSS")
     mesh = init_device_mesh("cpu", (ranks,))
     started = time.perf_counter()

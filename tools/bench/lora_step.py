@@ -36,7 +36,7 @@ LR, BETAS, RANK, ALPHA = 1e-4, (0.9, 0.95), 16, 32
 
 
 def job_of(options: argparse.Namespace, directory: str) -> Job:
-    """The job of the benchmark."""
+    """Job of the benchmark."""
     strategies = (["activation_checkpointing"] if options.checkpointing else []) + (
         ["compile"] if options.compile else []
     )
@@ -58,7 +58,7 @@ def job_of(options: argparse.Namespace, directory: str) -> Job:
 
 
 def their_step(trainer: Trainer, options: argparse.Namespace, device: torch.device) -> Callable[[], Any]:
-    """A training step of peft on transformers' model with Liger's kernels, which has the weights of ours."""
+    """Training step of peft on transformers' model with Liger's kernels, with d9d's weights."""
     import peft
     import transformers
     from d9d_qwen3.config import Qwen3Config
@@ -113,7 +113,7 @@ def their_step(trainer: Trainer, options: argparse.Namespace, device: torch.devi
 
 
 def main() -> None:
-    """Measure and print one JSON line."""
+    """Measure, and print one JSON line."""
     parser = argparse.ArgumentParser()
     for name, value in (
         ("samples", 2), ("sequence", 4096), ("layers", 36), ("hidden", 4096), ("heads", 32), ("groups", 8),
@@ -134,7 +134,7 @@ def main() -> None:
 
     runs: dict[str, Callable[[], Any]] = {"ours": ours, "theirs": their_step(trainer, options, device)}
     gc.collect()
-    gc.freeze()  # as the trainer does
+    gc.freeze()  # like the trainer
     start = time.perf_counter()
     losses = {}
     for name, run in runs.items():
@@ -149,7 +149,7 @@ def main() -> None:
         for name, run in list(runs.items())[:: 1 if index % 2 == 0 else -1]:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-                run()  # the cache is filled again
+                run()  # fills the allocator's cache again
                 torch.cuda.reset_peak_memory_stats()
             times[name].append(timed(run, options.steps))
             peaks[name] = round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else 0.0

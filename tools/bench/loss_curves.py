@@ -37,7 +37,7 @@ SETTINGS = (
     "reference",
     *(f"{FLOAT8}{recipe}" for recipe in ("rowwise", "rowwise_gw_hp", "tensorwise", "blockwise")),
 )
-#: Steps whose mean is the loss at the last of them: single losses say more about their batch than about the setting.
+#: Window of the moving average: single losses depend more on their batch than on the setting.
 WINDOW = 10
 Curves = Mapping[str, Sequence[Sequence[float]]]
 
@@ -46,7 +46,7 @@ _CPU = {"hidden": 128, "layers": 2, "heads": 2, "vocabulary": 512, "length": 64,
 
 
 def values_of(options: argparse.Namespace, setting: str, seed: int, directory: str) -> dict[str, Any]:
-    """Job of one curve, without what depends on its kernels."""
+    """Values of the job of one curve, without the choice of kernels."""
     cuda = options.device == "cuda"
     float8 = setting.startswith(FLOAT8)
     strategies: list[dict[str, Any]] = []
@@ -113,7 +113,7 @@ def smooth(losses: Sequence[float], step: int) -> float:
 
 
 def compared(curves: Curves, steps: Sequence[int]) -> dict[str, Any]:
-    """Mean losses of each setting, and how far it is from the first.
+    """Mean losses of each setting, and their distance from the first setting's.
 
     Args:
         curves: setting -> the losses of each seed.
@@ -182,7 +182,7 @@ def main() -> None:
     """Train all curves and compare them."""
     options = _options()
     curves: dict[str, list[list[float]]] = {name: [] for name in options.settings}
-    for seed in range(options.seeds):  # settings in turns, so that an interrupted run has seeds of all
+    for seed in range(options.seeds):  # alternates settings, so that an interrupted run has complete seeds of all
         for setting in options.settings:
             started = time.perf_counter()
             curves[setting].append(curve_of(options, setting, seed))

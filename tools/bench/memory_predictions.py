@@ -33,7 +33,7 @@ from d9d_planner.prediction import predict
 from rows import ROWS, TINY, Row, registry
 from timing import timed
 
-#: Steps before those that are measured, and those.
+#: Number of warm-up steps and of measured steps.
 WARMUP, STEPS = 2, 2
 GIB = records.GIB
 
@@ -63,7 +63,7 @@ def measured(job: Job, device: torch.device) -> dict[str, Any]:
         found = _trained(job, device)
     except torch.OutOfMemoryError:
         return {"failed": "out of memory"}
-    except Exception as error:  # of one row; the others are still worth their time
+    except Exception as error:  # the failure concerns one row; measure the others
         return {"failed": f"{type(error).__name__}: {error}"[:300]}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -75,7 +75,7 @@ def measured(job: Job, device: torch.device) -> dict[str, Any]:
 
 
 def _trained(job: Job, device: torch.device) -> dict[str, Any]:
-    """Time of the steps after the warm-up; peaks are reset before them."""
+    """Time per step after the warm-up; peaks are reset after the warm-up."""
     trainer = job.build(lambda _: None)
     try:
         numbers = iter(range(WARMUP + STEPS))
@@ -89,16 +89,16 @@ def _trained(job: Job, device: torch.device) -> dict[str, Any]:
 
 
 def _forget(device: torch.device) -> None:
-    """Release the memory of the row before, and what was compiled for its shapes."""
+    """Free the memory and the compiled code of the previous row."""
     gc.collect()
-    # Else a second shape would be compiled for any shape, which no job of its own does.
+    # Otherwise a second shape would be compiled with dynamic shapes, unlike in a separate job.
     torch.compiler.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def line_of(number: int, row: Row, ahead: Mapping[str, Any], found: Mapping[str, Any] | None) -> str:
-    """Line of a row: predicted and measured GiB and milliseconds, and how far they are apart."""
+    """Output line of a row: predicted and measured GiB and milliseconds, with relative errors."""
     parts = [f"{number:2d}  {row.name:46}"]
     if "seconds" in ahead:
         parts.append(f"{ahead['allocated_gib']:6.1f} GiB {1e3 * ahead['seconds']:7.0f} ms")
@@ -116,7 +116,7 @@ def line_of(number: int, row: Row, ahead: Mapping[str, Any], found: Mapping[str,
 
 
 def errors_of(ahead: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
-    """Relative errors of a prediction: ``memory`` and ``time``, as far as both are known."""
+    """Relative errors of a prediction: ``memory`` and ``time``, if measured."""
     keys = {"memory": "allocated_gib", "time": "seconds"}
     return {name: ahead[key] / found[key] - 1 for name, key in keys.items() if key in ahead and key in found}
 
@@ -138,7 +138,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def spearman(ones: Sequence[float], others: Sequence[float]) -> float | None:
-    """Spearman's rank correlation; ``None`` if one side is all alike."""
+    """Spearman's rank correlation; ``None`` if one side is constant."""
     sides = [_ranks(ones), _ranks(others)]
     if any(len(set(side)) == 1 for side in sides):
         return None
@@ -146,7 +146,7 @@ def spearman(ones: Sequence[float], others: Sequence[float]) -> float | None:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Ranks from 1 on; equal values share the mean of theirs."""
+    """Ranks from 1 on; equal values share their mean rank."""
     ordered = sorted(values)
     return [ordered.index(value) + (ordered.count(value) + 1) / 2 for value in values]
 
@@ -157,7 +157,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     rates, known = Device.named(options.gpu), registry()
-    if on_gpu:  # ops keep more where there is more memory
+    if on_gpu:  # ops adapt to the free memory
         rates = rates.model_copy(update={"memory_gib": torch.cuda.mem_get_info()[1] / GIB})
     chosen = [row for row in (TINY if options.tiny else ROWS) if options.only in row.name][: options.rows]
     start, results = time.perf_counter(), []

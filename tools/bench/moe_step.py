@@ -47,7 +47,7 @@ KINDS = {
 
 
 def job_of(options: argparse.Namespace, directory: str) -> Job:
-    """The job of the benchmark."""
+    """Job of the benchmark."""
     values = {
         "run": {"dir": directory},
         "steps": 10_000,
@@ -72,7 +72,7 @@ def job_of(options: argparse.Namespace, directory: str) -> Job:
 
 
 def transformers_step(trainer: Trainer, config: Any, device: torch.device) -> Callable[[], Any]:
-    """A training step of transformers' model with the weights of ours."""
+    """Training step of transformers' model with d9d's weights."""
     import transformers
     from d9d_qwen3.hugging_face.moe import Qwen3MoeHuggingFace
 
@@ -108,7 +108,7 @@ def transformers_step(trainer: Trainer, config: Any, device: torch.device) -> Ca
 
 
 def check_no_waits(run: Callable[[], Any]) -> str:
-    """Run with every wait of the host for the device made an error."""
+    """Run a step with an error for each synchronisation of the host with the device."""
     synchronise()
     torch.cuda.set_sync_debug_mode("error")
     run()
@@ -147,7 +147,7 @@ def where_time_goes(run: Callable[[], Any], trace: Path | None) -> dict[str, Any
 
 
 def main() -> None:
-    """Measure and print one JSON line."""
+    """Measure, and print one JSON line."""
     parser = argparse.ArgumentParser()
     for name, value in (
         ("samples", 4), ("sequence", 4096), ("layers", 8), ("hidden", 2048), ("heads", 32), ("groups", 4),
@@ -172,7 +172,7 @@ def main() -> None:
     if not options.alone:
         runs["transformers"] = transformers_step(trainer, job.model, device)
     gc.collect()
-    gc.freeze()  # as the trainer does
+    gc.freeze()  # like the trainer
     start = time.perf_counter()
     losses = {name: [run().item() for _ in range(3)] for name, run in runs.items()}
     print(f"first steps took {time.perf_counter() - start:.0f} s, losses {losses}", flush=True)

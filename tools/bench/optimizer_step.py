@@ -32,7 +32,7 @@ LAYER = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096,), (409
 def parameters(
     billions: float, dtype: torch.dtype, device: str, layer: Sequence[tuple[int, ...]] = LAYER
 ) -> dict[str, nn.Parameter]:
-    """Parameters with gradients, by name: as many layers of such shapes as are needed."""
+    """Parameters with gradients, by name: as many layers of these shapes as needed."""
     made: dict[str, nn.Parameter] = {}
     total = 0
     while total < billions * 1e9:
@@ -45,19 +45,19 @@ def parameters(
 
 
 def moved(named: Mapping[str, nn.Parameter], bytes_of_state: int) -> int:
-    """Bytes of a step: parameters and state are read and written, gradients read."""
+    """Minimum bytes of a step: parameters and state are read and written, gradients read."""
     return sum(p.numel() * (3 * p.element_size() + 2 * bytes_of_state) for p in named.values())
 
 
 def stepper(optimizer: NamedOptimizer) -> Callable[[], None]:
-    """One step with an open gate."""
+    """Function that runs one step with the gate true."""
     optimizer.init_state()
     gate = torch.tensor(True, device=next(iter(optimizer.state().values())).device)
     return lambda: optimizer.step(gate)
 
 
 def milliseconds(runs: Mapping[str, Callable[[], Any]], steps: int, rounds: int) -> dict[str, float]:
-    """Median over rounds in which every run has its turn."""
+    """Median milliseconds over rounds that alternate between all functions."""
     for run in runs.values():
         timed(run, 2)
     found: dict[str, list[float]] = {name: [] for name in runs}
@@ -86,19 +86,19 @@ def contenders() -> Iterator[tuple[str, torch.dtype, int, Callable[[Any], Callab
 
 
 def torch_adamw(named: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
-    """Torch's, with its fused kernel."""
+    """Torch's AdamW with its fused kernel."""
     return torch.optim.AdamW(list(named.values()), fused=True)
 
 
 def bound(optimizer: AdamW | StochasticAdamW) -> Callable[[], None]:
-    """One step with the kernel of d9d-triton."""
+    """Function that runs one step with d9d-triton's kernel."""
     (slot,) = optimizer.op_slots().values()
     slot.bind("triton", FusedAdamW(stochastic=isinstance(optimizer, StochasticAdamW)))
     return stepper(optimizer)
 
 
 def bandwidths(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Of each optimizer alone, because the state of several would not fit."""
+    """Bandwidth of each optimizer, measured separately, because the states of several would not fit."""
     results: dict[str, dict[str, float]] = {}
     for name, dtype, state, make in contenders():
         named = parameters(options.parameters, dtype, options.device)
@@ -116,7 +116,7 @@ def bandwidths(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def clipping(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Milliseconds of AdamW's step with and without a divisor. It is 1, so that gradients stay as they are."""
+    """Milliseconds of AdamW's step with and without a divisor, which is 1, so that gradients do not change."""
     return {str(dtype): clipping_of(options, dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 
@@ -150,7 +150,7 @@ def clipping_of(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, fl
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=2.0, help="billions")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -58,7 +58,7 @@ Part = Callable[[], None]
 
 
 def job_of(options: argparse.Namespace, directory: str) -> Job:
-    """For its mesh and its model."""
+    """Job with the given mesh and model."""
     ranks = dist.get_world_size()
     values = {
         "run": {"dir": directory},
@@ -84,7 +84,7 @@ def job_of(options: argparse.Namespace, directory: str) -> Job:
 
 
 def stages_of(options: argparse.Namespace, job: Job, topology: Topology) -> dict[int, nn.Module]:
-    """Both, in the formats in which they are trained: bfloat16 that is computed with, float32 that is kept."""
+    """Both stages in their training dtypes: bfloat16 for computation, float32 for stored parameters."""
     device = topology.device
     stages: dict[int, nn.Module] = {}
     split = Stage(count=2, layers=(options.layers, options.layers))
@@ -108,7 +108,7 @@ def stages_of(options: argparse.Namespace, job: Job, topology: Topology) -> dict
 
 
 class Run:
-    """Microbatches through both stages, one way or another.
+    """Run of microbatches through both stages, with or without overlap.
 
     Args:
         stages: both.
@@ -129,24 +129,24 @@ class Run:
         self._streams = streams
         self._pair = pair
         self._sent: list[tuple[Tensor, Any]] = []  # outputs of the first stage with their graphs, and their marks
-        self._received: list[tuple[Tensor, Tensor]] = []  # what the second one got, and its loss
-        self._returned: list[tuple[Tensor, Any]] = []  # gradients of what it got, and their marks
+        self._received: list[tuple[Tensor, Tensor]] = []  # inputs of the second stage, and its loss
+        self._returned: list[tuple[Tensor, Any]] = []  # gradients of the second stage's inputs, and their marks
         self.loss = torch.zeros(())
 
     def begin(self) -> None:
-        """One microbatch forward: from here on, every forward finds a backward."""
+        """Run the forward of one microbatch, so that every later forward has a backward to overlap with."""
         if self._streams is not None:
             self._streams.fork()
         self._forward_first()
         self._forward_second()
 
     def microbatch(self) -> None:
-        """The two pairs of one microbatch."""
+        """Run the two overlapped pairs of one microbatch."""
         self._pair(self._forward_first, self._backward_second)
         self._pair(self._forward_second, self._backward_first)
 
     def end(self) -> None:
-        """The backward that is left."""
+        """Run the remaining backward."""
         self._backward_second()
         self._backward_first()
         if self._streams is not None:
@@ -191,7 +191,7 @@ class Run:
 
 
 def one_after_the_other(forward: Part, backward: Part) -> None:
-    """Placeholder without pairs."""
+    """Run the forward and then the backward of a pair, without overlap."""
     forward()
     backward()
 
@@ -200,7 +200,7 @@ def one_after_the_other(forward: Part, backward: Part) -> None:
 
 
 def block(run: Run, times: int) -> float:
-    """Seconds of one of several microbatches in the middle; the longest over ranks."""
+    """Seconds per microbatch in the steady state, the maximum over ranks."""
     run.begin()
     synchronise()
     start = time.perf_counter()
@@ -230,7 +230,7 @@ def results(run: Run, stages: Iterable[nn.Module]) -> list[float]:
 
 
 def summary(found: Sequence[Kernel], microbatches: int) -> dict[str, Any]:
-    """Milliseconds of a microbatch, and shares of the all-to-all's time."""
+    """Milliseconds per microbatch, and fractions of the all-to-all time."""
 
     def of(kind: str, *sides: str) -> list[Kernel]:
         return [kernel for kernel in found if kernel.kind == kind and (not sides or kernel.side in sides)]
@@ -263,7 +263,7 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def profiled(run: Run, microbatches: int, trace: Path | None) -> dict[str, Any]:
-    """The summary of some microbatches in the middle."""
+    """Profile summary of some microbatches in the steady state."""
     run.begin()
     synchronise()
 
@@ -279,7 +279,7 @@ def profiled(run: Run, microbatches: int, trace: Path | None) -> dict[str, Any]:
 
 
 def table(profiles: dict[str, dict[str, Any]], ms: dict[str, float]) -> str:
-    """A line for each number, a column for each way."""
+    """Table with a row for each number and a column for each variant."""
     rows = [["", *profiles], ["ms of a microbatch", *(f"{ms[name]:.2f}" for name in profiles)]]
     numbers = next(iter(profiles.values()))
     rows += [[what, *("-" if p[what] is None else str(p[what]) for p in profiles.values())] for what in numbers]
@@ -290,8 +290,8 @@ def table(profiles: dict[str, dict[str, Any]], ms: dict[str, float]) -> str:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> tuple[dict[str, Any], str]:
-    """Everything, on this rank."""
-    # One directory for all ranks; nothing is saved in it.
+    """Run all measurements on this rank."""
+    # One directory for all ranks, in which nothing is saved.
     directory = str(Path(tempfile.gettempdir(), f"d9d-bench-{os.environ['MASTER_PORT']}"))
     job = job_of(options, directory)
     topology = topology_of(job, device)

@@ -13,7 +13,7 @@ from rows import Row
 from torch import distributed as dist
 from torch_peers import Peer, step_of
 
-#: Seconds that are measured.
+#: Seconds to measure.
 WINDOW = 3.0
 
 

@@ -28,7 +28,7 @@ from rank_processes import answers_of
 from rows import Row
 from torch_peers import Peer
 
-#: Key that only results of this kind have.
+#: Key that identifies results of this benchmark.
 KIND = "peers"
 MARKS = ("<!-- peers: written by tools/bench/peers.py -->", "<!-- end of peers -->")
 NONE_YET = "Nothing has been measured by this command yet."
@@ -56,12 +56,12 @@ class Contender:
         return f"d9d {self.made.name}" if isinstance(self.made, Row) else self.made.name
 
     def as_json(self) -> dict[str, Any]:
-        """Question for the processes."""
+        """Question for the worker processes."""
         return {"name": self.name, "row" if isinstance(self.made, Row) else "peer": asdict(self.made)}
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print, and write the result."""
     options = _options()
     page = options.folder / "README.md" if options.folder else None
     if not options.tables:
@@ -110,7 +110,7 @@ def contenders_of(
 
 
 def measure(contenders: Sequence[Contender], rounds: int, seconds: float | None, table: str) -> dict[str, Any]:
-    """Everything that is measured, as JSON can hold it.
+    """All measurements, as JSON values.
 
     Args:
         contenders: of all comparisons.
@@ -151,7 +151,7 @@ def measure(contenders: Sequence[Contender], rounds: int, seconds: float | None,
 
 
 def text_of(results: Sequence[Mapping[str, Any]]) -> str:
-    """Tables of results, as the page has them."""
+    """Tables of results for the page."""
     return "\n\n".join(map(_tables, results)) if results else NONE_YET
 
 
@@ -166,7 +166,7 @@ def _tables(result: Mapping[str, Any]) -> str:
 
 
 def line_of(name: str, turns: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Line of a contender: medians over its turns, or why it has none."""
+    """Table row of a contender: medians over its turns, or the reason why it has none."""
     own = [turn for turn in turns if turn["name"] == name]
     measured = [turn for turn in own if "failed" not in turn]
     if not measured:
@@ -183,7 +183,7 @@ def line_of(name: str, turns: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _ratio(measured: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> str:
-    """Median of d9d's speed, by its fastest way, over a peer's, each of the same round; the smallest and largest."""
+    """Speed of d9d's fastest variant over a peer's speed in the same round: median, smallest and largest."""
     ours: dict[int, float] = {}
     for turn in turns:
         if "row" in turn and "failed" not in turn:
@@ -196,7 +196,7 @@ def _ratio(measured: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, A
 
 
 def _longest(name: str, turns: Sequence[Mapping[str, Any]]) -> str:
-    """Kernels of communication that took longest, in a contender's last turn that was measured."""
+    """Longest communication kernels in a contender's last measured turn."""
     longest = [turn["longest"] for turn in turns if turn["name"] == name and turn.get("longest")]
     if not longest:
         return ""

@@ -42,7 +42,7 @@ from torch.nn import functional
 from traces import covered, merged, recorded
 
 MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_pipeline.plugin", "d9d_qwen3.plugin")
-#: Ours, and the class of torch.
+#: Name of d9d's schedule -> torch's class.
 PAIRS = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
@@ -55,7 +55,7 @@ PAIRS = {
 
 
 def job_of(options: argparse.Namespace, directory: str, schedule: str) -> Job:
-    """The job of the benchmark."""
+    """Job of the benchmark."""
     values = {
         "run": {"dir": directory},
         "steps": 10_000,
@@ -82,39 +82,39 @@ def job_of(options: argparse.Namespace, directory: str, schedule: str) -> Job:
 
 
 def trainer_of(job: Job, device: torch.device) -> Trainer:
-    """Built on this rank's device."""
+    """Trainer of a job on this rank's device."""
     return job.build(lambda _: None, topology_of(job, device))
 
 
 class TorchStage(nn.Module):
-    """A stage as torch calls it: one tensor in, one out. The loss is computed by :meth:`loss`."""
+    """Stage in the form that torch expects: one input tensor, one output tensor; :meth:`loss` computes the loss."""
 
     def __init__(self, stage: Any, scale: float) -> None:
         super().__init__()
         self.stage = stage
-        self.stage.has_heads = False  # torch calls the loss on its own
+        self.stage.has_heads = False  # torch calls the loss separately
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens or hidden states -> hidden states."""
+        """Map tokens or hidden states to hidden states."""
         hidden: Tensor = self.stage(**{"tokens" if self.stage.stage.is_first else "hidden": x})["hidden"]
         return hidden
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The share of a microbatch in the mean loss."""
+        """Contribution of a microbatch to the mean loss."""
         loss: Tensor = self.stage.heads(hidden, {}, targets=targets)["token_loss"].sum() * self.scale
         return loss
 
 
 def plain_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each token, of torch's own functions: its split backward does not know custom ones (2.11)."""
+    """Loss of each token by torch's own functions: its split backward does not support custom ones (2.11)."""
     logits = functional.linear(hidden, weight)
     loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     return loss.view_as(targets)
 
 
 def torch_runner(executor: Executor, name: str, pack: Pack, scale: float) -> tuple[Run, list[nn.Module]]:
-    """A step of torch's schedule over copies of our stages."""
+    """Function that runs a step of torch's schedule over copies of d9d's stages."""
     stages = {index: copy.deepcopy(stage) for index, stage in executor.stages.items()}
     for stage in stages.values():
         for module in stage.modules():
@@ -139,12 +139,12 @@ def torch_runner(executor: Executor, name: str, pack: Pack, scale: float) -> tup
 
 
 def traced(options: argparse.Namespace, schedule: str, which: str) -> Path | None:
-    """Where the Chrome trace of this rank goes, if anywhere."""
+    """Path of this rank's Chrome trace, or ``None``."""
     return Path(options.traces, f"{schedule}-{which}-{dist.get_rank()}.json") if options.traces else None
 
 
 def profiled(run: Run, device: torch.device, trace: Path | None) -> list[dict[str, float]]:
-    """Milliseconds of one step on each rank: what its kernels take, and how long none of those that compute runs."""
+    """Milliseconds of one profiled step on each rank: by kind of kernel, and without any compute kernel."""
 
     def step() -> None:
         synchronise()
@@ -168,12 +168,12 @@ def profiled(run: Run, device: torch.device, trace: Path | None) -> list[dict[st
 
 
 def columns(rows: list[dict[str, float]]) -> dict[str, list[float]]:
-    """The same with a list for each number."""
+    """Convert one dictionary per rank to one dictionary of lists."""
     return {what: [row[what] for row in rows] for what in rows[0]}
 
 
 def measure(options: argparse.Namespace, name: str, device: torch.device, directory: str) -> dict[str, Any]:
-    """One schedule."""
+    """Measure one schedule."""
     trainer = trainer_of(job_of(options, directory, name), device)
     executor = trainer.step.executor
     for module in modules_with(trainer.stage, HasOps).values():
@@ -229,7 +229,7 @@ def measure(options: argparse.Namespace, name: str, device: torch.device, direct
 
 
 def apart(stages: list[nn.Module], copies: list[nn.Module]) -> float:
-    """The largest ``1 - cos`` between gradients of both, over all ranks."""
+    """Largest ``1 - cos`` between the gradients of both, over all ranks."""
     worst = torch.zeros(())
     for stage, other in zip(stages, copies, strict=True):
         for mine, theirs in zip(stage.parameters(), other.parameters(), strict=True):
@@ -263,7 +263,7 @@ def main() -> None:
         load_kernels_eagerly("cuda")
         registry = Registry.of(*map(importlib.import_module, MODULES))
         specs = [registry.find("schedule", name).spec for name in options.schedules.split(",")]
-        # One process runs them all.
+        # All schedules run in one process.
         if all(isinstance(spec, ScheduleSpec) and spec.ordered_transfers for spec in specs):
             share_hardware_queues("cuda")
         torch.cuda.set_device(device)

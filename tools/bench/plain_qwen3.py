@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-#: Of the initial weights, as Qwen3's.
+#: Standard deviation of initial weights, epsilon of norms and theta of rotary positions, as in Qwen3.
 STD, EPS, THETA = 0.02, 1e-6, 1_000_000.0
 
 
@@ -31,12 +31,12 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=EPS)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, S, H] of [B, S, H], and cosines and sines [1, S, 1, D]."""
+        """Map [B, S, H] to [B, S, H], with cosines and sines [1, S, 1, D]."""
         shape = (*hidden.shape[:2], -1, self.head_dim)
         query = _rotated(self.q_norm(self.q_proj(hidden).view(shape)), cos, sin)
         key = _rotated(self.k_norm(self.k_proj(hidden).view(shape)), cos, sin)
         value = self.v_proj(hidden).view(shape)
-        # By its module, where torch's context_parallel replaces it.
+        # Called through its module, where torch's context_parallel replaces it.
         out = functional.scaled_dot_product_attention(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
         )
@@ -55,7 +55,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(inside, hidden, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, H] of [B, S, H]."""
+        """Map [B, S, H] to [B, S, H]."""
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
         return out
 
@@ -71,7 +71,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(values)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, S, H] of [B, S, H], and cosines and sines [1, S, 1, D]."""
+        """Map [B, S, H] to [B, S, H], with cosines and sines [1, S, 1, D]."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
@@ -88,7 +88,7 @@ class Backbone(nn.Module):
         self.norm = nn.RMSNorm(values["hidden_size"], eps=EPS)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """[B, S, H] of tokens [B, S] at positions [1, S]."""
+        """Map tokens [B, S] at positions [1, S] to [B, S, H]."""
         hidden: Tensor = self.embed_tokens(tokens)
         cos, sin = _angles(positions, self.head_dim, hidden.dtype)
         for block in self.layers:
@@ -98,7 +98,7 @@ class Backbone(nn.Module):
 
 
 class PlainQwen3(nn.Module):
-    """Dense Qwen3 with a head of its own, without tied embeddings.
+    """Dense Qwen3 with a separate head, without tied embeddings.
 
     Args:
         values: model of a job file.
@@ -137,6 +137,6 @@ def _angles(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tenso
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads [B, S, N, D] at their positions."""
+    """Rotate heads [B, S, N, D] by the angles of their positions."""
     first, second = heads.chunk(2, -1)
     return heads * cos + torch.cat((-second, first), -1) * sin

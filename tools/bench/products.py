@@ -23,7 +23,7 @@ from d9d_cublas.library import Library
 from d9d_cublas.problem import Problem, shape_of, stored_shapes
 from d9d_cublas.tuning import Tuner
 
-#: Standard deviations of activations, weights and gradients; numbers take power, zeros do not.
+#: Standard deviations of activations, weights and gradients; zeros would draw less power.
 _DEVIATION = {"forward": (1.0, 0.02), "rows_gradient": (0.01, 0.02), "weight_gradient": (0.01, 1.0)}
 
 
@@ -38,7 +38,7 @@ def problems(rows: int, hidden: int, features: int, dtype: str) -> Iterator[Prob
 
 
 def measure(products: DeviceProducts, problem: Problem) -> None:
-    """Have a product measured, and its choice recorded."""
+    """Measure a product, and record the choice."""
     shapes, dtype = stored_shapes(problem)[:2], getattr(torch, problem.dtype)
     first, second = (
         torch.randn(shape, device="cuda").mul_(deviation).to(dtype)
@@ -48,7 +48,7 @@ def measure(products: DeviceProducts, problem: Problem) -> None:
 
 
 def line(key: Key, choice: Choice) -> str:
-    """Choice in words."""
+    """Choice as a line of text."""
     problem, (default, chosen) = key.problem, choice.milliseconds or (0.0, 0.0)
     sizes = f"T {problem.rows} N {problem.out_features} K {problem.in_features} {problem.dtype}"
     what = "as cuBLAS guesses"
@@ -59,7 +59,7 @@ def line(key: Key, choice: Choice) -> str:
 
 
 def main() -> int:
-    """Measure the products of the layers that were named."""
+    """Measure the products of the named layers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layers", nargs="+", metavar="ROWSxHIDDENxFEATURES")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])

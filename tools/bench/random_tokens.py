@@ -35,7 +35,7 @@ def _config() -> Any:
     from d9d_core.config import PluginConfig
 
     class RandomTokensConfig(PluginConfig):
-        """Random tokens."""
+        """Config of ``random_tokens``."""
 
         name: Literal["random_tokens"] = "random_tokens"
         """Selects the dataset."""
@@ -64,7 +64,7 @@ def drawn(samples: int, length: int, vocabulary: int, generator: torch.Generator
 
 
 class RandomTokens:
-    """The same microbatches in every pack."""
+    """Stream with the same microbatches in every pack."""
 
     def __init__(self, config: Any, context: DataContext) -> None:
         generator = torch.Generator().manual_seed(context.rank)
@@ -77,20 +77,20 @@ class RandomTokens:
             for microbatch in self._pack:
                 microbatch["documents"] = places // config.document
                 microbatch["positions"] = places % config.document
-                # The last token of a document predicts none of the next.
+                # The last token of a document has no target.
                 microbatch["targets"][(places + 1) % config.document == 0] = -100
         self.facts = {"vocab_size": config.vocab_size, "sequence_length": config.sequence_length}
 
     def next_pack(self) -> Pack:
-        """The pack."""
+        """Return the pack."""
         return self._pack
 
     def state(self) -> dict[str, Any]:
-        """Nothing."""
+        """Empty state: all packs are equal."""
         return {}
 
     def load_state(self, state: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def save_assets(self, directory: Path) -> None:
-        """Nothing."""
+        """Save nothing."""

@@ -25,7 +25,7 @@ def answers_of(
     directory: Path,
     more: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Answers of new processes to the first questions, at least; the last one may be that the processes ended.
+    """Answers to at least the first question, from new processes; the last answer may say that the processes ended.
 
     Args:
         script: file in this directory, whose arguments are files of questions and answers, the time of its launch and

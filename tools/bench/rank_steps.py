@@ -20,9 +20,9 @@ from torch import Tensor
 from torch import distributed as dist
 from traces import Kernel, covered, merged, recorded
 
-#: Steps before those that are measured; one, if steps take longer than so many seconds.
+#: Number of warm-up steps, and seconds per step above which one is enough.
 WARMUP, SLOW = 6, 1.5
-#: Seconds that are measured, of steps that take less, and the most steps.
+#: Seconds to measure, and largest number of measured steps.
 WINDOW, STEPS = 4.0, 10
 
 
@@ -67,7 +67,7 @@ def answer_all(
             measure(question, answer)
         except torch.OutOfMemoryError:
             answer["failed"] = "out of memory"
-        except Exception as error:  # of one question; the others are still worth their time
+        except Exception as error:  # the failure concerns one question; answer the others
             traceback.print_exc()
             answer["failed"] = f"{type(error).__name__}: {error}"[:300]
         answer |= {"name": question["name"], "whole_seconds": time.perf_counter() - start}
@@ -76,7 +76,7 @@ def answer_all(
             with answered.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(answer) + "\n")
         if "failed" in answer and dist.is_initialized():
-            os._exit(1)  # other ranks may wait for what this one does not send
+            os._exit(1)  # other ranks may wait for a message of this one
         forget(device)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -85,7 +85,7 @@ def answer_all(
 def measured_steps(
     step: Callable[[], Tensor], tokens: float, device: torch.device, launched: float, window: float = WINDOW
 ) -> dict[str, Any]:
-    """Measurement of a step: its seconds, tokens of a GPU's second, peak, communication, of the slowest rank.
+    """Measurement of a step on the slowest rank: seconds, tokens per second and GPU, peak memory, communication.
 
     Args:
         step: the next one; returns its loss, on the device. Collective over all ranks.
@@ -96,7 +96,7 @@ def measured_steps(
     """
     try:
         gc.collect()
-        gc.freeze()  # as the trainer does
+        gc.freeze()  # like the trainer
         losses = [step().item()]
         _forget_peak(device)
         seconds = most(timed(lambda: losses.append(step().item()), 1))
@@ -119,7 +119,7 @@ def measured_steps(
 
 
 def communication(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a step in which communication runs, and in which nothing else does, and its longest kernels."""
+    """Milliseconds of a step with communication, and with nothing but communication, and its longest kernels."""
 
     def run() -> None:
         synchronise()
@@ -130,7 +130,7 @@ def communication(step: Callable[[], Any], device: torch.device) -> dict[str, An
 
 
 def communication_of(kernels: list[Kernel]) -> dict[str, Any]:
-    """Communication of a step by the kernels that ran in it, see :func:`communication`."""
+    """Communication of a step from its kernels, see :func:`communication`."""
     compute = [kernel for kernel in kernels if kernel.kind == "compute"]
     moved = [kernel for kernel in kernels if kernel.kind != "compute"]
     spans = [Kernel("", begin, end, 0, "") for begin, end in merged(moved)]
@@ -147,7 +147,7 @@ def communication_of(kernels: list[Kernel]) -> dict[str, Any]:
 
 
 def most(value: float) -> float:
-    """Largest value of all ranks; collective over them."""
+    """Maximum over all ranks; collective."""
     if not dist.is_initialized():
         return value
     one = torch.tensor(value, dtype=torch.float64)
@@ -156,9 +156,9 @@ def most(value: float) -> float:
 
 
 def forget(device: torch.device) -> None:
-    """Release the memory of what was measured before, and what was compiled for its shapes."""
+    """Free the memory and the compiled code of the previous measurement."""
     gc.collect()
-    # Else a second shape would be compiled for any shape, which no job of its own does.
+    # Otherwise a second shape would be compiled with dynamic shapes, unlike in a separate job.
     torch.compiler.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -30,13 +30,13 @@ from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.writer import ModelWriter
 
 GIB = 1 << 30
-#: Of a layer, as in a model of 8e9 parameters: wide matrices, narrow ones and vectors.
+#: Tensors of a layer, as in a model of 8e9 parameters: wide matrices, narrow matrices and vectors.
 SHAPES = {"up": (12288, 4096), "gate": (12288, 4096), "down": (4096, 12288), "q": (4096, 4096), "o": (4096, 4096),
           "k": (1024, 4096), "v": (1024, 4096), "norm": (4096,), "q_norm": (128,), "k_norm": (128,)}  # fmt: skip
 
 
 def write_model(directory: Path, size: float, shard_bytes: int) -> None:
-    """Write layers until the size in bytes is reached, and a bit more."""
+    """Write layers until the size in bytes is reached or slightly exceeded."""
     specs: dict[str, TensorSpec] = {}
     while sum(2 * torch.Size(spec.shape).numel() for spec in specs.values()) < size:
         layer = len(specs) // len(SHAPES)
@@ -52,7 +52,7 @@ def write_model(directory: Path, size: float, shard_bytes: int) -> None:
 
 
 def read_plainly(directory: Path) -> int:
-    """All files, one after the other, into one fresh buffer; returns the bytes."""
+    """Read all files, one after the other, into one new buffer; return the bytes."""
     paths = sorted(directory.glob("*.safetensors"))
     buffer = torch.empty(sum(path.stat().st_size for path in paths), dtype=torch.uint8)
     view = buffer.numpy().data
@@ -64,7 +64,7 @@ def read_plainly(directory: Path) -> int:
 
 
 def read_model(directory: Path, threads: int) -> int:
-    """All tensors, each into a fresh one; returns the bytes."""
+    """Read all tensors, each into a new tensor; return the bytes."""
     with ModelDirectory.open(directory) as model, ThreadPoolExecutor(threads) as pool:
 
         def read(name: str) -> torch.Tensor:
@@ -82,7 +82,7 @@ def peak_memory() -> int:
 
 
 def measure(reader: str, directory: Path, threads: int) -> None:
-    """One turn: prints the rate and the process's peak memory beyond what its imports take."""
+    """Run one measurement: print the rate and the process's peak memory in excess of its imports."""
     before = peak_memory()
     start = time.perf_counter()
     size = read_plainly(directory) if reader == "plain" else read_model(directory, threads)
@@ -91,7 +91,7 @@ def measure(reader: str, directory: Path, threads: int) -> None:
 
 
 def turn(reader: str, directory: Path, options: argparse.Namespace) -> dict[str, float]:
-    """A turn in a process of its own."""
+    """Run one measurement in a separate process."""
     if options.cold:
         for path in directory.glob("*.safetensors"):
             descriptor = os.open(path, os.O_RDONLY)
@@ -104,7 +104,7 @@ def turn(reader: str, directory: Path, options: argparse.Namespace) -> dict[str,
 
 
 def main() -> None:
-    """Write, take turns, print."""
+    """Write the model, measure in turns, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=8, help="size of the model (default 8)")
     parser.add_argument("--threads", type=int, default=4, help="that read the model (default 4)")
@@ -120,7 +120,7 @@ def main() -> None:
     place = Path(tempfile.mkdtemp(dir=options.directory))
     try:
         write_model(place / "model", options.gib * GIB, int(options.shard_gib * GIB))
-        # Each goes first every other time.
+        # Alternate the order.
         orders = [("plain", "model"), ("model", "plain")] * options.rounds
         rounds = [{r: turn(r, place / "model", options) for r in order} for order in orders[: options.rounds]]
     finally:

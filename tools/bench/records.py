@@ -34,7 +34,7 @@ def hardware() -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str:
-    """Commit of the sources, with ``+`` if something differs from it; ``unknown`` where git does not tell."""
+    """Commit of the sources, with ``+`` if the working tree differs; ``unknown`` without git."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
@@ -47,7 +47,7 @@ def commit(root: Path = ROOT) -> str:
 
 
 def write(result: Mapping[str, Any], folder: Path) -> Path:
-    """Write a result into the file of its table and device, and return that."""
+    """Write a result into the file of its table and device; return the path."""
     folder.mkdir(parents=True, exist_ok=True)
     device = re.sub(r"[^a-z0-9]+", "-", str(result["hardware"]["device"]).lower()).strip("-")
     path = folder / f"{result['table']}--{device}.json"
@@ -56,7 +56,7 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
 
 
 def read(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """All results of a kind, in order of their files' names.
+    """Results of a kind, in order of their file names.
 
     Args:
         folder: of the files.
@@ -67,7 +67,7 @@ def read(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def fill(page: str, text: str, marks: tuple[str, str]) -> str:
-    """Page with a text between two marks.
+    """Text of a page with new text between two marks.
 
     Raises:
         SystemExit: it has none.
@@ -86,6 +86,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def origin(result: Mapping[str, Any]) -> str:
-    """Origin of a result in words: versions, commit, date and command."""
+    """Origin of a result as text: versions, commit, date and command."""
     versions = ", ".join(f"{name} {version}" for name, version in result["hardware"]["versions"].items())
     return f"{versions}; commit {result['commit']}, {result['taken']}; `{result['command']}`"

@@ -19,9 +19,9 @@ from random_tokens import Synthetic
 from settings import BETAS, CLIP, DECAY, LR, MODELS
 
 PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_pipeline", "d9d_moe", "d9d_qwen3", "d9d_peft")
-#: Used where they are installed, as they are by themselves in a job.
+#: Optional packages, used if installed, as in a job.
 OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention")
-#: Models that no rival trains here.
+#: Large models that no other library trains here.
 LARGE: Mapping[str, Mapping[str, Any]] = {"qwen3-30b-a3b": {**MODELS["moe-5.6b"], "num_layers": 48}}
 
 
@@ -63,7 +63,7 @@ class Row:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Row:
-        """Row of values that went through JSON, which has no tuples."""
+        """Row from values that went through JSON, which has no tuples."""
         pairs = {name: tuple(map(tuple, values[name])) for name in ("peft", "mesh")}
         return cls(**{**values, **pairs, "parallel": tuple(values["parallel"])})
 
@@ -135,16 +135,16 @@ def _described(strategy: Mapping[str, Any]) -> str:
 
 
 def _optimizer(name: str) -> dict[str, Any]:
-    """Section ``optimizer``; ``stochastic_adamw narrow`` keeps moments in the parameters' format."""
+    """Section ``optimizer``; ``stochastic_adamw narrow`` keeps moments in the parameters' dtype."""
     name, _, narrow = name.partition(" ")
     more: dict[str, Any] = {"betas": list(BETAS)} if name in ("adamw", "stochastic_adamw") else {}
     more |= {"state_dtype": "parameter"} if narrow else {}
     return {"name": name, "lr": LR, "weight_decay": DECAY, **more}
 
 
-#: Low-rank terms of rank 16.
+#: LoRA of rank 16.
 LORA = (("name", "lora"), ("r", 16), ("alpha", 32))
-#: Different kinds first, so that a few rows tell most.
+#: Rows of different kinds come first, so that a few rows cover most of them.
 ROWS = (
     Row("dense-2b", 4, 4096, compiled=True),
     Row("moe-5.6b", 4, 4096, compiled=True),
@@ -165,7 +165,7 @@ ROWS = (
     Row("dense-0.6b", 4, 4096, optimizer="muon"),
     Row("dense-1.7b", 1, 16_384),
 )
-#: A few small ones, which a CPU trains in seconds.
+#: A few small rows, which a CPU trains in seconds.
 TINY = (
     Row("tiny", 2, 64),
     Row("tiny-moe", 2, 64, optimizer="sgd", precision="float32"),
@@ -174,6 +174,6 @@ TINY = (
 
 
 def registry() -> Registry:
-    """Records of the plugins that jobs here use."""
+    """Registry of the plugins that these jobs use."""
     found = [name for name in OPTIONAL if find_spec(name)]
     return Registry.of(*(importlib.import_module(f"{name}.plugin") for name in (*PLUGINS, *found)), Synthetic())

@@ -30,12 +30,12 @@ from timing import synchronise
 
 MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_qwen3.plugin")
 TAGS: tuple[Any, ...] = ("weights", "optimizer")
-#: Bytes of a buffer of the plain copy.
+#: Bytes of a buffer in the plain copy.
 BUFFER = 2**28
 
 
 def job_of(options: argparse.Namespace, directory: str) -> Job:
-    """The job of the benchmark."""
+    """Job of the benchmark."""
     values = {
         "run": {"dir": directory},
         "steps": 10,
@@ -66,7 +66,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def plain_copy(size: int) -> dict[str, float]:
-    """Gigabytes per second between the device and pinned memory, each way."""
+    """Gigabytes per second between the device and pinned memory, in each direction."""
     on_device = torch.empty(BUFFER, dtype=torch.uint8, device="cuda").random_()
     on_host = torch.empty(BUFFER, dtype=torch.uint8, pin_memory=True)
     count = max(1, size // BUFFER)
@@ -87,13 +87,13 @@ def plain_copy(size: int) -> dict[str, float]:
 
 
 def memory() -> dict[str, float]:
-    """GiB that tensors occupy, and that the process holds on the device."""
+    """GiB in tensors, and GiB that the process holds on the device."""
     free, total = torch.cuda.mem_get_info()
     return {"allocated": torch.cuda.memory_allocated() / 2**30, "held": (total - free) / 2**30}
 
 
 def measure(trainer: Trainer, cycles: int) -> dict[str, Any]:
-    """Memory and bandwidth of a few sleeps."""
+    """Measure memory and bandwidth of a few sleeps."""
     for _ in trainer.steps(2):
         pass
     gc.collect()
@@ -121,7 +121,7 @@ def measure(trainer: Trainer, cycles: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--hidden", type=int, default=2048)

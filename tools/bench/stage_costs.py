@@ -21,7 +21,7 @@ Run = Callable[[], Any]
 
 
 def timed(run: Run, times: int) -> float:
-    """Milliseconds of one of several runs; the longest over ranks."""
+    """Milliseconds per call, the maximum over ranks."""
     synchronise()
     start = time.perf_counter()
     for _ in range(times):
@@ -34,7 +34,7 @@ def timed(run: Run, times: int) -> float:
 
 
 def stage_costs(executor: Executor, pack: Pack, scale: Mapping[str, Tensor], times: int) -> dict[int, list[float]]:
-    """Local stage -> milliseconds of its forward, whole backward, and the two halves of a split one, medians."""
+    """Local stage -> median milliseconds of its forward, whole backward, and both halves of a split backward."""
     found: dict[int, list[float]] = {}
     count, device = len(executor.pipeline.hosts), executor.topology.device
     plug = torch.zeros(8192, 8192, dtype=torch.bfloat16, device=device) if device.type == "cuda" else None
@@ -76,7 +76,7 @@ def stage_costs(executor: Executor, pack: Pack, scale: Mapping[str, Tensor], tim
 
 
 class Clock:
-    """Times between ticks, on the device's own clock.
+    """Timer of intervals between ticks, on the device's clock.
 
     Args:
         device: whose.
@@ -92,7 +92,7 @@ class Clock:
         self.tick()
 
     def tick(self) -> None:
-        """Now, in the order of the stream."""
+        """Record the current time in stream order."""
         if self._cuda:
             self._ticks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             self._ticks[-1].record()
@@ -100,7 +100,7 @@ class Clock:
             self._ticks.append(time.perf_counter())
 
     def times(self) -> list[float]:
-        """Milliseconds."""
+        """Milliseconds between the ticks."""
         pairs = list(zip(self._ticks, self._ticks[1:], strict=False))
         if not self._cuda:
             return [(b - a) * 1e3 for a, b in pairs]
@@ -124,7 +124,7 @@ def transfer_ms(executor: Executor, pack: Pack, times: int = 20) -> float:
 
 
 def predicted(executor: Executor, costs: Mapping[int, list[float]], transfer: float, microbatches: int) -> Any:
-    """The simulated step, from costs that were measured."""
+    """Simulated step from the measured costs."""
     pipeline = executor.pipeline
     forward, whole, inputs, weights = (list(column) for column in zip(*(costs[i] for i in sorted(costs)), strict=True))
     split = any(kind.__name__ == "InputBackward" for kind in pipeline.kinds)

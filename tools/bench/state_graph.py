@@ -18,17 +18,17 @@ from d9d_weights.graph.graph import StateGraph
 from d9d_weights.graph.mappers import Rename, Transpose
 from d9d_weights.graph.merging import Concatenate, Stack
 
-#: Tensors of a layer.
+#: Number of tensors in a layer.
 WIDTH = 10
 
 
 def by_patterns() -> Mapper:
-    """One rename for each kind of tensor."""
+    """Mapper with one rename for each kind of tensor."""
     return Parallel(*(Rename(f"model.layers.{{layer}}.t{i}", f"layers.{{layer}}.u{i}") for i in range(WIDTH)))
 
 
 def by_layer(layers: int) -> Mapper:
-    """Every layer by itself, with merged and transposed tensors."""
+    """Mapper with separate entries for every layer, with merged and transposed tensors."""
     layer = Parallel(
         Concatenate(["t0", "t1"], "ffn") >> Transpose("ffn"),
         Stack(["t2", "t3", "t4"], "bank"),
@@ -38,7 +38,7 @@ def by_layer(layers: int) -> Mapper:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds; the best of three."""
+    """Seconds of a call, the best of three."""
     best = float("inf")
     for _ in range(3):
         started = time.perf_counter()
@@ -48,7 +48,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def measure(count: int) -> tuple[float, float, float, float]:
-    """Seconds for about so many tensors: bind by patterns, bind by layers, apply, invert and bind."""
+    """Seconds for about the given number of tensors: bind by patterns, bind by layers, apply, invert and bind."""
     layers = count // WIDTH
     specs = {f"model.layers.{n}.t{i}": TensorSpec((4, 4), torch.float32) for n in range(layers) for i in range(WIDTH)}
     tensors = {name: torch.zeros(4, 4) for name in specs}

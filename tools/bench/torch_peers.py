@@ -44,7 +44,7 @@ _KERNELS = {
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Contender of two ranks that is spread by torch's own means.
+    """Contender on two ranks that uses torch's own parallelism.
 
     Attributes:
         axis: ``tp`` by ``parallelize_module``, or ``cp`` by ``context_parallel`` and FSDP2.
@@ -81,7 +81,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Model of a peer on this rank.
+    """Parallelised model of a peer on this rank.
 
     Attributes:
         model: whose parameters are DTensors.
@@ -94,7 +94,7 @@ class Spread:
 
 
 def step_of(peer: Peer, device: torch.device) -> Callable[[], Tensor]:
-    """Training step of a peer: forward, backward, clipping and AdamW; collective, as the step is."""
+    """Training step of a peer: forward, backward, clipping and AdamW; collective."""
     spread = spread_of(peer, device)
     parameters = list(spread.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
@@ -111,10 +111,10 @@ def step_of(peer: Peer, device: torch.device) -> Callable[[], Tensor]:
 
 
 def spread_of(peer: Peer, device: torch.device) -> Spread:
-    """Model of a peer with equal weights on all ranks, spread over them; collective over all ranks."""
+    """Parallelised model of a peer, with equal initial weights on all ranks; collective."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=(peer.axis,))
     model = model_of(peer, device)
-    # What d9d's row trains on.
+    # The same data as in d9d's row.
     microbatch = drawn(peer.samples, peer.length, MODELS[peer.model]["vocab_size"], torch.Generator().manual_seed(0))
     tokens, targets = (tensor.to(device) for tensor in microbatch)
     positions = torch.arange(peer.length, device=device)[None]
@@ -132,7 +132,7 @@ def spread_of(peer: Peer, device: torch.device) -> Spread:
         return _whole(loss.detach())
 
     def backward_of_context() -> Tensor:
-        # They are cut in place.
+        # context_parallel shards them in place.
         own = [tokens.clone(), targets.clone(), positions.clone()]
         set_rotate_method(peer.rotate or "allgather")
         context = context_parallel(mesh, buffers=own, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(own))
@@ -147,14 +147,14 @@ def spread_of(peer: Peer, device: torch.device) -> Spread:
 
 
 def model_of(peer: Peer, device: torch.device) -> PlainQwen3:
-    """Whole model with the weights of a seed."""
+    """Whole model, with initial weights from a seed."""
     torch.manual_seed(0)
     with device:
         return PlainQwen3(MODELS[peer.model]).to(getattr(torch, peer.dtype))
 
 
 def split_tensors(model: PlainQwen3, mesh: DeviceMesh) -> None:
-    """Shard weights over the ranks, and activations between products along the sequence: the plan of torch's tutorial.
+    """Shard weights over the ranks, and activations between products along the sequence, as in torch's tutorial.
 
     The head's logits stay split over the vocabulary, as ``loss_parallel`` takes them.
     """
@@ -186,7 +186,7 @@ def split_tensors(model: PlainQwen3, mesh: DeviceMesh) -> None:
         "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(model, mesh, outside)
-    # What a compiled block of torch 2.15 answers to an output that is still being communicated lacks its placement.
+    # In compiled blocks of torch 2.15, an output that is still being communicated lacks its placement.
     model.model.embed_tokens.register_forward_hook(lambda module, inputs, hidden: hidden.clone())  # noqa: ARG005
 
 
@@ -198,7 +198,7 @@ def shard_parameters(model: PlainQwen3, mesh: DeviceMesh) -> None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Tensor that a DTensor stands for; collective over its ranks if it is not replicated."""
+    """Full tensor of a DTensor; collective over its ranks if it is not replicated."""
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole
 
@@ -211,7 +211,7 @@ def _compile(model: PlainQwen3, peer: Peer) -> None:
 
 @contextmanager
 def _kernels(peer: Peer, device: torch.device) -> Iterator[None]:
-    """Kernels of attention that are allowed, on a GPU; a CPU has one of its own."""
+    """Context with the allowed attention kernels on a GPU; a CPU has only one."""
     if device.type != "cuda":
         yield
         return

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: In the name of a kernel that no model launches.
+#: Part of the name of a marker kernel, which no model launches.
 MARKER = "erfinv"
 
 
 def recorded(work: Callable[[], None], device: torch.device, trace: Path | None = None) -> list[Kernel]:
-    """The kernels that some work launches.
+    """Kernels that a function launches.
 
     Args:
         work: ends when the device is done.
@@ -25,7 +25,7 @@ def recorded(work: Callable[[], None], device: torch.device, trace: Path | None 
     cuda = device.type == "cuda"
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA if cuda else kinds.CPU]) as profile:
-        torch.zeros(1, device=device).erfinv()  # tells which thread is the caller's
+        torch.zeros(1, device=device).erfinv()  # identifies the calling thread
         work()
     with tempfile.TemporaryDirectory() as directory:
         path = trace or Path(directory, "trace.json")
@@ -34,7 +34,7 @@ def recorded(work: Callable[[], None], device: torch.device, trace: Path | None 
 
 
 class Kernel(NamedTuple):
-    """One that ran on the device; times in microseconds."""
+    """Kernel that ran on the device; times in microseconds."""
 
     name: str
     begin: float
@@ -44,7 +44,7 @@ class Kernel(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """``exchange``: sends, receives, all-to-all, copies between GPUs; ``other communication``; or ``compute``."""
+        """``exchange`` (sends, receives, all-to-all, copies between GPUs), ``other communication`` or ``compute``."""
         name = self.name.lower()
         if "sendrecv" in name or "alltoall" in name or "ptop" in name:
             return "exchange"
@@ -52,7 +52,7 @@ class Kernel(NamedTuple):
 
 
 def kernels(events: Sequence[dict[str, Any]]) -> list[Kernel]:
-    """Of a Chrome trace."""
+    """Kernels in a Chrome trace."""
     launched = {
         event["args"]["correlation"]: event["tid"]
         for event in events
@@ -75,7 +75,7 @@ def _between_gpus(event: dict[str, Any]) -> bool:
 
 
 def merged(some: Iterable[Kernel]) -> list[tuple[float, float]]:
-    """When at least one of them runs: begins and ends, in order, in microseconds."""
+    """Union of the kernels' intervals: starts and ends in order, in microseconds."""
     union: list[tuple[float, float]] = []
     for begin, end in sorted((kernel.begin, kernel.end) for kernel in some):
         if union and begin <= union[-1][1]:
@@ -86,7 +86,7 @@ def merged(some: Iterable[Kernel]) -> list[tuple[float, float]]:
 
 
 def covered(spans: Iterable[Kernel], by: Iterable[Kernel]) -> float:
-    """Microseconds of ``spans``, which may overlap and then count twice, during which some of ``by`` runs."""
+    """Microseconds of ``spans`` during which any of ``by`` runs; overlapping spans count twice."""
     union = merged(by)
     total, at = 0.0, 0
     for span in sorted(spans, key=lambda kernel: kernel.begin):

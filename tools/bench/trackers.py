@@ -31,7 +31,7 @@ from d9d_engine.job import Job
 from random_tokens import Synthetic
 
 MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_qwen3.plugin")
-#: Tracker -> its section of the job file; those whose library is absent are left out.
+#: Tracker -> its section of the job file; trackers whose library is not installed are left out.
 ALL: Mapping[str, Mapping[str, Any]] = {
     "console": {},
     "jsonl": {"picture": False},
@@ -43,7 +43,7 @@ ALL: Mapping[str, Mapping[str, Any]] = {
 
 
 class SleepyConfig(PluginConfig):
-    """A second per write."""
+    """Config of a tracker that takes a second per write."""
 
     name: Literal["sleepy"] = "sleepy"
     """Selects the tracker."""
@@ -56,18 +56,18 @@ class Sleepy:
         pass
 
     def open(self, *_: RunInfo | State | None) -> Sleepy:
-        """Start."""
+        """Open the run."""
         return self
 
     def write(self, _step: int, _values: Mapping[str, float]) -> None:
-        """Take a second."""
+        """Sleep for a second."""
         time.sleep(1.0)
 
     def flush(self) -> None:
         """Do nothing."""
 
     def state(self) -> State:
-        """No state."""
+        """Empty state."""
         return {}
 
     def close(self, _status: str) -> None:
@@ -91,7 +91,7 @@ class SleepyPlugin:
 
 
 class Clock:
-    """Subscriber that takes the time of steps, once the trackers are open.
+    """Subscriber that times steps after the trackers are open.
 
     Args:
         warm: steps that do not count.
@@ -103,11 +103,11 @@ class Clock:
         self.times: list[float] = []
 
     def subscriptions(self) -> list[Any]:
-        """Start and ends of steps."""
+        """Events at the start of training and at the ends of steps."""
         return [(TrainingStarts, self._start), (StepEnds, self._step)]
 
     def of(self, trainer: Any) -> Clock:
-        """Take the trainer whose trackers are waited for."""
+        """Set the trainer whose trackers to wait for."""
         self._trainer = trainer
         return self
 
@@ -115,7 +115,7 @@ class Clock:
         self._trainer.trackers.flush()
 
     def _step(self, event: StepEnds) -> None:
-        event.result.loss.item()  # the device has done the step
+        event.result.loss.item()  # the device has finished the step
         if event.step >= self._warm:
             self.times.append(time.perf_counter())
 
@@ -160,7 +160,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     ratios: dict[str, list[float]] = {"all": [], "sleepy": [], "again": []}
-    run("all", options)  # libraries are imported once
+    run("all", options)  # warm-up, which imports the libraries
     for number in range(options.rounds):
         kinds = ["none", *ratios]
         order = kinds if number % 2 == 0 else kinds[::-1]

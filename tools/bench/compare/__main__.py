@@ -39,7 +39,7 @@ TINY = Setting("tiny", 64, 2, backend="aot_eager", warmup=1, steps=2)
 
 
 def main() -> None:
-    """Make one table."""
+    """Run one comparison, and write its table."""
     if sys.argv[1:2] == ["--worker"]:
         worker.main(*sys.argv[2:])
         return
@@ -84,7 +84,7 @@ def _options() -> argparse.Namespace:
     default = FLOAT8 if options.precision == "fp8" else TINY_CONTENDERS if options.tiny else DEFAULT
     options.contenders = options.contenders or default
     if options.tiny and options.folder == BENCHMARKS:
-        options.folder = Path("runs", "compare-tiny")  # its numbers mean nothing
+        options.folder = Path("runs", "compare-tiny")  # the numbers of tiny models are meaningless
     return options
 
 

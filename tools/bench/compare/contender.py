@@ -54,7 +54,7 @@ CONTENDERS: Mapping[str, tuple[str, str]] = {
 }
 #: Contenders of a table by default.
 DEFAULT = ("d9d", "transformers", "transformers-compile", "liger", "torchtitan")
-#: Those that have float8.
+#: Contenders that support float8.
 FLOAT8 = ("d9d", "torchtitan")
 
 
@@ -71,7 +71,7 @@ def title_of(name: str) -> str:
 
 
 def installed(*names: str) -> dict[str, str]:
-    """Versions of distributions.
+    """Installed versions of distributions.
 
     Raises:
         NotHereError: one is not installed.

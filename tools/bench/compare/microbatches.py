@@ -17,9 +17,9 @@ from d9d_core.types import Pack
 from settings import Data, Setting
 from torch import Tensor
 
-#: Different microbatches; steps take them in turn.
+#: Number of different microbatches, over which the steps cycle.
 DIFFERENT = 4
-#: Median of the documents' lengths, and the standard deviation of their logarithm: as of web pages.
+#: Median document length, and standard deviation of the log length, as for web pages.
 MEDIAN, SPREAD = 300, 1.0
 NO_TARGET = -100
 
@@ -41,7 +41,7 @@ def microbatch_of(setting: Setting, number: int) -> dict[str, Tensor]:
     if setting.data == "random":
         row = torch.randint(vocabulary, shape, generator=generator)
         return {"tokens": row[:, :-1].contiguous(), "targets": row[:, 1:].contiguous()}
-    # Words of text follow Zipf's law: the n-th most frequent one is n times as rare as the first.
+    # Token frequencies follow Zipf's law: the n-th most frequent token is n times as rare as the first.
     words = torch.exp(torch.rand(shape, generator=generator) * torch.log(torch.tensor(float(vocabulary - 1))))
     row = words.long().clamp(1, vocabulary - 1) - 1
     starts = torch.zeros(shape, dtype=torch.long)
@@ -89,7 +89,7 @@ class ComparedConfig(PluginConfig):
 
 
 class Compared:
-    """Stream of the microbatches, one a step."""
+    """Stream of the microbatches, one per step."""
 
     def __init__(self, config: ComparedConfig, _: DataContext) -> None:
         setting = Setting(config.model, config.sequence_length, config.samples, config.data)
@@ -104,15 +104,15 @@ class Compared:
         return self._packs[(self._taken - 1) % DIFFERENT]
 
     def state(self) -> dict[str, Any]:
-        """Packs taken."""
+        """Number of packs read so far."""
         return {"taken": self._taken}
 
     def load_state(self, state: Any) -> None:
-        """Continue there."""
+        """Continue after the packs already read."""
         self._taken = state["taken"]
 
     def save_assets(self, directory: Path) -> None:
-        """Nothing."""
+        """Save nothing."""
 
 
 class ComparedPlugin:

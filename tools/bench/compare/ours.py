@@ -18,9 +18,10 @@ from settings import BETAS, CLIP, DECAY, LR, RECIPE, Setting
 from torch import Tensor
 
 PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_qwen3")
-#: Used where they are installed, as they are by themselves in a job.
+#: Optional packages, used if installed, as in a job.
 OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention", "d9d_fp8", "d9d_quack", "d9d_cublas")
-#: Read: parameter, gradient and lower bits of two bytes, moments of four; written: all but the gradient.
+#: Bytes per parameter: reads parameter, gradient and lower bits (2 each), moments (4 each); writes all but the
+#: gradient.
 BYTES_WITH_MASTERS = 14 + 12
 
 
@@ -35,14 +36,14 @@ def build_eager(setting: Setting, device: torch.device) -> Contender:
 
 
 def build_masters(setting: Setting, device: torch.device) -> Contender:
-    """Contender whose float32 weights are bfloat16 parameters, and the optimizer's; in place of autocast."""
+    """Contender with master weights instead of autocast: bfloat16 parameters, lower bits in the optimizer."""
     if setting.precision != "autocast":
         raise NotHereError("master weights are another way to train float32 ones: give --precision autocast")
     return _build(setting, device, [{"name": "compile", "backend": setting.backend}], masters=True)
 
 
 def build_attention_kept(setting: Setting, device: torch.device) -> Contender:
-    """Contender whose checkpointed blocks keep what attention returns."""
+    """Contender whose checkpointed blocks keep the outputs of attention."""
     if not setting.checkpointed:
         raise NotHereError("nothing is computed again at this length")
     return _build(setting, device, [{"name": "compile", "backend": setting.backend}], save=["attention"])

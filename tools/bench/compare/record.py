@@ -10,15 +10,15 @@ from d9d_engine.trackers.utilisation import known_peak
 from records import commit
 from settings import Setting
 
-#: Key that only results of comparisons have.
+#: Key that identifies results of comparisons.
 KIND = "contenders"
-#: Whom the others are compared with.
+#: Contender to which the others are compared.
 OURS = "d9d"
 Answer = Mapping[str, Any]
 
 
 def summary(setting: Setting, answers: Mapping[str, Sequence[Answer]], command: str, taken: str) -> dict[str, Any]:
-    """Everything that is known of a comparison, as JSON can hold it.
+    """All results of a comparison, as JSON values.
 
     Args:
         setting: of the comparison.
@@ -43,7 +43,7 @@ def summary(setting: Setting, answers: Mapping[str, Sequence[Answer]], command: 
             "tokens_per_second": round(speed),
             "mfu": None if peak is None else round(speed * flops / (peak * 1e12), 4),
             "peak_gib": max((answer["peak_gib"] for answer in found if "peak_gib" in answer), default=None),
-            # Side by side: each round of one with the same round of the other.
+            # Compare each round of one contender with the same round of the other.
             "times_ours": [round(mine / value, 4) for mine, value in zip(ours, seconds, strict=False)],
             **{
                 key: first[key]

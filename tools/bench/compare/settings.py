@@ -15,7 +15,7 @@ LR, BETAS, DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
 RECIPE = "rowwise"
 #: Tokens of a step.
 TOKENS = 16_384
-#: From this length on, activations are computed again in the backward, block by block.
+#: Length from which on blocks use activation checkpointing.
 CHECKPOINTED = 65_536
 
 _DENSE = {"name": "qwen3", "vocab_size": 151_936, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
@@ -23,7 +23,7 @@ _TINY = {
     "vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16,
 }  # fmt: skip
-#: Models by name, as a job file has them.
+#: Models by name, in the form of a job file.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "dense-0.6b": _DENSE | {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 28, "tie_embeddings": True},
     "dense-1.7b": _DENSE | {"hidden_size": 2048, "intermediate_size": 6144, "num_layers": 28, "tie_embeddings": True},
@@ -89,7 +89,7 @@ class Setting:
 
     @property
     def model_values(self) -> dict[str, Any]:
-        """Model as a job file has it."""
+        """Model section in the form of a job file."""
         return {**MODELS[self.model], "max_positions": self.length}
 
     def config(self) -> Any:
@@ -102,7 +102,7 @@ class Setting:
         return kind.model_validate(values)
 
     def flops_per_token(self) -> float:
-        """FLOPs of a token, forward and backward, by the one formula that counts for all contenders."""
+        """FLOPs per token, forward and backward, by the formula used for all contenders."""
         from d9d_nn.decoder.flops import training_flops_per_token
 
         return training_flops_per_token(self.config(), self.length)

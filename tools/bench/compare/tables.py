@@ -13,7 +13,7 @@ from records import fill, origin, table
 
 MARKS = ("<!-- comparisons: written by tools/bench/compare -->", "<!-- end of comparisons -->")
 NONE_YET = "No comparison has been measured yet."
-#: Results that the front page shows.
+#: Results to show on the front page.
 SHOWN = ("dense-2b-4k-random", "dense-2b-64k-random", "moe-5.6b-4k-random")
 _KINDS = ("matmul", "attention", "other", "optimizer", "communication", "idle")
 
@@ -35,7 +35,7 @@ def write_summary(page: Path, results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def summary_of(results: Sequence[Mapping[str, Any]]) -> str:
-    """Table with rows for each result that has rivals: tokens of a second, and how much faster each of ours is."""
+    """Table with one row per result: tokens per second, and d9d's speed relative to each other contender."""
     compared = []
     for result in results:
         measured = {name: found for name, found in result["contenders"].items() if "ms" in found}
@@ -60,7 +60,7 @@ def _is_rival(name: str) -> bool:
 
 
 def _beside(ours: Mapping[str, Any], found: Mapping[str, Any] | None) -> str:
-    """Cell of a rival: its speed, and how many times as fast ours was in the same rounds."""
+    """Table cell of another contender: its speed, and d9d's relative speed in the same rounds."""
     if found is None:
         return ""
     rounds = zip(ours["times_ours"], found["times_ours"], strict=True)

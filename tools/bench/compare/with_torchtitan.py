@@ -15,7 +15,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class _Tokenizer:
-    """Tokenizer, as far as masks ask one: the token at the end of each document."""
+    """Minimal tokenizer for masks: the token at the end of each document."""
 
     eos_id: int
 
@@ -30,7 +30,7 @@ def build(setting: Setting, device: torch.device) -> Contender:
 
 
 def build_selective(setting: Setting, device: torch.device) -> Contender:
-    """Contender whose checkpointed blocks keep what its Qwen3 keeps: attention, and every second product."""
+    """Contender whose checkpointed blocks keep the same as its Qwen3: attention, and every second product."""
     if not setting.checkpointed:
         raise NotHereError("nothing is computed again at this length")
     return _build(setting, device, "selective")
@@ -43,7 +43,7 @@ def _build(setting: Setting, device: torch.device, checkpointing: str) -> Conten
         from torchtitan.distributed.activation_checkpoint import apply_ac
         from torchtitan.models.llama4.infra.parallelize import apply_compile
         from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
-        from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list  # what it keeps itself
+        from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list  # the contender's own default
     except ImportError as error:
         raise NotHereError(f"torchtitan {versions['torchtitan']} has other names than 0.2: {error}") from None
     packed = setting.data == "packed"
@@ -55,7 +55,7 @@ def _build(setting: Setting, device: torch.device, checkpointing: str) -> Conten
     with torch.no_grad(), device:
         model.init_weights(buffer_device=device)
     if setting.width == 2:
-        for parameter in model.parameters():  # not the angles of rotary positions
+        for parameter in model.parameters():  # except the angles of rotary positions
             parameter.data = parameter.data.to(dtype_of(setting))
     if setting.precision == "fp8":
         versions |= installed("torchao")

@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def build(setting: Setting, device: torch.device) -> Contender:
-    """Contender as it is, with PyTorch's SDPA; packed documents by a mask of S x S."""
+    """Contender in eager mode with PyTorch's SDPA; packed documents by a mask of S x S."""
     return _build(setting, device, "sdpa", installed("transformers"))
 
 
 def build_compiled(setting: Setting, device: torch.device) -> Contender:
-    """Contender whose model, with its loss, torch.compile compiles."""
+    """Contender whose model and loss are compiled by torch.compile."""
     return _build(setting, device, "sdpa", installed("transformers"), compiled=True)
 
 
@@ -30,7 +30,7 @@ def build_flex(setting: Setting, device: torch.device) -> Contender:
 
 
 def build_liger(setting: Setting, device: torch.device) -> Contender:
-    """Contender with the kernels of Liger, its loss among them."""
+    """Contender with Liger's kernels, including its loss."""
     versions = installed("transformers", "liger-kernel")
     if device.type != "cuda":
         raise NotHereError("Liger's kernels need a GPU")
@@ -67,7 +67,7 @@ def _build(
 
 
 def _model(setting: Setting, device: torch.device, attention: str) -> Any:
-    """Model of transformers of the same sizes as ours."""
+    """Transformers model of the same sizes as d9d's."""
     import transformers
     from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
     from d9d_qwen3.hugging_face.moe import Qwen3MoeHuggingFace

@@ -13,13 +13,13 @@ from settings import Setting
 from timing import synchronise
 from torch.profiler import ProfilerActivity, profile, record_function
 
-#: Steps that are recorded.
+#: Number of recorded steps.
 RECORDED = 2
 
 
 def work_by_kind(step: Callable[[], Any], device: torch.device) -> dict[str, float]:
     """Milliseconds of a step by kind, see :func:`d9d_engine.profiling.summary.time_by_kind`."""
-    # Else torch's library prints lines of its own.
+    # Silences log lines of torch's profiler library.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     synchronise()

@@ -35,7 +35,7 @@ def run_round(name: str, setting: Setting, profiled: bool) -> dict[str, Any]:
     try:
         contender = builder_of(name)(setting, device)
         gc.collect()
-        gc.freeze()  # as d9d's training loop does
+        gc.freeze()  # like d9d's training loop
         losses = [contender.step().item() for _ in range(setting.warmup)]
         ready = time.perf_counter() - started
         if device.type == "cuda":
@@ -59,14 +59,14 @@ def run_round(name: str, setting: Setting, profiled: bool) -> dict[str, Any]:
         return {"skipped": str(error)}
     except torch.OutOfMemoryError:
         return {"failed": "out of memory"}
-    except Exception as error:  # a rival's failure is a result, too
+    except Exception as error:  # a failure of another contender is a result, too
         traceback.print_exc()
         return {"failed": f"{type(error).__name__}: {error}"[:300]}
     return found
 
 
 def main(name: str, setting: str, profiled: str, answer: str) -> None:
-    """Write the answer of one round into a file: nothing else of a process is safe from what libraries print."""
+    """Write the answer of one round into a file, because libraries may print to standard output and error."""
     found = run_round(name, Setting.from_json(json.loads(setting)), profiled == "profiled")
     Path(answer).write_text(json.dumps({**found, "hardware": hardware()}), encoding="utf-8")
 
