@@ -89,14 +89,17 @@ def _yaml(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("``", "`").replace("|", "\\|")
+    """Text that cannot end a cell or begin an HTML tag."""
+    return text.replace("``", "`").replace("|", "\\|").replace(" <", " &lt;")
 
 
 def page() -> str:
     """Text of the page."""
-    lines = [HEAD]
+    found = list(components())
+    kinds = dict.fromkeys(entry.kind.name for entry in found)
+    lines = [HEAD, f"Kinds: {', '.join(f'[{kind}](#{kind.replace(chr(32), chr(45))})' for kind in kinds)}.\n"]
     kind = None
-    for entry in components():
+    for entry in found:
         if entry.kind.section != kind:
             kind = entry.kind.section
             lines.append(f"## {entry.kind.name}\n")
@@ -112,6 +115,8 @@ def page() -> str:
 
 def main() -> None:
     """Write or check the page."""
+    if set(sys.argv[1:]) - {"--check"}:
+        raise SystemExit(__doc__)
     text = page()
     if "--check" in sys.argv[1:]:
         if text != PAGE.read_text("utf-8"):

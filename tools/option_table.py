@@ -57,8 +57,15 @@ def table() -> str:
             if option.opts[0].startswith("--") and option.opts[0] not in LEFT_OUT:
                 shown = f"{option.opts[0]} {option.metavar or ''}".strip()
                 found.setdefault((shown, option.help), []).append(name)
-    rows = [f"| `{shown}` | {_several(names, list(own))} | {text} |" for (shown, text), names in found.items()]
+    rows = [
+        f"| `{_cell(shown)}` | {_several(names, list(own))} | {_cell(text)} |" for (shown, text), names in found.items()
+    ]
     return "\n".join(["| option | of | meaning |", "|---|---|---|", *rows])
+
+
+def _cell(text: str) -> str:
+    """Text that cannot end a cell or begin an HTML tag."""
+    return text.replace("|", "\\|").replace(" <", " &lt;")
 
 
 def _several(names: list[str], everything: list[str]) -> str:
@@ -79,6 +86,8 @@ def written(text: str) -> str:
 
 def main() -> None:
     """Write the table, or check it."""
+    if set(sys.argv[1:]) - {"--check"}:
+        raise SystemExit(__doc__)
     text = PAGE.read_text("utf-8")
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(written(text), encoding="utf-8", newline="\n")

@@ -78,6 +78,8 @@ def written(text: str) -> str:
 
 def main() -> None:
     """Write the table, or check it."""
+    if set(sys.argv[1:]) - {"--check"}:
+        raise SystemExit(__doc__)
     text = PAGE.read_text("utf-8")
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(written(text), encoding="utf-8", newline="\n")

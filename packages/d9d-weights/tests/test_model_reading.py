@@ -129,6 +129,13 @@ def test_other_files_are_the_tokenizer_and_generation_but_no_weights_pickles_or_
             model.read_file("nothing.json")
 
 
+def test_a_directory_without_weights_can_be_opened_for_its_config(tmp_path: Path) -> None:
+    directory = put(tmp_path, content(**{FIRST: None, SECOND: None, INDEX: None}))
+    with ModelDirectory.open(directory, weights=False) as model:
+        assert model.config() == json.loads(content()["config.json"])
+        assert not model.specs
+
+
 PROBLEMS: dict[str, tuple[dict[str, bytes | None], str]] = {
     "no weights": ({FIRST: None, SECOND: None, INDEX: None}, "has no .safetensors file: name a directory"),
     "pickles only": (

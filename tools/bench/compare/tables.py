@@ -44,7 +44,7 @@ def summary_of(results: Sequence[Mapping[str, Any]]) -> str:
     if not compared:
         return NONE_YET
     names = list(dict.fromkeys(name for _, measured in compared for name in measured if _is_rival(name)))
-    head = ("tokens of a second", title_of(OURS), *map(title_of, names))
+    head = ("tokens per second", title_of(OURS), *map(title_of, names))
     rows = []
     for result, measured in compared:
         for mine in [name for name in measured if not _is_rival(name)]:

@@ -125,7 +125,7 @@ def pretrained_weights(
     layout = spec.hugging_face.load()()
 
     def open_and_compare() -> Pretrained:
-        source = open_source(model, layout, registry, opened)
+        source = open_source(model, layout, registry, opened, weights=job.loading.weights)
         graph = None
         if job.loading.weights:
             graph = source.graph(_expected(stage, injected), duplicates=topology.is_main)

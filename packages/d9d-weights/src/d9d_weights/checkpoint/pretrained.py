@@ -63,7 +63,9 @@ class Source:
         return graph
 
 
-def open_source(model: ModelConfig, layout: HuggingFaceFormat, registry: Registry, opened: ExitStack) -> Source:
+def open_source(
+    model: ModelConfig, layout: HuggingFaceFormat, registry: Registry, opened: ExitStack, *, weights: bool = True
+) -> Source:
     """Open the weights at ``model.pretrained``. A training checkpoint is read like its run's export.
 
     Args:
@@ -71,6 +73,7 @@ def open_source(model: ModelConfig, layout: HuggingFaceFormat, registry: Registr
         layout: Hugging Face format of the model.
         registry: registry that has the fine-tuning method of a checkpoint.
         opened: stack that closes the files.
+        weights: whether the weights are needed; else a model directory may have only its ``config.json``.
 
     Raises:
         CheckpointError: the weights are damaged or absent.
@@ -84,7 +87,7 @@ def open_source(model: ModelConfig, layout: HuggingFaceFormat, registry: Registr
         exported = _export_of(location)
         beside = None if exported is None else opened.enter_context(ModelDirectory.open(exported))
         return Source(tensors, published >> layout.importer(model, stored), beside)
-    directory = opened.enter_context(ModelDirectory.open(location))
+    directory = opened.enter_context(ModelDirectory.open(location, weights=weights))
     mapper = layout.importer(model, layout.config_from_json(directory.config()))
     return Source(directory, mapper, directory)
 

@@ -76,18 +76,21 @@ class ModelDirectory:
         self.specs: Mapping[str, TensorSpec] = MappingProxyType(specs)
 
     @classmethod
-    def open(cls, location: str | Path, on_bytes: Callable[[int], None] | None = None) -> Self:
+    def open(cls, location: str | Path, on_bytes: Callable[[int], None] | None = None, *, weights: bool = True) -> Self:
         """Open a model and check headers, index and names; no tensor is read.
 
         Args:
             location: a directory, or one ``.safetensors`` file; a local path or an fsspec address.
             on_bytes: called with numbers of bytes read from the files, in the reading thread.
+            weights: whether to open the weight files; without them the directory has no tensors.
 
         Raises:
             CheckpointError: the location is not a model, is damaged, or has pickle files.
         """
         directory, file = _split(location)
         resources = ExitStack()
+        if not weights:
+            return cls(directory, {}, resources, on_bytes)
         try:
             if file is not None:
                 return cls(directory, {file: _opened(directory, file, resources)}, resources, on_bytes)

@@ -120,7 +120,10 @@ def find_weights(where: str, names: Sequence[str]) -> list[str]:
     found = sorted(name for name in names if name.endswith(SAFETENSORS))
     if not found:
         refuse_pickles(where, names)
-        raise CheckpointError(f"{where} has no {SAFETENSORS} file: name a directory with a model, or download it")
+        raise CheckpointError(
+            f"{where} has no {SAFETENSORS} file: name a directory with a model, or download it; a job with "
+            "loading.weights: false reads only its config.json and tokenizer"
+        )
     groups: dict[tuple[str, str], set[int]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, found)):
         groups.setdefault((match[1], match[3]), set()).add(int(match[2]))

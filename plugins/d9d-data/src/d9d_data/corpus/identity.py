@@ -64,7 +64,7 @@ def _encoding(config: PreparedConfig) -> dict[str, Any]:
 
     assert isinstance(config, ModelTextConfig)
     assert isinstance(choice, str)
-    template = ChatTemplate.find(find_tokenizer_file(choice), arguments=config.template_arguments)
+    template = ChatTemplate.find(find_tokenizer_file(choice, only_files=True), arguments=config.template_arguments)
     return {
         "tokenizer": tokenizer,
         encoding.encoder: encoding.settings,

@@ -43,6 +43,8 @@ def build_preference(config: PreferenceConfig, context: DataContext) -> Document
 def _warn_of_dates(config: ModelTextConfig, note: Callable[[str], None]) -> None:
     """Warn if the template renders the date."""
     assert config.tokenizer is not None
-    template = ChatTemplate.find(find_tokenizer_file(config.tokenizer), arguments=config.template_arguments)
+    template = ChatTemplate.find(
+        find_tokenizer_file(config.tokenizer, only_files=True), arguments=config.template_arguments
+    )
     if template is not None and template.depends_on_date:
         note(f"warning: {template.name} renders today's date; prepared data keeps the date of its preparation")

@@ -17,13 +17,17 @@ from d9d_data.tokenizer.base import BESIDE, CONFIG_FILE, TOKENIZER_FILE, TextTok
 _KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 
 
-def find_tokenizer_file(path: str) -> Path:
+def find_tokenizer_file(path: str, *, only_files: bool = False) -> Path:
     """Path of the ``tokenizer.json`` at a path, which names the file or its directory.
+
+    Args:
+        path: value of ``data.tokenizer``.
+        only_files: whether the dataset takes no other tokenizers, for messages.
 
     Raises:
         DataError: there is no such file, or the path cannot be read.
     """
-    choices = "give the path of a tokenizer.json, 'bytes', or {bpe: 2048} to train one"
+    choices = "give the path of a tokenizer.json" + ("" if only_files else ", 'bytes', or {bpe: 2048} to train one")
     try:
         given = Path(path).expanduser()
         file = given / TOKENIZER_FILE if given.is_dir() else given
