@@ -207,7 +207,7 @@ def test_first_passes_never_wait_for_the_gpu(
     else:
         peft = peft if kind != "copy" else None
         task, metrics = {"name": "dpo", "reference": kind}, ["preference"]
-        sides = {"prompt": "Who?", "rejected": " nobody"}
+        sides = {"prompt": "Who?", "rejected": " no one"}
         data = _records(tmp_path, "preference", [{**sides, "chosen": f" {n}"} for n in numbers])
     trainer = build(
         small_job, model=model, task=task, data=data, peft=peft, metrics=metrics, parallel=parallel,

@@ -26,7 +26,7 @@ OTHERS = {
     "checkpoint.resume", "data.digest", "data.field", "data.end_of_text", "optimizer.target", "lr_schedule.target",
     "run.name", "lr_schedule.phases.curve",
 }  # fmt: skip
-#: Fields whose addresses are those of the library behind them.
+#: Fields whose addresses belong to the library behind them.
 OF_LIBRARIES = {"trackers.tracking_uri": "mlflow"}
 
 

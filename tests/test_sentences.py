@@ -17,6 +17,13 @@ def sentences(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("sentences")
 
 
+@pytest.mark.thorough
+def test_phrases_that_make_prose_hard_to_read_are_rare(sentences: ModuleType) -> None:
+    rates = sentences.rates(sentences.repository())
+    over = {phrase: round(rate, 2) for phrase, rate in rates.items() if rate > sentences.LIMITS[phrase]}
+    assert not over, "say the noun instead; `tools/sentences.py PATH` prints the places"
+
+
 def test_phrases_are_found_in_docstrings_comments_messages_and_pages(sentences: ModuleType) -> None:
     source = '"""Parts of\n    nobody."""\n# Those\n# of ranks.\nX = "not what is here", "nobody"\n'
     python = list(sentences.passages("x.py", source))

@@ -265,7 +265,7 @@ def _cell(value: Any) -> str:
 
 
 def pairwise(layouts: Sequence[Layout]) -> list[Layout]:
-    """Choose layouts in which each pair of mesh axes and strategies occurs that occurs in any of the layouts."""
+    """Choose layouts with each pair of axes and strategies, each size of an axis and all options of strategies."""
     missing = set[frozenset[str]]().union(*map(_pairs, layouts))
     chosen = []
     while missing:
@@ -275,8 +275,9 @@ def pairwise(layouts: Sequence[Layout]) -> list[Layout]:
 
 
 def _pairs(layout: Layout) -> set[frozenset[str]]:
-    strategies = (one if isinstance(one, str) else f"{one['name']} {one.get('method', '')}" for one in layout.parallel)
-    return {frozenset(pair) for pair in product({*layout.mesh, *strategies}, repeat=2)}
+    strategies = [one if isinstance(one, str) else f"{one['name']} {one.get('method', '')}" for one in layout.parallel]
+    alone = [*(f"{axis} {size}" for axis, size in layout.mesh.items()), *map(json.dumps, layout.parallel)]
+    return {*map(frozenset, product({*layout.mesh, *strategies}, repeat=2)), *(frozenset({one}) for one in alone)}
 
 
 def run_experts(
@@ -448,6 +449,8 @@ def main() -> None:
     parts: dict[str, Callable[[Path], list[Row]]] = {
         "dense": run, "experts": run_experts, "pipelines": run_pipelines
     }  # fmt: skip
+    if set(sys.argv[1:]) - parts.keys():
+        raise SystemExit(__doc__)
     for name in sys.argv[1:] or parts:
         with tempfile.TemporaryDirectory() as directory:
             rows = parts[name](Path(directory) / "corpus")

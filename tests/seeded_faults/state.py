@@ -84,7 +84,7 @@ def evaluated_on_other_data(_job: Job, patch: Patch) -> None:
 
 
 def unmerged_metric(_job: Job, patch: Patch) -> None:
-    """Metrics are those of one rank."""
+    """Metrics cover one rank only."""
 
     def own(self: Any, _packed: Any) -> dict[str, dict[str, Tensor]]:
         return {name: dict(metric.state()) for name, metric in self._metrics.items()}

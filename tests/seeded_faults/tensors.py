@@ -58,7 +58,7 @@ def own_logit_of_the_target(_job: Job, patch: Patch) -> None:
 
 
 def unmerged_words(_job: Job, patch: Patch) -> None:
-    """The largest logit is that of a rank's own words."""
+    """Each rank takes the largest logit of its own share of the vocabulary."""
     reduce = vocabulary_parallel.dist.all_reduce
 
     def some(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:

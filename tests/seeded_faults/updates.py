@@ -96,7 +96,7 @@ def skipped_parameter(_job: Job, patch: Patch) -> None:
 
 
 def stuck_counter(_job: Job, patch: Patch) -> None:
-    """The bias correction of one rank is always that of the first step."""
+    """One rank always uses the bias correction of the first step."""
 
     def change(trainer: Any) -> None:
         def reset(_gate: Tensor) -> None:

@@ -31,7 +31,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 COMMAND = """
 @hookimpl
 def d9d_commands():
-    yield CommandSpec(name="NAME", summary="Greets somebody.", app=Ref("APP"))
+    yield CommandSpec(name="NAME", summary="Greets a user.", app=Ref("APP"))
 """
 
 
@@ -52,7 +52,7 @@ def test_plugins_add_commands_that_are_imported_when_used(
     install("acme-tools", "1.0", command("greet", "acme_greet:app"))
     greeting(site, "acme_greet")
     monkeypatch.setenv("D9D_PLUGINS", "acme-tools")
-    for arguments, expected in ((["--help"], "Greets somebody."), (["greet", "you", "--loud"], "hello you!")):
+    for arguments, expected in ((["--help"], "Greets a user."), (["greet", "you", "--loud"], "hello you!")):
         status, out, _ = main(*arguments)
         assert status == 0
         assert expected in out
@@ -84,7 +84,7 @@ def test_cores_commands_win_and_doctor_tells(
     monkeypatch.setenv("D9D_PLUGINS", "acme-tools")
     _, out, _ = main("--help")
     assert out.count(" train ") == 1
-    assert "Greets somebody." not in out
+    assert "Greets a user." not in out
     status, _, err = main("train", "no_such_job.yaml")
     assert (status, err) == (2, "error: no_such_job.yaml: no such job file\n")
     status, out, _ = main("doctor")

@@ -42,7 +42,7 @@ def calls() -> Iterator[Call]:
             "counts": torch.tensor(counts),
         }
         static = {"in_features": IN, "out_features": OUT, "experts": len(counts)}
-        yield Call(f"rows {counts} and {spare} of nobody", inputs, static, {"spare_rows": bool(spare)})
+        yield Call(f"rows {counts} and {spare} of padding", inputs, static, {"spare_rows": bool(spare)})
 
 
 class _Suite(KernelSuite):
@@ -70,7 +70,7 @@ class TestOnTheGpu(_Suite):
 def outcome(function: Any, counts: list[int], spare: int = 0) -> dict[str, Tensor]:
     rows = sum(counts) + spare
     x, bank = normal(rows, IN, seed=0), normal(len(counts), IN, OUT, seed=1)
-    x[sum(counts) :] = torch.nan  # belongs to nobody
+    x[sum(counts) :] = torch.nan  # padding rows
     out = function(x.requires_grad_(), bank.requires_grad_(), torch.tensor(counts), spare_rows=bool(spare))
     grad = normal(rows, OUT, seed=2)
     grad[sum(counts) :] = torch.inf

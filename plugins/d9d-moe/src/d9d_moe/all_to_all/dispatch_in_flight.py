@@ -156,6 +156,6 @@ def _of_choices(rows: Tensor, places: Tensor, ranks: Tensor) -> Tensor:
     """Values [T, k] of rows [S, k], read at the rank of each choice; zero for choices without an expert."""
     if not len(rows):
         return rows.new_zeros(ranks.shape)
-    nobody = ranks >= places.shape[1]
-    place = places.gather(1, ranks.masked_fill(nobody, 0)).clamp(max=len(rows) - 1)
-    return rows.gather(0, place).masked_fill(nobody, 0)
+    absent = ranks >= places.shape[1]
+    place = places.gather(1, ranks.masked_fill(absent, 0)).clamp(max=len(rows) - 1)
+    return rows.gather(0, place).masked_fill(absent, 0)

@@ -52,24 +52,24 @@ def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Pla
     return Plan(slots[:rows], places, tokens, padded)
 
 
-def write_labels(plan: Plan, indices: Tensor, weights: Tensor, nobody: int) -> Tensor:
+def write_labels(plan: Plan, indices: Tensor, weights: Tensor, dropped: int) -> Tensor:
     """Write the labels of the rows to send: indices and weights of all experts of their tokens.
 
     Args:
         plan: rows to send.
         indices: int64 [T, k].
         weights: [T, k].
-        nobody: index that stands for no expert: the number of experts.
+        dropped: index that stands for no expert: the number of experts.
 
     Returns:
         Integers [S, 2 * k] as wide as the weights, or [T * min(W, k), 2 * k] if S is unknown: indices of experts
-        (``nobody`` in padding), then the bits of the weights.
+        (``dropped`` in padding), then the bits of the weights.
     """
     wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
     integer = torch.int64 if wide.dtype == torch.float64 else torch.int32
     labels = torch.cat([indices.to(integer), wide.view(integer)], dim=1).index_select(0, tokens_of(plan))
     if plan.padded is not None:
-        labels[:, : indices.shape[1]].masked_fill_((plan.slots < 0).unsqueeze(1), nobody)
+        labels[:, : indices.shape[1]].masked_fill_((plan.slots < 0).unsqueeze(1), dropped)
     return labels
 
 

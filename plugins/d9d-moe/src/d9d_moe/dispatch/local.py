@@ -75,20 +75,20 @@ class LocalDispatcher(PermutingDispatcher):
         return CompletedTransfer(total)
 
 
-def sort_by_expert(experts: Tensor, rows: int, nobody: int) -> tuple[Tensor, Tensor]:
+def sort_by_expert(experts: Tensor, rows: int, dropped: int) -> tuple[Tensor, Tensor]:
     """Assign a row to each choice, sorted by expert, then by token.
 
     Args:
         experts: integers [T, k], expert of each choice.
         rows: R, at least the number of choices that are not dropped; further rows go to dropped choices.
-        nobody: index of a dropped choice: the number of experts, which sorts to the end.
+        dropped: index of a dropped choice: the number of experts, which sorts to the end.
 
     Returns:
         Slots int64 [R], the choice of each row, out of T * k; and places int64 [T, k], the row of each choice, R or
         more for a dropped choice without a row.
     """
     # A GPU sorts by digits; with 64-bit keys it would read and write all choices eight times.
-    narrow = torch.uint8 if nobody < 2**8 else torch.int16 if nobody < 2**15 else torch.int64
+    narrow = torch.uint8 if dropped < 2**8 else torch.int16 if dropped < 2**15 else torch.int64
     order = torch.sort(experts.flatten().to(narrow), stable=True).indices
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return order[:rows], places.view_as(experts)

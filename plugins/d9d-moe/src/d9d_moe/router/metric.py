@@ -128,8 +128,8 @@ class RouterMetric:
                 for router, value in zip(self._routers, of.unbind(), strict=True)
                 if key != "dropped" or router in self._limited
             }
-        nobody = torch.arange(counts.shape[1], device=counts.device) >= self._experts
-        load = load.masked_fill(nobody, torch.nan)
+        absent = torch.arange(counts.shape[1], device=counts.device) >= self._experts
+        load = load.masked_fill(absent, torch.nan)
         labels = {"row": "layer", "column": "expert", "unit": "load / uniform"}
         return values | {"router/load": Table(load, **labels, neutral=1.0, rows=_short(self._routers))}
 

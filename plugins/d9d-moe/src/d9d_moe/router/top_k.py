@@ -143,8 +143,8 @@ class TopKRouter(BalancedRouter):
         if self.renormalise:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
         if padding is not None:
-            nobody = padding.unsqueeze(1)
-            indices, weights = indices.masked_fill(nobody, self.experts), weights.masked_fill(nobody, 0)
+            absent = padding.unsqueeze(1)
+            indices, weights = indices.masked_fill(absent, self.experts), weights.masked_fill(absent, 0)
         choice = Choice(logits, scores, indices, samples, padding)
         weights, limit = self.add_auxiliary_losses(weights * self.scale, self._everywhere(choice)), None
         if self.capacity is not None:
