@@ -316,7 +316,8 @@ class AdapterCost:
         return AdapterCost(trains=self.trains or other.trains, **sums)
 
 
-#: Function from a weight's qualified name, the weight, the rows of its op, and the share to the added cost:
+#: Function that returns the cost an adapter adds to a weight, from the weight's qualified name, the weight, the rows of
+#: its op and the rank's share:
 #: :attr:`d9d_core.plugin.PeftSpec.cost` of one config.
 AdapterCosts = Callable[[str, Weight, float, Share], AdapterCost]
 

@@ -40,7 +40,7 @@ class Job(JoinsProcesses, JobFile):
 
     @classmethod
     def of(cls, file: JobFile) -> Job:
-        """Make the job of a job file that `d9d_core` has read, with the engine's defaults."""
+        """Make a job from a parsed job file, with the engine's defaults."""
         given = {name: getattr(file, name) for name in type(file).model_fields}
         if "trackers" not in file.source.document.values:
             del given["trackers"]

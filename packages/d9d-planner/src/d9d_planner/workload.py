@@ -113,7 +113,7 @@ class Workload:
 
     @cached_property
     def texts(self) -> int:
-        """Number of rows of a microbatch per sample, such as two for the answers of a preference."""
+        """Number of texts per sample, each a row of a microbatch; two for a preference's answers."""
         lengths = sample_lengths(self.job.data)
         return 1 if lengths is None else lengths.texts
 

@@ -49,7 +49,7 @@ class Stack:
             try:
                 trained |= method.inject(stage)
             except BuildError as error:
-                # An inner stack has already replaced its own field.
+                # A nested `stack` method has already put its own field into the message.
                 raise BuildError(str(error).replace("peft.", f"peft.methods[{number}].")) from error
             new = [name for name, _ in stage.named_parameters() if name not in before]
             for layer in dict.fromkeys(_layer(name, modules) for name in new):

@@ -130,7 +130,7 @@ def rms_norm_backward(
 
 
 def _rows_gradients(x: Tensor, of_x: bool, also: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Uninitialized gradient of x, in its dtype and in a second one."""
+    """Memory for the gradient of x in its own dtype and in the dtype ``also``; empty tensors where not needed."""
     return (
         empty_like(x) if of_x else x.new_empty(0),
         x.new_empty(0) if also is None else x.new_empty(x.shape, dtype=also),

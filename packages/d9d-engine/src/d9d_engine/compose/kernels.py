@@ -204,7 +204,7 @@ def _built(chosen: Entry, signature: OpSignature) -> Callable[..., Any]:
         text = (
             f"kernels.{signature.op}: '{chosen.spec.name}' ({chosen.origin}) accepted, but {chosen.spec.build} failed"
         )
-        raise plugin_error(f"{text}: {error!r}; choose another with 'kernels'", error) from error
+        raise plugin_error(f"{text}: {error!r}; choose another backend with 'kernels'", error) from error
     if not callable(function):
         text = (
             f"kernels.{signature.op}: {chosen.spec.build} of {chosen} returned a {type(function).__name__}, no function"

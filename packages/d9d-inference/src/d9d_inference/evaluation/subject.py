@@ -259,7 +259,9 @@ def _model_of(target: str, config: Mapping[str, Any], registry: Registry) -> str
     kind = ", ".join(map(str, config.get("architectures") or [])) or "no architecture"
     if not found:
         raise JobError(f"{target}: no installed model reads its config.json (it states {kind}); see d9d plugins")
-    raise JobError(f"{target}: {', '.join(map(str, found))} can read its config.json; name one in a job: --like JOB")
+    raise JobError(
+        f"{target}: {', '.join(map(str, found))} can all read its config.json; choose one by a job file that names it: --like JOB"
+    )
 
 
 def _any_optimizer(registry: Registry) -> str:

@@ -88,8 +88,8 @@ class Distillation(TextTask):
         return self.inputs(microbatch)
 
     def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Logits of the teacher [B, S, V]; or [B, S, K] with the words that they belong to."""
-        # Further words of the teacher are padding of its matrix, see check().
+        """First-pass outputs: the teacher's logits [B, S, V]; with ``top_k``, its K largest [B, S, K] and their token ids."""
+        # The teacher's further logits are padding of its vocabulary, see check().
         logits = read_output(outputs, "logits", self.config.teacher_head).detach()[..., : self._words]
         if self.config.top_k is None:
             return {_LOGITS: logits}
@@ -121,5 +121,5 @@ class Distillation(TextTask):
         return sums
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Observation ``targets``; observing the logits would take as long as the loss."""
+        """Observations for metrics: the targets only, because copying the logits would take as long as the loss."""
         return {"targets": microbatch["targets"]}

@@ -41,7 +41,7 @@ class WholeSlot(OpSlot):
 
 
 def in_one_op(name: str) -> Callable[[Callable[Concatenate[M, P], R]], Callable[Concatenate[M, P], R]]:
-    """Call a backend instead of a method if one is bound and fits; otherwise run the method.
+    """Decorator of a method: calls the bound backend instead if there is one that fits.
 
     Args:
         name: attribute of the module with the :class:`WholeSlot`.

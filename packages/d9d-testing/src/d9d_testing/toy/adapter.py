@@ -105,7 +105,7 @@ def _linears(stage: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _copy(linear: nn.Linear, kind: type[nn.Linear]) -> nn.Linear:
-    """Layer of another class with the same parameters."""
+    """Linear layer of another class that shares the parameters of a layer."""
     made = kind(linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype)
     made.weight = linear.weight
     made.bias = linear.bias

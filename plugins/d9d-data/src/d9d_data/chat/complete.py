@@ -90,7 +90,7 @@ class _Words:
 
         def put(text: str) -> str:
             word = f"{self._word}{len(self.what)}x"
-            # Templates move the reasoning out of a content.
+            # Chat templates move the reasoning out of a message's content.
             self.what[word] = (what, text.rpartition("</think>")[2].strip())
             return text.rstrip() + word
 

@@ -139,7 +139,7 @@ def unknown_operators(save: Sequence[str], ops: Collection[str]) -> dict[str, st
         except BuildError as error:
             if "." in entry:
                 raise
-            unknown[entry] = str(error)  # an op of the blocks of another stage
+            unknown[entry] = str(error)  # only blocks of another stage may use this op
     return unknown
 
 

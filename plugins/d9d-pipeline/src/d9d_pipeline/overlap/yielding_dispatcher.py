@@ -69,7 +69,7 @@ class YieldingTransfer:
         self._points = points
 
     def wait(self) -> Dispatched:
-        """Wait for the tokens, then yield."""
+        """Wait for the dispatched tokens, then let the other thread run."""
         arrived = self._transfer.wait()
         self._points.forward()
         return arrived

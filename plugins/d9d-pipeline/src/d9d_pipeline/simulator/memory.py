@@ -21,7 +21,6 @@ def live(program: Program, weights: Sequence[float], training: bool = True) -> f
 
     Activations are held from a forward to the end of its backward, or of its weight gradients if the backward is split;
     without training, only during the forward.
-    training, while the forward runs.
 
     Args:
         program: program of one rank.
