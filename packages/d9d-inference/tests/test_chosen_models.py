@@ -393,7 +393,7 @@ def test_a_model_is_read_by_the_one_plugin_that_knows_its_config(monkeypatch: py
     assert named("none", "b:B", "a:A") == "a"
     with pytest.raises(JobError, match=r"no installed model reads its config.json \(it states A\)"):
         named("none", "b:B")
-    with pytest.raises(JobError, match="can read its config.json; name one in a job"):
+    with pytest.raises(JobError, match="can all read its config.json; choose one by a job"):
         named("a:A", "aa:A")
     with pytest.raises(JobError, match="it states no architecture"):
         subject._model_of("dir", {}, cast("Registry", Specs("none")))

@@ -260,7 +260,7 @@ def _model_of(target: str, config: Mapping[str, Any], registry: Registry) -> str
     if not found:
         raise JobError(f"{target}: no installed model reads its config.json (it states {kind}); see d9d plugins")
     raise JobError(
-        f"{target}: {', '.join(map(str, found))} can all read its config.json; choose one by a job file that names it: --like JOB"
+        f"{target}: {', '.join(map(str, found))} can all read its config.json; choose one by a job: --like JOB"
     )
 
 

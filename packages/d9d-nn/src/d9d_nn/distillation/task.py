@@ -88,7 +88,7 @@ class Distillation(TextTask):
         return self.inputs(microbatch)
 
     def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """First-pass outputs: the teacher's logits [B, S, V]; with ``top_k``, its K largest [B, S, K] and their token ids."""
+        """Logits of the teacher [B, S, V]; with ``top_k``, the K largest [B, S, K] and their token ids."""
         # The teacher's further logits are padding of its vocabulary, see check().
         logits = read_output(outputs, "logits", self.config.teacher_head).detach()[..., : self._words]
         if self.config.top_k is None:

@@ -100,7 +100,7 @@ def macro(values: Tensor, kept: Tensor) -> Tensor:
 
 
 def weighted(values: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean over classes where the mask ``kept`` is true and the value is not NaN; the plain mean if all weights are zero."""
+    """Weighted mean over classes in the mask ``kept`` whose value is not NaN; the plain mean if all weights are 0."""
     weights = weights.where(kept & ~values.isnan(), 0)
     total = weights.sum()
     return torch.where(total > 0, (values * weights).where(weights > 0, 0).sum() / total, macro(values, kept))
