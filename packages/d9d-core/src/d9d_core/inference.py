@@ -135,7 +135,7 @@ class JoinsPositions(SplitsPositions, Protocol):
 
     @property
     def of_positions(self) -> frozenset[str]:
-        """Names of the kept tensors with a sequence dimension, [B, S / R, ...] on R ranks; others are equal on all."""
+        """Names of kept outputs with a sequence dimension, [B, S / R, ...] on R ranks; others are equal on all ranks."""
         ...
 
 

@@ -42,7 +42,7 @@ class TensorBoardTracker:
             PluginError: the directory cannot be written.
         """
         directory = self._config.log_dir or run.directory / "tensorboard"
-        purge_step = run.resumed_step + 1 if run.resumed_step else 0  # a new run has a summary at step 0
+        purge_step = run.resumed_step + 1 if run.resumed_step else 0  # a new run keeps step 0, its summary
         try:
             directory.mkdir(parents=True, exist_ok=True)
             suffix = _suffix(run, self._config)

@@ -31,7 +31,7 @@ class ZigzagPositions:
 
     @staticmethod
     def chunks(ranks: int, rank: int) -> tuple[int, int]:
-        """Indices of the two chunks of a rank, in order."""
+        """Indices of a rank's two chunks of positions, out of 2 R (zigzag), ascending."""
         return rank, 2 * ranks - 1 - rank
 
     def own(self, tensor: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ class Checkpointer:
             facts,
             # A forward may change buffers and metrics; parameters and moments change in the optimizer's step only.
             volatile=tensors.keys() - self._changed_by_optimizer(),
-            # While steps are skipped, the last value belongs to an earlier checkpoint, which must not be replaced.
+            # While steps are skipped, the last value belongs to an earlier checkpoint: it must not make this the best.
             score=None if progress.skips.in_a_row else self._score(progress.logged),
             kept_before=progress.skips.kept_before,
             wait=wait,

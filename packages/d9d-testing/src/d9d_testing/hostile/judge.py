@@ -124,7 +124,7 @@ def _alarm(seconds: float) -> Iterator[None]:
     """Limit the time of :func:`_watched` inside the block."""
 
     def stop(_number: int, frame: FrameType | None) -> None:
-        # Only inside _watched: an exception raised while the timers are being stopped would leave one running.
+        # Raise only inside _watched: an exception while the timers are being stopped would leave one running.
         while frame is not None:
             if frame.f_code is _watched.__code__:
                 raise Endless

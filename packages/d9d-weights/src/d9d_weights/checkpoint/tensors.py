@@ -144,7 +144,7 @@ def _is_folder(location: str) -> bool:
         return Place.of(location).kind == "checkpoint"
     try:
         return CONFIG not in open_directory(location).names()
-    except CheckpointError:  # absent, which is reported when it is opened
+    except CheckpointError:  # no such directory; opening it reports that
         return True
 
 

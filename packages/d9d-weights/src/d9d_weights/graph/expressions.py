@@ -52,7 +52,7 @@ class Value(ABC):
 
     @abstractmethod
     def text(self) -> str:
-        """Formula of the value in terms of names."""
+        """Formula of the value as text, with the names of its sources."""
 
     def sources(self) -> list[str]:
         """Names of the value's sources, in order, each once."""

@@ -186,7 +186,7 @@ def _check_window(config: DatasetConfig, items: Items, batch_size: int) -> None:
         )
     if batch_size > len(items):
         raise DataError(
-            f"batch.size: a batch of {batch_size} samples cannot be sorted out of {len(items)}; use at most that many"
+            f"batch.size: a batch of {batch_size} samples is larger than the {len(items)} items; use at most that many"
         )
     _check_sizes(config, items)
 

@@ -95,7 +95,9 @@ class RouterMetric:
         """Continue from saved or merged sums."""
         self._state = {key: state[key] for key in self._state}
         device = self._state["tokens"].device
-        if self._experts.device != device:  # an instance that only loads gets no tallies
+        if (
+            self._experts.device != device
+        ):  # a metric that only loads state is never updated, and does not learn its device that way
             self._experts = self._experts.to(device, non_blocking=True)
         self._empty = False
 
