@@ -206,7 +206,7 @@ def test_a_hugging_face_dataset_is_one() -> None:
         ("sized", {"padding": {}}, r"data.padding: field 'tokens' .*set its padding value, .*'padding: \{tokens: 0\}'"),
         ("sized", {"bucket_window": 12}, r"data.bucket_window: 12 samples cannot be .* batches of 8; use 8 or 16"),
         ("counting", {"padding": {}, "bucket_window": 8}, r"data.bucket_window: the size of items is unknown"),
-        ("sized", {"arguments": {"count": 5}, "bucket_window": 8}, r"a batch of 8 samples cannot be sorted out of 5"),
+        ("sized", {"arguments": {"count": 5}, "bucket_window": 8}, r"a batch of 8 samples is larger than the 5 items"),
     ],
 )
 def test_what_is_no_dataset_is_an_error_that_names_the_function(

@@ -135,7 +135,7 @@ class JoinsPositions(SplitsPositions, Protocol):
 
     @property
     def of_positions(self) -> frozenset[str]:
-        """Names of kept outputs with a sequence dimension, [B, S / R, ...] on R ranks; others are equal on all ranks."""
+        """Names of kept outputs with a sequence dimension, [B, S / R, ...] on R ranks; others are equal on all."""
         ...
 
 
