@@ -100,8 +100,8 @@ def page() -> str:
     lines = [HEAD, f"Kinds: {', '.join(f'[{kind}](#{kind.replace(chr(32), chr(45))})' for kind in kinds)}.\n"]
     kind = None
     for entry in found:
-        if entry.kind.section != kind:
-            kind = entry.kind.section
+        if entry.kind.name != kind:
+            kind = entry.kind.name
             lines.append(f"## {entry.kind.name}\n")
         lines.append(f"### {entry.spec.key}\n")
         lines.append(f"`{entry.spec.key}` of {entry.origin.distribution}: {entry.spec.summary}\n")
