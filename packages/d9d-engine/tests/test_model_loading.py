@@ -384,7 +384,7 @@ def test_the_plan_compares_the_weights_with_the_model(job: MakeJob, trained: Pat
         job(model={**model, "blocks": 2}).plan()
     with pytest.raises(CheckpointError, match=r"needs 'layers.3.weight', which the checkpoint does not give"):
         job(model={**model, "blocks": 4}).plan()
-    with pytest.raises(CheckpointError, match=r"has the shape \[4, 4\] there .* and \[8, 8\] in the model"):
+    with pytest.raises(CheckpointError, match=r"has the shape \[4, 4\] in the checkpoint .* but \[8, 8\] in the model"):
         job(model={**model, "blocks": 3, "features": 8}).plan()
 
 

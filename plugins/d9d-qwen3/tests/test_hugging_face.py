@@ -298,7 +298,7 @@ def test_added_tokens_are_cut_off_or_new(tmp_path: Path, transformers: Any) -> N
     beyond, graph = into_model(tmp_path, changed(added_tokens=4, vocab_size=68))
     assert torch.equal(beyond.get_parameter("embedding.regular.weight"), words)
     assert graph.fresh == {"embedding.added.weight", "heads.causal_lm.added.weight"}
-    with pytest.raises(CheckpointError, match=r"\[64, 32\] there .* and \[66, 32\] in the model"):
+    with pytest.raises(CheckpointError, match=r"\[64, 32\] in the checkpoint .* but \[66, 32\] in the model"):
         into_model(tmp_path, changed(added_tokens=4, vocab_size=70))
 
 

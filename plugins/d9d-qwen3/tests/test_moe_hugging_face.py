@@ -409,7 +409,7 @@ def test_fewer_experts_than_stored_are_refused() -> None:
         ({"num_experts": 0, "num_local_experts": 0}, "no qwen3_moe model has these values: num_experts"),
         ({"num_experts_per_tok": 9}, "experts_per_token: .*9 is more than num_experts = 8"),
         ({"mlp_only_layers": [0, 1]}, "dense_layers: .*all 2 layers are dense.* use the model qwen3"),
-        ({"decoder_sparse_step": 3}, "dense_layers: .*no layer of 2 is left"),
+        ({"decoder_sparse_step": 3}, "dense_layers: .*all 2 layers are dense"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ({"mlp_only_layers": 5}, "a type that no qwen3_moe has there"),
         ({"use_sliding_window": True, "sliding_window": 4}, "max_window_layers is 2 and the window is 4; releases"),

@@ -22,7 +22,7 @@ class AimConfig(PluginConfig):
     repo: Annotated[str, AfterValidator(_of_aim)] | None = None
     """Directory of the repository, or address of a server (``aim://host:port``); by default ``<run>/aim``."""
     experiment: str | None = None
-    """Experiment to file the run under."""
+    """Experiment that the run belongs to."""
     log_system_params: bool = True
     """Store the environment: packages, git state, command line and environment variables."""
     capture_terminal_logs: bool = True

@@ -16,7 +16,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
         # FlashAttention 4 is installed into the same package, so version 2 is recognised by a module that only it has.
         (2, "flash_attn.flash_attn_interface", "Ampere and later", "never chosen by itself"),
         (3, "flash_attn_interface", "Hopper", "never chosen by itself"),
-        (4, "flash_attn.cute", "Hopper, Blackwell", "by itself on Hopper without windows and documents"),
+        (4, "flash_attn.cute", "Hopper, Blackwell", "by itself on Hopper without either"),
     ):
         yield KernelSpec(
             name=f"flash_attention_{number}",

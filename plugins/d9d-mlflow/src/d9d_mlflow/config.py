@@ -14,7 +14,7 @@ class MlflowConfig(PluginConfig):
     name: Literal["mlflow"] = "mlflow"
     """Selects this tracker."""
     experiment: Annotated[str, Field(min_length=1)] = "d9d"
-    """Experiment to file the run under; created if it does not exist."""
+    """Experiment that the run belongs to; created if it does not exist."""
     tracking_uri: str | None = None
     """Address of the server or store, in the form of ``MLFLOW_TRACKING_URI``; by default ``<run>/mlflow.db``."""
     lost_run: Literal["off", "new"] = "off"

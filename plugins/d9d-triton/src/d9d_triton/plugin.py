@@ -71,7 +71,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "attention_inputs",
             "rules:joint",
             "joint.attention_inputs:build",
-            "Projections, head norms and rotations; one product for the gradient of rows, one for weight gradients.",
+            "Projections, head norms and rotations; one product each for row and weight gradients.",
         ),
         ("permute", "rules:by_rule", "permutation:build_permute", f"Copies of tokens for their experts; {by_itself}."),
         (
@@ -94,13 +94,13 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "triton_sum",
             "linear_cross_entropy_sum",
             "build_sum",
-            "A loss that is an unweighted sum over tokens, in memory for one chunk of logits; never chosen by itself.",
+            "Unweighted sum of losses over tokens, in memory for one chunk of logits; never chosen by itself.",
         ),
         (
             "triton_sum_narrow",
             "linear_cross_entropy_sum_narrow",
             "build_sum_narrow",
-            "As triton_sum in the least memory; rounds the weight gradient after each chunk; never chosen by itself.",
+            "As triton_sum in the least memory; rounds weight gradients in each chunk; never chosen by itself.",
         ),
         (
             "triton_words",

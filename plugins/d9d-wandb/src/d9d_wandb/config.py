@@ -15,7 +15,7 @@ class WandbConfig(PluginConfig):
     name: Literal["wandb"] = "wandb"
     """Selects this tracker."""
     project: Annotated[str, Field(min_length=1)]
-    """Project to file the run under."""
+    """Project that the run belongs to."""
     entity: str | None = None
     """User or team that owns the project; by default the logged-in user's."""
     group: str | None = None
