@@ -1,4 +1,4 @@
-"""Who may import whom, between packages and inside the core; imports of declarations; forbidden names.
+"""Rules of the architecture: imports between and inside packages, imports of declarations, and forbidden names.
 
 The rules are the table below and each member's pyproject.toml. The facts are read from the sources, because in an
 environment where everything happens to be installed nothing fails.
