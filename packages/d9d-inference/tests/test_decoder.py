@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from d9d_core.errors import BuildError, NonFiniteError
 from d9d_core.inference import Continuation
+from d9d_engine.distributed.mesh import Topology
 from d9d_inference.generation.decoder import Decoder, Sequences, padded_prompts
 from torch import Tensor
 
 VOCABULARY = 200
-
-
-def topology(**coordinate: int) -> Any:
-    """Stand-in of a process that is alone, or at a coordinate."""
-    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-    return SimpleNamespace(
-        coordinate=dict.fromkeys(axes, 0) | coordinate, sizes=dict.fromkeys(axes, 1), axes_group=lambda *_: None,
-        watchdog=SimpleNamespace(beat=lambda: None),
-    )  # fmt: skip
 
 
 def successor(seen: list[list[tuple[int, ...]]]) -> Any:
@@ -41,7 +32,7 @@ def decoder(
     forward: Any, new: int, temperature: float = 0.0, stop: Sequence[int] = (), nonfinite: Any = "keep"
 ) -> Decoder:
     settings = Continuation(new, temperature, 0)
-    return Decoder(forward, topology(), settings, frozenset(stop), lambda found: found.get("logits"), nonfinite)
+    return Decoder(forward, Topology(), settings, frozenset(stop), lambda found: found.get("logits"), nonfinite)
 
 
 def pack_of(*prompts: list[int], microbatches: int = 1) -> Any:
