@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import pytest
 from d9d_core.config import PluginConfig, Section
+from d9d_core.registry.known import KnownPlugins
+from d9d_core.registry.policy import FOUNDATION
 from d9d_engine.job import Job
 from pydantic_core import PydanticUndefined
 
@@ -96,6 +98,12 @@ def test_the_reference_names_every_command_with_its_package_and_option() -> None
     assert documented == offered
     text = COMMANDS.read_text("utf-8")
     assert text == tool.written(text), "run: uv run python tools/option_table.py"
+
+
+def test_the_reference_names_every_command_of_the_plugins() -> None:
+    offered = {name: home for name, home in KnownPlugins.shipped().names("command").items() if home not in FOUNDATION}
+    rows = tables(COMMANDS, "command of a plugin", "package", "action")
+    assert {quoted(command)[0].split()[1]: package for command, package, _ in rows} == offered
 
 
 def test_a_wrong_table_of_options_is_recognised() -> None:
