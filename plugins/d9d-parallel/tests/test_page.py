@@ -40,7 +40,7 @@ def test_every_field_is_there_with_its_default(title: str, config: Any) -> None:
 
 def test_replicate_has_all_but_what_the_page_says() -> None:
     assert fields(FsdpConfig).keys() - fields(ReplicateConfig).keys() == {"reshard_after_forward"}
-    assert "| `reshard_after_forward` | `true` | not of `replicate`:" in PAGE
+    assert "| `reshard_after_forward` | `true` | not for `replicate`:" in PAGE
 
 
 def test_the_example_of_deferring_is_calculated_from_the_table() -> None:
