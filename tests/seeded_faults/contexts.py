@@ -17,7 +17,7 @@ from seeded_faults.seeding import Patch
 
 
 def skipped_turn(_job: Job, patch: Patch) -> None:
-    """Each rank of a ring leaves out the keys of the one before it."""
+    """Each rank of a ring skips the keys of the previous rank."""
     parts = ring.Plan.parts
 
     def fewer(self: ring.Plan, source: int) -> Sequence[Any]:
@@ -27,7 +27,7 @@ def skipped_turn(_job: Job, patch: Patch) -> None:
 
 
 def leaking_document(_job: Job, patch: Patch) -> None:
-    """Queries of gathered keys see the document before their own."""
+    """With all_gather, queries attend to the document before their own."""
     prepare = Sdpa.prepare_queries
 
     def leaking(self: Sdpa, documents: Tensor | None, *given: Any) -> Tensor:
@@ -37,7 +37,7 @@ def leaking_document(_job: Job, patch: Patch) -> None:
 
 
 def leaking_document_in_a_ring(_job: Job, patch: Patch) -> None:
-    """Keys of other ranks are seen whatever document they are of."""
+    """In a ring, queries attend to keys of other documents on other ranks."""
     parts = ring.Plan.parts
 
     def open_to_all(self: ring.Plan, source: int) -> Sequence[Any]:
@@ -47,7 +47,7 @@ def leaking_document_in_a_ring(_job: Job, patch: Patch) -> None:
 
 
 def unsplit_positions(_job: Job, patch: Patch) -> None:
-    """Each rank takes the position ids of a sample's first positions, whichever it has."""
+    """Each rank uses the position ids of a sample's first positions instead of its own."""
     own = text_task.own_positions
 
     def first(microbatch: Any, of: Any) -> Any:
@@ -59,7 +59,7 @@ def unsplit_positions(_job: Job, patch: Patch) -> None:
 
 
 def own_gradient_of_gathered_keys(_job: Job, patch: Patch) -> None:
-    """Gradients of gathered keys and values are cut, not summed."""
+    """Each rank keeps its slice of the gradients of gathered keys and values, without a sum over ranks."""
     patch.setattr(share, "dist", _Cut(share.dist))
 
 

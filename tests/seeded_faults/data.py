@@ -15,7 +15,7 @@ IGNORED = -100
 
 
 def shuffled_shard(_job: Job, patch: Patch) -> None:
-    """One rank reads other samples."""
+    """One rank reads other samples, because it has another seed."""
     context = build.DataContext  # type: ignore[attr-defined]
 
     def other(**facts: Any) -> Any:
@@ -25,13 +25,13 @@ def shuffled_shard(_job: Job, patch: Patch) -> None:
 
 
 def same_samples(_job: Job, patch: Patch) -> None:
-    """The last rank reads what the first one does."""
+    """The last rank reads the samples of the first rank."""
     context = build.DataContext  # type: ignore[attr-defined]
     patch.setattr(build, "DataContext", lambda **facts: context(**facts | {"rank": 0}))
 
 
 def repeated_pack(_job: Job, patch: Patch) -> None:
-    """One rank trains on its first pack again and again."""
+    """One rank trains on its first pack in every step."""
 
     def change(trainer: Any) -> None:
         first: list[Any] = []
@@ -48,12 +48,12 @@ def repeated_pack(_job: Job, patch: Patch) -> None:
 
 
 def other_token(_job: Job, patch: Patch) -> None:
-    """One token of each microbatch is another."""
+    """One token of each microbatch is replaced."""
     packs(patch, lambda microbatch: microbatch["tokens"][:, 1].fill_(7))
 
 
 def late_targets(_job: Job, patch: Patch) -> None:
-    """One rank learns to repeat its input."""
+    """On one rank, targets are the input tokens instead of the next tokens."""
 
     def change(microbatch: dict[str, Tensor]) -> None:
         counted = microbatch["targets"] != IGNORED
@@ -63,25 +63,25 @@ def late_targets(_job: Job, patch: Patch) -> None:
 
 
 def one_wrong_target(_job: Job, patch: Patch) -> None:
-    """One target of each microbatch is another."""
+    """One target of each microbatch is replaced."""
     packs(patch, lambda microbatch: microbatch["targets"][0, 2].fill_(5))
 
 
 def unmasked_targets(_job: Job, patch: Patch) -> None:
-    """Ignored targets count on one rank."""
+    """One rank computes the loss of ignored targets too."""
     packs(patch, lambda m: m.update(targets=m["targets"].masked_fill(m["targets"] == IGNORED, 0)))
 
 
 def masked_targets(_job: Job, patch: Patch) -> None:
-    """One rank ignores the last position too."""
+    """One rank ignores the last target of each sample."""
     packs(patch, lambda microbatch: microbatch["targets"][:, -1].fill_(IGNORED))
 
 
 def across_documents(_job: Job, patch: Patch) -> None:
-    """Positions see the documents before theirs, on one rank."""
+    """On one rank, tokens attend to earlier documents of the same sample."""
     packs(patch, lambda microbatch: microbatch["documents"].zero_())
 
 
 def stretched_positions(_job: Job, patch: Patch) -> None:
-    """Positions count twice on one rank."""
+    """Position ids are doubled on one rank."""
     packs(patch, lambda microbatch: microbatch["positions"].mul_(2))

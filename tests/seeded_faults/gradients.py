@@ -17,7 +17,7 @@ from seeded_faults.seeding import Patch, built, is_last, wrapped
 
 
 def forgotten_reduction(_job: Job, patch: Patch) -> None:
-    """The synchroniser owns nothing; two norms are left to it."""
+    """The synchroniser reduces no gradient; it should reduce two norms."""
     patch.setattr(gradients, "_members", lambda *_: [])
 
 
@@ -43,7 +43,7 @@ def average_instead_of_sum(_job: Job, patch: Patch) -> None:
 
 
 def forgotten_replicas(_job: Job, patch: Patch) -> None:
-    """Shards are summed, copies of shards are not."""
+    """Gradients are summed over shards, but not over replicas."""
     before = Gradients.before_backward
 
     def never(self: Gradients, last: bool, **about: Any) -> None:
@@ -55,7 +55,7 @@ def forgotten_replicas(_job: Job, patch: Patch) -> None:
 
 
 def wrong_loss_weight(_job: Job, patch: Patch) -> None:
-    """Each rank divides by its own targets instead of all."""
+    """Each rank divides the loss by the number of its own targets instead of all targets."""
     begin = loss.LossScale.begin
 
     def own(self: loss.LossScale, pack: Any) -> Any:
@@ -79,7 +79,7 @@ def heavier_rank(_job: Job, patch: Patch) -> None:
 
 
 def mean_of_means(_job: Job, patch: Patch) -> None:
-    """Every microbatch counts as much, however many targets it has."""
+    """Every microbatch has the same weight, independent of its number of targets."""
     losses = Executor._loss
 
     def mean(self: Any, outputs: Any, microbatch: Any, state: Any) -> Any:
@@ -118,7 +118,7 @@ def lost_owner(_job: Job, patch: Patch) -> None:
 
 
 def flipped_sign(_job: Job, patch: Patch) -> None:
-    """One small parameter goes up hill on one rank."""
+    """One small parameter has a gradient with the opposite sign on one rank."""
 
     def change(trainer: Any) -> None:
         name, parameter = [(n, p) for n, p in trainer.stage.named_parameters() if "norm" in n][-1]
@@ -129,7 +129,7 @@ def flipped_sign(_job: Job, patch: Patch) -> None:
 
 
 def stale_gradients(_job: Job, patch: Patch) -> None:
-    """Gradients of one step are still there in the next."""
+    """Gradients are not cleared between two steps."""
     reset = gradients.Gradients.reset
 
     def kept(self: Any) -> None:

@@ -15,7 +15,7 @@ from seeded_faults.seeding import Patch
 
 
 def swapped_microbatches(_job: Job, patch: Patch) -> None:
-    """The first two microbatches change places on their way to the next stage."""
+    """The first two microbatches are swapped when they are sent to the next stage."""
     send = Transfers._send_activation
 
     def swapped(self: Transfers, action: Any, state: Any) -> None:
@@ -28,7 +28,7 @@ def swapped_microbatches(_job: Job, patch: Patch) -> None:
 
 
 def dropped_boundary_gradient(_job: Job, patch: Patch) -> None:
-    """One microbatch sends nothing but zeros back."""
+    """One microbatch sends zeros as gradients to the previous stage."""
     send = Transfers._send_gradient
 
     def dropped(self: Transfers, action: Any, state: Any) -> None:
@@ -54,17 +54,17 @@ def forgotten_weights(_job: Job, patch: Patch) -> None:
 
 
 def forgotten_tie_across_ranks(_job: Job, patch: Patch) -> None:
-    """Each rank updates its copy of the embedding by its own share of the gradient."""
+    """Each rank updates its copy of the embedding with its own part of the gradient."""
     patch.setattr(Ties, "reduce", lambda _self: None)
 
 
 def forgotten_tie_on_a_rank(_job: Job, patch: Patch) -> None:
-    """The copy on another stage of the same rank keeps its share of the gradient."""
+    """The copy of the embedding on another stage of the same rank does not receive the summed gradient."""
     patch.setattr(Ties, "gather", lambda _self: None)
 
 
 def stale_copy(_job: Job, patch: Patch) -> None:
-    """The copy on another stage of the same rank keeps its first values."""
+    """The copy of the embedding on another stage of the same rank is never updated."""
     copy_values = Ties.copy_values
     spreads: list[Ties] = []
 
@@ -77,6 +77,6 @@ def stale_copy(_job: Job, patch: Patch) -> None:
 
 
 def tie_counted_twice(_job: Job, patch: Patch) -> None:
-    """Each rank with a copy of the embedding counts it in the gradient's norm."""
+    """The gradient norm counts the embedding once for each rank with a copy."""
     find = build.find_ties  # type: ignore[attr-defined]
     patch.setattr(build, "find_ties", lambda *given: replace(find(*given), elsewhere=frozenset()))

@@ -55,12 +55,12 @@ def own_loads(_job: Job, patch: Patch) -> None:
 
 
 def frozen_bias(_job: Job, patch: Patch) -> None:
-    """The selection bias stays what it was."""
+    """The selection bias is never updated."""
     patch.setattr(auxiliary_losses.Tallies, "adapt", lambda self, _finite: self._sums.clear())
 
 
 def heavier_balance(_job: Job, patch: Patch) -> None:
-    """The losses that balance experts weigh twice as much on one rank."""
+    """The losses that balance experts have twice their weight on one rank."""
     begin = auxiliary_losses.AuxiliaryLosses.begin
 
     def heavier(self: Any, scale: Any) -> None:
@@ -75,7 +75,7 @@ def evaluated_alone(_job: Job, patch: Patch) -> None:
 
 
 def evaluated_on_other_data(_job: Job, patch: Patch) -> None:
-    """One rank goes on in the evaluation data instead of starting anew."""
+    """One rank continues in the evaluation data instead of starting again."""
 
     def change(trainer: Any) -> None:
         trainer.evaluator.sets[0].prefetcher.next()
@@ -111,7 +111,7 @@ def lost_observations(_job: Job, patch: Patch) -> None:
 
 
 def shard_of_another(_job: Job, patch: Patch) -> None:
-    """One rank saves the first numbers of its shards in place of the others."""
+    """One rank saves its shards with their rows shifted by one."""
     describe = store.describe  # type: ignore[attr-defined]
 
     def wrong(tensors: Any) -> Any:
@@ -130,7 +130,7 @@ def shard_of_another(_job: Job, patch: Patch) -> None:
 
 
 def unloaded_optimizer(_job: Job, patch: Patch) -> None:
-    """One rank resumes with the optimizer state it has."""
+    """One rank does not load the optimizer state when it resumes."""
     load_into = Checkpoint.load_into
 
     def partly(self: Any, tensors: Any, scope: str = "", *rest: Any) -> None:
@@ -142,7 +142,7 @@ def unloaded_optimizer(_job: Job, patch: Patch) -> None:
 
 
 def unloaded_weights(_job: Job, patch: Patch) -> None:
-    """One rank resumes with the weights it has."""
+    """One rank does not load the weights when it resumes."""
     load_into = Checkpoint.load_into
 
     def partly(self: Any, tensors: Any, scope: str = "", *rest: Any) -> None:
@@ -154,7 +154,7 @@ def unloaded_weights(_job: Job, patch: Patch) -> None:
 
 
 def unmoved_data(_job: Job, patch: Patch) -> None:
-    """A resumed run begins with the first samples again."""
+    """A resumed run starts again from the first samples."""
 
     def change(trainer: Any) -> None:
         start = trainer.prefetcher.state()

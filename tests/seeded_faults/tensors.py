@@ -39,13 +39,13 @@ def _leave(patch: Patch, *ends: str) -> None:
 
 
 def own_gradient_of_hidden_states(_job: Job, patch: Patch) -> None:
-    """Gradients of gathered positions are cut, not summed."""
+    """Each rank keeps its slice of the gradients of gathered positions, without a sum over ranks."""
     gather = forwards.gather
     patch.setattr(forwards, "gather", lambda tensor, ranks, *, summed: gather(tensor, ranks, summed=False))
 
 
 def own_logit_of_the_target(_job: Job, patch: Patch) -> None:
-    """Ranks do not tell each other the logits of the targets."""
+    """The logits of the targets are not summed over ranks."""
     reduce = vocabulary_parallel.dist.all_reduce
 
     def but_one(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
@@ -58,7 +58,7 @@ def own_logit_of_the_target(_job: Job, patch: Patch) -> None:
 
 
 def unmerged_words(_job: Job, patch: Patch) -> None:
-    """Each rank takes the largest logit of its own share of the vocabulary."""
+    """Each rank uses the largest logit of its own vocabulary shard instead of the largest of all shards."""
     reduce = vocabulary_parallel.dist.all_reduce
 
     def some(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
@@ -80,10 +80,10 @@ class _Replaced:
 
 
 def positions_of_another(_job: Job, patch: Patch) -> None:
-    """Each rank sends its tokens to the experts of the first rank's."""
+    """Each rank sends the positions of the first rank to the experts instead of its own."""
     patch.setattr(OwnPositions, "own", lambda self, tensor: tensor.chunk(self._ranks.size, dim=1)[0])
 
 
 def norm_of_the_first_share(_job: Job, patch: Patch) -> None:
-    """Only gradients on the first rank of tp count in the norm."""
+    """The gradient norm counts only gradients of the first rank of tp."""
     patch.setattr(clip, "counts", lambda _parameter, topology, _view=None: topology.coordinate["tp"] == 0)

@@ -16,12 +16,12 @@ from seeded_faults.seeding import Patch, built, wrapped
 
 
 def frozen_rank(_job: Job, patch: Patch) -> None:
-    """One rank stops to update."""
+    """One rank does not update its parameters."""
     built(patch, lambda trainer: setattr(trainer.step.optimizer, "step", lambda _gate: None))
 
 
 def forgotten_moments(_job: Job, patch: Patch) -> None:
-    """One rank forgets its moments after every step."""
+    """One rank resets its moments after every step."""
 
     def change(trainer: Any) -> None:
         def forget(_gate: Tensor) -> None:
@@ -50,7 +50,7 @@ def no_decay(_job: Job, patch: Patch) -> None:
 
 
 def other_betas(_job: Job, patch: Patch) -> None:
-    """One rank averages over fewer steps."""
+    """One rank uses smaller betas."""
 
     def change(trainer: Any) -> None:
         optimizer = trainer.step.optimizer
@@ -60,7 +60,7 @@ def other_betas(_job: Job, patch: Patch) -> None:
 
 
 def doubled_rate(_job: Job, patch: Patch) -> None:
-    """One rank learns twice as fast."""
+    """One rank uses twice the learning rate."""
 
     def change(trainer: Any) -> None:
         schedule = trainer.step.lr_schedule
@@ -70,7 +70,7 @@ def doubled_rate(_job: Job, patch: Patch) -> None:
 
 
 def late_schedule(_job: Job, patch: Patch) -> None:
-    """The schedule of one rank is a step behind."""
+    """The learning-rate schedule of one rank is one step late."""
 
     def change(trainer: Any) -> None:
         schedule = trainer.step.lr_schedule
@@ -140,7 +140,7 @@ def unclipped(_job: Job, patch: Patch) -> None:
 
 
 def clipped_by_own_norm(_job: Job, patch: Patch) -> None:
-    """Each rank clips by the norm of what it holds."""
+    """Each rank clips by the norm of its own shards."""
     clip = Clipper.clip
 
     def own(self: Any, stage_loss: Any, tokens: int) -> Any:
