@@ -133,7 +133,7 @@ def task_of(registry: Registry, name: str, settings: list[str]) -> InferenceTask
 
 def test_the_reference_names_every_field_that_inference_jobs_have_of_their_own() -> None:
     text = (ROOT / "docs" / "job-file.md").read_text("utf-8")
-    _, _, rest = text.partition("| field | default | says |\n|---|---|---|\n")
+    _, _, rest = text.partition("| field | default | description |\n|---|---|---|\n")
     rows = [line.split(" | ") for line in rest.split("\n\n")[0].splitlines()]
     told = {row[0].strip("|` "): row[1].strip("`") for row in rows}
     fields = InferenceJob.model_fields
