@@ -62,7 +62,7 @@ def test_every_page_is_there_with_its_content(site: Path) -> None:
         assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).exists()
     for readme in [*ROOT.glob("packages/*/README.md"), *ROOT.glob("plugins/*/README.md")]:
         assert (site / readme.parent.parent.name / f"{readme.parent.name}.html").exists()
-    assert "--max-restarts" in (site / "packages/d9d-core.html").read_text()
+    assert "--max-restarts" in (site / "command-line.html").read_text()
     assert "fsdp 4, ep 2, checkpointed" in (site / "layouts.html").read_text()
 
 
