@@ -80,7 +80,7 @@ class _Replaced:
 
 
 def positions_of_another(_job: Job, patch: Patch) -> None:
-    """Each rank sends the positions of the first rank to the experts instead of its own."""
+    """Each rank sends its tokens to the experts chosen for the first rank's tokens."""
     patch.setattr(OwnPositions, "own", lambda self, tensor: tensor.chunk(self._ranks.size, dim=1)[0])
 
 
