@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from d9d_core.errors import CheckpointError, JobError, SaveError
 from d9d_engine.checkpoint import save as dcp_save
 from d9d_engine.job import Job
+from d9d_engine.run.directory import read_ending
 from d9d_testing.logs import read_log_without_times
 from d9d_testing.toy.config import ToyModelConfig
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, noted, quiet, toy_registry
@@ -61,6 +63,27 @@ def test_a_finished_run_has_nothing_left_to_do(job: MakeJob) -> None:
     trainer, notes = noted(job())
     assert trainer.train().step == 12
     assert "nothing left to train: the checkpoint is at step 12, the job has 12 steps" in notes
+
+
+@pytest.mark.parametrize("change", ["task.decay=0.5", "steps=6", "checkpoint.keep=1", "subscribers=[toy_recorder]"])
+def test_a_start_that_trains_nothing_leaves_the_record_of_the_run(job: MakeJob, change: str) -> None:
+    trained = job("steps=8", "checkpoint.every=null")
+    quiet(trained).train()
+    describing = ("job.yaml", "plugins.json", "finished.json", "model/README.md")
+    before = {name: (trained.run.directory / name).read_bytes() for name in describing}
+    assert quiet(job("steps=8", change)).train().status == "finished"
+    assert {name: (trained.run.directory / name).read_bytes() for name in describing} == before
+    shutil.rmtree(trained.run.directory / "model")
+    quiet(job("steps=8", "task.decay=0.5")).train()
+    assert "decay: 0.01" in (trained.run.directory / "model" / "README.md").read_text()
+
+
+def test_an_interrupted_export_of_a_shorter_job_counts_the_steps_of_the_weights(job: MakeJob) -> None:
+    trained = job("steps=8", "export=false")
+    quiet(trained).train()
+    (trained.run.directory / "finished.json").unlink()
+    quiet(job("steps=4", "export=false")).train()
+    assert read_ending(trained.run.directory) == {"step": 8, "steps": 8, "reason": None}
 
 
 def test_what_a_killed_process_had_yet_to_remove_is_removed_by_the_next(job: MakeJob) -> None:

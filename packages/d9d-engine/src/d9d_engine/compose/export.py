@@ -24,6 +24,7 @@ from d9d_weights.hugging_face.writer import ModelWriter
 from d9d_weights.model_card.card import MODEL_CARD, ModelCard
 from d9d_weights.model_card.public_job import changed_fields
 from d9d_weights.model_card.stored import versions_of
+from d9d_weights.sharding.agreement import on_main
 from d9d_weights.sharding.model_tensors import model_tensors
 
 from d9d_engine.compose.adapter import save_adapter
@@ -85,13 +86,16 @@ class Exporter:
         self._find_adapter = partial(save_adapter, job, selection, assembly, topology, note, self._stops_of_adapter())
         self._save_adapter = self._find_adapter() if job.export and self._spec is not None else None
 
-    def __call__(self, progress: Progress, kind: Kind | None = None, directory: Path | None = None) -> list[Path]:
+    def __call__(
+        self, progress: Progress, kind: Kind | None = None, directory: Path | None = None, keep: bool = False
+    ) -> list[Path]:
         """Write the model in its current state. Collective over all ranks.
 
         Args:
             progress: progress of the run, for the model card.
             kind: model or adapter; by default, all that the job asks for.
             directory: target directory, replaced if it exists; by default the run's directory for this kind.
+            keep: leave directories that exist as they are.
 
         Returns:
             The directories that were written.
@@ -100,7 +104,9 @@ class Exporter:
             BuildError: this job cannot export this kind.
             SaveError: a file cannot be written.
         """
-        return [self._write(one, directory or self._job.run.directory / one, progress) for one in self._kinds(kind)]
+        targets = {one: directory or self._job.run.directory / one for one in self._kinds(kind)}
+        kept = on_main(lambda: [one for one, path in targets.items() if keep and path.exists()], self._topology.world)
+        return [self._write(one, path, progress) for one, path in targets.items() if one not in kept]
 
     def _kinds(self, kind: Kind | None) -> list[Kind]:
         if kind == "model" and self._spec is None:
@@ -157,7 +163,7 @@ class Exporter:
     def _card(self, config: Mapping[str, Any], progress: Progress) -> ModelCard:
         assembly = self._assembly
         return ModelCard(
-            job=changed_fields(self._job),
+            job=changed_fields(self._job) if progress.trained_by is None else progress.trained_by,
             config_json=config,
             parameters=sum(p.numel() for n, p in assembly.full_model.named_parameters() if n not in assembly.injected),
             trained=sum(parameter.numel() for parameter in assembly.trained().values()),

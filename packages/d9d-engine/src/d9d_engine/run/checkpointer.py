@@ -29,7 +29,7 @@ from d9d_engine.checkpoint.retention import BestOf, Retention
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.distributed.mesh import Topology
-from d9d_engine.run.directory import write_ending, write_start
+from d9d_engine.run.directory import read_ending, write_ending, write_start
 from d9d_engine.run.logbook import Skips, is_state
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.step.metrics import Statistics
@@ -52,12 +52,14 @@ class Progress:
         tokens: number of tokens (or samples) consumed.
         skips: steps without an update because of non-finite values.
         logged: last value of each logged series; in a resumed run, initially :meth:`losses` of its checkpoint.
+        trained_by: job of the checkpoint, if it differs from the run's job and no step was trained since.
     """
 
     step: int = 0
     tokens: int = 0
     skips: Skips = field(default_factory=Skips)
     logged: dict[str, float] = field(default_factory=dict)
+    trained_by: Mapping[str, Any] | None = None
 
     def losses(self) -> dict[str, float]:
         """Last losses and evaluation values; unlike other series, these are equal in repeated runs."""
@@ -140,7 +142,7 @@ class Checkpointer:
         self._said_unscored = False
         self._resynchronise = resynchronise
 
-    def record(self) -> None:
+    def record(self, step: int, trains: bool) -> None:
         """Write the job and its plugins to the run's directory; see :func:`~d9d_engine.run.directory.write_start`.
 
         Collective over all ranks.
@@ -148,17 +150,24 @@ class Checkpointer:
         Raises:
             CheckpointError: a file cannot be written.
         """
-        on_main(lambda: write_start(self._job, self._manifest, self._programs, self._save_assets), self.store.group)
+        facts = (self._job, self._manifest, self._programs, self._save_assets, step, trains)
+        on_main(lambda: write_start(*facts), self.store.group)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run's directory says that the run is finished. Collective over all ranks."""
+        return bool(on_main(lambda: read_ending(self._job.run.directory) is not None, self.store.group))
 
     def record_end(self, step: int, total: int, reason: str | None) -> None:
         """Write to the run's directory that the run is finished; see :func:`~d9d_engine.run.directory.write_ending`.
 
-        Collective over all ranks.
+        No effect if it says so already, because then this start has trained nothing. Collective over all ranks.
 
         Raises:
             CheckpointError: the file cannot be written.
         """
-        on_main(lambda: write_ending(self._job.run.directory, step, total, reason), self.store.group)
+        if not self.has_ended:
+            on_main(lambda: write_ending(self._job.run.directory, step, max(step, total), reason), self.store.group)
 
     def make_replicas_equal(self) -> None:
         """Resynchronise replicas that strategies let diverge, before they are read. Collective over all ranks."""
@@ -323,7 +332,9 @@ class Checkpointer:
         for name, subscriber in self._stateful.items():
             if name in values.get("subscribers", {}):
                 subscriber.load_state(values["subscribers"][name])
-        progress = Progress(checkpoint.step, values["tokens"], skips, values.get("losses", {}))
+        job = checkpoint.manifest["job"]
+        trained_by = None if job == self._job.resolved() else job
+        progress = Progress(checkpoint.step, values["tokens"], skips, values.get("losses", {}), trained_by)
         return progress, values["trackers"]
 
     def _load(self, checkpoint: Checkpoint) -> None:

@@ -19,33 +19,65 @@ JOB, PLUGINS = "job.yaml", "plugins.json"
 TOKENIZER = "tokenizer"
 #: File with the programs of the pipeline ranks, one line per rank.
 PROGRAMS = "programs.txt"
+#: Earlier job file of a run that was continued with another job, by the first step that the earlier job trained.
+KEPT_JOB = "job-from-step-{}.yaml"
 #: File that marks a finished run.
 FILE = "finished.json"
 
 
 def write_start(
-    job: JobConfig, manifest: Manifest, programs: Sequence[Program], save_assets: Callable[[Path], None]
+    job: JobConfig,
+    manifest: Manifest,
+    programs: Sequence[Program],
+    save_assets: Callable[[Path], None],
+    step: int = 0,
+    trains: bool = True,
 ) -> None:
     """Write a run's directory at its start: the job with all defaults, plugins, tokenizer, pipeline programs.
 
-    Removes the ending of an earlier start.
+    Removes the ending of an earlier start. A start that trains no step changes nothing, because the files say how the
+    weights were trained.
 
     Args:
         job: job of the run.
         manifest: manifest of the loaded plugins.
         programs: programs of all ranks along ``pp``; empty without a pipeline.
         save_assets: writes the data's tokenizer into a given directory.
+        step: number of steps done before this start.
+        trains: whether steps remain.
     """
     directory = job.run.directory
+    if not trains and (directory / JOB).exists():
+        return
     directory.mkdir(parents=True, exist_ok=True)
     clear_ending(directory)
-    write_text(directory / JOB, write_yaml(job.resolved()))
+    _write_job(directory, write_yaml(job.resolved()), step)
     write_json(directory / PLUGINS, {"digest": manifest.digest, "plugins": manifest.to_json()})
     _write_tokenizer(directory / TOKENIZER, save_assets)
     if programs:
         write_text(directory / PROGRAMS, format_programs(programs) + "\n")
     else:  # an earlier start may have had another layout
         (directory / PROGRAMS).unlink(missing_ok=True)
+
+
+def _write_job(directory: Path, text: str, step: int) -> None:
+    """Write ``job.yaml``; if another job trained the earlier steps, also one file per job, named by its first step."""
+    current = directory / JOB
+    kept = {first: directory / KEPT_JOB.format(first) for first in kept_jobs(directory)}
+    for first in [first for first in kept if first >= step]:  # these steps are trained again
+        kept.pop(first).unlink()
+    before = kept[max(kept)] if kept else current
+    if step and before.exists() and (old := before.read_text("utf-8", "replace")) != text:
+        write_text(directory / KEPT_JOB.format(max(kept, default=0)), old)
+        write_text(directory / KEPT_JOB.format(step), text)
+    write_text(current, text)
+
+
+def kept_jobs(directory: Path) -> list[int]:
+    """First steps of the jobs that trained a run, in order; empty if one job trained all steps."""
+    prefix, suffix = KEPT_JOB.split("{}")
+    names = (file.name.removeprefix(prefix).removesuffix(suffix) for file in directory.glob(KEPT_JOB.format("*")))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _write_tokenizer(target: Path, save_assets: Callable[[Path], None]) -> None:

@@ -87,7 +87,10 @@ class LifeCycle:
                 parts.profiler.check(step, total)
                 if parts.job.deterministic and parts.topology.device.type != "cpu":
                     parts.note("warning: deterministic: deterministic algorithms may be slower")
-                parts.checkpointer.record()
+                trains = step < total and parts.reason_to_end is None
+                if trains:
+                    self.progress.trained_by = None
+                parts.checkpointer.record(step, trains)
                 parts.trackers.open(self._run_info(step), tracker_states)
             run = OpenRun(self._parts, self.progress, shown)
             owned.enter_context(run.collection.paced())
@@ -180,5 +183,5 @@ class LifeCycle:
 
     def _run_info(self, step: int) -> RunInfo:
         job, run, total = self._parts.job, self._parts.job.run, self._parts.total_steps
-        facts = (run.name, run.directory, run.description, job.resolved(), total, step)
+        facts = (run.name, run.directory, run.description, self.progress.trained_by or job.resolved(), total, step)
         return RunInfo(*facts, {**self._parts.step.task.hparams(), **run.hparams}, tuple(run.tags))

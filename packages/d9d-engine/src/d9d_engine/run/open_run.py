@@ -34,7 +34,7 @@ from d9d_engine.trackers.hub import TrackerHub
 from d9d_engine.trackers.run_log import HubLog
 
 #: Function that exports the model; see :class:`d9d_engine.compose.export.Exporter`.
-Export = Callable[[Progress, Literal["model", "adapter"] | None, Path | None], list[Path]]
+Export = Callable[[Progress, Literal["model", "adapter"] | None, Path | None, bool], list[Path]]
 
 
 @dataclass(frozen=True)
@@ -210,11 +210,13 @@ class OpenRun:
         self.parts.checkpointer.wait()
         self._announce()
 
-    def export(self, kind: Literal["model", "adapter"] | None = None, directory: Path | None = None) -> list[Path]:
+    def export(
+        self, kind: Literal["model", "adapter"] | None = None, directory: Path | None = None, keep: bool = False
+    ) -> list[Path]:
         """Export the model with its evaluation weights; see :class:`d9d_engine.compose.export.Exporter`."""
         self.parts.checkpointer.make_replicas_equal()
         with self.parts.step.evaluation_weights():
-            return self.parts.export(self.progress, kind, directory)
+            return self.parts.export(self.progress, kind, directory, keep)
 
     def settle(self) -> Literal["finished", "stopped"]:
         """Save the last step, and export the model if all steps are done."""
@@ -238,7 +240,8 @@ class OpenRun:
                 f"the exported model may be useless. The checkpoint before step {self.progress.skips.began} is kept"
             )
         self.parts.step.task.finalize()
-        self.export()
+        # The files of a finished run describe how its weights were trained: a start that trains nothing keeps them.
+        self.export(keep=self.parts.checkpointer.has_ended)
         return "finished"
 
     def rescue(self, error: Exception) -> None:
