@@ -4,7 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from d9d_core.errors import JobError
+from d9d_core.errors import BuildError, JobError
 from d9d_core.job_file.document import Document
 
 
@@ -153,3 +153,44 @@ def test_a_bare_word_becomes_a_name_only_where_it_names_a_plugin(tmp_path: Path)
 def test_what_an_override_replaced_is_found_on_the_command_line(tmp_path: Path) -> None:
     document = read(tmp_path, "optimizer: {name: adamw,\n  lr: 1}\n", "optimizer={name: adamw, lr: abc}")
     assert document.where(("optimizer", "lr")) == "--set optimizer"
+
+
+def test_a_value_that_only_overrides_have_is_found_on_the_command_line(tmp_path: Path) -> None:
+    document = read(tmp_path, "optimizer: {name: adamw}\n", "optimizer.groups.match=x", "optimizer.lr=1")
+    here = f"{tmp_path}/job.yaml:1"
+    assert document.where(("optimizer", "groups")) == "--set optimizer.groups.match"
+    assert document.where(("optimizer",)) == document.where(("optimizer", "eps")) == here
+    assert document.where(("optimizer",), whole=True) == "--set optimizer.groups.match, --set optimizer.lr"
+
+
+def test_an_error_of_a_later_check_gets_the_line_of_its_field(tmp_path: Path) -> None:
+    document = read(tmp_path, "mesh:\n  tp: 3\ndata: {sources: [a]}\n", "model.vocab_size=5")
+    here = f"{tmp_path}/job.yaml"
+    cases = {
+        "mesh.tp is 3, too many": f"{here}:2: mesh.tp is 3, too many",
+        "data.sources[0]: a does not exist": f"{here}:3: data.sources[0]: a does not exist",
+        "data: no samples": f"{here}:3: data: no samples",
+        "model.vocab_size 5 is small": "--set model.vocab_size: model.vocab_size 5 is small",
+        "mesh of two axes": "mesh of two axes",
+        "optimizer: not in the file": "optimizer: not in the file",
+        f"{here}:9: mesh.tp: placed already": f"{here}:9: mesh.tp: placed already",
+    }
+    assert {text: document.placed(text) for text in cases} == cases
+    with pytest.raises(BuildError) as caught, document.placing():
+        raise BuildError("\n".join(cases))
+    assert str(caught.value) == "\n".join(cases.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: [1,\n  2\n\n", "job.yaml:2: expected ',' or ']', but got '<stream end>'"),
+        (
+            "a: 1\nb: [1,\n  2\nc: 3\nd: 4\n",
+            "job.yaml:4: expected ',' or ']', but got ':' (while parsing a flow sequence of line 2)",
+        ),
+        ("a: 'x\nb: 1\n", "job.yaml:1: found unexpected end of stream"),
+    ],
+)
+def test_an_unclosed_value_is_reported_where_it_begins(tmp_path: Path, text: str, message: str) -> None:
+    assert complaint(tmp_path, text).startswith(message)

@@ -135,6 +135,39 @@ def test_a_missing_section_says_what_to_add(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("suffix", "text", "field"),
+    [(".json", '{"model": "toy_model"}', '"data":'), (".toml", 'model = "toy_model"', "data =")],
+)
+def test_a_missing_section_is_written_as_the_file_is(tmp_path: Path, suffix: str, text: str, field: str) -> None:
+    path = tmp_path / f"job{suffix}"
+    path.write_text(text)
+    with pytest.raises(JobError) as caught:
+        Job.load(path, registry=Registry.of(toy))
+    assert f"{path}: data: missing; add '{field}' to the job file" in str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("batch.size=9", "--set batch.size: batch.size 9 on 1 data-parallel rank(s)"),
+        ("batch.microbatch=5", "--set batch.microbatch: batch.size 8 on 1"),
+        ("parallel[0].every=2", "--set parallel[0].every: parallel[0]: expected the name of a strategy"),
+        ("checkpoint.keep_every=3", "--set checkpoint.keep_every: checkpoint: keep_every 3 must be a multiple"),
+        ("trackers=[console, console]", "--set trackers: trackers[1] is the same as trackers[0]"),
+        ("model.blocks.x=3", "--set model.blocks.x: model.blocks: input should be"),
+        ("seed=1", "job.yaml:6: batch.size 8 on 1"),
+    ],
+)
+def test_an_error_names_the_override_that_caused_it(tmp_path: Path, override: str, text: str) -> None:
+    path = tmp_path / "job.yaml"
+    micro = "3" if override == "seed=1" else "4"
+    path.write_text(MINIMAL + f"batch: {{size: 8, microbatch: {micro}}}\ncheckpoint: {{every: 2}}\n")
+    with pytest.raises(JobError) as caught:
+        Job.load(path, registry=Registry.of(toy), overrides=[override]).check()
+    assert str(caught.value).replace(f"{tmp_path}/", "").startswith(text)
+
+
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     text = complaint(tmp_path, MINIMAL.replace("steps: 3", "steps: x").replace("lr:", "lrr:") + "sead: 1\n")
     assert [line.split(": ")[1] for line in text.splitlines()] == ["steps", "optimizer.lrr", "sead"]
@@ -264,7 +297,7 @@ def test_true_is_no_number_in_lists_and_plugins_either(tmp_path: Path) -> None:
 
 def test_an_unknown_kernel_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     job = load(tmp_path, MINIMAL + "kernels: {attention: spda}\n")
-    with pytest.raises(PluginError, match=r"^kernels.attention: unknown kernel 'attention.spda'"):
+    with pytest.raises(PluginError, match=r":6: kernels.attention: unknown kernel 'attention.spda'"):
         job.use(Registry.of(toy)).check()
 
 

@@ -105,6 +105,13 @@ def test_a_series_that_is_never_logged_is_an_error_at_start(
         job(evaluation=section, subscribers=stopping(series=series)).plan(1)
 
 
+@pytest.mark.parametrize("check", [quiet, lambda made: made.plan(1)])
+def test_an_error_of_a_composed_job_names_the_place_of_its_field(job: MakeJob, check: Callable[[Job], object]) -> None:
+    made = job("checkpoint.best={series: eval/los}", evaluation={"every": 4, "data": "toy_data"})
+    with pytest.raises(JobError, match=r"^--set checkpoint\.best: checkpoint\.best\.series: 'eval/los' is never"):
+        check(made)
+
+
 def test_series_that_are_sure_to_come_are_those_that_an_evaluation_logs(job: MakeJob) -> None:
     run = job(evaluation={"every": 4, "sets": {"a": "toy_data", "b": "toy_data"}})
     quiet(run).train()

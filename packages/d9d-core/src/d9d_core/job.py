@@ -175,11 +175,12 @@ class LoadedJob(BaseJob):
         Raises:
             D9dError: one line per problem, and a note with an edit that solves it.
         """
-        selection = select_parts(self, self.registry)
-        check_layout(self, selection, self.registry, world_size, self._source)
-        for view in self.views().values():
-            Grid.of_view(view, self.mesh.sizes())
-        return selection
+        with self._source.document.placing():
+            selection = select_parts(self, self.registry)
+            check_layout(self, selection, self.registry, world_size, self._source)
+            for view in self.views().values():
+                Grid.of_view(view, self.mesh.sizes())
+            return selection
 
     def resolve(self, world_size: int) -> Resolution[Any]:
         """Select the records of the job's names and check them against each other, the mesh and ``world_size``.
@@ -188,7 +189,8 @@ class LoadedJob(BaseJob):
             D9dError: the job cannot run with this number of processes.
         """
         selection: Parts = self.check_layout(world_size)
-        return resolve(self, selection, self.registry, Circumstances(self.mesh.sizes()))
+        with self._source.document.placing():
+            return resolve(self, selection, self.registry, Circumstances(self.mesh.sizes()))
 
     def check(self, world_size: int | None = None) -> Resolution[Any]:
         """Check everything that needs no tensors: names, values, capabilities, views, the schedule's programs.

@@ -71,7 +71,7 @@ class Job(JoinsProcesses, JobFile):
         topology = Topology(
             sizes=self.mesh.sizes(), rank=rank, world_size=size, device=device, views=self.views(), simulated=True
         )
-        with simulated_world(size, rank):
+        with self.source.document.placing(), simulated_world(size, rank):
             return plan(compose_root(self, selection, self.registry, topology, print_note, here))
 
     def _log_level(self) -> str | None:

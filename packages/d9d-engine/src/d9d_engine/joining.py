@@ -72,7 +72,7 @@ class JoinsProcesses(LoadedJob):
             prepare_determinism(self.device)
         if topology is None:
             topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
-        with exits_are_errors():
+        with self.source.document.placing(), exits_are_errors():
             yield compose_root(self, selection, self.registry, topology, note if topology.is_main else silent)
 
     @contextmanager

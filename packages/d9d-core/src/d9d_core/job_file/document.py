@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from d9d_core.config import Location, dotted
-from d9d_core.errors import JobError
+from d9d_core.errors import D9dError, JobError
 from d9d_core.job_file.reading import READERS, read_yaml
 from d9d_core.untrusted import Links, read_regular
 
@@ -19,6 +20,8 @@ __all__ = ["Document"]
 
 #: Bytes of the largest job file, about a hundred times the size of usual ones.
 MAX_BYTES = 1 << 20
+#: Field at the beginning of a message: a path of several parts, or a section before a colon.
+_FIELD = re.compile(r"[a-z_]\w*(?:(?:\.\w[\w-]*|\[\d+\])+|(?=:))")
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,7 @@ class Document:
         given = set(self.overrides)
         for assignment in assignments:
             path, equals, text = assignment.partition("=")
-            words = [word for word in re.split(r"\.|\[|\]\.?", path.strip()) if word]
-            parts: Location = tuple(int(word) if word.isdecimal() else word for word in words)
+            parts = location_of(path)
             if not equals or not parts:
                 raise JobError(f"--set {assignment}: write section.field=value, for example --set optimizer.lr=3e-4")
             value = read_yaml(text, f"--set {path}")[0]
@@ -89,14 +91,46 @@ class Document:
         }
         return Document(values, self.source, lines, frozenset(given))
 
-    def where(self, location: Location) -> str:
-        """``file:line`` of a value, or of the nearest enclosing value with a known line."""
+    def where(self, location: Location, whole: bool = False) -> str:
+        """``file:line`` or ``--set FIELD`` of a value, or of the nearest enclosing value with a known origin.
+
+        Args:
+            location: location of the value.
+            whole: whether all fields of the value matter, so that an override of one of them is named.
+        """
         for length in range(len(location), 0, -1):
-            if location[:length] in self.overrides:
-                return f"--set {dotted(location[:length])}"
-            if location[:length] in self.lines:
-                return f"{self.source}:{self.lines[location[:length]]}"
+            part = location[:length]
+            given = sorted(dotted(one) for one in self.overrides if one[:length] == part)
+            if part in self.lines and not (given and whole and length == len(location)):
+                return f"{self.source}:{self.lines[part]}"
+            if given:
+                return ", ".join(f"--set {one}" for one in given)
         return self.source
+
+    def placed(self, text: str) -> str:
+        """Text of an error, with ``file:line`` or ``--set FIELD`` before each line that begins with a field."""
+        return "\n".join(map(self._placed, text.split("\n")))
+
+    def _placed(self, line: str) -> str:
+        field = _FIELD.match(line)
+        location = location_of(field[0]) if field else ()
+        where = self.where(location) if location and location[0] in self.values else self.source
+        return line if where == self.source or line.startswith(self.source) else f"{where}: {line}"
+
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        """Put places into the texts of errors that the block raises; see :meth:`placed`."""
+        try:
+            yield
+        except D9dError as error:
+            error.args = (self.placed(str(error)),)
+            raise
+
+
+def location_of(path: str) -> Location:
+    """Location of a dotted path: ``parallel[0].every`` becomes ``("parallel", 0, "every")``."""
+    words = [word for word in re.split(r"\.|\[|\]\.?", path.strip()) if word]
+    return tuple(int(word) if word.isdecimal() else word for word in words)
 
 
 def _assign(values: dict[str, Any], parts: Location, value: Any) -> None:

@@ -19,6 +19,8 @@ from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
 
 _TO_JOB = "to the job file"
+#: Suffix of a job file -> how it writes the name of a field; YAML is the default.
+_WRITTEN = {".json": '"{}":', ".toml": "{} ="}
 #: Most problems of a job that are printed; further ones are counted.
 _SHOWN = 50
 _LONG = 200
@@ -91,13 +93,16 @@ def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
     location = (*_location_in_file(around, document.values), *loc[len(around) :])
     text = str(line["msg"]).removeprefix("Value error, ")
     if line["type"] == "missing":
-        text = f"missing; add '{location[-1]}:' " + (f"under '{dotted(location[:-1])}'" if location[1:] else _TO_JOB)
+        field = _WRITTEN.get(Path(document.source).suffix.lower(), "{}:").format(location[-1])
+        text = f"missing; add '{field}' " + (f"under '{dotted(location[:-1])}'" if location[1:] else _TO_JOB)
     elif line["type"] not in ("unknown_field", "plugin", "not_named", "no_registry", "value_error"):
         # Job files have lists, which configs read as tuples.
         text = text.replace("a valid tuple", "a list").replace("Tuple should", "List should")
         text = f"{text[0].lower()}{text[1:]}, got {_short(repr(line['input']))}"
     label = f"{dotted(location)}: " if location else ""
-    return f"{document.where(location)}: {label}{text}"
+    if not location and (placed := document.placed(text)) != text:  # an error of the whole job that names its field
+        return placed
+    return f"{document.where(location, whole=line['type'] == 'value_error')}: {label}{text}"
 
 
 def _short(text: str) -> str:

@@ -62,9 +62,12 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Location, int]]:
         builder = _Builder(loader, source)
         return builder.build(node, ()), builder.lines
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        mark, begin = error.problem_mark or error.context_mark, error.context_mark
+        if begin and mark and mark.index >= len(text.rstrip()):
+            mark = begin  # the file ends inside a value, so the value's begin is the place to look at
         where = f"{source}:{mark.line + 1}" if mark else source
-        raise JobError(f"{where}: {_explained(error)}") from error
+        since = f" ({error.context} of line {begin.line + 1})" if begin and mark and begin.line < mark.line else ""
+        raise JobError(f"{where}: {_explained(error)}{since}") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise JobError(f"{source}:{line}: the character U+{error.character:04X} is not allowed") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from d9d_core.config import Location
 from d9d_core.errors import D9dError, JobError
+from d9d_core.job_file.document import Document
 from d9d_core.job_file.job import BaseJob
 from d9d_core.job_file.resolve import Parts
 from d9d_core.layout.auto import Source
@@ -35,7 +37,7 @@ def check_layout(job: BaseJob, selection: Parts, registry: Registry, world_size:
         return
     document = source.document
     lines = [
-        f"{where}: {problem.text}" if (where := document.where(problem.location)) else problem.text
+        f"{where}: {problem.text}" if (where := _where(document, problem.location)) else problem.text
         for problem in problems
     ]
     verdicts = judge(selection.all(), registry, Circumstances(job.mesh.sizes()))
@@ -45,3 +47,9 @@ def check_layout(job: BaseJob, selection: Parts, registry: Registry, world_size:
     if (fitting := mended(job, registry, world_size)) is not None and (text := edit(job, fitting)):
         error.add_note(f"to correct it, write in {document.source or 'the job file'}:\n{text}")
     raise error
+
+
+def _where(document: Document, location: Location) -> str:
+    """Place of a layout's problem. Fields of a section depend on each other, so an override of any is named first."""
+    given = document.where(location[:1], whole=True)
+    return given if given.startswith("--set") else document.where(location)

@@ -354,7 +354,8 @@ def check_divisibility(stage: nn.Module, sizes: Mapping[str, int]) -> None:
             for what, count in things.items():
                 if count % sizes[axis]:
                     kind = type(module).__name__
-                    problems[f"mesh.{axis} is {sizes[axis]}, which does not divide the {count} {what} of {kind}"] = None
+                    cause = f"mesh.{axis} is {sizes[axis]}, which does not divide the {count} {what} of {kind}"
+                    problems[f"{cause}; use a divisor of {count}"] = None
     if problems:
         raise JobError("\n".join(problems))
 
