@@ -26,7 +26,9 @@ def test_the_page_of_fields_is_up_to_date_and_each_field_has_a_meaning(pages: Mo
     text = pages.page()
     assert text == pages.PAGE.read_text("utf-8"), "run: uv run python tools/field_page.py"
     assert "|  |" not in text
-    assert "| `rope_scaling.factor (type: yarn)` | required | " in text
+    assert "| `rope_scaling.factor (type: yarn)` | number >= 1 | required | " in text
+    assert "| `heads.NAME.kind (kind: classification)` | classification |" in text
+    assert "| `groups[].match` | text | required |" in text
 
 
 def test_every_field_occurs_in_a_test(pages: ModuleType) -> None:

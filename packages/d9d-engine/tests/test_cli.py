@@ -152,6 +152,7 @@ def test_plugins_show_prints_fields_defaults_and_meanings(here: Run) -> None:
     out = here("plugins", "show", "toy_optimizer").stdout
     assert out.startswith("optimizer toy_optimizer (")
     assert "Base learning rate." in out
+    assert "number" in out
     assert "0.05" in out
     result = here("plugins", "show", "nothing")
     assert result.returncode == 2
@@ -224,7 +225,7 @@ def test_an_unknown_kernel_needs_no_torch_to_be_refused(d9d: Run) -> None:
     for command in ("train", "check"):
         result = d9d(command, "job.yaml", "--set", "kernels.attention=spda")
         assert result.returncode == 2
-        assert "error: kernels.attention: unknown kernel 'attention.spda'" in result.stderr
+        assert "error: --set kernels.attention: kernels.attention: unknown kernel 'attention.spda'" in result.stderr
         assert result.stdout.splitlines()[-1] == "False"
 
 

@@ -278,4 +278,6 @@ def test_an_axis_that_does_not_divide_what_a_module_shares_out_is_refused() -> N
     check_divisibility(model, Mesh(tp=3).sizes())
     with pytest.raises(JobError) as caught:
         check_divisibility(model, Mesh(tp=4).sizes())
-    assert str(caught.value) == "mesh.tp is 4, which does not divide the 6 key/value heads of Heads"  # once
+    assert (
+        str(caught.value) == "mesh.tp is 4, which does not divide the 6 key/value heads of Heads; use a divisor of 6"
+    )  # once

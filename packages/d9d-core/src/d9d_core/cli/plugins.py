@@ -17,6 +17,7 @@ from rich.text import Text
 from d9d_core.cli.group import shadowed_commands
 from d9d_core.cli.health import nothing_installed
 from d9d_core.errors import PluginError
+from d9d_core.job_file.fields import fields_of
 from d9d_core.job_file.lookup import config_schema, load_config
 from d9d_core.plugin import CapabilitySpec, ConfiguredSpec, Ref, Spec
 from d9d_core.registry.collect import RefusedError, contained
@@ -174,9 +175,7 @@ def _print_detail(console: Console, entry: Entry) -> None:
                 console.print(f"  {word}: {', '.join(tokens)}")
     if not isinstance(entry.spec, ConfiguredSpec):
         return
-    table = Table("field", "type", "default", "meaning", box=None, header_style="bold", padding=(0, 2))
-    for name, field in load_config(entry).model_fields.items():
-        default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True))
-        kind = getattr(field.annotation, "__name__", None) or str(field.annotation).replace("typing.", "")
-        table.add_row(name, kind, default, field.description or "")
+    table = Table("field", "accepts", "default", "meaning", box=None, header_style="bold", padding=(0, 2))
+    for field in fields_of(load_config(entry)):
+        table.add_row(*map(Text, (field.name, field.kind, field.default or "required", field.meaning)))
     console.print(table)

@@ -98,6 +98,7 @@ def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
     elif line["type"] not in ("unknown_field", "plugin", "not_named", "no_registry", "value_error"):
         # Job files have lists, which configs read as tuples.
         text = text.replace("a valid tuple", "a list").replace("Tuple should", "List should")
+        text = text.replace("a valid dictionary or object to extract fields from", "a mapping of fields")
         text = f"{text[0].lower()}{text[1:]}, got {_short(repr(line['input']))}"
     label = f"{dotted(location)}: " if location else ""
     if not location and (placed := document.placed(text)) != text:  # an error of the whole job that names its field
