@@ -1,4 +1,4 @@
-"""Writes docs/fields.md: every field of every component that a job file can name, with its accepted values, default and meaning.
+"""Writes docs/fields.md: every field of every component that a job file can name, with its values and its meaning.
 
     uv run python tools/field_page.py           write the page
     uv run python tools/field_page.py --check   exit with 1 if it is out of date
@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "fields.md"
 HEAD = """# Fields of components
 
-Every component that a job file can name, with its fields; `d9d plugins show NAME` prints the same fields for the installed
-version. In the name of a field, `NAME` stands for any key of a map, and `[]` for an entry of a list: the page's
-`groups[].match` is written `groups: [{match: ...}]` in a job file. The page [job file](job-file.md) has the fields of the job
+Every component that a job file can name, with its fields; `d9d plugins show NAME` prints the same fields for the
+installed version. In the name of a field, `NAME` stands for any key of a map, and `[]` for an entry of a list: a job
+file writes `groups[].match` as `groups: [{match: ...}]`. The page [job file](job-file.md) has the fields of the job
 file itself. Written by `tools/field_page.py`.
 """
 

@@ -125,3 +125,16 @@ def test_the_teacher_may_have_another_head_and_terms_have_their_coefficients() -
     assert task.coefficients == {"divergence": 0.25, "cross_entropy": 0.5}
     outputs = {"main/logits": torch.zeros(1, 2, 5), "draft/logits": torch.ones(1, 2, 5)}
     assert task.first_outputs(outputs, {})["teacher_logits"].equal(torch.ones(1, 2, 5))
+
+
+def test_the_loss_is_that_of_the_named_head() -> None:
+    def loss(outputs: dict[str, Tensor], head: str | None) -> Tensor:
+        config = SimpleNamespace(head=head, temperature=1.0, soft_weight=1.0, hard_weight=0.0, top_k=None)
+        task = Distillation(cast("DistillationConfig", config))
+        microbatch = {"targets": torch.tensor([[1, 2]]), "teacher_logits": torch.zeros(1, 2, 5)}
+        return task.losses(outputs, microbatch)["divergence"]
+
+    logits = torch.arange(10.0).view(1, 2, 5)
+    several = {"main/logits": torch.zeros(1, 2, 5), "draft/logits": logits}
+    assert loss(several, "draft") == loss({"logits": logits}, None) > 0
+    assert loss(several, "main") == 0

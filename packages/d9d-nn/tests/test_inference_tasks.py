@@ -154,3 +154,8 @@ def test_the_finished_fraction_of_generations_is_a_share_of_the_rows() -> None:
     assert sums == {"rows": 4.0, "tokens": 4.0, "finished": 2.0}
     assert task.finalize(sums) == {"rows": 4.0, "new_tokens": 4.0, "finished": 0.5}
     assert task.finalize({"rows": 0.0, "tokens": 0.0, "finished": 0.0})["finished"] == 0.0
+
+
+def test_rewards_are_read_from_the_named_head() -> None:
+    several = {"a/class_logits": torch.zeros(4, 1), "b/class_logits": torch.ones(4, 1)}
+    assert Rewards(RewardsConfig(head="b")).process(several, PADDED)["values"].equal(torch.ones(4, 1))

@@ -60,6 +60,12 @@ def test_losses_are_those_of_the_papers(config: dict[str, object], expected: Ten
     assert task.weights(microbatch())["dpo"] == B
 
 
+def test_the_loss_is_that_of_the_named_head() -> None:
+    outputs = {"words/token_loss": token_loss(), "draft/token_loss": torch.zeros(2 * B, S)}
+    found = Dpo(DpoConfig(head="words")).losses(outputs, microbatch())["dpo"]
+    assert found == Dpo(DpoConfig()).losses({"token_loss": token_loss()}, microbatch())["dpo"]
+
+
 def test_a_pair_without_targets_does_not_count() -> None:
     task = Dpo(DpoConfig())
     batch = microbatch()

@@ -54,6 +54,8 @@ def test_texts_have_the_number_of_their_name_in_sorted_order(stream: Open) -> No
     assert texts_of(reader) == {"good": 1, "bad!": 0, "é": -100}
     facts = reader.facts
     assert (facts["num_classes"], facts["labels"], facts["samples"]) == (2, ["neg", "pos"], 3)
+    renamed = stream({"text": "good", "mood": 1, "label": 0}, {"text": "bad!", "mood": 0, "label": 1}, label="mood")
+    assert texts_of(renamed) == {"good": 1, "bad!": 0}
 
 
 @pytest.mark.parametrize(

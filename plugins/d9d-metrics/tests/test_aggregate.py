@@ -108,6 +108,9 @@ def test_token_accuracy_counts_ranks_below_k() -> None:
         "token_accuracy_top_1": pytest.approx(2 / 5),
         "token_accuracy_top_3": pytest.approx(3 / 5),
     }
+    other = TokenAccuracy(TokenAccuracyConfig(top=(1,), ranks="ranks_of_draft"))
+    other.update({"token_ranks": torch.tensor([1]), "ranks_of_draft": torch.tensor([0])})
+    assert other.compute()["token_accuracy_top_1"] == 1
     with pytest.raises(JobError, match="this model has another head, and the task observes: token_loss"):
         metric.update({"token_loss": VALUES})
 

@@ -52,6 +52,15 @@ def test_the_bound_shrinks_with_the_bins() -> None:
     assert bounds[0] > 5 * bounds[1] > 25 * bounds[2] > 0
 
 
+def test_it_reads_the_named_observations() -> None:
+    config = AurocConfig(predictions="scores_of_margin", targets="above", series="area")
+    assert config.reads == {"scores_of_margin", "above"}
+    metric = Auroc(config)
+    targets = torch.tensor([0, 1, 0, 1])
+    metric.update({"scores_of_margin": targets * 2.0 - 1, "class_logits": -targets * 1.0, "above": targets})
+    assert metric.compute()["area"] == 1
+
+
 def test_logits_rank_as_their_probabilities() -> None:
     logits, targets = torch.tensor([-2.0, 0.3, 1.0, 0.1]), torch.tensor([0, 1, 1, 0])
     pair = torch.stack([torch.zeros(4), logits], 1)

@@ -38,6 +38,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
         {"adjust_lr": "original"},
         {"adjust_lr": "match_rms_adamw", "nesterov": False},
         {"adjust_lr": "spectral_unclamped"},
+        {"adjust_lr": "original", "ns_steps": 3, "ns_coefficients": (3.0, -3.2, 1.2), "eps": 30.0},
     ],
     ids=lambda fields: fields["adjust_lr"],
 )
@@ -45,9 +46,9 @@ def test_steps_equal_those_of_torch_bit_for_bit(fields: dict[str, Any], dtype: t
     mine, other = parameters(dtype), parameters(dtype)
     optimizer = Muon(MuonConfig(lr=0.02, weight_decay=0.1, **fields), mine)
     optimizer.init_state()
-    nesterov = fields.get("nesterov", True)
+    same = {name: value for name, value in fields.items() if name != "adjust_lr"}
     reference = torch.optim.Muon(
-        list(other.values()), lr=0.02, weight_decay=0.1, nesterov=nesterov, adjust_lr_fn=fields["adjust_lr"]
+        list(other.values()), lr=0.02, weight_decay=0.1, adjust_lr_fn=fields["adjust_lr"], **same
     )
     for step in range(3):
         for name in mine:

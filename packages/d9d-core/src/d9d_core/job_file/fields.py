@@ -45,7 +45,7 @@ def fields_of(section: type[Section], prefix: str = "") -> Iterator[ConfigField]
         default = None if field.is_required() else _yaml(field.get_default(call_default_factory=True))
         kind = kind_of(field.annotation, field.metadata)
         yield ConfigField(f"{prefix}{name}", kind, default, " ".join((field.description or "").split()))
-        inside = list(_sections(field.annotation))
+        inside = list(sections_of(field.annotation))
         for path, part in inside:
             chosen = f" ({_choice(part)})" if len(inside) > 1 else ""
             for inner in fields_of(part, f"{prefix}{name}{path}."):
@@ -77,7 +77,7 @@ def kind_of(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     return word + ",".join(f" {sign} {bound}" for sign, bound in bounds if bound is not None)
 
 
-def _sections(annotation: Any, path: str = "") -> Iterator[tuple[str, type[Section]]]:
+def sections_of(annotation: Any, path: str = "") -> Iterator[tuple[str, type[Section]]]:
     """Sections inside a type, each with the path from the field to it."""
     if isinstance(annotation, type) and issubclass(annotation, Section) and not issubclass(annotation, PluginConfig):
         yield path, annotation
@@ -87,7 +87,7 @@ def _sections(annotation: Any, path: str = "") -> Iterator[tuple[str, type[Secti
     elif origin in (list, tuple, set, frozenset):
         path += "[]"
     for part in get_args(annotation):
-        yield from _sections(part, path)
+        yield from sections_of(part, path)
 
 
 def _choice(section: type[Section]) -> str:
