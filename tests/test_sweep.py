@@ -146,7 +146,7 @@ def test_runs_of_a_job_without_a_mesh_have_the_layout_of_train(d9d: Run, small_j
     assert "--grid seed=0" in err
     assert "batch" in err
     status, _, err = d9d(*given, "--nproc", "two")
-    assert (status, "--nproc: 'two' is neither a number nor auto" in err) == (2, True)
+    assert (status, "--nproc: 'two' is not a number of processes; give 1 or more, or auto" in err) == (2, True)
 
 
 BROKEN = '''

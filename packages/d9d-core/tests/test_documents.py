@@ -194,3 +194,11 @@ def test_an_error_of_a_later_check_gets_the_line_of_its_field(tmp_path: Path) ->
 )
 def test_an_unclosed_value_is_reported_where_it_begins(tmp_path: Path, text: str, message: str) -> None:
     assert complaint(tmp_path, text).startswith(message)
+
+
+def test_a_directory_is_no_job_but_may_hold_one(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=f"^{tmp_path} is a directory; a job is a file: give a file in {tmp_path}$"):
+        Document.read(tmp_path)
+    (tmp_path / "job.yaml").write_text("steps: 3")
+    with pytest.raises(JobError, match=r"is a directory; a job is a file: give .*/job.yaml of this run$"):
+        Document.read(tmp_path)

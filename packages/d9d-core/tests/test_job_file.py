@@ -168,6 +168,22 @@ def test_an_error_names_the_override_that_caused_it(tmp_path: Path, override: st
     assert str(caught.value).replace(f"{tmp_path}/", "").startswith(text)
 
 
+@pytest.mark.parametrize(("size", "microbatch", "best"), [(12, 5, 4), (8, 3, 2), (9, 7, 3)])
+def test_the_largest_microbatch_that_fits_is_suggested(size: int, microbatch: int, best: int) -> None:
+    values = {**yaml.safe_load(MINIMAL), "batch": {"size": size, "microbatch": microbatch}}
+    with pytest.raises(JobError, match=f"use batch.microbatch {best}, or batch.size") as caught:
+        Job.from_values(values, registry=Registry.of(toy)).check()
+    assert f"batch: {{size: {size}, microbatch: {best}}}" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("name", ["-x", ".x", "a b", ""])
+def test_a_name_that_cannot_be_one_is_explained(tmp_path: Path, name: str) -> None:
+    assert complaint(tmp_path, MINIMAL + f"run: {{name: '{name}'}}\n") == (
+        "job.yaml:6: run.name: a name has letters, digits and _, and after the first character also - and ., "
+        f"got '{name}'"
+    )
+
+
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     text = complaint(tmp_path, MINIMAL.replace("steps: 3", "steps: x").replace("lr:", "lrr:") + "sead: 1\n")
     assert [line.split(": ")[1] for line in text.splitlines()] == ["steps", "optimizer.lrr", "sead"]

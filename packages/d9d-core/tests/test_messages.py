@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import pytest
@@ -14,6 +15,7 @@ from d9d_core.config import PluginConfig
 from d9d_core.errors import PluginError
 from d9d_core.job_file.lookup import load_config
 from d9d_core.job_file.open_union import Named
+from d9d_core.plugin import KernelSpec, Ref, hookimpl
 from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
@@ -113,6 +115,18 @@ def test_an_unknown_op_is_called_so() -> None:
         PluginError, match=r"^kernels.bogus: unknown op 'bogus': .*; ops with kernels: adamw, add_rms_norm, attention, "
     ):
         Registry.of().find_kernel("bogus", "x")
+
+
+def test_an_unknown_kernel_lists_kernels_of_its_op_only() -> None:
+    def d9d_kernels() -> list[KernelSpec]:
+        made = Ref("x:y")
+        names = [("attention", "flex"), ("attention", "sdpa"), ("swiglu", "mine")]
+        return [KernelSpec(op=op, name=name, summary="x", build=made, supports=made) for op, name in names]
+
+    registry = Registry.of(SimpleNamespace(__name__="acme", d9d_kernels=hookimpl(d9d_kernels)))
+    with pytest.raises(PluginError) as caught:
+        registry.find_kernel("attention", "flash")
+    assert str(caught.value).endswith("installed: attention.flex, attention.sdpa")
 
 
 def test_an_op_that_a_broken_plugin_may_have_is_not_called_unknown(install: Callable[..., None]) -> None:

@@ -53,7 +53,8 @@ def test_train_with_nproc_starts_the_same_command(d9d: Callable[..., Any], tmp_p
             {},
             "optimizer.lrr: not a field of 'toy_optimizer'",
         ),
-        (["--nproc", "many"], {}, "--nproc: 'many' is neither a number nor auto"),
+        (["--nproc", "-1"], {}, "--nproc: '-1' is not a number of processes; give 1 or more, or auto"),
+        (["--nproc", "many"], {}, "--nproc: 'many' is not a number of processes; give 1 or more, or auto"),
         (
             ["--set", "mesh.dp_shard=2"],
             {},

@@ -293,3 +293,17 @@ def test_a_stream_that_yields_something_else_is_refused(
     monkeypatch.setattr(ToyStream, "next_pack", lambda _self: pack)
     with pytest.raises(DataError, match=re.escape(text)):
         quiet(job("steps=1", "trackers=[]")).train()
+
+
+@pytest.mark.parametrize("method", ["update", "compute"])
+def test_a_failure_in_a_metric_names_metric_and_step(
+    job: MakeJob, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("absent")
+
+    monkeypatch.setattr(ToyMetric, method, fail)
+    with pytest.raises(KeyError, match="absent") as caught:
+        quiet(job()).train()
+    assert caught.value.__notes__[0] == f"raised in {method}() of metric 'toy_metric'"
+    assert method == "compute" or caught.value.__notes__[1] == "raised in step 1"

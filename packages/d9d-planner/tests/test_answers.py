@@ -51,7 +51,7 @@ def prediction(total: float, size: float = 1.0, *, valid: bool = True, devices: 
     mesh = SimpleNamespace(world_size=devices, tp=tp)
     return SimpleNamespace(
         time=SimpleNamespace(total=total, parts={"tensor parallelism": total / 4}),
-        memory=SimpleNamespace(needed=size * GIB),
+        memory=SimpleNamespace(needed=size * GIB, outside=0.7 * GIB),
         fits=size <= 4.0,
         device=SimpleNamespace(memory=4 * GIB, node=8),
         layout=SimpleNamespace(mesh=mesh, on=lambda _job: job),
@@ -133,3 +133,8 @@ def test_a_job_that_does_not_fit_lists_its_alternatives(alternatives: dict[str, 
     alternatives.update({"near": [], "on 8": []})
     with pytest.raises(JobError, match="no layout on up to 8 times as many devices fits: use a smaller model"):
         check_memory(prediction(2.0, 9.0))
+    alternatives["asked"].clear()
+    none = prediction(2.0, 9.0)
+    none.memory.outside = 4 * GIB
+    with pytest.raises(JobError, match=r"fits: the driver and libraries alone need 4.0 GiB, so use a device with more"):
+        check_memory(none)

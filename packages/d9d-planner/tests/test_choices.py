@@ -184,6 +184,7 @@ def test_the_line_about_memory_names_parts_and_the_fullest_rank() -> None:
 def test_the_largest_parts_of_memory_are_those_that_a_layout_chooses() -> None:
     found = memory(30.0, workspace=9.0, outside=9.0, logits=1.0, optimizer=4.0, gradients=2.0, parameters=3.0)
     assert largest(predicted(found)) == "optimizer 4.0, parameters 3.0, gradients 2.0"
+    assert largest(predicted(memory(0.71, outside=0.7, optimizer=0.01))) == "driver and gaps 0.7"
 
 
 def test_the_line_about_time_has_tokens_of_a_device_and_large_parts() -> None:

@@ -157,7 +157,7 @@ def test_answers_that_are_cut_are_said_to_be_incomplete(tmp_path: Path, model: P
     (line,) = [note for note in notes if "cut 2" in note]
     assert line == (
         "warning: cut 2 of 8 conversations to 49 tokens, longest 82; in 2 the last answer is incomplete; use a larger "
-        "sequence_length, or choose their treatment with data.too_long"
+        "sequence_length, or choose their treatment with the dataset's field too_long"
     )
 
 

@@ -15,7 +15,7 @@ from d9d_planner.device import Device
 from d9d_planner.layout import Layout
 from d9d_planner.options import divisors
 from d9d_planner.prediction import Prediction
-from d9d_planner.report import largest, memory_line
+from d9d_planner.report import advice, largest, memory_line
 from d9d_planner.search import search
 from d9d_planner.workload import Workload
 
@@ -102,9 +102,8 @@ def check_memory(prediction: Prediction) -> None:
     )
     ways = ways_out(prediction)
     if not ways:
-        raise JobError(
-            f"{text}; no layout on up to {_MORE_DEVICES[-1]} times as many devices fits: use a smaller model"
-        )
+        do = advice(prediction, "use a smaller model")
+        raise JobError(f"{text}; no layout on up to {_MORE_DEVICES[-1]} times as many devices fits: {do}")
     lines = [f"{number}. {_alternative_text(prediction, way)}" for number, way in enumerate(ways, 1)]
     raise JobError("\n".join([f"{text}; the cheapest alternatives:", *lines]))
 

@@ -29,7 +29,7 @@ from rich.text import Text
 
 from d9d_planner.device import Device
 from d9d_planner.prediction import Prediction
-from d9d_planner.report import largest, memory_line, plan_table, time_line
+from d9d_planner.report import advice, largest, memory_line, plan_table, time_line
 from d9d_planner.search import Found, search
 from d9d_planner.workload import Workload
 
@@ -146,5 +146,6 @@ def _nothing(found: Found, devices: int, device: Device, job: JobFile) -> str:
     need, smallest = found.smallest.memory.needed / _GIB, found.smallest.layout
     return (
         f"no layout on {devices} devices fits into {device.memory / _GIB:.1f} GiB; the smallest, {smallest}, needs "
-        f"{need:.1f} GiB ({largest(found.smallest)}); use more devices, or a smaller batch or model"
+        f"{need:.1f} GiB ({largest(found.smallest)}); "
+        + advice(found.smallest, "use more devices, or a smaller batch or model")
     )

@@ -27,10 +27,24 @@ def memory_line(prediction: Prediction) -> str:
 
 
 def largest(prediction: Prediction) -> str:
-    """Text with the three largest parts of the predicted memory."""
-    parts = {name: size for name, size in _parts(prediction).items() if name not in _NOT_CHOSEN}
-    names = sorted(parts, key=lambda name: -parts[name])[:3]
-    return ", ".join(f"{name} {parts[name] / _GIB:.1f}" for name in names)
+    """Text with the three largest parts of the predicted memory that a layout chooses, and others above a half."""
+    parts = {name: size for name, size in _parts(prediction).items() if size >= 0.05 * _GIB}
+    chosen = sorted((name for name in parts if name not in _NOT_CHOSEN), key=lambda name: -parts[name])[:3]
+    others = [name for name in parts if name in _NOT_CHOSEN and parts[name] > prediction.memory.needed / 2]
+    return ", ".join(f"{name} {parts[name] / _GIB:.1f}" for name in [*chosen, *others])
+
+
+def advice(prediction: Prediction, usual: str) -> str:
+    """Next action if a job does not fit: the usual one, unless no job can fit.
+
+    Args:
+        prediction: predicted memory, and the device.
+        usual: next action if a smaller job can fit.
+    """
+    outside = prediction.memory.outside
+    if outside < prediction.device.memory:
+        return usual
+    return f"the driver and libraries alone need {outside / _GIB:.1f} GiB, so use a device with more memory"
 
 
 def _parts(prediction: Prediction) -> dict[str, float]:

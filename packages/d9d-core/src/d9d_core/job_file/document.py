@@ -52,6 +52,9 @@ class Document:
             JobError: the file cannot be read or is malformed.
         """
         reader = READERS.get(path.suffix.lower())
+        if reader is None and path.is_dir():
+            hint = f"{path / 'job.yaml'} of this run" if (path / "job.yaml").is_file() else f"a file in {path}"
+            raise JobError(f"{path} is a directory; a job is a file: give {hint}")
         if reader is None:
             raise JobError(f"{path}: the suffix of a job file must be one of {', '.join(READERS)}")
         try:

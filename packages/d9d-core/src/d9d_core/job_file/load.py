@@ -21,6 +21,11 @@ from d9d_core.registry.registry import Registry
 _TO_JOB = "to the job file"
 #: Suffix of a job file -> how it writes the name of a field; YAML is the default.
 _WRITTEN = {".json": '"{}":', ".toml": "{} ="}
+#: Pattern of names -> the same in words.
+_NAMES = {
+    r"^\w[\w.-]*$": "a name has letters, digits and _, and after the first character also - and .",
+    "^[a-z][a-z0-9_]*$": "a name has small letters, and after the first character also digits and _",
+}
 #: Most problems of a job that are printed; further ones are counted.
 _SHOWN = 50
 _LONG = 200
@@ -99,6 +104,7 @@ def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
         # Job files have lists, which configs read as tuples.
         text = text.replace("a valid tuple", "a list").replace("Tuple should", "List should")
         text = text.replace("a valid dictionary or object to extract fields from", "a mapping of fields")
+        text = _NAMES.get(text.removeprefix("String should match pattern ").strip("'"), text)
         text = f"{text[0].lower()}{text[1:]}, got {_short(repr(line['input']))}"
     label = f"{dotted(location)}: " if location else ""
     if not location and (placed := document.placed(text)) != text:  # an error of the whole job that names its field

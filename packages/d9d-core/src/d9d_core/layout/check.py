@@ -168,7 +168,7 @@ def _batch(job: BaseJob, world_size: int) -> Iterator[Problem]:
         yield Problem(
             ("batch", "microbatch"),
             f"batch.size {size} on {ranks} data-parallel rank(s) is {share} samples each, not a multiple of "
-            f"batch.microbatch {micro}; use batch.microbatch {math.gcd(share, micro)}, "
+            f"batch.microbatch {micro}; use batch.microbatch {largest_divisor(share, micro)}, "
             f"or batch.size {_either(near_multiples(size, step))}",
         )
     elif job.microbatches > MAX_MICROBATCHES:
@@ -186,6 +186,11 @@ def _schedule(job: BaseJob, selection: Parts) -> Iterator[Problem]:
         plan_pipeline(job, selection)
     except D9dError as error:
         yield Problem(("pipeline",), str(error), error)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Largest divisor of ``number`` that is at most ``most``: larger microbatches are faster."""
+    return max(count for count in _divisors(number) if count <= most)
 
 
 def _divisors(number: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from d9d_core.job_file.job import MAX_MICROBATCHES, BaseJob, Batch, Mesh
 from d9d_core.job_file.lookup import load_config
 from d9d_core.job_file.reading import write_yaml
 from d9d_core.job_file.resolve import Parts, select_parts
-from d9d_core.layout.check import covers, layout_problems, near_multiples, strategies_for, unused_axes
+from d9d_core.layout.check import covers, largest_divisor, layout_problems, near_multiples, strategies_for, unused_axes
 from d9d_core.program.placement import plan_pipeline
 from d9d_core.registry.capabilities import Circumstances, judge
 from d9d_core.registry.registry import Registry
@@ -129,7 +128,7 @@ def _with_batch(job: BaseJob, registry: Registry) -> BaseJob:
         batch = _divided(batch, size=min(legal, key=lambda size: abs(size - batch.size)))
     share = batch.size // ranks
     if batch.microbatch is not None and share % batch.microbatch:
-        batch = _divided(batch, microbatch=math.gcd(share, batch.microbatch))
+        batch = _divided(batch, microbatch=largest_divisor(share, batch.microbatch))
     if share // (batch.microbatch or share) > MAX_MICROBATCHES:
         fewest = next(size for size in range(share // MAX_MICROBATCHES, share + 1) if size and share % size == 0)
         batch = _divided(batch, microbatch=fewest)

@@ -175,22 +175,23 @@ class Registry:
             return f"'{name}' comes from {known}; install it with: pip install {known}"
         return f"installed: {', '.join(sorted(origin.distribution for origin in self.plugins))}"
 
-    def _sources(self, kind: str) -> str:
-        if known := self._known.names(kind):
+    def _sources(self, kind: str, known: Mapping[str, str]) -> str:
+        if known:
             offers = ", ".join(f"{name} (pip install {home})" for name, home in sorted(known.items()))
             return f"; packages of d9d do: {offers}"
         write = f"write one (docs/writing-a-plugin.md: {_hook(kind)})"
         return f", and no package of d9d does; install a plugin that does, or {write}"
 
     def _unknown(self, kind: str, name: str, home: str | None, broken: list[Problem]) -> str:
-        names = self._table[kind]
-        known = self._known.names(kind)
+        op = name.partition(".")[0] + "." if kind == "kernel" else ""  # kernels of other ops are no help
+        names = {key: same for key, same in self._table[kind].items() if key.startswith(op)}
+        known = {key: home for key, home in self._known.names(kind).items() if key.startswith(op)}
         text = f"unknown {kind} '{name}'" + (f" in {home}" if home else "")
         other, command = _OTHER_JOBS.get(kind, (None, ""))
         if other and name in self._table[other]:
             return f"{text}: the name belongs to another kind, {other}; run jobs with it by: {command}"
         if not names and not home and not broken and not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
-            return f"{text}: no installed plugin offers a {kind}{self._sources(kind)}"
+            return f"{text}: no installed plugin offers a {kind}{self._sources(kind, known)}"
         near = difflib.get_close_matches(name, sorted({*names, *known}), n=1, cutoff=0.6)
         if near and near[0] in names:
             text += f"; did you mean {' or '.join(str(entry) for entry in names[near[0]])}?"

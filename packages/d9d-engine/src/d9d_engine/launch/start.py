@@ -152,7 +152,7 @@ def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None) -
     """
     if nproc is not None and nproc != "auto":
         if not nproc.isdecimal() or int(nproc) < 1:
-            raise JobError(f"--nproc: '{nproc}' is neither a number nor auto")
+            raise JobError(f"--nproc: '{nproc}' is not a number of processes; give 1 or more, or auto")
         job = load(int(nproc), False)
         job.check(int(nproc))
         return job

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from d9d_core import events as ev
-from d9d_core.errors import CheckpointError, NonFiniteError
+from d9d_core.errors import CheckpointError, D9dError, NonFiniteError
 from d9d_core.job_file.job import JobConfig
 from d9d_core.subscriber import EndsTraining
 from d9d_core.tracker import storable
@@ -158,7 +158,12 @@ class OpenRun:
         with parts.profiler.ranges("data wait"):
             pack = parts.prefetcher.next()
         self._between_steps = False
-        result = parts.step(progress.step, pack)
+        try:
+            result = parts.step(progress.step, pack)
+        except Exception as error:
+            if not isinstance(error, D9dError):  # those name their place
+                error.add_note(f"raised in step {progress.step + 1}")
+            raise
         progress.step += 1
         self._between_steps = True
         self.compilation.after(progress.step)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from d9d_core.errors import BuildError
+from d9d_core.errors import BuildError, D9dError
 from d9d_core.metric import Metric, StageMetric, Table, Vector
 from d9d_core.tensors import wide_dtype
 from torch import Tensor, nn
@@ -93,15 +93,17 @@ class Statistics:
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
         """Update metrics with the task's observations of one microbatch."""
-        for metric in self._metrics.values():
+        for name, metric in self._metrics.items():
             if not isinstance(metric, StageMetric):
-                metric.update(observations)
+                with _named(name, "update"):
+                    metric.update(observations)
 
     def tally(self, counted: Mapping[str, Tensor]) -> None:
         """Update metrics with the tallies of one stage in one microbatch."""
-        for metric in self._metrics.values():
+        for name, metric in self._metrics.items():
             if isinstance(metric, StageMetric):
-                metric.update(counted)
+                with _named(name, "update"):
+                    metric.update(counted)
 
     def settle(self, finite: Tensor) -> None:
         """End a step: undo its updates if it was not finite. Decided on the device."""
@@ -125,7 +127,7 @@ class Statistics:
             BuildError: a metric returned something other than a mapping of names to values.
         """
         if self._group is None:
-            computed: dict[str, Any] = {name: metric.compute() for name, metric in self._metrics.items()}
+            computed: dict[str, Any] = {name: _values(name, metric) for name, metric in self._metrics.items()}
         else:
             packed = self._packed()
             with self.beside():
@@ -134,11 +136,11 @@ class Statistics:
                     twin.load_state(merged[name])
                 strangers = [name for name, twin in self._twins.items() if _elsewhere(twin.state(), merged[name])]
                 self._twins = {name: twin for name, twin in self._twins.items() if name not in strangers}
-                of_twins = {name: twin.compute() for name, twin in self._twins.items()}
+                of_twins = {name: _values(name, twin) for name, twin in self._twins.items()}
             if self._stream is not None and len(of_twins) < len(self._metrics):
                 torch.accelerator.current_stream(self._device).wait_stream(self._stream)
             computed = {
-                name: of_twins[name] if name in of_twins else _computed(metric, merged[name])
+                name: of_twins[name] if name in of_twins else _computed(name, metric, merged[name])
                 for name, metric in self._metrics.items()
             }
         with self.beside():
@@ -220,11 +222,27 @@ def _elsewhere(state: Mapping[str, Tensor], merged: Mapping[str, Tensor]) -> boo
     return any(tensor.device != merged[key].device for key, tensor in state.items())
 
 
-def _computed(metric: Metric, merged: dict[str, Tensor]) -> Mapping[str, Tensor | Vector | Table]:
+@contextmanager
+def _named(metric: str, method: str) -> Iterator[None]:
+    """Add the metric and its method to an exception that the block raises."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, D9dError):  # those name their place
+            error.add_note(f"raised in {method}() of metric '{metric}'")
+        raise
+
+
+def _values(name: str, metric: Metric) -> Mapping[str, Tensor | Vector | Table]:
+    with _named(name, "compute"):
+        return metric.compute()
+
+
+def _computed(name: str, metric: Metric, merged: dict[str, Tensor]) -> Mapping[str, Tensor | Vector | Table]:
     """Values of a merged state; afterwards the metric has its previous state."""
     own = {key: tensor.clone() for key, tensor in metric.state().items()}  # the metric may load in place
     metric.load_state(merged)
-    values = metric.compute()
+    values = _values(name, metric)
     metric.load_state(own)
     return values
 

@@ -32,7 +32,12 @@ def evaluate(
     target: Annotated[str, typer.Argument(metavar="JOB|RUN|MODEL", help="Job file, run, or pretrained model.")],
     data: Annotated[
         list[Path],
-        typer.Option("--data", metavar="FILE", help="File of documents or conversations; may be repeated."),
+        typer.Option(
+            "--data",
+            metavar="FILE",
+            help="File of documents or conversations; may be repeated. For a MODEL without --like, "
+            "--set evaluation.sets.NAME.FIELD=VALUE changes a field of the dataset of NAME.jsonl.",
+        ),
     ] = [],  # noqa: B006 - typer reads the default
     like: Annotated[
         Path | None,

@@ -186,7 +186,7 @@ def stops(tally: Tally, words: Words) -> str:
 def _weighed(line: str, count: int, records: int) -> str:
     if count <= TOLERATED * records:
         return line
-    return f"warning: {line}; use a larger sequence_length, or choose their treatment with data.too_long"
+    return f"warning: {line}; use a larger sequence_length, or choose their treatment with the dataset's field too_long"
 
 
 def nothing_left(tally: Tally, limit: Limit, words: Words) -> DataError:

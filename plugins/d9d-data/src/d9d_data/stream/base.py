@@ -114,8 +114,8 @@ class PackStream:
             raise DataError(
                 f"the checkpoint's data position belongs to other data (its fingerprint is {fingerprint}, now it is "
                 f"{self._fingerprint}); {older}{self._needs} must stay unchanged; to train on other data, start a new "
-                "run from the saved weights: 'd9d state convert CHECKPOINT DIRECTORY', then 'model.pretrained: "
-                "DIRECTORY' and another run.name"
+                "run from the saved weights: set model.pretrained to the directory of this run or checkpoint, and "
+                "another run.name"
             )
         if not isinstance(consumed, int) or consumed < 0:
             raise DataError(
