@@ -223,6 +223,6 @@ def test_no_process_is_left_when_a_sweep_is_ended(small_job: MakeJob, tmp_path: 
     assert saved == [0, 1]
     if number == signal.SIGINT:
         assert sweep.returncode == 130
-        assert err.endswith("interrupted: runs that trained are saved; start the sweep again to continue\n")
+        assert err.endswith("runs stopped in training are saved; start the sweep again to continue\n")
         assert [values_of(out)[f"seed-{n}"][0] for n in (0, 1)] == ["interrupted", "interrupted"]
         assert "not started" in out

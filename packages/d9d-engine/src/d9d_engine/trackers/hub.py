@@ -106,7 +106,7 @@ class TrackerHub:
             info = replace(run, resumed_step=step)
             self._threads.append(_TrackerThread(name, tracker, info, self._states.get(name), self._warn))
             for kind, at, values in Backlog.read(behind[name]["entries"]) if name in behind else ():
-                self._queue(kind, at, values, self._threads[-1:])  # under the names that it has got before
+                self._queue(kind, at, values, self._threads[-1:])  # under the names that the tracker was given before
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log values after ``step`` steps. Does not wait."""

@@ -73,6 +73,7 @@ def sweep(
     records = {record.name: record for record in (find_runs([parent]) if any(parent.glob("*/job.yaml")) else [])}
     sweep_table(whole, records)
     if interrupted:
-        raise KeyboardInterrupt("runs that trained are saved; start the sweep again to continue")
+        done = "finished runs are complete, runs stopped in training are saved"
+        raise KeyboardInterrupt(f"{done}; start the sweep again to continue")
     if whole.errors:
         raise typer.Exit(1)

@@ -155,10 +155,15 @@ class ModelDirectory:
         if spec is None or self._closed:
             raise CheckpointError(f"{self._directory} {'was closed' if self._closed else f'holds no tensor {name!r}'}")
         file = self._files[self._held[name]]
-        if not file.entries[name].has_window(offset, into.shape) or not torch.can_cast(spec.dtype, into.dtype):
+        if not file.entries[name].has_window(offset, into.shape):
             raise CheckpointError(
-                f"'{name}' of {self._directory} is {spec.dtype} {list(spec.shape)}: "
-                f"it has no window {list(into.shape)} at {list(offset)} that fills a {into.dtype} tensor"
+                f"'{name}' of {self._directory} has the shape {list(spec.shape)}, outside of which lies a part of the "
+                f"window {list(into.shape)} at {list(offset)}; use the sizes of the directory's config.json"
+            )
+        if not torch.can_cast(spec.dtype, into.dtype):
+            raise CheckpointError(
+                f"'{name}' of {self._directory} is {spec.dtype}, which cannot be cast to {into.dtype}; read it into a "
+                f"tensor of {spec.dtype}"
             )
         for start, part in self._buffer.views(into.detach(), spec.dtype.itemsize):
             at = [first + more for first, more in zip(offset, start, strict=True)]

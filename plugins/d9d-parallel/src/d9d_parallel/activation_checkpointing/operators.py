@@ -123,12 +123,13 @@ def unknown_operators(save: Sequence[str], ops: Collection[str]) -> dict[str, st
     """Find entries of ``save`` without a dot that match no op of these blocks and no operator, with reasons.
 
     Args:
-        save: ops, or patterns of operator names, such as ``aten.mm``. Operators of an installed package may be
-            registered until the first block runs.
+        save: ops, or patterns of operator names, such as ``aten.mm``. An entry that begins with the name of a package
+            is not checked here if the package is installed, because importing a kernel may register the operator
+            later; if none is registered when the first block runs, that run raises the error.
         ops: ops that the blocks call.
 
     Raises:
-        BuildError: an entry with a dot matches no operator.
+        BuildError: an entry with a dot matches no operator, and does not begin with the name of an installed package.
     """
     unknown = {}
     for entry in save:
