@@ -44,7 +44,7 @@ def test_a_malformed_generation_block_is_told_with_its_line() -> None:
     ("text", "expected"),
     [
         ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
-        ("{% for x in [1, 2, 3, 4] %}{% if x == 2 %}{% continue %}{% elif x == 4 %}{% break %}{% endif %}{{ x }}{% endfor %}", "13"),
+        ("{% for x in '123' %}{% if x == '1' %}{% continue %}{% endif %}{{ x }}{% break %}{% endfor %}", "2"),
         ("{{ lipsum is defined }} {{ range is defined }}", "False True"),
         ("{{ strftime_now('%d.%m.%Y') }} {{ strftime_now(format='%H:%M') }}", "05.03.2024 07:09"),
         ("{% set n = namespace({'b': 2}, a=1) %}{% set n.a = n.a + n.b %}{{ n.a }}{{ n.b }}", "32"),
@@ -122,8 +122,9 @@ def test_a_value_from_a_function_is_limited_and_a_range_only_by_what_is_made_of_
 
 
 def test_the_limits_of_numbers_and_sizes() -> None:
-    with pytest.raises(SecurityError, match="more than 16,777,216 characters"):
-        rendered("{{ ('a' * n) | length }}", n=(1 << 24) + 1)
+    for n in ((1 << 24) + 1, 1 << 50):
+        with pytest.raises(SecurityError, match="more than 16,777,216 characters"):
+            rendered("{{ ('a' * n) | length }}", n=n)
     rendered("{{ 2 ** 2048 }}{{ x * x }}", x=1 << 2047)  # 4096 bits
     for text in ("{{ 2 ** 2049 }}", "{{ x * (x + x) }}"):
         with pytest.raises(SecurityError, match="a number is too large"):

@@ -79,6 +79,7 @@ class Sweep:
                         told = len(signals)
                     while waiting and len(active) < self.jobs:
                         active.append(self._start(waiting.popleft()))
+                        self.say(f"{active[-1].run.name}: started, output in {active[-1].log}")
                     for one in [one for one in active if one.process.poll() is not None]:
                         active.remove(one)
                         self._ended(one, interrupted=told > 0)
@@ -97,6 +98,7 @@ class Sweep:
         if self.jobs > 1 and "--nproc" not in self.options:
             environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.jobs)))
         output = log.open("ab")
+        offset = output.tell()  # before the start, as the process moves the shared position
         process = subprocess.Popen(  # noqa: S603 - arguments come from d9d and the user
             arguments,
             stdin=subprocess.DEVNULL,
@@ -106,8 +108,7 @@ class Sweep:
             start_new_session=True,
             preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has no other threads
         )
-        self.say(f"{run.name}: started, output in {log}")
-        return _Active(run, process, output, output.tell(), log)
+        return _Active(run, process, output, offset, log)
 
     def _ended(self, one: _Active, interrupted: bool) -> None:
         one.end()
