@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -91,7 +92,8 @@ def _run(
 
     Collective over ``pp``.
     """
-    count, start, seen = _count(stream, where), stream.state(), 0
+    # A copy, as a stream may change its state in place.
+    count, start, seen = _count(stream, where), copy.deepcopy(stream.state()), 0
     numbers: list[Tensor] = []
     rows: list[Mapping[str, Tensor]] = []
     with (
