@@ -22,13 +22,14 @@ from torch import Tensor, nn
 class Stream:
     """Stream of a dataset that visits its samples in the given order, over and over."""
 
-    def __init__(self, packs: Sequence[Sequence[Sequence[int]]], samples: object = 5) -> None:
-        self.packs, self.position = packs, {"next": 0, "digest": "data"}
-        self.facts = {} if samples is None else {"samples": samples}
+    def __init__(self, packs: Sequence[Sequence[Sequence[int]]], samples: int | None = 5) -> None:
+        self.packs = packs
+        self.position: dict[str, Any] = {"next": 0, "digest": "data"}
+        self.facts: Mapping[str, Any] = {} if samples is None else {"samples": samples}
 
     def next_pack(self) -> Pack:
-        pack = self.packs[self.position["next"] % len(self.packs)]  # type: ignore[operator]
-        self.position["next"] += 1  # type: ignore[operator]
+        pack = self.packs[self.position["next"] % len(self.packs)]
+        self.position["next"] += 1
         return [{"samples": torch.tensor(rows)} if rows else {"tokens": torch.zeros(1)} for rows in pack]
 
     def state(self) -> Mapping[str, Any]:
@@ -96,8 +97,11 @@ class Case:
             seed=settings["seed"],
             task=SimpleNamespace(selector=settings["task"]),
         )
-        given: list[Any] = [job, self.forward, stream, "data.dataset", self.ranks, self.holds_last, self.topology]
-        return stored_outputs(*given, self.notes.append)
+        forward, topology = cast("Any", self.forward), cast("Any", self.topology)
+        where, note = "data.dataset", self.notes.append
+        return stored_outputs(
+            cast("Any", job), forward, cast("Any", stream), where, self.ranks, self.holds_last, topology, note
+        )
 
     @property
     def files(self) -> list[Path]:
@@ -253,14 +257,14 @@ def test_collectives_of_a_first_pass_reach_the_ranks_with_other_samples(monkeypa
 
 
 def test_a_built_first_pass_stores_results_only_if_the_task_asks_for_that() -> None:
-    forward = cast("Any", "forward")
+    forward: Any = "forward"
     stream = cast("Any", "stream")
     assert BuiltFirstPass().over(stream, "data") is no_first_pass
     pack: Pack = [{}]
     assert no_first_pass(pack, 1) is pack
-    assert BuiltFirstPass(forward).over(stream, "data") is forward
+    assert BuiltFirstPass(cast("Any", forward)).over(stream, "data") is forward
     store: Any = lambda given, where: (given, where)  # noqa: E731
-    assert BuiltFirstPass(forward, store).over(stream, "data") == cast("Any", ("stream", "data"))
+    assert BuiltFirstPass(cast("Any", forward), store).over(stream, "data") == cast("Any", ("stream", "data"))
 
 
 @pytest.mark.parametrize("training", [True, False])

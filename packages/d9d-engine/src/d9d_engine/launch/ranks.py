@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO
 
@@ -151,7 +152,8 @@ class Ranks:
 
     def _start(self, number: int, command: list[str], environ: Mapping[str, str], output: IO[str] | None) -> None:
         here, there = socket.socketpair()
-        with there:
+        with there, ExitStack() as undo:
+            undo.callback(here.close)
             process = subprocess.Popen(  # noqa: S603 - our own interpreter
                 command,
                 env={**environ, VARIABLE: str(there.fileno())},
@@ -160,6 +162,7 @@ class Ranks:
                 stderr=output,
                 start_new_session=True,  # Ctrl-C reaches only this process, which asks the others
             )
+            undo.pop_all()
         rank = Rank(number, process, Link(here))
         self.ranks.append(rank)
         self._selector.register(here, selectors.EVENT_READ, rank)

@@ -101,7 +101,7 @@ def _chart(title: str, programs: Sequence[Program]) -> Chart:
         return Chart(title, [], note=f"{len(boxes):,} computations are too many for a page; see {PROGRAMS}")
     end = max((box.begin + box.length for box in boxes), default=0.0)
     busy = sum(box.length for box in boxes)
-    idle = 1 - (busy * (end * len(programs))) if end else 0.0
+    idle = 1 - busy / (end * len(programs)) if end else 0.0
     traces = []
     for kind, (label, _, colour) in _KINDS.items():
         mine = [box for box in boxes if type(box.action) is kind]
