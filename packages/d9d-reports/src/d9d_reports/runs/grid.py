@@ -70,7 +70,7 @@ class SweepRun:
                 "directory with --dir, or remove that one"
             )
         same = all(record.job.get(field) == mine[field] for field in ("steps", "epochs"))
-        return same and (record.status != 'finished')
+        return same and record.status == "finished"
 
 
 def combine(
