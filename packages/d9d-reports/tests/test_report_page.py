@@ -76,6 +76,12 @@ def test_the_page_of_several_runs_has_their_differences_and_a_section_for_each(t
     assert "<h1>4 runs</h1>" in made({**runs, "fourth": record(tmp_path / "d")})
 
 
+def test_two_runs_are_several(tmp_path: Path) -> None:
+    found = made({"a": record(tmp_path / "a", seed=1), "b": record(tmp_path / "b", seed=2)})
+    assert "<h2>About the runs</h2>" in found
+    assert "Differences of the jobs" in found
+
+
 def test_charts_are_data_that_no_text_of_a_run_can_leave(tmp_path: Path) -> None:
     name = "</script><b>&\u2028"
     found = made({"a": record(tmp_path, lines=[{"step": 1, name: 1.0}])})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from d9d_core.errors import JobError
+from d9d_engine.sparklines import sparklines
 from d9d_reports.commands import report, runs, sweep
 from d9d_reports.report import page
 from typer.testing import CliRunner
@@ -41,11 +42,20 @@ def test_compared_runs_have_curves_of_the_first_series(directory: Path) -> None:
     result = CliRunner().invoke(runs.app, ["compare", str(directory)])
     assert "loss over steps, from 2 to 4" in result.stdout
     lines = result.stdout.splitlines()
-    assert [line[:4] for line in lines[-2:]] == ["a   ", "bb  "]
+    curves = sparklines({"a": [(1, 4.0), (2, 2.0), (3, 2.5)], "bb": [(1, 3.0)]})
+    assert lines[-2:] == [f"a   {curves['a']}", f"bb  {curves['bb']}"]
     result = CliRunner().invoke(runs.app, ["compare", str(directory), "--series", "lr", "--json"])
     assert [one["series"] for one in json.loads(result.stdout)["runs"]] == [
         {"lr": [[1, 0.1], [2, 0.1], [3, 0.1]]}, {"lr": [[1, 0.2]]},
     ]  # fmt: skip
+
+
+def test_runs_without_a_loss_are_compared_without_curves(directory: Path) -> None:
+    for file in directory.glob("*/metrics.jsonl"):
+        file.write_text('{"step": 1, "score": 1.0}\n')
+    result = CliRunner().invoke(runs.app, ["compare", str(directory)])
+    assert (result.exit_code, "over steps" in result.stdout) == (0, False)
+    assert "loss (least)" in result.stdout
 
 
 @pytest.mark.parametrize(

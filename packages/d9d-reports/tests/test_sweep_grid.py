@@ -201,6 +201,7 @@ class Process:
     ("text", "code", "interrupted", "ending", "error"),
     [
         ("step 1\nfinished in 3 s\nsaved\n", 0, False, "finished", None),
+        ("finished in 3 s\nsaved\nexported\n", 0, False, "finished", None),
         ("finished earlier\na\nb\nc\n", 0, False, "interrupted", None),
         ("error: no disk\n", 2, False, "failed", "no disk"),
         ("error: no disk\n", 2, True, "interrupted", None),

@@ -46,7 +46,7 @@ def overview(runs: Mapping[str, RunRecord]) -> str:
         "trained": [_duration(record.seconds) for record in runs.values()],
         "last start": [f"{at:%Y-%m-%d %H:%M} UTC" if (at := record.started) else "" for record in runs.values()],
         "newest checkpoint": [f"step {record.saved:,}" if record.saved else "" for record in runs.values()],
-        "error": [record.error or "" if record.status == "failed" else "" for record in runs.values()],
+        "error": [(record.error if record.status == "failed" else None) or "" for record in runs.values()],
     }
     kept = [(name, *values) for name, values in rows.items() if any(values)]
     return table(kept, ("", *runs) if len(runs) > 1 else ())

@@ -27,7 +27,7 @@ def list_table(records: Sequence[RunRecord]) -> None:
             started,
             _duration(record.seconds),
             *(shown(values[number]) for values in fields.values()),
-            *([record.error or ""] if failed else []),
+            *([record.error] if failed else []),
         )
     console_for().print(table)
 
