@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 from tests.documents import PAGES, ROOT, exists, prose, quoted, tables
 
 pytestmark = pytest.mark.usefixtures("_hello_and_nothing_that_stays")
+JOURNEYS = sorted((ROOT / "docs" / "journeys").glob("*.md"))
 JOB_FILE, COMMANDS, EVENTS = (ROOT / "docs" / f"{name}.md" for name in ("job-file", "command-line", "events"))
 
 
@@ -170,3 +171,24 @@ def test_broken_links_and_names_are_recognised() -> None:
     assert not exists("d9d_engine.run.steps")
     assert exists("d9d_engine.step.step:TrainStep.__call__")
     assert exists("d9d_core.errors.D9dError")
+
+
+# --- commands of the pages -------------------------------------------------------------------------------------------
+
+
+def test_the_start_pages_say_how_a_clone_runs_the_commands_of_all_pages() -> None:
+    for page in ("README.md", "docs/index.md"):
+        text = " ".join((ROOT / page).read_text("utf-8").split())
+        assert "`source .venv/bin/activate`" in text, page
+        assert re.search(r"put `uv run` in front.* `uv sync`", text) or re.search(r"`uv sync`.* put `uv run`", text), (
+            page
+        )
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
+
+
+def test_the_environment_of_a_clone_has_what_the_pages_install() -> None:
+    """Packages and extras of d9d in ``pip install`` of the journeys; tools of other projects are listed by name."""
+    wanted = set(re.findall(r"pip install ([^`]+)`", "".join(page.read_text("utf-8") for page in JOURNEYS)))
+    names = {word.strip("\"'").partition("[")[0] for one in wanted for word in one.split() if not word.startswith("-")}
+    missing = {name for name in names - {"acme"} if importlib.util.find_spec(name.replace("-", "_")) is None}
+    assert not missing
