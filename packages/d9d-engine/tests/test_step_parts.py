@@ -201,11 +201,15 @@ def test_modules_adapt_to_the_sum_of_their_tallies_over_a_step(monkeypatch: pyte
         value *= 2
 
     monkeypatch.setattr(auxiliary_losses, "dist", SimpleNamespace(all_reduce=reduce))
-    ranks = Tallies({0: nn.ModuleDict({"a": one, "c": other})}, cast("Any", "group"))
+    single = Counts()
+    single.counted["load"] = torch.tensor([0.5])
+    ranks = Tallies({0: nn.ModuleDict({"a": one, "s": single, "c": other})}, cast("Any", "group"))
+    assert ranks.adapted_bytes() == [32, 4]
     ranks.take(0)
     ranks.adapt(torch.tensor(False))
-    assert reduced == [([10, 2, 1, 2], "group")]
+    assert reduced == [([10, 2, 1, 2], "group"), ([0.5], "group")]  # one message for each dtype
     assert (one.adapted[1], other.adapted[1]) == (({"load": [20, 4]}, False), ({"load": [2, 4]}, False))
+    assert single.adapted == [({"load": [1.0]}, False)]
 
 
 class Stage(nn.Module):
@@ -412,13 +416,12 @@ def reductions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """All-reduces that double the values."""
     calls: list[Any] = []
 
-    def all_reduce(value: Tensor, operation: str, group: object, async_op: bool) -> Work:
-        calls.append((value.tolist(), operation, group, async_op))
+    def all_reduce(value: Tensor, operation: Any, group: object, async_op: bool) -> Work:
+        calls.append((value.tolist(), str(operation).rpartition(".")[2], group, async_op))
         value *= 2
         return Work(calls)
 
     monkeypatch.setattr(buckets, "dist", SimpleNamespace(all_reduce=all_reduce))
-    monkeypatch.setattr(buckets, "_OPERATIONS", {"sum": "SUM", "max": "MAX"})
     return calls
 
 
