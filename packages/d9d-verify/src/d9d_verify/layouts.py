@@ -22,7 +22,7 @@ from d9d_core.registry.policy import FOUNDATION
 from d9d_core.registry.registry import REFERENCE
 from d9d_core.schedule import Schedule, count_stages
 from d9d_core.task import Task
-from d9d_core.traits import HasOps, LayoutDependent, modules_with
+from d9d_core.traits import LayoutDependent, modules_with
 from d9d_core.types import State
 from d9d_engine.compose.assemble import check_divisibility
 from d9d_engine.compose.joined_stages import joined_stages
@@ -191,11 +191,14 @@ def scaled_model(job: Job, values: Mapping[str, Any]) -> nn.Module:
     return stage
 
 
-def ops_of(job: Job, stage: nn.Module) -> list[str]:
-    """Names of the ops of a model and of the job's optimizer."""
-    optimizer = instantiate(select(job, job.registry).optimizer, job.optimizer, dict(stage.named_parameters()))
-    holders: list[object] = [*modules_with(stage, HasOps).values(), optimizer]
-    return sorted({slot.op for one in holders if isinstance(one, HasOps) for slot in one.op_slots().values()})
+def ops_of(job: Job, values: Mapping[str, Any]) -> list[str]:
+    """Names of the ops that the scaled job calls in one process: ops of its model, fine-tuning method and optimizer.
+
+    The job is planned, because what is injected into a model, and the dtype of its parameters, change its ops.
+    """
+    alone = layout_values(values, REFERENCE_LAYOUT, ())
+    plan = Job.from_values(alone, registry=job.registry).plan()
+    return sorted({choice.op for choice in plan.kernels})
 
 
 def layout_dependence(stage: nn.Module) -> list[str]:

@@ -68,11 +68,10 @@ def verify(
         TrainingError: the reference could not be measured.
     """
     values = scaled_values(job, layouts, steps)
-    stage = scaled_model(job, values)
-    ops = ops_of(job, stage)
+    ops = ops_of(job, values)
     for layout in layouts:
         _check(job, layout_values(values, layout, ops), layout)
-    for reason in layout_dependence(stage):
+    for reason in layout_dependence(scaled_model(job, values)):
         note(f"this model computes differently in different layouts by design: {reason}")
     with tempfile.TemporaryDirectory(prefix="d9d-verify-") as temporary:
         directory = Path(temporary)
