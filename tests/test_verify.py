@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from d9d_core.errors import JobError
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.job import Job
 from d9d_verify.command import verify_job
@@ -176,9 +178,34 @@ def test_a_layout_takes_the_strategies_settings_from_the_job(small_job: Write) -
     layout = parse_layout("dp_shard=4:fsdp,compile", job)
     assert layout.ranks == 4
     assert layout.parallel[0]["defer"] == "everything"
-    assert layout.parallel[1] == "compile"
+    assert layout.parallel[1] == {"name": "compile"}
+    layout = parse_layout("cp=2: context_parallel(method=ulysses, x=[1, {y: 2}]) , fsdp(defer=nothing)", job)
+    assert layout.parallel[0] == {"name": "context_parallel", "method": "ulysses", "x": [1, {"y": 2}]}
+    assert layout.parallel[1] == {**job.parallel[0].model_dump(mode="json"), "defer": "nothing"}
     with pytest.raises(Exception, match="write axis=size"):
         parse_layout("shard=4:fsdp", job)
+
+
+@pytest.mark.parametrize(
+    "text", ["pp=2:fsdp(defer", "pp=2:fsdp(defer)", "pp=2:1f1b,gpipe", "dp_shard=2:1f1b", "pp=2:fsdp(=1)"]
+)
+def test_a_malformed_layout_is_refused_with_its_text(small_job: Write, text: str) -> None:
+    with pytest.raises(JobError, match=re.escape(f"--layout {text}: ")):
+        parse_layout(text, Job.load(small_job()))
+
+
+def test_a_layout_names_its_schedule_which_decides_about_stages_and_microbatches(small_job: Write) -> None:
+    pipeline = {"name": "interleaved_1f1b", "stages_per_rank": 2}
+    job = Job.load(small_job(mesh={"pp": 2}, pipeline=pipeline, model=LARGE))
+    layouts = [parse_layout(text, job) for text in ("pp=2:1f1b", "pp=2:dual_pipe_v", "pp=2:interleaved_1f1b", "pp=2")]
+    assert [layout.pipeline for layout in layouts] == [
+        {"name": "1f1b"}, {"name": "dual_pipe_v"}, job.resolved()["pipeline"], None,
+    ]  # fmt: skip
+    values = scaled_values(job, layouts, steps=1)
+    assert values["batch"]["size"] == 4 * values["batch"]["microbatch"]  # dual_pipe_v needs twice its ranks
+    assert values["model"]["num_layers"] >= 4
+    names = [layout_values(values, layout, [])["pipeline"]["name"] for layout in layouts]
+    assert names == ["1f1b", "dual_pipe_v", "interleaved_1f1b", "interleaved_1f1b"]
 
 
 def test_a_size_that_the_data_states_too_is_kept(small_job: Write, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from d9d_core.errors import JobError
 from d9d_core.schedule import Backward, Forward, Reduce
 from d9d_engine.job import Job
+from d9d_verify import worker
 from d9d_verify.command import _print, app, verify_job
 from d9d_verify.compare import Verdict, compare, compared
 from d9d_verify.deviations import Limits
@@ -173,8 +174,9 @@ def job(mesh: dict[str, int], *strategies: dict[str, Any]) -> Job:
         def __str__(self) -> str:
             return "the mesh"
 
+    registry = SimpleNamespace(entries=lambda _kind: [])
     entries = [SimpleNamespace(selector=s["name"], model_dump=lambda mode, s=s: s) for s in strategies]
-    return cast("Job", SimpleNamespace(mesh=Mesh(), parallel=entries))
+    return cast("Job", SimpleNamespace(mesh=Mesh(), parallel=entries, pipeline=None, registry=registry))
 
 
 def test_the_own_layout_of_a_job_has_at_most_two_ranks_on_each_axis() -> None:
@@ -192,7 +194,7 @@ def test_a_layout_is_read_with_the_jobs_settings_of_its_strategies() -> None:
     own = job({"dp_shard": 8}, {"name": "fsdp", "x": 1})
     layout = parse_layout(" dp_replicate=2 , dp_shard=3: fsdp ,compile,", own)
     assert layout.mesh == {"dp_replicate": 2, "dp_shard": 3}
-    assert list(layout.parallel) == [{"name": "fsdp", "x": 1}, "compile"]
+    assert list(layout.parallel) == [{"name": "fsdp", "x": 1}, {"name": "compile"}]
     assert (layout.ranks, layout.data_parallel_size) == (6, 6)
     assert (parse_layout(":fsdp", own).mesh, parse_layout("pp=1", own).parallel) == ({}, [])
 
@@ -345,13 +347,13 @@ def test_the_cells_of_a_table_are_numbered_and_state_of_other_ranks_is_left_out(
     ("cause", "failure", "output", "said"),
     [
         ("rank 1 was killed by SIGKILL", "late", "text", "rank 1 was killed by SIGKILL"),
-        ("rank 0 ended", "first\nthe cause\n", "text", "the cause"),
+        ("rank 0 ended", "the cause\nand what to do\n", "text", "the cause\nand what to do"),
         ("rank 0 ended", None, "some\nlast line\n\n", "last line"),
         ("rank 0 ended", None, " \n", "rank 0 ended"),
         (None, None, "text", None),
     ],
 )
-def test_the_cause_of_a_failed_layout_is_the_last_line_of_what_its_ranks_say(
+def test_the_cause_of_a_failed_layout_is_its_first_error_or_its_last_line_of_output(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     cause: str | None,
@@ -376,6 +378,22 @@ def test_the_cause_of_a_failed_layout_is_the_last_line_of_what_its_ranks_say(
     assert (seen["module"], seen["words"], seen["ranks"]) == ("d9d_verify.worker", [str(tmp_path)], 2)
     assert "RANK" not in seen["environ"]
     assert (seen["environ"]["OTHER"], seen["environ"]["OMP_NUM_THREADS"]) == ("kept", "1")
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_a_failure_names_the_line_that_raised_it_or_called_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_torch: bool
+) -> None:
+    def fails(*_: object) -> None:
+        torch.ones(2).view(3) if by_torch else {}["x"]
+
+    monkeypatch.setattr(worker.Job, "load", fails)
+    with pytest.raises((KeyError, RuntimeError)):
+        worker.main(tmp_path)
+    text = (tmp_path / "failure.txt").read_text()
+    line = fails.__code__.co_firstlineno + 1
+    assert text.startswith("RuntimeError: shape" if by_torch else "KeyError: 'x'")
+    assert text.endswith(f" ({__file__}:{line}, in fails)")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ def verify(
     layout: Annotated[
         list[str],
         typer.Option(
-            "--layout", metavar="LAYOUT", help="Layout such as dp_shard=2:fsdp; may be repeated; by default the job's."
+            "--layout",
+            metavar="LAYOUT",
+            help="Layout such as dp_shard=2:fsdp or pp=2:1f1b; may be repeated; by default the job's.",
         ),
     ] = [],  # noqa: B006
     steps: Annotated[int, typer.Option(metavar="N", help="Number of optimizer steps to compare.", min=1)] = 4,

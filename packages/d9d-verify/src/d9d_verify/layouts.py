@@ -14,6 +14,7 @@ from d9d_core.config import ModelConfig, PluginConfig
 from d9d_core.data import DataContext, DataStream
 from d9d_core.errors import BuildError, D9dError, JobError
 from d9d_core.grid import AXES
+from d9d_core.job_file.reading import read_yaml
 from d9d_core.job_file.resolve import Selection, select
 from d9d_core.model import Stage
 from d9d_core.plugin import ModelSpec
@@ -39,12 +40,14 @@ class Layout:
         mesh: axis -> size; missing axes have size 1.
         parallel: strategies, as in a job file.
         overrides: further fields of the job, in the form of ``--set``.
+        pipeline: schedule, as in a job file; ``None`` keeps the job's.
     """
 
     name: str
     mesh: Mapping[str, int]
     parallel: Sequence[Any]
     overrides: tuple[str, ...] = ()
+    pipeline: Mapping[str, Any] | None = None
 
     @property
     def ranks(self) -> int:
@@ -80,21 +83,56 @@ def own_layout(job: Job, max_ranks: int) -> Layout:
 
 
 def parse_layout(text: str, job: Job) -> Layout:
-    """Parse ``dp_shard=2:hsdp,compile``: axes, a colon, and strategies, with the job's settings for each strategy.
+    """Parse a layout: axes, a colon, and names of strategies and of a schedule, with fields in parentheses.
+
+    Examples are ``dp_shard=2:hsdp,compile``, ``pp=2:zero_bubble_v`` and ``cp=2:context_parallel(method=ulysses)``.
+    Strategies and schedules that the job has keep the job's settings, except for the given fields.
 
     Raises:
         JobError: the text is malformed.
     """
-    axes, _, strategies = text.partition(":")
+    axes, _, names = text.partition(":")
     mesh = {}
-    for part in filter(None, (part.strip() for part in axes.split(","))):
+    for part in _split(axes):
         axis, equals, size = part.partition("=")
         if axis not in job.mesh.sizes() or not equals or not size.isdecimal() or int(size) < 1:
             raise JobError(f"--layout {text}: write axis=size,...:strategy,..., for example dp_shard=2:fsdp")
         mesh[axis] = int(size)
-    settings = {entry.selector: entry.model_dump(mode="json") for entry in job.parallel}
-    names = [name.strip() for name in strategies.split(",") if name.strip()]
-    return Layout(text, mesh, [settings.get(name, name) for name in names])
+    known = {entry.spec.key for entry in job.registry.entries("schedule")}
+    own = [*job.parallel, *([] if job.pipeline is None else [job.pipeline])]
+    settings = {entry.selector: entry.model_dump(mode="json") for entry in own}
+    parallel: list[Any] = []
+    schedules: list[dict[str, Any]] = []
+    for component in _split(names):
+        name, fields = _component(component, text)
+        chosen = settings.get(name, {"name": name}) | fields
+        (schedules if name in known else parallel).append(chosen)
+    if len(schedules) > 1 or (schedules and mesh.get("pp", 1) == 1):
+        raise JobError(f"--layout {text}: a layout has one schedule, and only with pp=2 or more")
+    return Layout(text, mesh, parallel, pipeline=schedules[0] if schedules else None)
+
+
+def _split(text: str) -> list[str]:
+    """Parts between the commas that are in no brackets, without spaces around them."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _component(text: str, layout: str) -> tuple[str, dict[str, Any]]:
+    """Name and fields of ``name(field=value,...)``; the values are YAML, as after ``--set``."""
+    name, bracket, rest = text.partition("(")
+    assignments = [part.partition("=") for part in _split(rest.removesuffix(")"))]
+    if (bracket and not rest.endswith(")")) or not all(field and equals for field, equals, _ in assignments):
+        raise JobError(f"--layout {layout}: write fields as name(field=value,...), not {text}")
+    return name.strip(), {
+        field.strip(): read_yaml(value, f"--layout {layout}: {field}")[0] for field, _, value in assignments
+    }
 
 
 def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, Any]:
@@ -112,7 +150,8 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
     selection = select(job, job.registry)
     microbatch = min(job.microbatch_size, 2)
     ranks = math.lcm(*(layout.data_parallel_size for layout in layouts))
-    count, stages = _stages(job, selection, layouts)
+    count, stages = _stages(job, layouts)
+
     if ranks * microbatch * count > job.batch.size:  # the dataset may be too small for more
         microbatch = 1
     batch = ranks * microbatch * count
@@ -142,22 +181,36 @@ def _length(job: Job, steps: int, batch: int) -> dict[str, Any]:
     return {"epochs": job.epochs * batch / job.batch.size}  # the same number of steps with another batch size
 
 
-def _stages(job: Job, selection: Selection, layouts: Sequence[Layout]) -> tuple[int, list[int]]:
+def _stages(job: Job, layouts: Sequence[Layout]) -> tuple[int, list[int]]:
     """Number of microbatches with which every layout's pipeline works, and number of stages in each layout."""
     count = min(max(job.microbatches, 2), 3)
-    piped = {layout.mesh.get("pp", 1) for layout in layouts} - {1}
-    if not piped or selection.schedule is None or job.pipeline is None:
-        return count, [1] * len(layouts)
-    schedule: Schedule = instantiate(selection.schedule, job.pipeline)
+    schedules = [_schedule(job, layout) for layout in layouts]
+    widest = max(layout.mesh.get("pp", 1) for layout in layouts)
     # A schedule that supports some number of microbatches supports more; the widest layout needs the most.
-    for more in range(count, 4 * max(piped) + count):
+    problem: BuildError | None = None
+    for more in range(count, 4 * widest + count + 1):
         try:
-            stages = {ranks: count_stages(checked_programs(schedule, ranks, more)) for ranks in piped}
+            return more, [
+                count_stages(checked_programs(schedule, layout.mesh["pp"], more)) if schedule else 1
+                for layout, schedule in zip(layouts, schedules, strict=True)
+            ]
         except BuildError as error:
             problem = error
-        else:
-            return more, [stages.get(layout.mesh.get("pp", 1), 1) for layout in layouts]
+    assert problem is not None
     raise problem
+
+
+def _schedule(job: Job, layout: Layout) -> Schedule | None:
+    """Schedule of a layout; ``None`` without a pipeline, and for the default schedule, which has one stage per rank."""
+    if layout.mesh.get("pp", 1) == 1:
+        return None
+    if layout.pipeline is not None:
+        job = Job.from_values(job.resolved() | {"pipeline": dict(layout.pipeline)}, registry=job.registry)
+    selection = select(job, job.registry)
+    if selection.schedule is None or job.pipeline is None:
+        return None
+    schedule: Schedule = instantiate(selection.schedule, job.pipeline)
+    return schedule
 
 
 def _plugins(job: Job) -> dict[str, Any]:
@@ -178,6 +231,9 @@ def layout_values(values: Mapping[str, Any], layout: Layout, ops: Iterable[str])
     mine = dict(values) | {"mesh": dict(layout.mesh), "parallel": list(layout.parallel)}
     if layout.mesh.get("pp", 1) == 1:
         mine["pipeline"] = None
+    elif layout.pipeline is not None:
+        mine["pipeline"] = dict(layout.pipeline)
+
     if layout is REFERENCE_LAYOUT:
         mine["kernels"] = dict.fromkeys(ops, REFERENCE)
     return mine

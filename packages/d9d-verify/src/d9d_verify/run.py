@@ -46,8 +46,8 @@ def launch_processes(directory: Path, ranks: int) -> str | None:
             return cause.text
         output.seek(0)
         failure = directory / "failure.txt"
-        lines = failure.read_text() if failure.exists() else output.read()
-    return lines.strip().splitlines()[-1] if lines.strip() else cause.text
+        lines = [failure.read_text().strip()] if failure.exists() else output.read().strip().splitlines()
+    return lines[-1] if lines else cause.text
 
 
 def verify(

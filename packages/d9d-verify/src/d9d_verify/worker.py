@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,10 +25,18 @@ def main(directory: Path) -> None:
         with Job.load(directory / "job.json").joined(ProcessEnv.from_environment(os.environ)) as topology:
             measure_plan(directory, topology)
     except BaseException as error:
-        text = str(error) if isinstance(error, D9dError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, D9dError) else f"{type(error).__name__}: {error} ({_place(error)})"
         with suppress(FileExistsError), (directory / "failure.txt").open("x") as file:
             file.write(text)  # keep the first failure; others follow from it
         raise
+
+
+def _place(error: BaseException) -> str:
+    """File and line that raised an error; the caller's line if torch raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    torch = f"{os.sep}torch{os.sep}"
+    frame = next((frame for frame in reversed(frames) if torch not in frame.filename), frames[-1])
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}"
 
 
 def measure_plan(directory: Path, topology: Topology) -> None:
