@@ -18,7 +18,7 @@ EPS = torch.finfo(torch.float32).eps
 
 def measured(steps: int = 1, tensors: Mapping[str, Tensor] | None = None, **numbers: float) -> Measurement:
     """Measurement with equal numbers in each step, except for those given."""
-    found = {f"{step}/{name}": 1.0 for step in range(steps) for name in ("loss", "grad_norm", "lr")}
+    found = {f"{step}/{name}": 1.0 for step in range(steps) for name in ("loss", "tokens", "grad_norm", "lr")}
     named = {name.replace("__", "/"): value for name, value in numbers.items()}
     return Measurement(found | {name.removeprefix("at_"): value for name, value in named.items()}, dict(tensors or {}))
 
@@ -35,6 +35,15 @@ def test_numbers_deviate_relatively_in_their_own_step() -> None:
     assert found == {
         ("grad_norm", "", 0): pytest.approx(0.1), ("loss", "", 1): pytest.approx(0.1), ("lr", "", 1): 1.0,
     }  # fmt: skip
+
+
+def test_terms_of_a_loss_deviate_apart_and_one_token_more_is_a_deviation() -> None:
+    terms = {"at_0__loss__hard": 2.0, "at_0__loss__soft": 3.0}
+    one = measured(at_0__tokens=41.0, **(terms | {"at_0__loss__soft": 3.3}))
+    assert sizes(one, measured(at_0__tokens=40.0, **terms)) == {
+        ("loss", "the loss term soft", 0): pytest.approx(0.1), ("tokens", "", 0): 0.025,
+    }  # fmt: skip
+    assert FLOORS[torch.bfloat16]["tokens"] == 0.0
 
 
 @pytest.mark.parametrize(

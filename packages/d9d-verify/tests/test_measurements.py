@@ -25,7 +25,14 @@ def step(**changes: Any) -> Measurement:
     tensors |= {f"0/gradients/{name}": gradient for name, gradient in gradients.items()}
     tensors |= {f"0/model/{name}": start[name] - 0.05 * gradient for name, gradient in gradients.items()}
     tensors |= {"0/model/bias": torch.ones(4), "0/optimizer/a/momentum": gradients["a"].clone()}
-    numbers = {"0/loss": 2.0, "0/grad_norm": 1.5, "0/lr": 0.05, "end/accuracy": 0.5, "end/eval/loss": 2.5}
+    numbers = {
+        "0/loss": 2.0,
+        "0/tokens": 24.0,
+        "0/grad_norm": 1.5,
+        "0/lr": 0.05,
+        "end/accuracy": 0.5,
+        "end/eval/loss": 2.5,
+    }
     for name, change in changes.items():
         target = numbers if name in numbers else tensors
         target[name] = change(target[name])  # type: ignore[index]
@@ -57,6 +64,7 @@ def test_a_gradient_of_another_length_or_direction_fails_and_is_named(scale: flo
     [
         ("0/loss", lambda x: x * 1.0001, "the loss is off"),
         ("0/loss", lambda _: float("nan"), "the loss is off"),
+        ("0/tokens", lambda x: x + 1, "the number of tokens is off by 4.2e-02"),
         ("0/grad_norm", lambda x: x * 1.001, "the gradient norm is off"),
         ("0/lr", lambda x: x * 1.000001, "the learning rate is off"),
         ("start/model/a", lambda x: x + 1e-7, "the initial values of a differ"),

@@ -30,6 +30,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model, and a selection without a schedule."""
     model = SimpleNamespace(model_dump=lambda mode: "tiny")
     monkeypatch.setattr(layouts, "_tiny", lambda *_: model)
+    monkeypatch.setattr(layouts, "_has_data", lambda _job, _selection, batch: batch <= 18)
     monkeypatch.setattr(layouts, "select", lambda *_: SimpleNamespace(schedule=None))
 
 
@@ -40,7 +41,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, [{"dp_shard": 2}, {"dp_replicate": 3}], {"size": 6 * 2 * 3, "microbatch": 2}),
         ({"microbatch_size": 1, "microbatches": 1}, [{}], {"size": 2, "microbatch": 1}),
         ({"microbatches": 2}, [{"tp": 4}], {"size": 4, "microbatch": 2}),
-        ({"batch": SimpleNamespace(size=11)}, [{"dp_shard": 2}], {"size": 6, "microbatch": 1}),
+        ({"batch": SimpleNamespace(size=11)}, [{"dp_shard": 2}], {"size": 12, "microbatch": 2}),
+        ({"batch": SimpleNamespace(size=11)}, [{"dp_shard": 4}], {"size": 12, "microbatch": 1}),
         ({"batch": SimpleNamespace(size=12)}, [{"dp_shard": 2}], {"size": 12, "microbatch": 2}),
     ],
 )

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 def two_steps(**changes: float) -> Measurement:
     """Two steps of a run with a parameter, a buffer and a state."""
-    numbers = {f"{step}/{name}": 2.0 for step in range(2) for name in ("loss", "grad_norm", "lr")}
+    numbers = {f"{step}/{name}": 2.0 for step in range(2) for name in ("loss", "tokens", "grad_norm", "lr")}
     numbers |= {"end/accuracy": 0.5, "end/load[0]": 1.0, "end/load[1]": 1.0}
     tensors = {"start/model/a": torch.ones(2), "start/model/b": torch.ones(1)}
     for step in range(2):
@@ -118,16 +118,16 @@ def test_other_names_are_listed_up_to_three() -> None:
 
 
 def test_the_list_of_compared_values_counts_them() -> None:
+    numbers = "loss and its terms, number of tokens, gradient norm, learning rate"
+    gradients = "1 gradients before the optimizer's step, and its updates from equal gradients"
+    equal = "and bitwise equality of values that several ranks have"
     assert compared(two_steps()) == (
-        "2 steps: loss, gradient norm, learning rate, 1 gradients before the optimizer's step, and its updates from "
-        "equal gradients, 1 tensors of its state, 1 buffers and frozen parameters, the series accuracy, load, and "
-        "bitwise equality of values that several ranks have"
+        f"2 steps: {numbers}, {gradients}, 1 tensors of its state, 1 buffers and frozen parameters, "
+        f"the series accuracy, load, {equal}"
     )
     bare = Measurement({"0/loss": 1.0}, {"0/gradients/a": torch.ones(1), "0/model/a": torch.ones(1)})
     assert compared(bare) == (
-        "1 steps: loss, gradient norm, learning rate, 1 gradients before the optimizer's step, and its updates from "
-        "equal gradients, no optimizer state, no metrics, no evaluation, and bitwise equality of values that several "
-        "ranks have"
+        f"1 steps: {numbers}, {gradients}, no optimizer state, no metrics, no evaluation, {equal}"
     )
 
 
@@ -247,7 +247,7 @@ def test_disagreements_are_in_the_order_of_computation() -> None:
         "end/x",
     ]  # fmt: skip
     assert merged.numbers["0/loss"] == 1.0  # the first rank's
-    assert when("end/x") == (math.inf, 6)
+    assert when("end/x") == (math.inf, 7)
 
 
 def test_shards_of_different_sizes_disagree() -> None:

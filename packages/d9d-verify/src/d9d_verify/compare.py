@@ -86,8 +86,8 @@ def compared(reference: Measurement) -> str:
     series = sorted(name.removeprefix("end/") for name in reference.numbers if name.startswith("end/"))
     named = sorted({name.partition("[")[0] for name in series})
     parts = [
-        f"{reference.steps} steps: loss, gradient norm, learning rate, {len(tensors['gradients'])} gradients before "
-        "the optimizer's step, and its updates from equal gradients",
+        f"{reference.steps} steps: loss and its terms, number of tokens, gradient norm, learning rate, "
+        f"{len(tensors['gradients'])} gradients before the optimizer's step, and its updates from equal gradients",
         f"{len(state)} tensors of its state" if state else "no optimizer state",
         f"{len(buffers)} buffers and frozen parameters" if buffers else "",
         f"the series {', '.join(named)}" if named else "no metrics, no evaluation",
@@ -124,6 +124,7 @@ def _described(deviation: Deviation, limits: Limits, beyond: Sequence[Deviation]
     name, size, allowed = deviation.name, f"{deviation.size:.1e}", f"{limits.allowed(deviation):.0e}"
     texts: dict[Kind, str] = {
         "loss": f"{name or 'the loss'} is off by {size} (allowed {allowed})",
+        "tokens": f"the number of tokens is off by {size}",
         "grad_norm": f"the gradient norm is off by {size} (allowed {allowed})",
         "angle": f"the gradient of {name}: 1-cos {size} (allowed {allowed})",
         "length": f"the gradient of {name}: length off by {size} (allowed {allowed})",

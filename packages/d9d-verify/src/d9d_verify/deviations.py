@@ -20,7 +20,7 @@ from torch import Tensor
 from d9d_verify.measurement import Measurement
 from d9d_verify.tolerances import compare_directions
 
-Kind = Literal["loss", "grad_norm", "angle", "length", "lr", "update", "weight", "buffer", "state", "series"]
+Kind = Literal["loss", "tokens", "grad_norm", "angle", "length", "lr", "update", "weight", "buffer", "state", "series"]
 
 #: Allowed deviation, in multiples of the largest deviation of a correct run in any step.
 MARGIN = 3.0
@@ -31,15 +31,15 @@ FLOORS: Mapping[torch.dtype, Mapping[Kind, float]] = MappingProxyType(
     {
         torch.float32: MappingProxyType(
             {
-                "loss": 5e-6, "grad_norm": 1e-5, "angle": 1e-9, "length": 1e-5, "lr": 1e-12, "update": 2e-4,
-                "weight": 1e-6, "buffer": 1e-5, "state": 1e-5, "series": 1e-4,
+                "loss": 5e-6, "tokens": 0.0, "grad_norm": 1e-5, "angle": 1e-9, "length": 1e-5, "lr": 1e-12,
+                "update": 2e-4, "weight": 1e-6, "buffer": 1e-5, "state": 1e-5, "series": 1e-4,
             }
         ),
         # Rounding may send a token to another expert, which can flip the sign of a selection bias's update.
         torch.bfloat16: MappingProxyType(
             {
-                "loss": 1.5e-4, "grad_norm": 2e-3, "angle": 1e-4, "length": 1e-2, "lr": 1e-12, "update": 2e-3,
-                "weight": 1e-5, "buffer": 1.5, "state": 1e-4, "series": 3e-3,
+                "loss": 1.5e-4, "tokens": 0.0, "grad_norm": 2e-3, "angle": 1e-4, "length": 1e-2, "lr": 1e-12,
+                "update": 2e-3, "weight": 1e-5, "buffer": 1.5, "state": 1e-4, "series": 3e-3,
             }
         ),
     }
@@ -105,6 +105,11 @@ def deviations(measured: Measurement, reference: Measurement) -> Iterator[Deviat
     parameters = {name for step in range(reference.steps) for name in reference.under(f"{step}/gradients")}
     for step in range(reference.steps):
         yield Deviation("loss", "", step, _of_number(f"{step}/loss", measured, reference))
+        for name in reference.numbers:
+            if name.startswith(f"{step}/loss/"):
+                term = name.removeprefix(f"{step}/loss/")
+                yield Deviation("loss", f"the loss term {term}", step, _of_number(name, measured, reference))
+        yield Deviation("tokens", "", step, _of_number(f"{step}/tokens", measured, reference))
         yield Deviation("grad_norm", "", step, _of_number(f"{step}/grad_norm", measured, reference))
         found = measured.under(f"{step}/gradients")
         here, there = (_before_clipping(of, step) for of in (measured, reference))
@@ -122,10 +127,10 @@ def deviations(measured: Measurement, reference: Measurement) -> Iterator[Deviat
                 stuck = torch.equal(
                     was[name], now[name]
                 )  # an unchanged buffer is wrong, no matter how small the expected change
-                yield Deviation("buffer", name, step, math.inf if stuck else _distance(now[name], then[name]))
+                yield Deviation("buffer", name, step, math.inf if stuck else distance(now[name], then[name]))
         state = measured.under(f"{step}/optimizer")
         for name, expected in reference.under(f"{step}/optimizer").items():
-            yield Deviation("state", name, step, _distance(state[name], expected, _rounding(expected)))
+            yield Deviation("state", name, step, distance(state[name], expected, _rounding(expected)))
     yield from _of_series(measured, reference)
 
 
@@ -140,7 +145,7 @@ def _of_series(measured: Measurement, reference: Measurement) -> Iterator[Deviat
         filled = [pair for pair in pairs if not (math.isnan(pair[0]) and math.isnan(pair[1]))]
         found, expected = torch.tensor(filled, dtype=torch.float64).reshape(-1, 2).unbind(1)
         kind: Kind = "loss" if series.startswith("eval/") else "series"
-        yield Deviation(kind, series, reference.steps, _distance(found, expected))
+        yield Deviation(kind, series, reference.steps, distance(found, expected))
 
 
 def _of_number(name: str, measured: Measurement, reference: Measurement) -> float:
@@ -160,7 +165,7 @@ def _before_clipping(measured: Measurement, step: int) -> float:
 def _update(name: str, step: int, was: Tensor, now: Tensor, were: Tensor, then: Tensor) -> Iterator[Deviation]:
     """Deviations of an update, and of the weights' length, which shows missing weight decay."""
     update, expected = now.double() - was.double(), then.double() - were.double()
-    yield Deviation("update", name, step, _distance(update, expected, _rounding(then)))
+    yield Deviation("update", name, step, distance(update, expected, _rounding(then)))
     length = (now.double().norm() - then.double().norm()).abs().item() / max(then.double().norm().item(), 1e-30)
     # Allow one element to be rounded the other way.
     spare = 2 * torch.finfo(then.dtype).eps / max(then.numel(), 1)
@@ -175,8 +180,8 @@ def _rounding(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps * largest * math.sqrt(1 + tensor.numel() / 1000)
 
 
-def _distance(actual: Tensor, expected: Tensor, spare: float = 0.0) -> float:
-    """Length of the difference beyond ``spare``, relative to the expected length."""
+def distance(actual: Tensor, expected: Tensor, spare: float = 0.0) -> float:
+    """Relative distance: length of the difference beyond ``spare``, relative to the expected length."""
     length = expected.double().norm().item()
     distance = _net(_difference(actual, expected).norm().item(), spare)
     if distance == 0:

@@ -12,13 +12,14 @@ import torch
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config import ModelConfig, PluginConfig
 from d9d_core.data import DataContext, DataStream
-from d9d_core.errors import BuildError, D9dError, JobError
+from d9d_core.errors import BuildError, D9dError, DataError, JobError
 from d9d_core.grid import AXES
 from d9d_core.job_file.reading import read_yaml
 from d9d_core.job_file.resolve import Selection, select
 from d9d_core.model import Stage
 from d9d_core.plugin import ModelSpec
 from d9d_core.program.placement import checked_programs
+from d9d_core.registry.capabilities import Chosen
 from d9d_core.registry.policy import FOUNDATION
 from d9d_core.registry.registry import REFERENCE
 from d9d_core.schedule import Schedule, count_stages
@@ -152,7 +153,8 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
     ranks = math.lcm(*(layout.data_parallel_size for layout in layouts))
     count, stages = _stages(job, layouts)
 
-    if ranks * microbatch * count > job.batch.size:  # the dataset may be too small for more
+    # Two samples in a microbatch show what one does to the other, if the dataset is large enough for such a batch.
+    if ranks * microbatch * count > job.batch.size and not _has_data(job, selection, ranks * microbatch * count):
         microbatch = 1
     batch = ranks * microbatch * count
     values |= {
@@ -172,6 +174,17 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
         packs = values["evaluation"]["packs"]
         values["evaluation"]["packs"] = 2 if packs == "all" else min(packs, 2)
     return values
+
+
+def _has_data(job: Job, selection: Selection, batch: int) -> bool:
+    """Whether the datasets of training and evaluation have enough samples for a batch of this size."""
+    datasets = [(selection.dataset, job.data), *selection.evaluation]
+    try:
+        for chosen, config in datasets:
+            _open(job, chosen, config, batch, 1)
+    except DataError:
+        return False
+    return True
 
 
 def _length(job: Job, steps: int, batch: int) -> dict[str, Any]:
@@ -301,12 +314,16 @@ def _is_size(value: Any) -> bool:
 
 
 def _facts(job: Job, selection: Selection) -> State:
+    return _open(job, selection.dataset, job.data, job.batch.size, job.microbatch_size).facts
+
+
+def _open(job: Job, chosen: Chosen, config: PluginConfig, batch: int, microbatch: int) -> DataStream:
     context = DataContext(
         seed=job.seed,
-        batch_size=job.batch.size,
-        microbatch_size=job.microbatch_size,
+        batch_size=batch,
+        microbatch_size=microbatch,
         cache_dir=job.run.cache,
         pretrained=job.model.pretrained if isinstance(job.model, ModelConfig) else None,
     )
-    stream: DataStream = instantiate(selection.dataset, job.data, context)
-    return stream.facts
+    stream: DataStream = instantiate(chosen, config, context)
+    return stream

@@ -117,34 +117,45 @@ class Witness:
             fill(dict(self._stage.named_buffers()), self._guide.under(f"{event.step}/model"))
 
     def _step_ends(self, event: ev.StepEnds) -> None:
-        self.record.numbers[f"{event.step}/loss"] = event.result.loss.item()
-        self.record.numbers[f"{event.step}/grad_norm"] = event.result.grad_norm.item()
+        result = event.result
+        terms = {f"loss/{name}": term for name, term in result.terms.items()} if len(result.terms) > 1 else {}
+        scalars = {"loss": result.loss, **terms, "grad_norm": result.grad_norm, "tokens": result.tokens}
+        self.record.numbers |= {f"{event.step}/{name}": value.item() for name, value in scalars.items()}
 
 
 class Jitter:
-    """Subscriber that perturbs the output of each layer by up to half of the last bit, at random.
+    """Subscriber that perturbs the output of each layer, and each gradient, by up to half of the last bit, at random.
 
     Correct kernels, layouts and summation orders differ by that much, so consequences, such as a token that goes to
-    another expert, are no errors.
+    another expert, or another rounding in the matrix products of Muon, are no errors.
     """
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)  # a separate generator, so that dropout is unchanged
+        self._stage: nn.Module | None = None
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
-        """Subscription to the built model."""
-        return [(ev.ModelReady, self._model_ready)]
+        """Subscriptions to the built model, and to the gradients of each step."""
+        return [(ev.ModelReady, self._model_ready), (ev.OptimizerStepStarts, self._gradients_final)]
 
     def _model_ready(self, event: ev.ModelReady) -> None:
+        self._stage = event.stage
         for module in event.stage.modules():
             if not any(True for _ in module.children()):
                 module.register_forward_hook(self._moved)
 
     def _moved(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return None
-        share = torch.rand(output.shape, generator=self._generator).to(output.device) - 0.5
-        return (output * (1 + share * torch.finfo(output.dtype).eps)).to(output.dtype)
+        return self._perturbed(output) if isinstance(output, Tensor) and output.is_floating_point() else None
+
+    def _gradients_final(self, _event: ev.OptimizerStepStarts) -> None:
+        assert self._stage is not None
+        for parameter in self._stage.parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(self._perturbed(parameter.grad))
+
+    def _perturbed(self, values: Tensor) -> Tensor:
+        share = torch.rand(values.shape, generator=self._generator).to(values.device) - 0.5
+        return (values * (1 + share * torch.finfo(values.dtype).eps)).to(values.dtype)
 
 
 def measure(
@@ -189,7 +200,8 @@ def measure(
     for series, value in trainer.step.statistics.compute().items():
         witness.record.numbers |= _numbers(f"end/{series}", value)
     if trainer.evaluator is not None:
-        witness.record.numbers |= {f"end/{series}": value for series, value in trainer.evaluator.run().items()}
+        with trainer.step.evaluation_weights():
+            witness.record.numbers |= {f"end/{series}": value for series, value in trainer.evaluator.run().items()}
     return witness.record
 
 

@@ -1,8 +1,9 @@
 """Measurements of a job's first steps: records of ranks, merged over all ranks.
 
-Names are paths. Numbers: ``start/max_norm`` of clipping, ``0/loss`` (of step 0), ``0/grad_norm``, ``0/lr``,
-``end/<series>``. Tensors: ``start/model/<name>``, ``0/gradients/<parameter>``, and, after step 0, ``0/model/<name>``
-and ``0/optimizer/<parameter>/<slot>``. ``model`` has parameters and persistent buffers.
+Names are paths. Numbers: ``start/max_norm`` of clipping, ``0/loss`` (of step 0), ``0/loss/<term>`` if there are several
+terms, ``0/tokens``, ``0/grad_norm``, ``0/lr``, ``end/<series>``. Tensors: ``start/model/<name>``,
+``0/gradients/<parameter>``, and, after step 0, ``0/model/<name>`` and ``0/optimizer/<parameter>/<slot>``. ``model`` has
+parameters and persistent buffers.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ class Measurement:
     @property
     def steps(self) -> int:
         """Number of measured steps."""
-        return sum(1 for name in self.numbers if name.endswith("/loss") and name.partition("/")[0].isdecimal())
+        return sum(
+            1 for name in self.numbers if name.partition("/")[2] == "loss" and name.partition("/")[0].isdecimal()
+        )
 
     def series(self, what: str) -> list[float]:
         """Values of ``loss``, ``grad_norm`` or ``lr`` in each step."""
@@ -134,7 +137,7 @@ def read_all(directory: Path, ranks: int) -> Measurement:
 def when(name: str) -> tuple[float, int]:
     """Sort key of a name in the order of computation: by step, then gradients before updates."""
     step, _, rest = name.partition("/")
-    order = ("loss", "grad_norm", "gradients", "lr", "model", "optimizer")
+    order = ("loss", "tokens", "grad_norm", "gradients", "lr", "model", "optimizer")
     kind = rest.partition("/")[0]
     place = order.index(kind) if kind in order else len(order)
     return (-1.0 if step == "start" else float(step) if step.isdecimal() else float("inf")), place

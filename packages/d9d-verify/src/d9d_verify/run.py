@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from d9d_core.errors import D9dError, JobError, TrainingError
+from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.job import Job
 from d9d_engine.launch.agent import run_module
 
 from d9d_verify.compare import Verdict, compare, compared
-from d9d_verify.deviations import Limits
+from d9d_verify.deviations import Deviation, Limits, distance
 from d9d_verify.layouts import (
     REFERENCE_LAYOUT,
     Layout,
@@ -87,23 +88,57 @@ def verify(
                 continue
             limits = Limits.of(narrowest_dtype(mine), reference, sound)
             verdict = compare(layout.name, measured, reference, limits)
-            if verdict.passed and steps > 1 and (problem := unlike_saved(here / "checkpoints", measured, reference)):
-                verdict = replace(verdict, diverged=(steps // 2 - 1, problem))
+            if verdict.passed and steps > 1:
+                saved, expected = (_checkpoint(at / "checkpoints") for at in (here, directory / "reference"))
+                problem = unlike_saved(saved, measured, reference) or unlike_state(saved, expected, limits)
+                if problem is not None:
+                    verdict = replace(verdict, diverged=(steps // 2 - 1, problem))
             verdicts.append(verdict)
         note(f"compared: {compared(reference)}; {_settings(directory / 'reference', steps)}")
     return verdicts
 
 
-def unlike_saved(directory: Path, measured: Measurement, reference: Measurement) -> str | None:
-    """Check the checkpoint that a layout saved half-way; return a problem, or ``None``."""
-    checkpoint = CheckpointStore(directory).newest(lambda _text: None)
+def _checkpoint(directory: Path) -> Checkpoint | None:
+    return CheckpointStore(directory).newest(lambda _text: None)
+
+
+def _tensors(checkpoint: Checkpoint, scope: str) -> dict[str, torch.Tensor]:
+    """Full tensors of a checkpoint whose names begin with a scope."""
+    table = {name: entry for name, entry in checkpoint.manifest["tensors"].items() if name.startswith(scope)}
+    saved = {name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"])) for name, entry in table.items()}
+    checkpoint.load_into(saved, scope)
+    return saved
+
+
+def unlike_state(saved: Checkpoint | None, expected: Checkpoint | None, limits: Limits) -> str | None:
+    """Compare the rest of a layout's checkpoint with the reference's; return a problem, or ``None``.
+
+    The position in the data and the counters must be equal, the state of metrics equal up to rounding.
+    """
+    if saved is None or expected is None:
+        return "no checkpoint was saved"
+    mine, theirs = saved.values(), expected.values()
+    for name in ("data", "skipped", "skips"):
+        if mine.get(name) != theirs.get(name):
+            return f"the checkpoint of step {saved.step} has {name}: {mine.get(name)}, expected {theirs.get(name)}"
+    metrics, others = _tensors(saved, "metrics/"), _tensors(expected, "metrics/")
+    if metrics.keys() != others.keys():
+        return f"the checkpoint of step {saved.step} has the metrics {sorted(metrics)}, expected {sorted(others)}"
+    for name, tensor in others.items():
+        deviation = Deviation("series", name.split("/")[1], saved.step, distance(metrics[name], tensor))
+        if not deviation.size <= (allowed := limits.allowed(deviation)):
+            return (
+                f"{name} in the checkpoint of step {saved.step} is off by {deviation.size:.1e} (allowed {allowed:.0e})"
+            )
+    return None
+
+
+def unlike_saved(checkpoint: Checkpoint | None, measured: Measurement, reference: Measurement) -> str | None:
+    """Compare weights and optimizer state in a checkpoint with the trained values; return a problem, or ``None``."""
     if checkpoint is None:
         return "no checkpoint was saved"
     step = checkpoint.step - 1
-    table = {n: e for n, e in checkpoint.manifest["tensors"].items() if n.startswith(("model/", "optimizer/"))}
-    saved = {name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"])) for name, entry in table.items()}
-    for scope in ("model/", "optimizer/"):
-        checkpoint.load_into({name: tensor for name, tensor in saved.items() if name.startswith(scope)}, scope)
+    saved = _tensors(checkpoint, "model/") | _tensors(checkpoint, "optimizer/")
     trained = reference.under(f"{step}/gradients")
     for name, tensor in saved.items():
         parameter = name.removeprefix("model/")
