@@ -16,11 +16,11 @@ from d9d_engine.job import Job
 from d9d_verify import worker
 from d9d_verify.command import _print, app, verify_job
 from d9d_verify.compare import Verdict, compare, compared
-from d9d_verify.deviations import Limits
+from d9d_verify.deviations import FLOORS, Limits
 from d9d_verify.layouts import REFERENCE_LAYOUT, Layout, layout_values, own_layout, parse_layout
 from d9d_verify.measure import Jitter, Rate, _backwards, _here, _numbers
 from d9d_verify.measurement import Measurement, Record, fill, read_all, when
-from d9d_verify.run import _job, _settings, launch_processes, narrowest_dtype
+from d9d_verify.run import _job, _settings, launch_processes, narrowest_dtype, unlike_saved, unlike_state
 from torch import nn
 from typer.testing import CliRunner
 
@@ -478,3 +478,49 @@ def test_a_jobs_own_layout_is_verified_with_at_most_the_given_ranks(monkeypatch:
     assert given == [(own, [{"pp": 2}], 3)]
     with pytest.raises(JobError, match="--max-ranks"):
         verify_job(own, [], 3, 1, as_json=True)
+
+
+def saved(**changes: Any) -> Any:
+    """Stand-in of a checkpoint: values, and tensors of a metric."""
+    values = {"data": {"pack": 2}, "skipped": 0, "skips": {"total": 0}, "tokens": 5, **changes.get("values", {})}
+    tensors = {"metrics/loss/sum": torch.tensor([3.0, 4.0]), "model/a": torch.ones(1), **changes.get("tensors", {})}
+
+    def load_into(wanted: dict[str, torch.Tensor], _scope: str) -> None:
+        for name, tensor in wanted.items():
+            tensor.copy_(tensors[name])
+
+    table = {name: {"shape": list(tensor.shape), "dtype": "float32"} for name, tensor in tensors.items()}
+    return SimpleNamespace(step=2, values=lambda: values, manifest={"tensors": table}, load_into=load_into)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"values": {"data": {"pack": 3}}}, "the checkpoint of step 2 has data: {'pack': 3}, expected {'pack': 2}"),
+        ({"values": {"skipped": 1}}, "the checkpoint of step 2 has skipped: 1, expected 0"),
+        (
+            {"values": {"skips": {"total": 1}}},
+            "the checkpoint of step 2 has skips: {'total': 1}, expected {'total': 0}",
+        ),
+        ({"values": {"tokens": 7}}, None),  # verify counts no tokens of its own
+        ({"tensors": {"metrics/loss/sum": torch.tensor([3.0, 4.0004])}}, None),
+        (
+            {"tensors": {"metrics/loss/sum": torch.tensor([3.0, 5.0])}},
+            "metrics/loss/sum in the checkpoint of step 2 is off by 2.0e-01 (allowed 1e-04)",
+        ),
+        (
+            {"tensors": {"metrics/new/sum": torch.ones(1)}},
+            "the checkpoint of step 2 has the metrics ['metrics/loss/sum', 'metrics/new/sum'], expected "
+            "['metrics/loss/sum']",
+        ),
+    ],
+)
+def test_a_saved_position_counter_or_metric_that_differs_is_named(changes: Any, said: str | None) -> None:
+    limits = Limits(FLOORS[torch.float32], {})
+    assert unlike_state(saved(**changes), saved(), limits) == said
+
+
+def test_a_layout_that_saves_nothing_is_wrong() -> None:
+    assert unlike_state(None, saved(), Limits(FLOORS[torch.float32], {})) == "no checkpoint was saved"
+    assert unlike_saved(None, two_steps(), two_steps()) == "no checkpoint was saved"

@@ -154,8 +154,9 @@ class Jitter:
                 parameter.grad.copy_(self._perturbed(parameter.grad))
 
     def _perturbed(self, values: Tensor) -> Tensor:
-        share = torch.rand(values.shape, generator=self._generator).to(values.device) - 0.5
-        return (values * (1 + share * torch.finfo(values.dtype).eps)).to(values.dtype)
+        # In float32, 1 + share * eps would be rounded down to 1 or below.
+        share = torch.rand(values.shape, generator=self._generator, dtype=torch.float64).to(values.device) - 0.5
+        return (values.double() * (1 + share * torch.finfo(values.dtype).eps)).to(values.dtype)
 
 
 def measure(
