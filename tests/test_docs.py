@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import re
+import tomllib
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -192,3 +193,12 @@ def test_the_environment_of_a_clone_has_what_the_pages_install() -> None:
     names = {word.strip("\"'").partition("[")[0] for one in wanted for word in one.split() if not word.startswith("-")}
     missing = {name for name in names - {"acme"} if importlib.util.find_spec(name.replace("-", "_")) is None}
     assert not missing
+
+
+def test_the_levels_of_tests_are_explained_with_their_files() -> None:
+    markers = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]["ini_options"]["markers"]
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    levels, files = text.split("| marker | tests |")[1].split("| marker | files |")
+    for marker in (marker.partition(":")[0] for marker in markers):
+        assert f"`{marker}`" in levels, marker
+        assert f"| `{marker}` |" in files, marker
