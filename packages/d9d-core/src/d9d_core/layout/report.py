@@ -50,6 +50,6 @@ def check_layout(job: BaseJob, selection: Parts, registry: Registry, world_size:
 
 
 def _where(document: Document, location: Location) -> str:
-    """Place of a layout's problem. Fields of a section depend on each other, so an override of any is named first."""
-    given = document.where(location[:1], whole=True)
-    return given if given.startswith("--set") else document.where(location)
+    """Place of a layout's problem. Sizes of the batch depend on each other, so an override of any is named first."""
+    given = document.where(location[:1], whole=True) if location[0] == "batch" else ""
+    return given if given.startswith("--set") else document.where(location, whole=True)
