@@ -114,5 +114,5 @@ def deviation(name: str, left: _Tensors, right: _Tensors, on_bytes: Callable[[in
             gap[(wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan())] = 0.0
             if a.dtype == b.dtype and not a.dtype.is_floating_point:
                 gap[(a != b) & (gap == 0.0)] = 1.0
-            largest = max(largest, gap.nan_to_num(nan=math.inf).max().item())
+            largest = max(largest, gap.nan_to_num(nan=math.inf, posinf=math.inf).max().item())
     return largest
