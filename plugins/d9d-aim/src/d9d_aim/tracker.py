@@ -65,7 +65,7 @@ class AimTracker:
             if self._config.lost_run == "off":
                 raise PluginError(f"{text}; set 'lost_run: new' of the tracker 'aim' to go on in a new run") from error
         with suppress(OSError):
-            print(f"warning: {text}; a new run replaces it", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"warning: {text}; a new run replaces it", file=sys.stderr)  # noqa: T201
         return None
 
     def _run(self, repo: aim.Repo, **arguments: Any) -> aim.Run:

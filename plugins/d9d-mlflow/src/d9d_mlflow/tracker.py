@@ -79,7 +79,7 @@ class MlflowTracker:
                     "go on in a new run"
                 )
             with suppress(OSError):
-                print(f"warning: {text}; a new run replaces it", file=sys.stderr, flush=True)  # noqa: T201
+                print(f"warning: {text}; a new run replaces it", file=sys.stderr)  # noqa: T201
             return None
         client.update_run(run_id, status="RUNNING")
         # MLflow cannot remove points, so points after the checkpoint stay, and are not written a second time.

@@ -82,7 +82,7 @@ class WandbTracker:
         if self._config.lost_run == "off":
             raise PluginError(f"{text}; set 'lost_run: new' of the tracker 'wandb' to go on in a new run")
         with suppress(OSError):
-            print(f"warning: {text}; a new run replaces it", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"warning: {text}; a new run replaces it", file=sys.stderr)  # noqa: T201
 
     def _init(self, run: RunInfo, directory: Path, run_id: str, resume: Literal["never", "allow", "must"]) -> wandb.Run:
         config = self._config
