@@ -144,27 +144,18 @@ class Recorder:
             self.failures.setdefault(name, (report.nodeid.rpartition("::")[2], report.longreprtext))
 
 
-def run(kinds: Sequence[str]) -> Recorder:
-    """Run the suites on all faults of the given kinds."""
+def run(kinds: Sequence[str], *options: str) -> Recorder:
+    """Run the suites on all faults of the given kinds, with further options of pytest."""
     recorder = Recorder()
     with tempfile.TemporaryDirectory(prefix="d9d-suite-faults-") as directory:
         file = Path(directory) / "test_collected.py"
         file.write_text(COLLECTED.format(tool=str(Path(__file__).resolve()), kinds=list(kinds)))
         config = Path(directory) / "pytest.ini"
         config.write_text("[pytest]\nmarkers =\n    smoke\n")
-        options = [
-            "-q",
-            "-q",
-            "--no-header",
-            "--no-summary",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "-W",
-            "ignore",
-        ]
-        pytest.main([str(file), "-c", str(config), *options], plugins=[recorder])
+        # Imported anew by each call: the module is not found by its name.
+        fixed = ["-q", "-q", "--no-header", "--no-summary", "--import-mode=importlib", "-W", "ignore"]
+        plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+        pytest.main([str(file), "-c", str(config), *fixed, *plugins, *options], plugins=[recorder])
     return recorder
 
 

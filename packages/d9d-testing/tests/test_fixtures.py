@@ -11,8 +11,6 @@ from d9d_core.plugin import Ref, TaskSpec, hookimpl
 from d9d_core.registry.loader import discover
 from d9d_core.registry.registry import Registry
 
-pytestmark = pytest.mark.suites
-
 
 @hookimpl
 def d9d_tasks() -> Iterator[TaskSpec]:

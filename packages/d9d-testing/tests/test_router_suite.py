@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from d9d_testing.suites.moe.router import RouterSuite
 
-pytestmark = pytest.mark.suites
-
 ROUTERS = Path(__file__).parent / "faults" / "implementations" / "broken_routers.py"
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from d9d_testing.suites.schedule import ScheduleSuite
 
-pytestmark = pytest.mark.suites
-
 PLUGIN = str(Path(__file__).parent / "faults" / "implementations" / "broken_schedules.py")
 
 

@@ -13,8 +13,6 @@ from d9d_testing.layouts import Harness, assert_passed
 from d9d_testing.suites.strategy import StrategySuite
 from d9d_verify.layouts import Layout
 
-pytestmark = pytest.mark.suites
-
 PLUGIN = str(Path(__file__).parent / "faults" / "implementations" / "broken_strategies.py")
 
 

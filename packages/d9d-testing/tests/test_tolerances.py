@@ -13,8 +13,6 @@ from d9d_testing.tolerances import (
     tolerance,
 )
 
-pytestmark = pytest.mark.suites
-
 LIMIT = Tolerance(rtol=0, atol=0, angle=1e-3, norm=1e-3)
 EAST, NORTH = torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 5.0]])
 

@@ -15,8 +15,6 @@ from d9d_testing.toy.config import ToyModelConfig
 from d9d_testing.toy.model import ToyModel, build
 from torch import nn
 
-pytestmark = pytest.mark.suites
-
 CONFIG = ToyModelConfig(blocks=5)
 
 

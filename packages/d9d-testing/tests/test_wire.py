@@ -11,8 +11,6 @@ from d9d_testing.world import wire
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.suites
-
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool]
 
 

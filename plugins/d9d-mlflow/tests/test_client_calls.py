@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from d9d_mlflow import tracker as module
 from d9d_mlflow.config import MlflowConfig
 from d9d_mlflow.tracker import MlflowRun, MlflowTracker, _folder, _name
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
+from mlflow.protos.databricks_pb2 import REQUEST_LIMIT_EXCEEDED, RESOURCE_DOES_NOT_EXIST
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -59,13 +61,15 @@ class Client:
         return [SimpleNamespace(step=step, timestamp=at) for step, at in self.points[name]]
 
     def log_batch(self, run: str, params: Any = (), metrics: Any = ()) -> None:
-        self.calls.append(("batch", run, len(params) or [(m.key, m.value, m.timestamp, m.step) for m in metrics]))
+        points = [(m.key, m.value, m.timestamp, m.step) for m in metrics]
+        self.calls.append(("batch", run, [(p.key, p.value) for p in params] or points))
 
     def log_text(self, run: str, text: str, file: str) -> None:
         self.calls.append(("text", run, text, file))
 
     def log_artifact(self, run: str, path: str, folder: str) -> None:
-        self.calls.append(("artifact", run, Path(path).name, folder))
+        content = Path(path).read_bytes() if Path(path).exists() else b""
+        self.calls.append(("artifact", run, Path(path).name, folder, content[:4]))
 
     def update_run(self, run: str, status: str) -> None:
         self.calls.append(("update", run, status))
@@ -81,7 +85,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
     def run(client: Client, config: MlflowConfig, state: Any = None, resumed: int = 0, **facts: Any) -> Any:
         monkeypatch.setattr(module, "MlflowClient", client)
         monkeypatch.setattr(module, "_make_store", lambda path: client.calls.append(("store", path)))
-        info = RunInfo("mine", tmp_path / "run", "of a test", {"steps": 10}, 10, resumed, **facts)
+        info = RunInfo("mine", tmp_path / "runs" / "mine", "of a test", {"steps": 10}, 10, resumed, **facts)
         return MlflowTracker(config).open(info, state)
 
     return run
@@ -90,13 +94,14 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
 def test_a_new_run_has_an_experiment_tags_and_parameters(opened: Any, tmp_path: Path) -> None:
     client = Client()
     opened(client, MlflowConfig(experiment="e"), hparams={"lr": 0.1}, tags=("a",))
-    directory = tmp_path / "run"
+    directory = tmp_path / "runs" / "mine"
+    assert directory.is_dir()
     assert client.uri == f"sqlite:///{directory / 'mlflow.db'}"
     assert client.calls == [
         ("store", directory / "mlflow.db"),
         ("experiment", "e", (directory / "mlflow-artifacts").as_uri()),
         ("run", "new", "mine", {"mlflow.note.content": "of a test", "a": "true"}),
-        ("batch", "r", 2),
+        ("batch", "r", [("lr", "0.1"), ("job/steps", "10")]),
     ]
 
 
@@ -107,7 +112,7 @@ def test_a_server_keeps_its_experiment_and_places_artifacts_itself(opened: Any, 
         assert client.uri == "http://host"
     assert [call[:2] for call in there.calls] == [("run", "old"), ("batch", "r")]
     assert missing.calls[0] == ("experiment", "d9d", None)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_store_that_fails_or_lacks_its_experiment_is_named(opened: Any) -> None:
@@ -164,20 +169,68 @@ def test_calls_have_at_most_1000_metrics_and_100_parameters() -> None:
     assert sizes == [1000, 1, 100, 1]
 
 
+def test_a_parameter_has_at_most_6000_characters() -> None:
+    client = Client()
+    run = MlflowRun(client, "r", {})  # type: ignore[arg-type]
+    run.write_parameters({"long": "x" * 6001, "list": [1, 2], "a": {"b:c": None}})
+    assert client.calls == [("batch", "r", [("long", "x" * 6000), ("list", "[1, 2]"), ("a/b_x3a_c", "null")])]
+
+
+def test_without_earlier_points_the_clock_alone_gives_the_times(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "time", lambda: 0.0)
+    for state, resumed in ((None, 0), ({"run_id": "r"}, 3)):
+        client = Client("active")
+        opened(client, MlflowConfig(tracking_uri="u"), state, resumed).write(4, {"loss": 1.0})
+        assert client.calls[-1] == ("batch", "r", [("loss", 1.0, 0, 4)])
+
+
+def test_another_failure_of_the_server_is_not_taken_for_a_lost_run(opened: Any) -> None:
+    client = Client("active")
+    client.failure = MlflowException("too many requests", error_code=REQUEST_LIMIT_EXCEEDED)
+    with pytest.raises(PluginError, match="the MLflow store u does not work: .*too many requests"):
+        opened(client, MlflowConfig(tracking_uri="u", lost_run="new"), {"run_id": "old"}, 3)
+
+
+def test_a_store_gets_its_name_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Path] = []
+    disposed: list[bool] = []
+
+    def made(uri: str, artifacts: str) -> Any:
+        path = Path(uri.removeprefix("sqlite:///"))
+        begun.append(path)
+        assert not artifacts.startswith("sqlite")
+        assert list(tmp_path.iterdir()) == [tmp_path / "other"]
+        path.write_text("tables")
+        return SimpleNamespace(engine=SimpleNamespace(dispose=lambda: disposed.append(path.exists())))
+
+    library = SimpleNamespace(SqlAlchemyStore=made)
+    monkeypatch.setitem(sys.modules, "mlflow.store.tracking.sqlalchemy_store", library)
+    (tmp_path / "other").write_text("")
+    (tmp_path / ".mlflow.db.begun-00000000").write_text("of a process that died")
+    for _ in range(2):  # the second time it is there
+        module._make_store(tmp_path / "mlflow.db")
+    assert len(begun) == 1
+    assert re.fullmatch(r"\.mlflow\.db\.begun-[0-9a-f]{8}", begun[0].name)
+    assert disposed == [True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "other"]
+    assert (tmp_path / "mlflow.db").read_text() == "tables"
+
+
 def test_texts_tables_and_files_are_artifacts_by_series_and_step(tmp_path: Path) -> None:
     client = Client()
     run = MlflowRun(client, "r", {})  # type: ignore[arg-type]
     run.write_texts(3, {"a/7.txt": "text"})
     table = Table(torch.tensor([[1.0, math.nan]]), row="layer", column="expert", unit="load")
     run.write_tables(3, {"load": table})
+    (tmp_path / "job.yaml").write_text("steps: 3")
     run.write_files(3, {"job": tmp_path / "job.yaml"})
     run.write_pictures(3, {"p": torch.zeros(2, 2, 3, dtype=torch.uint8)})
     content = {"columns": ["layer", "expert 0", "expert 1"], "data": [["0", 1.0, None]]}
     assert client.calls == [
         ("text", "r", "text", "texts/a/7_x2e_txt/3.txt"),
         ("text", "r", json.dumps(content), "tables/load/3.json"),
-        ("artifact", "r", "job.yaml", "files/job/3"),
-        ("artifact", "r", "3.png", "pictures/p"),
+        ("artifact", "r", "job.yaml", "files/job/3", b"step"),
+        ("artifact", "r", "3.png", "pictures/p", b"\x89PNG"),
     ]
 
 
