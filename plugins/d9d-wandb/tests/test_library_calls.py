@@ -118,6 +118,45 @@ def test_without_files_the_server_says_where_a_run_was(opened: Any, files: Any) 
     assert run._run.logged == [({"loss": 2.0, "text (number)": 1.0, "step": 7}, 4)]
 
 
+def test_files_are_artifacts_named_by_run_and_series(
+    files: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Artifact:
+        def __init__(self, name: str, type: str) -> None:  # noqa: A002 - the library's
+            self.name, self.kind, self.added = name, type, list[str]()
+
+        def add_file(self, path: str) -> None:
+            self.added.append(path)
+
+    monkeypatch.setattr(module.wandb, "Artifact", Artifact)
+    run, made = written(files)
+    logged: list[Artifact] = []
+    made.log_artifact = logged.append  # type: ignore[attr-defined]
+    run.write_files(3, {"job/a b_c.d-e": tmp_path / "job.yaml"})
+    ((one),) = logged
+    assert (one.name, one.kind, one.added) == ("i-job-a-b_c.d-e", "file", [str(tmp_path / "job.yaml")])
+    run.close("finished")
+    with pytest.raises(ValueError, match="the run is closed"):
+        run.write_files(4, {})
+
+
+def test_values_of_each_kind_are_in_the_library_s_classes(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.wandb, "Histogram", lambda np_histogram: [part.tolist() for part in np_histogram])
+    monkeypatch.setattr(module.wandb, "Image", lambda picture: picture.tolist())
+    monkeypatch.setattr(module.wandb, "Table", lambda columns, data: (columns, data))
+    run, made = written(files)
+    run.write_histograms(1, {"h": Histogram(torch.tensor([1.0, 3.0]), -1.0, 2.0)})
+    run.write_pictures(2, {"p": torch.tensor([[[1, 2, 3]]], dtype=torch.uint8)})
+    run.write_tables(3, {"t": Table(torch.tensor([[1.0, 2.0]]), row="layer", column="expert")})
+    run.write(4, {"h": 1.0, "p": 1.0, "t": 1.0})
+    assert made.logged == [
+        ({"h": [[1.0, 3.0], [-1.0, 0.5, 2.0]], "step": 1}, 0),
+        ({"p": [[[1, 2, 3]]], "step": 2}, 1),
+        ({"t": (["layer", "expert 0", "expert 1"], [["0", 1.0, 2.0]]), "step": 3}, 2),
+        ({"h (number)": 1.0, "p (number)": 1.0, "t (number)": 1.0, "step": 4}, 3),
+    ]
+
+
 def test_a_lost_run_is_an_error_or_replaced(opened: Any, files: Any, capsys: pytest.CaptureFixture[str]) -> None:
     gone = {"state": {"id": "old"}, "resumed": 5}
     with pytest.raises(PluginError, match="the files of the wandb run 'old' of this job are no longer in"):

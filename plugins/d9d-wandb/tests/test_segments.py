@@ -52,3 +52,53 @@ def test_a_file_that_grows_is_read_from_where_it_ended(tmp_path: Path, monkeypat
         found += segment.rows()
     assert [(row["step"], row["t"]) for row in found] == list(enumerate(texts))
     assert read[-1] == 0
+
+
+def test_rows_have_nested_and_plain_names_and_other_records_are_passed_over(tmp_path: Path) -> None:
+    items = [
+        HistoryItem(key="plain", value_json="1.5"),
+        HistoryItem(nested_key=["h", "_type"], value_json='"histogram"'),
+        HistoryItem(nested_key=["h", "bins", "0"], value_json="2"),
+    ]
+    other, row = Record(uuid="u"), Record(history=HistoryRecord(item=items))
+    (path := tmp_path / "run.wandb").write_bytes(written([other.SerializeToString(), row.SerializeToString()]))
+    assert list(Segment(path).rows()) == [{"plain": 1.5, "h": {"_type": "histogram", "bins/0": 2}}]
+    assert list(Segment(tmp_path / "none.wandb").rows()) == []
+
+
+def test_segments_of_a_run_are_found_in_the_order_of_their_starts(tmp_path: Path) -> None:
+    names = [
+        "offline-run-2026_2-abc",
+        "offline-run-2026_1-abc",
+        "run-2025_1-abc",
+        "offline-run-2026_1-abcd",
+        "other-abc",
+    ]
+    for name in names:
+        (folder := tmp_path / "wandb" / name).mkdir(parents=True)
+        (folder / "run-abc.wandb").write_bytes(b"")
+    found = [path.parent.name for path in segments.find_segments(tmp_path, "abc")]
+    assert found == [
+        "offline-run-2026_1-abc", "offline-run-2026_1-abcd", "offline-run-2026_2-abc", "run-2025_1-abc",
+    ]  # fmt: skip
+    assert segments.find_segments(tmp_path, "ab") == []
+
+
+def test_files_have_settled_when_their_sizes_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path := tmp_path / "a").write_bytes(b"")
+    slept: list[float] = []
+    growths = 2
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) <= growths:
+            path.write_bytes(bytes(len(slept)))
+
+    monkeypatch.setattr(segments.time, "sleep", sleep)
+    monkeypatch.setattr(segments.time, "monotonic", lambda: sum(slept))
+    segments.wait_until_settled([path])
+    assert slept == [1.1, 1.1, 1.1]  # it grew twice; the third wait shows that it settled
+    slept.clear()
+    growths = 1000
+    segments.wait_until_settled([path], seconds=1.0, most=3.0)
+    assert slept == [1.0, 1.0, 1.0]
