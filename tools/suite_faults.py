@@ -148,11 +148,11 @@ def run(kinds: Sequence[str], *options: str) -> Recorder:
     """Run the suites on all faults of the given kinds, with further options of pytest."""
     recorder = Recorder()
     with tempfile.TemporaryDirectory(prefix="d9d-suite-faults-") as directory:
-        file = Path(directory) / "test_collected.py"
+        # A name of its own, because a module with a known name is not imported again.
+        file = Path(directory) / f"test_{Path(directory).name.replace('-', '_')}.py"
         file.write_text(COLLECTED.format(tool=str(Path(__file__).resolve()), kinds=list(kinds)))
         config = Path(directory) / "pytest.ini"
         config.write_text("[pytest]\nmarkers =\n    smoke\n")
-        # Imported anew by each call: the module is not found by its name.
         fixed = ["-q", "-q", "--no-header", "--no-summary", "--import-mode=importlib", "-W", "ignore"]
         plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
         pytest.main([str(file), "-c", str(config), *fixed, *plugins, *options], plugins=[recorder])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_testing.hostile.files import damage, edit_header
+from d9d_testing.hostile.files import damage, damage_checkpoint, edit_header
 from hypothesis import find, settings
 from hypothesis import strategies as st
 
@@ -71,3 +72,80 @@ def test_the_header_of_safetensors_keeps_what_follows_it(tmp_path: Path) -> None
     answers = iter([{"b": 1}, 3])
     edit_header(lambda _strategy: next(answers), path)
     assert path.read_bytes() == (3).to_bytes(8, "little") + b'{"b": 1}' + b"data"
+
+
+def scripted(*answers: Any) -> Any:
+    """Function that draws the given answers in turn."""
+    left = iter(answers)
+    return lambda _strategy: next(left)
+
+
+def checkpoints(directory: Path) -> Path:
+    for step in (1, 2):
+        folder = directory / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text('{"a": 1}')
+        (folder / "manifest.json").write_text(json.dumps({"files": {"run.json": {}}, "sha256": "old"}))
+    return directory
+
+
+def sealed(folder: Path) -> bool:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    own = manifest.pop("sha256")
+    return bool(own == hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest())
+
+
+def test_a_damaged_manifest_has_a_valid_checksum_of_its_own(tmp_path: Path) -> None:
+    root = checkpoints(tmp_path / "checkpoints")
+    said = damage_checkpoint(scripted(root / "step-2", "manifest", {"files": {}, "sha256": "x"}), root, tmp_path)
+    assert said == "manifest of step-2"
+    assert json.loads((root / "step-2" / "manifest.json").read_text())["files"] == {}
+    assert sealed(root / "step-2")
+    assert not sealed(root / "step-1")
+    damage_checkpoint(scripted(root / "step-1", "manifest", ["no mapping"]), root, tmp_path)
+    assert json.loads((root / "step-1" / "manifest.json").read_text()) == ["no mapping"]
+
+
+def test_consistent_damage_has_valid_checksums_everywhere(tmp_path: Path) -> None:
+    root = checkpoints(tmp_path / "checkpoints")
+    file = root / "step-1" / "run.json"
+    said = damage_checkpoint(scripted(root / "step-1", "consistent", file, {"a": 12}), root, tmp_path)
+    assert said == "consistent of step-1"
+    assert file.read_text() == '{"a": 12}'
+    facts = {"bytes": 9, "sha256": hashlib.sha256(b'{"a": 12}').hexdigest()}
+    assert json.loads((root / "step-1" / "manifest.json").read_text())["files"] == {"run.json": facts}
+    assert sealed(root / "step-1")
+
+
+@pytest.mark.parametrize("way", ["copy", "move", "file", "link", "folder"])
+def test_names_of_checkpoints_may_change(tmp_path: Path, way: str) -> None:
+    root = checkpoints(tmp_path / "checkpoints")
+    said = damage_checkpoint(scripted(root / "step-1", "names", way, "step-99"), root, tmp_path)
+    assert said == f"{way} of step-1 as step-99"
+    made = root / "step-99"
+    assert (root / "step-1").exists() == (way != "move")
+    assert made.is_symlink() == (way == "link")
+    assert made.is_file() == (way == "file")
+    found = sorted(path.name for path in made.iterdir()) if made.is_dir() else None
+    assert found == {"copy": ["manifest.json", "run.json"], "move": ["manifest.json", "run.json"],
+                     "link": ["manifest.json", "run.json"], "file": None, "folder": []}[way]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["bytes", "cut", "link", "device", "pipe", "gone", "empty", "folder"])
+def test_each_way_damages_the_file_alone(tmp_path: Path, way: str) -> None:
+    directory = tmp_path / "files"
+    directory.mkdir()
+    (file := directory / "a.bin").write_bytes(CONTENT)
+    (directory / "b.bin").write_bytes(CONTENT)
+    (tmp_path / "outside").write_bytes(b"outside")
+    answers = (3, 255) if way == "bytes" else (3,)
+    assert damage(scripted(file, way, *answers), directory, tmp_path / "outside") == f"{way} of a.bin"
+    assert (directory / "b.bin").read_bytes() == CONTENT
+    assert file.is_fifo() == (way == "pipe")
+    assert file.is_dir() == (way == "folder")
+    assert file.exists() == (way != "gone")
+    targets = {"link": tmp_path / "outside", "device": Path("/dev/zero")}
+    assert (file.readlink() if file.is_symlink() else None) == targets.get(way)
+    contents = {"bytes": b"012\xff456789", "cut": b"012", "empty": b""}
+    if way in contents:
+        assert file.read_bytes() == contents[way]

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("d9d_moe", reason="the suite is for plugins that build on d9d-moe")
 from d9d_testing.suites.moe.dispatcher import DispatcherSuite
 
-pytestmark = pytest.mark.suites
+pytestmark = pytest.mark.thorough
 
 DISPATCHERS = Path(__file__).parent / "faults" / "implementations" / "broken_dispatchers.py"
 COMPUTES = "test_tokens_meet_their_experts_wherever_those_are"

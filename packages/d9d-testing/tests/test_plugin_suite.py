@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from d9d_testing.suites.plugin import PluginSuite
 
-pytestmark = pytest.mark.suites
+pytestmark = pytest.mark.thorough
 
 _NUMBERS = itertools.count()
 

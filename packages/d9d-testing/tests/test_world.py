@@ -17,7 +17,7 @@ import torch
 from d9d_testing.world import RankFailedError, RankHungError, World
 from torch import distributed as dist
 
-pytestmark = [pytest.mark.smoke, pytest.mark.suites]
+pytestmark = [pytest.mark.smoke, pytest.mark.thorough]
 
 
 def rank_and_sum(values: torch.Tensor) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Call:
 
 def draw(*shape: int, seed: int) -> Tensor:
     """Normal random numbers, equal in each call."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def attention(

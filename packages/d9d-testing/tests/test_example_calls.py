@@ -1,0 +1,173 @@
+"""Example calls of ops: shapes, facts and numbers for given sizes, and the range of random sizes."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from d9d_testing.suites.support import calls
+from d9d_testing.suites.support.calls import Call, draw
+from d9d_testing.suites.support.ops import KNOWN_OPS
+
+
+def shapes(call: Call) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in call.inputs.items()}
+
+
+def test_numbers_are_normal_and_equal_for_a_seed() -> None:
+    assert torch.equal(draw(3, 2, seed=1), draw(3, 2, seed=1))
+    assert not torch.equal(draw(3, 2, seed=1), draw(3, 2, seed=2))
+
+
+def test_calls_of_attention_know_their_documents_and_facts() -> None:
+    packed = calls.attention(2, 7, 4, 1, 8, 5, True)
+    assert shapes(packed) == {
+        "query": (2, 7, 4, 8), "key": (2, 7, 1, 8), "value": (2, 7, 1, 8), "documents": (2, 7),
+    }  # fmt: skip
+    assert packed.inputs["documents"].tolist() == [[0, 0, 1, 1, 1, 1, 1]] * 2
+    assert packed.static == {"causal": True, "query_heads": 4, "key_value_heads": 1, "head_dim": 8, "window": 5}
+    assert packed.name == "query [2, 7, 4, 8], key [2, 7, 1, 8], window 5, several documents"
+    one = calls.attention(1, 3, 2, 2, 4, None, False)
+    assert ("documents" in one.inputs, packed.documents, one.documents) == (False, True, None)
+    assert one.name == "query [1, 3, 2, 4], key [1, 3, 2, 4], window None, one document"
+
+
+def test_calls_of_rotations_share_their_angles_or_not() -> None:
+    for shared, samples in ((True, 1), (False, 2)):
+        call = calls.normed_rope(2, 3, 4, 5, 8, shared)
+        assert shapes(call) == {
+            "query": (2, 3, 4, 8), "key": (2, 3, 5, 8), "query_weight": (8,), "key_weight": (8,),
+            "cos": (samples, 3, 4), "sin": (samples, 3, 4),
+        }  # fmt: skip
+        assert call.static == {"head_dim": 8, "query_heads": 4, "key_heads": 5}
+        torch.testing.assert_close(call.inputs["cos"] ** 2 + call.inputs["sin"] ** 2, torch.ones(samples, 3, 4))
+        assert tuple(call.constants) == ("cos", "sin")
+    call = calls.attention_inputs(2, 3, 4, 5, 8, True)
+    assert shapes(call) == {
+        "x": (2, 3, 24), "query_weight": (32, 24), "key_weight": (40, 24), "value_weight": (40, 24),
+        "query_norm": (8,), "key_norm": (8,), "cos": (1, 3, 4), "sin": (1, 3, 4),
+    }  # fmt: skip
+    assert call.static == {"head_dim": 8, "query_heads": 4, "key_heads": 5, "hidden": 24}
+
+
+def test_calls_of_layers_have_the_shapes_of_their_sizes() -> None:
+    call = calls.swiglu((3, 5), 16, 24)
+    assert shapes(call) == {"x": (3, 5, 16), "gate_weight": (24, 16), "up_weight": (24, 16), "down_weight": (16, 24)}
+    assert torch.equal(call.inputs["gate_weight"], draw(24, 16, seed=1) / 4)
+    torch.testing.assert_close(call.inputs["down_weight"], draw(16, 24, seed=3) / 24**0.5)
+    assert (call.name, call.static) == ("x [3, 5, 16], 24 inside", {"hidden": 16, "features": 24})
+    for adds, said in ((True, "as much"), (False, "nothing")):
+        call = calls.add_rms_norm(2, 7, adds=adds)
+        assert call.name == f"x [2, 7], {said} added"
+        assert shapes(call) == {"x": (2, 7), "weight": (7,)} | ({"added": (2, 7)} if adds else {})
+    assert calls.rms_norm(2, 7).static == {"features": 7}
+    call = calls.grouped_linear([3, 0, 2], 4, True, 8, 16)
+    assert (shapes(call)["x"], shapes(call)["bank"]) == ((9, 8), (3, 8, 16))
+    assert call.inputs["counts"].tolist() == [3, 0, 2]
+    assert call.static == {"in_features": 8, "out_features": 16, "experts": 3}
+
+
+def test_every_fourth_target_is_ignored() -> None:
+    call = calls.linear_cross_entropy((2, 5), 8, 33)
+    targets = call.inputs["targets"]
+    assert [place for place in range(10) if targets.flatten()[place] == -100] == [1, 5, 9]
+    assert targets.max() < 33
+    assert (shapes(call)["hidden"], shapes(call)["weight"], targets.shape) == ((2, 5, 8), (33, 8), (2, 5))
+    half = calls.linear_cross_entropy((2, 5), 8, 33, spread=0.5)
+    assert torch.equal(half.inputs["hidden"], 0.5 * call.inputs["hidden"])
+
+
+def test_places_of_a_permutation_are_the_inverse_of_its_slots() -> None:
+    call = calls.permutation(3, 2, 4, 8, back=False)
+    places, slots = call.inputs["places"].flatten(), call.inputs["slots"]
+    assert sorted(places.tolist()) == list(range(6))
+    assert [int(places[slot]) for slot in slots] == [0, 1, 2, 3]
+    assert (tuple(call.inputs["places"].shape), call.options) == ((3, 2), {"absent": True})
+    assert calls.permutation(3, 2, 6, 8, back=False).options == {"absent": False}
+    assert shapes(call).keys() == {"tokens", "slots", "places"}
+    for weighted in (True, False):
+        call = calls.permutation(3, 2, 4, 8, back=True, weighted=weighted)
+        assert (shapes(call)["rows"], "weights" in call.inputs) == ((4, 8), weighted)
+        assert call.name == "3 tokens of 8 features, 2 choices, 4 rows" + ("" if weighted else ", no weights")
+
+
+def test_parameters_of_an_update_have_other_numbers_than_gradients() -> None:
+    call = calls.adamw((3, 2), (7,))
+    assert list(call.inputs) == ["parameter 0", "parameter 1", "gradient 0", "gradient 1"]
+    assert tuple(call.constants) == tuple(call.inputs)
+    flat = [tensor.flatten()[:6].tolist() for tensor in call.inputs.values()]
+    assert len({tuple(values) for values in flat}) == 4
+
+
+def ranges(name: str, of: dict[str, Any], count: int = 400) -> dict[str, tuple[int, int]]:
+    """Least and largest of some facts over random calls."""
+    make, random = KNOWN_OPS[name].at_random, Random(0)
+    assert make is not None
+    made = [make(random) for _ in range(count)]
+    return {fact: (min(map(get, made)), max(map(get, made))) for fact, get in of.items()}
+
+
+def test_random_calls_cover_their_range() -> None:
+    query: Any = lambda dim: lambda call: call.inputs["query"].shape[dim]  # noqa: E731
+    found = ranges("attention", {
+        "samples": query(0), "length": query(1), "features": query(3),
+        "heads": lambda call: call.static["key_value_heads"],
+        "shared": lambda call: call.static["query_heads"] // call.static["key_value_heads"],
+        "packed": lambda call: "documents" in call.inputs,
+    })  # fmt: skip
+    assert found == {
+        "samples": (1, 3), "length": (2, 40), "features": (8, 40), "heads": (1, 3), "shared": (1, 3),
+        "packed": (False, True),
+    }  # fmt: skip
+    found = ranges("attention_block", {"length": query(1), "parts": lambda call: call.inputs["query"].shape[1] % 4})
+    assert found == {"length": (8, 40), "parts": (0, 0)}
+    found = ranges("rope", {"samples": query(0), "length": query(1), "heads": query(2), "features": query(3)})
+    assert found == {"samples": (1, 2), "length": (1, 5), "heads": (1, 5), "features": (4, 258)}
+    assert ranges("attention_inputs", {"d": lambda call: call.static["head_dim"]})["d"][0] == 14
+    facts = {
+        "dims": lambda call: call.inputs["x"].ndim,
+        "leading": lambda call: max(call.inputs["x"].shape[:-1], default=1),
+        "features": lambda call: call.inputs["x"].shape[-1],
+    }
+    assert ranges("rms_norm", facts) == {"dims": (1, 4), "leading": (1, 6), "features": (2, 129)}
+    assert ranges("add_rms_norm", {"adds": lambda call: "added" in call.inputs}) == {"adds": (False, True)}
+
+
+def test_random_calls_of_experts_and_losses_cover_their_range() -> None:
+    spare: Any = lambda call: len(call.inputs["x"]) - int(call.inputs["counts"].sum())  # noqa: E731
+    found = ranges("grouped_linear", {
+        "experts": lambda call: len(call.inputs["counts"]), "rows": lambda call: int(call.inputs["counts"].max()),
+        "spare": spare, "unsaid": lambda call: spare(call) > 0 and not call.options["spare_rows"],
+        "in": lambda call: call.static["in_features"], "out": lambda call: call.static["out_features"],
+    })  # fmt: skip
+    assert found == {
+        "experts": (1, 9), "rows": (0, 40), "spare": (0, 9), "unsaid": (False, False), "in": (8, 48), "out": (8, 48),
+    }  # fmt: skip
+    found = ranges("permute", {
+        "tokens": lambda call: call.inputs["places"].shape[0], "choices": lambda call: call.inputs["places"].shape[1],
+        "all": lambda call: len(call.inputs["slots"]) == call.inputs["places"].numel(),
+        "rows": lambda call: len(call.inputs["slots"]),
+    })  # fmt: skip
+    assert found["tokens"] == (1, 20)
+    assert found["choices"] == (1, 8)
+    assert found["all"] == (False, True)
+    assert found["rows"][0] == 1
+    found = ranges("unpermute", {"weighted": lambda call: "weights" in call.inputs})
+    assert found == {"weighted": (False, True)}
+    found = ranges("linear_cross_entropy", {
+        "words": lambda call: call.inputs["weight"].shape[0], "features": lambda call: call.inputs["weight"].shape[1],
+        "dims": lambda call: call.inputs["targets"].ndim, "size": lambda call: max(call.inputs["targets"].shape),
+    })  # fmt: skip
+    assert found == {"words": (2, 1025), "features": (8, 48), "dims": (1, 2), "size": (0, 9)}
+    found = ranges("swiglu", {"hidden": lambda call: call.static["hidden"], "in": lambda c: c.static["features"]})
+    assert found == {"hidden": (8, 48), "in": (8, 48)}
+    found = ranges("adamw", {"parameters": lambda call: len(call.inputs) // 2})
+    assert found == {"parameters": (1, 5)}
+
+
+@pytest.mark.parametrize("name", KNOWN_OPS)
+def test_odd_calls_have_different_names(name: str) -> None:
+    names = [call.name for call in KNOWN_OPS[name].calls()]
+    assert len(set(names)) == len(names) > 1
