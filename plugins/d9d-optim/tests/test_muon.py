@@ -13,7 +13,7 @@ from d9d_optim.optimizer.config import AdamWConfig, AdamWPart, MuonConfig
 from d9d_optim.optimizer.muon import Muon
 from d9d_optim.optimizer.newton_schulz import orthogonalize
 from d9d_optim.optimizer.rounding import positions
-from d9d_optim.optimizer.whole_matrices import map_matrices
+from d9d_optim.optimizer.whole_matrices import map_matrices, matrix_collectives
 from d9d_testing.world import World
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -131,6 +131,41 @@ def mapped_in(sizes: tuple[int, ...], placements: list[Placement], shape: tuple[
     return [torch.equal(a, b) for a, b in zip(results, expected, strict=True)], torch.equal(place, own)
 
 
-@pytest.mark.full
+@pytest.mark.thorough
 def test_parts_of_matrices_are_computed_as_the_whole_is() -> None:
     assert World(4).run(mapped) == [[([True] * 5, True)] * len(LAYOUTS)] * 4
+
+
+def communicated() -> list[list[tuple[str, tuple[int, ...], int | None, str, bool]]]:
+    """Collectives of bfloat16 matrices in several layouts, on this rank."""
+    found = []
+    for sizes, placements, shapes in (
+        ((4,), [Shard(0)], [(2, 2), (10, 6), (4, 4), (5,) * 2, (1, 2)]),
+        ((2, 2), [Shard(0), Shard(1)], [(7, 5)]),
+        ((4,), [Replicate()], [(7, 5)]),
+        ((4,), [Shard(0)], [(6, 4, 3)]),  # whole matrices of a bank
+    ):
+        mesh = init_device_mesh("cpu", sizes)
+        layouts = [distribute_tensor(torch.zeros(shape), mesh, placements) for shape in shapes]
+        all_of = matrix_collectives(layouts, 2)
+        found.append([(c.kind, tuple(c.ranks), c.bytes, c.purpose, c.approximate) for c in all_of])
+    return found
+
+
+@pytest.mark.thorough
+def test_collectives_of_matrices_are_stated_in_rounds_of_large_ones_first() -> None:
+    everyone = (0, 1, 2, 3)
+    own = [(3, 2, 1, 1), (3, 2, 1, 1), (3, 1, 1, 0), (1, 0, 1, 0)]  # rows of matrices of 10, 5, 4 and 2 rows
+    computed = [10 * 6, 5 * 5, 4 * 4, 2 * 2]
+    for rank, found in enumerate(World(4).run(communicated)):
+        ten, five, four, two = own[rank]
+        first = 2 * (6 * ten + 5 * five + 4 * four + 2 * two)
+        assert found[0] == [
+            ("all_to_all", everyone, first, "parts of matrices", False),
+            ("all_to_all", everyone, 2 * computed[rank], "computed matrices", False),
+            ("all_to_all", everyone, 2 * 2 * (rank == 0), "parts of matrices", False),  # one row of two columns
+            ("all_to_all", everyone, 2 * 2 * (rank == 0), "computed matrices", False),
+        ]
+        rows, columns = ((0, 2), (1, 3))[rank % 2], ((0, 1), (2, 3))[rank // 2]
+        assert found[1] == [("all_gather", ranks, 2 * 35, "parts of a matrix", True) for ranks in (rows, columns)]
+        assert found[2:] == [[], []]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from d9d_core.errors import PluginError
+from d9d_core.metric import Table
 from d9d_core.tracker import Histogram, RunInfo
 from d9d_tensorboard.config import TensorBoardConfig
 from d9d_tensorboard.tracker import TensorBoardTracker
 from d9d_testing.suites.tracker import Logged, TrackerSuite, by_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, TensorEvent
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator as PluginEventAccumulator,
 )
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.util.tensor_util import make_ndarray
 from torch import tensor
 
@@ -151,6 +155,7 @@ def test_histograms_keep_their_counts_and_bounds(tmp_path: Path) -> None:
     assert (event.step, value.min, value.max, value.num) == (3, -1.0, 2.0, 4.0)
     assert (list(value.bucket_limit), list(value.bucket)) == ([0.0, 1.0, 2.0], [1.0, 0.0, 3.0])
     assert value.sum == pytest.approx(1 * -0.5 + 3 * 1.5)
+    assert value.sum_squares == pytest.approx(1 * 0.25 + 3 * 2.25)
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -188,3 +193,96 @@ def test_events_are_flushed_after_the_seconds_of_the_config(tmp_path: Path, monk
     opened_run.write(3, {"loss": 1.0})
     assert file.stat().st_size > before
     opened_run.close("finished")
+
+
+def events(directory: Path) -> list[Any]:
+    (file,) = directory.iterdir()
+    return [Event.FromString(content) for content in RawEventFileLoader(str(file)).Load()]
+
+
+def test_a_new_run_begins_at_step_0_with_its_summary_which_is_flushed(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "mine"
+    run = opened(directory, hparams={"lr": 0.1, "layers": [1, 2]})
+    first, second, *values = events(directory / "tensorboard")  # before it is closed
+    assert (first.step, first.file_version) == (0, "brain.Event:2")
+    assert (second.step, second.session_log.status) == (0, SessionLog.START)
+    assert {event.step for event in values} == {0}
+    tags = [value.tag for event in values for value in event.summary.value]
+    assert tags[-2:] == ["run/text_summary", "job/text_summary"]
+    assert run.state() == {"values": len(values)}
+    run.write(1, {"loss": 1.0, "lr": 2.0})
+    assert run.state() == {"values": len(values) + 2}
+    run.close("finished")
+    reader = read(directory / "tensorboard")
+    assert texts(reader, "run") == {
+        0: "# mine\n\nof a test\n\n| name | value |\n| --- | --- |\n| lr | 0.1 |\n| layers | [1, 2] |"
+    }
+    assert texts(reader, "job") == {0: '```json\n{\n  "steps": 10\n}\n```'}
+    metadata = reader.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert set(HParamsPluginData.FromString(metadata).session_start_info.hparams) == {"lr", "layers"}
+
+
+def test_a_run_without_hyperparameters_tags_and_description_has_its_name(tmp_path: Path) -> None:
+    run = TensorBoardTracker(TensorBoardConfig()).open(RunInfo("mine", tmp_path, "", {}, 10, 0), None)
+    assert run.state() == {"values": 2}
+    run.close("finished")
+    assert texts(read(tmp_path / "tensorboard"), "run") == {0: "# mine"}
+
+
+def test_a_resumed_run_says_after_which_step_events_are_void(tmp_path: Path) -> None:
+    run = opened(tmp_path, 4, {"values": 0})
+    run.close("failed")
+    assert [event.step for event in events(tmp_path / "tensorboard")] == [5, 5]
+    assert run.state() == {"values": 0}
+
+
+def test_a_table_is_a_text_with_four_digits(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    values = tensor([[1.0, 0.123456], [float("nan"), 20000.0]])
+    run.write_tables(3, {"load": Table(values, row="layer", column="expert", unit="share", rows=("a", "b"))})
+    run.write_tables(4, {"load": Table(values[:, :1], row="layer", column="expert", unit="share")})
+    run.close("finished")
+    assert texts(read(tmp_path / "tensorboard"), "load") == {
+        3: "share\n\n| layer / expert | 0 | 1 |\n| --- | --- | --- |\n| a | 1 | 0.1235 |\n| b | nan | 2e+04 |",
+        4: "share\n\n| layer / expert | 0 |\n| --- | --- |\n| 0 | 1 |\n| 1 | nan |",
+    }
+
+
+def test_a_closed_run_takes_nothing_more(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    run.close("finished")
+    run.close("failed")
+    calls: list[Callable[[], Any]] = [
+        run.flush, lambda: run.write(1, {}), lambda: run.write_histograms(1, {}), lambda: run.write_texts(1, {}),
+        lambda: run.write_pictures(1, {}),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(ValueError, match="the run is closed"):
+            call()
+
+
+def test_a_name_with_a_suffix_that_another_kind_has_taken_gets_one_too(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    run.write(1, {"loss": 1.0})
+    run.write_histograms(1, {"loss": Histogram(tensor([1]), 0.0, 1.0)})
+    run.write(2, {"loss (histogram)": 3.0})
+    run.close("finished")
+    reader = read(tmp_path / "tensorboard")
+    assert set(reader.Tags()["scalars"]) == {"loss", "loss (histogram) (number)"}
+    assert set(reader.Tags()["histograms"]) == {"loss (histogram)"}
+
+
+def test_the_number_in_a_file_s_name_is_the_time_or_above_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.time", lambda: 0.5)
+    directory = tmp_path / "tensorboard"
+    opened(tmp_path).close("finished")
+    assert [path.name.split(".")[3] for path in directory.iterdir()] == ["0000000001"]
+    (directory / "events.out.tfevents.0000000007.other").write_bytes(b"")
+    (directory / "events.out.tfevents.1234567890123.far").write_bytes(b"")  # no time in seconds
+    opened(tmp_path, 3).close("finished")
+    monkeypatch.setattr("time.time", lambda: 12.5)
+    opened(tmp_path, 3).close("finished")
+    found = sorted(path.name.split(".")[3] for path in directory.glob("*.d9d"))
+    assert found == ["0000000001", "0000000008", "0000000012"]

@@ -1,0 +1,160 @@
+"""Parts of the exchange of experts' rows and of the router, without other ranks and without a GPU."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.kernel import OpSlot
+from d9d_core.model import ContextShare
+from d9d_core.strategy import ContextCall, StepShape
+from d9d_core.traits import Dispatched
+from d9d_moe.all_to_all import streams
+from d9d_moe.all_to_all.separate import SeparateDispatcher
+from d9d_moe.all_to_all.streams import HostNumbers, SideStream
+from d9d_moe.dispatch.permutation import permute, unpermute
+from d9d_moe.router.routing import TopKRouting
+from d9d_moe.router.top_k import TopKRouter
+from torch import Tensor
+
+
+class Inner:
+    """Stand-in of the dispatcher that sends rows: notes what it sends and returns rows as they are."""
+
+    group, outside_graph = "experts", True
+
+    def __init__(self) -> None:
+        self.permute, self.unpermute = OpSlot("permute", permute), OpSlot("unpermute", unpermute)
+        self.sent: list[tuple[Tensor, TopKRouting]] = []
+        self.returned: list[Any] = []
+
+    def op_slots(self) -> dict[str, OpSlot]:
+        return {"permute": self.permute}
+
+    def dispatch(self, tokens: Tensor, routing: TopKRouting) -> Any:
+        self.sent.append((tokens, routing))
+        return SimpleNamespace(wait=lambda: Dispatched(tokens, routing.counts, False, "of the inner one"))
+
+    def combine(self, outputs: Tensor, handle: Any) -> Any:
+        self.returned.append(handle)
+        return SimpleNamespace(wait=lambda: outputs)
+
+
+def test_each_choice_is_sent_as_a_token_of_one_expert_and_summed_here() -> None:
+    inner: Any = Inner()
+    dispatcher = SeparateDispatcher(inner)
+    assert (dispatcher.group, dispatcher.outside_graph) == ("experts", True)
+    assert dispatcher.op_slots() == {"permute": inner.permute}
+    tokens = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    weights = torch.tensor([[0.25, 0.75], [0.5, 2.0]])
+    counts = torch.tensor([1, 2, 1])
+    routing = TopKRouting(torch.tensor([[2, 0], [1, 1]]), weights, torch.zeros(2, 3), counts, 7, incomplete=True)
+    sent = dispatcher.dispatch(tokens, routing).wait()
+    ((rows, each),) = inner.sent
+    assert rows.tolist() == [[1.0, 2.0], [1.0, 2.0], [3.0, 4.0], [3.0, 4.0]]
+    assert each.indices.tolist() == [[2], [0], [1], [1]]
+    assert each.weights.tolist() == [[1.0]] * 4
+    assert (tuple(each.scores.shape), each.limit, each.incomplete) == ((4, 0), 7, True)
+    assert each.counts is counts
+    outputs = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0], [4.0, 40.0]])
+    total = dispatcher.combine(outputs, sent.handle).wait()
+    assert total.tolist() == [[1.75, 17.5], [9.5, 95.0]]
+    assert inner.returned == ["of the inner one"]
+
+
+class Cuda:
+    """Stand-in of ``torch.cuda`` that notes what is asked."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def Stream(self, device: str) -> Any:
+        self.said.append(("new stream", device))
+        return SimpleNamespace(wait_stream=lambda other: self.said.append(("waits for", other)))
+
+    def current_stream(self, device: str) -> str:
+        return f"current of {device}"
+
+    @contextmanager
+    def stream(self, _stream: Any) -> Any:
+        self.said.append("enter")
+        yield
+        self.said.append("leave")
+
+    def Event(self) -> Any:
+        return SimpleNamespace(
+            record=lambda: self.said.append("record"), synchronize=lambda: self.said.append("synchronise")
+        )
+
+
+def test_a_side_stream_is_made_once_and_follows_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda()
+    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda))
+    side, there = SideStream(), SimpleNamespace(is_cuda=True, device="d")
+    with side.active(SimpleNamespace(is_cuda=False)):  # type: ignore[arg-type]
+        cuda.said.append("inside")
+    with side.active(there):  # type: ignore[arg-type]
+        cuda.said.append("inside")
+    with side.active(there, follow=True):  # type: ignore[arg-type]
+        cuda.said.append("inside")
+    assert cuda.said == [
+        "inside", ("new stream", "d"), "enter", "inside", "leave", ("waits for", "current of d"), "enter", "inside",
+        "leave",
+    ]  # fmt: skip
+
+
+def test_numbers_on_a_gpu_are_copied_to_pinned_memory_and_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, made = Cuda(), torch.zeros(2, dtype=torch.int64)
+    asked: list[Any] = []
+
+    def empty(shape: Any, dtype: Any, pin_memory: bool) -> Tensor:
+        asked.append((shape, dtype, pin_memory))
+        return made
+
+    class There(Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda, empty=empty))
+    numbers = HostNumbers(torch.tensor([3, 5]).as_subclass(There))
+    assert asked == [((2,), torch.int64, True)]
+    assert cuda.said == ["record"]
+    assert numbers.wait() == [3, 5]
+    assert cuda.said == ["record", "synchronise"]
+    assert HostNumbers(torch.tensor([7])).wait() == [7]
+    assert len(cuda.said) == 2
+
+
+def router(**options: Any) -> TopKRouter:
+    return TopKRouter(4, 6, 2, std=0.3, **options)
+
+
+def test_capacity_makes_a_router_depend_on_the_layout() -> None:
+    assert list(router().layout_dependence()) == []
+    assert list(router(capacity=1.5).layout_dependence()) == [
+        "capacity drops tokens of each microbatch on each rank separately"
+    ]
+
+
+def test_a_router_of_a_share_of_the_positions_gathers_logits_of_at_least_four_bytes() -> None:
+    for itemsize, bytes_of_logits in ((2, 4), (8, 8)):
+        step = StepShape(("forward",), samples=3, positions=5, itemsize=itemsize)
+        assert router().forward_collectives(step) == [("all_gather", 3 * 5 * 6 * bytes_of_logits)]
+
+
+def test_losses_over_split_samples_gather_logits_choices_and_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = router()
+    step = StepShape(("forward",), samples=3, positions=5, itemsize=2)
+    assert made.context_collectives(step) == ()
+    share: ContextShare = SimpleNamespace(ranks=4)  # type: ignore[assignment]
+    made.see_context(share)
+    assert made.context_collectives(step) == ()  # no losses
+    monkeypatch.setattr(made, "loss_terms", lambda: ["balance"])
+    assert made.context_collectives(step) == (
+        ContextCall("all_gather", 3 * 5 * 4 * 6 * 4, "logits"),
+        ContextCall("all_gather", 3 * 5 * 4 * 2 * 8, "chosen experts"),
+        ContextCall("all_gather", 3 * 5 * 4, "padding, if there is any", at_most=True),
+        ContextCall("reduce_scatter", 3 * 5 * 4 * 6 * 4, "gradients of logits", backward=True),
+    )
