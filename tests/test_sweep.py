@@ -29,7 +29,7 @@ LIGHT = {"metrics": [], "lr_schedule": None, "trackers": [{"name": "jsonl", "pic
         (["seed=0,1", "seed=2"], "a field appears twice"),
         (["seed=0,"], "--grid seed=0,: write FIELD=VALUE,VALUE"),
         (["run.name=a,b"], "run.name cannot be in a grid: the sweep sets it"),
-        (["lr_schedule.warmup_steps=1"], "--grid lr_schedule.warmup_steps=1: "),
+        (["lr_schedule.warmup_steps=1"], "--grid lr_schedule.warmup_steps: lr_schedule: expected the name"),
     ],
 )
 def test_a_grid_that_cannot_be_is_told_before_anything_starts(
