@@ -1,0 +1,378 @@
+"""Predicted times and memory of small stages, with numbers that can be computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from d9d_core.cost import AttentionShape, BlockCost, Exchange, OpCost, StageCost, StageTimes, StrategyCost
+from d9d_core.errors import JobError
+from d9d_core.job_file.job import Mesh
+from d9d_planner.costs.update import Update
+from d9d_planner.device import Device
+from d9d_planner.layout import DataGroups, Layout
+from d9d_planner.live import Moment
+from d9d_planner.memory import Memory, MemoryModel
+from d9d_planner.network import Group
+from d9d_planner.step_time import TimeModel
+
+ONE = Group(1)
+RATES: dict[str, Any] = {
+    "memory_gib": 1, "product": 100, "product_float32": 10, "grouped_product": 50, "attention": 20, "copy_bytes": 8,
+    "elementwise_bytes": 4, "node": 8, "link": 2, "network": 1, "link_latency": 0, "network_latency": 0,
+    "interference": 0.5, "overhead": 0.25, "launch": 0,
+}  # fmt: skip
+
+
+class Work:
+    """Stand-in of a workload: parameters of 4 bytes, gradients of 2 bytes, computation in ``width`` bytes."""
+
+    def __init__(self, effect: StrategyCost, groups: DataGroups, width: int = 2, hosts: Sequence[int] = (0,)) -> None:
+        self.effect, self.group, self.width, self.host = effect, groups, width, list(hosts)
+        self.gradient_width, self.parameter_width, self.tallies = 2, 4, cast("dict[Any, Any]", {})
+        self.update = Update()
+        self.job = SimpleNamespace(precision=SimpleNamespace(autocast=None))
+        self.moment: list[list[Moment]] = []
+        self.simulated: list[Any] = []
+        self.fails = False
+
+    def strategy(self, _layout: object) -> StrategyCost:
+        return self.effect
+
+    def groups(self, _layout: object) -> DataGroups:
+        return self.group
+
+    def compute_width(self, _effect: object) -> int:
+        return self.width
+
+    def updates(self, _layout: object) -> Any:
+        return SimpleNamespace(of=lambda _blocks: self.update)
+
+    def hosts(self, _layout: object) -> list[int]:
+        return self.host
+
+    def moments(self, _layout: object) -> list[list[Moment]]:
+        return self.moment
+
+    def programs(self, _layout: object, count: int) -> str:
+        return f"programs of {count}"
+
+    def simulator(self, _layout: object) -> Any:
+        def simulate(programs: str, times: StageTimes) -> float:
+            if self.fails:
+                raise ValueError("too few")
+            self.simulated.append((programs, times))
+            return 100.0
+
+        return simulate
+
+
+def groups(shards: Group = ONE, replicas: Group = ONE, experts: Group = ONE) -> DataGroups:
+    return DataGroups(shards, replicas, experts, ONE)
+
+
+def model(
+    *stages: StageCost,
+    effect: StrategyCost | None = None,
+    mesh: Mapping[str, int] | None = None,
+    of: DataGroups | None = None,
+    microbatches: int = 1,
+    pipeline: Any = None,
+    rates: Mapping[str, Any] | None = None,
+    **work: Any,
+) -> tuple[TimeModel, Work]:
+    sizes = Mesh(**(mesh or {}))
+    layout = Layout(sizes, (), pipeline, microbatches * sizes.data_parallel_size, 1)
+    load = Work(effect or StrategyCost(), of or groups(), **work)
+    return TimeModel(cast("Any", load), layout, list(stages), Device(**{**RATES, **(rates or {})})), load
+
+
+def parts_of(*blocks: BlockCost, **given: Any) -> dict[str, float]:
+    """Parts of a step's time, without those that are zero or idle."""
+    parts = model(StageCost(tuple(blocks)), **given)[0].step().parts
+    return {name: taken for name, taken in parts.items() if taken and name != "idle"}
+
+
+PRODUCT = OpCost("p", "product", flops=100, backward_flops=200)
+ATTENTION = OpCost("a", "attention", flops=20, backward_flops=60, attention=AttentionShape(1, 1, 1, 1, 2))
+
+
+def test_an_op_takes_as_long_as_its_products_or_its_traffic() -> None:
+    block = BlockCost(
+        "b",
+        (
+            PRODUCT,
+            OpCost("t", "product", flops=100, traffic=16, backward_traffic=8),
+            OpCost("g", "grouped_product", flops=100, backward_flops=50),
+            ATTENTION,
+            OpCost("m", "memory", flops=999, traffic=8, backward_traffic=12),
+        ),
+        count=2,
+    )
+    # Products: 1 + 2, and 2 + 1 of traffic; experts: 2 + 1; attention: 1 + 3; elementwise: 2 + 3; all twice.
+    expected = {"products": 12.0, "experts": 6.0, "attention": 8.0, "elementwise": 10.0}
+    assert parts_of(block) == expected
+    # In float32, rates of products are a tenth; those of elementwise ops and of traffic are the same.
+    wide = parts_of(block, width=4)
+    assert wide == {"products": 2 * (30 + 10 + 1), "experts": 60.0, "attention": 80.0, "elementwise": 10.0}
+
+
+def test_a_step_has_its_microbatches_the_optimizer_and_idle_time() -> None:
+    made, load = model(StageCost((BlockCost("b", (PRODUCT,), parameters=4),)), microbatches=3)
+    load.update = Update(traffic=24.0, flops=200.0)
+    step = made.step()
+    # Accumulation: 3 x 2 bytes x 4 numbers / 8 = 3 for each microbatch. Optimizer: (24 + 2 x 4) / 8 + 200 / 100.
+    assert step.parts == {
+        "products": 9.0, "elementwise": 9.0, "recomputation": 0.0, "host": 0.0, "bubble": 0.0, "optimizer": 6.0,
+        "data parallelism": 0.0, "idle": 4.5,
+    }  # fmt: skip
+    assert step.total == 18.0 + 6.0 + 4.5
+    assert made.least() == 6.0 * 3
+
+
+def test_recomputed_blocks_repeat_their_forward_but_kept_attention() -> None:
+    block = BlockCost("b", (PRODUCT, ATTENTION), count=2)
+    whole = parts_of(block, effect=StrategyCost(recomputed=0.5))
+    assert whole["recomputation"] == 2 * 0.5 * (1 + 1)
+    kept = parts_of(block, effect=StrategyCost(recomputed=0.5, keeps_attention=True))
+    assert kept["recomputation"] == 2 * 0.5 * 1
+    frozen = BlockCost("b", (OpCost("p", "product", flops=100),))
+    head = BlockCost("h", (PRODUCT,), is_block=False)
+    assert "recomputation" not in parts_of(frozen, head, effect=StrategyCost(recomputed=1.0))
+
+
+def test_the_host_launches_blocks_behind_which_the_device_waits() -> None:
+    blocks = [BlockCost("b", (PRODUCT,), count=2), BlockCost("h", (PRODUCT,), is_block=False)]
+    rates = {"product": 1000, "launch": 0.9}
+    # Forward 0.3 and backward 0.6 of the device; of the host, 0.3 and 0.6 for each of two blocks.
+    assert parts_of(*blocks, rates=rates)["host"] == pytest.approx((0.6 - 0.3) + (1.2 - 0.6))
+    again = parts_of(*blocks, rates=rates, effect=StrategyCost(recomputed=1.0))
+    assert again["host"] == pytest.approx((0.6 - 0.3) + (1.8 - 0.6 - 0.2))
+    assert "host" not in parts_of(*blocks, rates={"product": 1000, "launch": 0.4})
+
+
+def test_collectives_of_blocks_are_waited_for_unless_they_overlap() -> None:
+    mesh = {"tp": 2, "cp": 2}
+    exchanges = (Exchange("all_gather", "tp", 8.0, count=2), Exchange("send", "cp", 6.0))
+    block = BlockCost("b", (PRODUCT, ATTENTION), exchanges=exchanges, backward_exchanges=exchanges[:1], count=3)
+    # All-gather: half of 8 bytes at 2 bytes/s, twice: 4; send: 6 / 2 = 3.
+    found = parts_of(block, mesh=mesh)
+    assert (found["tensor parallelism"], found["context parallelism"]) == (3 * (4 + 4), 3 * 3)
+    # Beside products of 1 and 2: 4 - 1 + 0.5 x 1 and 4 - 2 + 0.5 x 2.
+    hidden = parts_of(block, mesh=mesh, effect=StrategyCost(overlaps=frozenset({"tp"})))
+    assert (hidden["tensor parallelism"], hidden["context parallelism"]) == (3 * (3.5 + 3), 3 * 3)
+    # Recomputation repeats the forward's.
+    again = parts_of(block, mesh=mesh, effect=StrategyCost(recomputed=1.0))
+    assert (again["tensor parallelism"], again["context parallelism"]) == (3 * (4 + 4 + 4), 3 * (3 + 3))
+    beside = BlockCost("b", (PRODUCT, ATTENTION), beside=exchanges[1:], backward_beside=exchanges[1:])
+    # Beside attention of 1 and 3: 3 - 1 + 0.5 x 1 and 0 + 0.5 x 3.
+    assert parts_of(beside, mesh=mesh)["context parallelism"] == 2.5 + 1.5
+    some = BlockCost("b", (PRODUCT,), exchanges=(Exchange("all_gather", "cp", 8.0, ranks=4, stride=2),))
+    # Four ranks at a distance of 2 x 2 in machines of 8: two on a machine; half of 8 bytes crosses in two shares.
+    assert parts_of(some, mesh=mesh)["context parallelism"] == max(6 / 2, 8 / 2 / 2 / 1)
+
+
+FSDP = StrategyCost(shards=True, gathers="twice", reduces="each")
+
+
+@pytest.mark.parametrize(
+    ("effect", "seconds"),
+    [
+        # 8 numbers of 2 bytes, of which half travels at 2 bytes/s: 4 seconds a gather, and 4 to reduce. Beside a
+        # forward of 1 and a backward of 2, 4 becomes 3.5, and 8 becomes 7. Reduced gradients are copied: 32 bytes.
+        (FSDP, 3.5 + 7 + 32 / 8),
+        (StrategyCost(shards=True, gathers="once", reduces="each"), 3.5 + 3 + 32 / 8),
+        (StrategyCost(shards=True, gathers="once", reduces="last"), 3.5 + 3),  # after the last microbatch
+        (StrategyCost(shards=True, gathers="never", reduces="each"), 3.0),
+        (StrategyCost(reduces="each"), 0.0),
+        (FSDP | StrategyCost(compute_width=4), 3.5 + 7 + 32 / 8),
+        (FSDP | StrategyCost(compute_width=2), 3.5 + 7 + (2 * 24 + 32) / 8),
+        (FSDP | StrategyCost(reduce_width=4), 3.5 + (12 - 2 + 1)),  # in place, as the parameters have 4 bytes
+        (FSDP | StrategyCost(offloads=True), 3.5 + 7 + (2 * 32 + 32) / 8),
+    ],
+)
+def test_gathers_and_reductions_overlap_with_the_computation_of_a_microbatch(
+    effect: StrategyCost, seconds: float
+) -> None:
+    block = BlockCost("b", (PRODUCT,), parameters=8)
+    found = parts_of(block, effect=effect, of=groups(Group(2)), mesh={"dp_shard": 2})
+    assert found.get("data parallelism", 0.0) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("reduces", "seconds"),
+    [
+        # Experts are in shards of 4: 16 x 2 bytes x 3/4 / 2 = 12; over two replicas, 2 x (16 x 2 bytes / 2) / 2 = 16
+        # for the other 16 parameters, which are not sharded. Frozen ones are not reduced. The last reduction over
+        # replicas is beside a backward of 2 and the exposed 11 of the shards.
+        ("each", 12 + 16 - 2 + 1), ("replicas_last", (12 - 2 + 1) + (16 - 13 + 6.5)), ("last", 28 - 2 + 1),
+    ],
+)  # fmt: skip
+def test_replicas_and_experts_are_reduced_over_their_own_ranks(reduces: Any, seconds: float) -> None:
+    block = BlockCost("b", (PRODUCT,), 20, 20, frozen=4, frozen_experts=4)
+    effect = StrategyCost(shards=True, reduces=reduces)
+    found = parts_of(block, effect=effect, of=groups(ONE, Group(2), Group(4)), mesh={"dp_shard": 2})
+    assert found["data parallelism"] == pytest.approx(seconds)
+
+
+def test_parameters_outside_of_blocks_are_gathered_first_and_reduced_last() -> None:
+    block = BlockCost("b", (PRODUCT,), parameters=8)
+    embedding = BlockCost("e", (), parameters=4, is_block=False)
+    effect = FSDP | StrategyCost(reduce_width=4)
+    found = parts_of(embedding, block, effect=effect, of=groups(Group(2)), mesh={"dp_shard": 2})
+    # Gathers of 12 numbers take 6, reductions 12; of 4 numbers alone, 2 and 4.
+    assert found["data parallelism"] == pytest.approx((6 - 1 + 0.5) + (18 - 2 + 1) + 2 + 4)
+
+
+def test_gradients_that_no_strategy_reduces_are_summed_over_context_parallel_ranks() -> None:
+    stages = [StageCost((BlockCost("b", (PRODUCT,), parameters=number, count=2),)) for number in (4, 8)]
+    made, _ = model(*stages, mesh={"cp": 2}, hosts=[0, 0])
+    # Twice half of 2 x 8 x 2 bytes at 2 bytes/s.
+    assert made.step().parts["data parallelism"] == 16.0
+
+
+def test_a_pipeline_is_simulated_up_to_its_steady_state() -> None:
+    stages = [StageCost((BlockCost("b", (PRODUCT,), parameters=2, count=count),), boundary=6.0) for count in (1, 2, 1)]
+    made, load = model(*stages, mesh={"pp": 2}, microbatches=7, pipeline="1f1b", hosts=[0, 1, 0])
+    load.update = Update(traffic=12.0, exchanged=0.0)
+    step = made.step()
+    ((programs, times),) = load.simulated
+    assert programs == "programs of 4"
+    # Accumulation reads and writes 3 x 2 bytes of each of 2 numbers at 8 bytes/s: 1.5 for each block.
+    assert (times.forward, times.backward, times.weight, times.transfer) == ([1, 2, 1], [3.5, 7, 3.5], [1, 2, 1], 3.0)
+    total = 100 + 3 * 9  # the busiest rank has 9 seconds for each further microbatch
+    busy = 7 * (4.5 + 9 + 4.5) / 2
+    assert step.parts["bubble"] == total - busy
+    assert step.parts["products"] == 7 * (3 + 6 + 3) / 2
+    # The rank with stages 0 and 2 updates (12 + 2 x 2) / 8 twice, the other one (12 + 2 x 4) / 8.
+    assert step.parts["optimizer"] == 4.0
+    assert step.total == total + 4.0 + 0.25 * busy
+    assert made.least() == 9.0 * (7 + 1 / 4)
+    load.fails = True
+    with pytest.raises(JobError, match="^pipeline: too few$"):
+        made.step()
+
+
+def test_compiled_and_recomputed_blocks_have_no_weight_gradients_of_their_own() -> None:
+    for effect in (StrategyCost(compiled=True), StrategyCost(recomputed=0.5)):
+        stage = StageCost((BlockCost("b", (PRODUCT,)),))
+        made, load = model(stage, stage, mesh={"pp": 2}, microbatches=2, pipeline="x", hosts=[0, 1], effect=effect)
+        made.step()
+        assert load.simulated[0][1].weight == [0.0, 0.0]
+
+
+GIB = 2**30
+EMBEDDING = BlockCost("e", (), parameters=10, is_block=False)
+HEAD = BlockCost("h", (OpCost("head", "product", kept=50.0),), parameters=4, is_block=False, workspace=7.0)
+
+
+def layer(count: int = 2, workspace: float = 30.0, experts: int = 0, **more: Any) -> BlockCost:
+    op = OpCost("x", "product", flops=1, backward_flops=1, kept=100.0)
+    return BlockCost("b", (op,), 8, experts, input=20.0, workspace=workspace, count=count, **more)
+
+
+def memory(
+    *blocks: BlockCost,
+    effect: StrategyCost | None = None,
+    graded: frozenset[int] = frozenset(),
+    held: int = 1,
+    of: DataGroups | None = None,
+    microbatches: int = 1,
+    mesh: Mapping[str, int] | None = None,
+    autocast: bool = False,
+    update: Update | None = None,
+) -> tuple[Memory, MemoryModel]:
+    sizes = Mesh(**(mesh or {}))
+    layout = Layout(sizes, (), None, microbatches * sizes.data_parallel_size, 1)
+    load = Work(effect or StrategyCost(), of or groups())
+    load.update = update or Update(state=12.0, workspace=5.0)
+    load.moment = [[Moment(((0, held),), 0, graded)]]
+    load.job.precision.autocast = "bfloat16" if autocast else None
+    made = MemoryModel(cast("Any", load), layout, [StageCost(blocks, boundary=9.0)])
+    (found, *_) = made.ranks()
+    return found, made
+
+
+def expected(**parts: float) -> Memory:
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "workspace", "communication")
+    values = {name: float(parts.get(name, 0.0)) for name in names}
+    axes = parts.get("axes", 0)
+    return Memory(**values, outside=(0.7 + 0.25 * axes) * GIB, fragmentation=0.04 * sum(values.values()))
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        # At the heads: all activations and logits, and the workspace of the head.
+        ({}, {"activations": 200, "logits": 50, "workspace": 7}),
+        ({"held": 3}, {"activations": 600, "logits": 150, "workspace": 7}),
+        # In the largest block: gradients of the head exist, logits are freed.
+        ({"workspace": 300.0}, {"gradients": 8, "activations": 200, "workspace": 300}),
+        ({"workspace": 300.0, "graded": frozenset({0})}, {"gradients": 60, "activations": 200, "workspace": 300}),
+        # In the first block, recomputed: all gradients but the embedding's; only its input is left.
+        ({"effect": StrategyCost(recomputed=1.0)}, {"gradients": 40, "activations": 20, "workspace": 130}),
+        ({"autocast": True}, {"activations": 200, "logits": 50, "workspace": 7 + 60}),
+    ],
+)
+def test_the_memory_of_a_backward_is_that_of_its_fullest_point(given: dict[str, Any], parts: dict[str, float]) -> None:
+    block = layer(workspace=given.pop("workspace", 30.0))
+    found, _ = memory(EMBEDDING, block, HEAD, **given)
+    assert found == expected(parameters=120, optimizer=12, **parts)
+    assert found.allocated == pytest.approx(132 + sum(parts.values()))
+    assert found.needed == pytest.approx(found.allocated * 1.04 + 0.7 * GIB)
+
+
+def test_the_update_may_need_more_than_a_backward() -> None:
+    found, _ = memory(EMBEDDING, layer(), HEAD, update=Update(state=12.0, workspace=900.0))
+    assert found == expected(parameters=120, gradients=60, optimizer=12, workspace=900)
+
+
+@pytest.mark.parametrize(
+    ("effect", "microbatches", "communication"),
+    [
+        # Of blocks of 8 + 16 parameters, two are gathered, with 14 outside of blocks, in 2 bytes; one is reduced.
+        (FSDP, 1, (14 + 48) * 2 + 24 * 2),
+        (FSDP | StrategyCost(reduce_width=4), 1, (14 + 48) * 2 + 24 * 4),
+        (StrategyCost(shards=True, gathers="once", reduces="each"), 1, (14 + 72) * 2 + 24 * 2),
+        (StrategyCost(shards=True, gathers="twice", reduces="last"), 1, (14 + 48) * 2 + 24 * 2),
+        (StrategyCost(shards=True, gathers="twice", reduces="last"), 2, (14 + 48) * 2 + (14 + 72) * 2),
+        (StrategyCost(shards=True), 1, 0),
+    ],
+)
+def test_gathered_parameters_and_their_gradients_need_memory(
+    effect: StrategyCost, microbatches: int, communication: float
+) -> None:
+    found, made = memory(
+        EMBEDDING, layer(3, experts=16), HEAD, effect=effect, of=groups(Group(2), ONE, Group(4)),
+        microbatches=microbatches, mesh={"dp_shard": 4},
+    )  # fmt: skip
+    # Half of 10 + 3 x 8 + 4, and a quarter of 3 x 16 parameters.
+    assert found == expected(
+        parameters=(19 + 12) * 4, optimizer=12, activations=300, logits=50, workspace=7, axes=1,
+        communication=communication,
+    )  # fmt: skip
+    assert made.least() == 31 * 4 + 12 + communication + 350
+
+
+def test_offloaded_parameters_need_no_memory_and_frozen_ones_no_gradients() -> None:
+    found, made = memory(EMBEDDING, layer(), HEAD, effect=FSDP | StrategyCost(offloads=True), of=groups(Group(2)))
+    assert (found.parameters, found.gradients, found.optimizer) == (0.0, 0.0, 0.0)
+    assert made.least() == (14 + 16) * 2 + 14 * 2 + 250
+    frozen, _ = memory(EMBEDDING, layer(workspace=300.0, frozen=8), HEAD, graded=frozenset({0}))
+    assert frozen.gradients == (10 + 4) * 2
+
+
+def test_pipeline_ranks_hold_the_tensors_between_stages() -> None:
+    load = Work(StrategyCost(), groups(), hosts=[0, 1, 0])
+    load.moment = [[Moment(((0, 2), (2, 1)), 2, frozenset()), Moment(((0, 1),), 0, frozenset())],
+                   [Moment(((1, 1),), 1, frozenset())]]  # fmt: skip
+    layout = Layout(Mesh(pp=2), (), None, 4, 1)
+    stages = [StageCost((layer(count),), boundary=float(count)) for count in (1, 2, 3)]
+    first, second = MemoryModel(cast("Any", load), layout, stages).ranks()
+    assert (first.parameters, second.parameters) == (4 * 8 * 4, 2 * 8 * 4)
+    assert (first.activations, second.activations) == (2 * 100 + 300, 200)
+    assert (first.communication, second.communication) == (6.0, 4.0)
+    assert first.workspace == 30.0
+    assert first.outside == (0.7 + 0.25) * GIB
