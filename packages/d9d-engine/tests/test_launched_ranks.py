@@ -186,6 +186,9 @@ def test_a_process_that_a_stop_signal_ends_before_training_means_to_stop_all(wor
     ended = made.wait({2: lambda: made.processes[1].exit(-signal.SIGTERM)})
     assert ended.asked == "SIGTERM"
     assert made.processes[0].signals == [signal.SIGKILL]
+    both = world(2)
+    ended = both.wait({2: lambda: [both.processes[0].exit(-signal.SIGTERM), both.processes[1].exit(1)]})
+    assert ended.asked == "SIGTERM"
     trained = world(2)
     ended = trained.wait({1: trained.train, 2: lambda: trained.processes[1].exit(-signal.SIGTERM)})
     assert (ended.asked, [rank.number for rank in ended.failed]) == (None, [1])
