@@ -123,3 +123,16 @@ def test_without_the_library_they_are_refused(registry: Any, monkeypatch: pytest
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
     with pytest.raises(BuildError, match="needs import:liger_kernel: .*'pip install d9d-liger' installs it"):
         bound(registry, {"rope": "liger"})
+
+
+def test_without_rows_nothing_is_launched() -> None:
+    x, weight = torch.zeros(0, 8, dtype=torch.bfloat16), torch.ones(8)
+    out = rms_norm.rms_norm(x, weight, 1e-6)
+    assert (out.shape, out.dtype) == (x.shape, x.dtype)
+
+
+def test_rows_longer_than_a_program_are_refused() -> None:
+    for features, accepted in ((65536, True), (65537, False)):
+        decision = rules.rms_norm(OpSignature("rms_norm", "cuda", "float32", {"features": features}))
+        assert decision.accept == accepted
+    assert decision.reason == "a program handles whole rows: at most 65536 features, not 65537"
