@@ -102,3 +102,12 @@ def test_files_have_settled_when_their_sizes_stay(tmp_path: Path, monkeypatch: p
     growths = 1000
     segments.wait_until_settled([path], seconds=1.0, most=3.0)
     assert slept == [1.0, 1.0, 1.0]
+
+
+def test_a_piece_that_does_not_fit_into_a_block_begins_in_the_next_one(tmp_path: Path) -> None:
+    for left in (1, 6, 7):  # bytes that are left in the first block; a piece takes seven and its content
+        room = BLOCK - left - 7 - 7
+        first = next(made for size in range(room) if len(made := record(1, "x" * (room - size))) == room)
+        (path := tmp_path / f"{left}.wandb").write_bytes(content := written([first, record(2, "y")]))
+        assert content[BLOCK - left : BLOCK] == (bytes(left) if left < 7 else bytes(6) + b"\2")
+        assert [row["step"] for row in Segment(path).rows()] == [1, 2]
