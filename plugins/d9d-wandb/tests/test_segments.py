@@ -111,3 +111,17 @@ def test_a_piece_that_does_not_fit_into_a_block_begins_in_the_next_one(tmp_path:
         (path := tmp_path / f"{left}.wandb").write_bytes(content := written([first, record(2, "y")]))
         assert content[BLOCK - left : BLOCK] == (bytes(left) if left < 7 else bytes(6) + b"\2")
         assert [row["step"] for row in Segment(path).rows()] == [1, 2]
+
+
+def test_a_record_that_is_half_written_is_left_for_later(tmp_path: Path) -> None:
+    ends, whole = [], bytearray()
+    for count in (1, 2, 3):
+        whole = bytearray(written([record(step, "text") for step in range(count)]))
+        ends.append(len(whole))
+    for cut in range(len(whole) + 1):
+        (path := tmp_path / "run.wandb").write_bytes(whole[:cut])
+        segment = Segment(path)
+        first = [row["step"] for row in segment.rows()]
+        assert first == [step for step, end in enumerate(ends) if end <= cut]
+        path.write_bytes(whole)
+        assert [*first, *(row["step"] for row in segment.rows())] == [0, 1, 2]
