@@ -357,12 +357,12 @@ def test_samples_of_a_pretrained_model_have_at_most_its_positions_and_2048(
 
     monkeypatch.setattr(subject.Job, "from_values", from_values)
     registry = cast("Registry", Entries("sgd"))
-    request = Request((data,), overrides=["batch.size=4"], world_size=2)
+    request = Request((data,), overrides=["batch.size=4", "evaluation.sets.some.too_long=drop"], world_size=2)
     found = find_subject(str(model), request, registry)
     assert (found.name, found.job, found.run) == (str(model), "job", False)
     (values,) = given
     dataset = {"name": "documents", "sources": [str(data)], "sequence_length": length}
-    assert values["evaluation"]["sets"] == {"some": values["data"]}
+    assert values["evaluation"]["sets"] == {"some": {**values["data"], "too_long": "drop"}}
     assert {**values["data"], **dataset} == values["data"]
     assert values["batch"] == {"size": 4, "microbatch": 8}
     assert (values["model"], values["optimizer"]) == ({"name": "mine", "pretrained": str(model)}, "sgd")
