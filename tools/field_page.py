@@ -26,8 +26,9 @@ HEAD = """# Fields of components
 
 Every component that a job file can name, with its fields; `d9d plugins show NAME` prints the same fields for the
 installed version. In the name of a field, `NAME` stands for any key of a map, and `[]` for an entry of a list: a job
-file writes `groups[].match` as `groups: [{match: ...}]`. The page [job file](job-file.md) has the fields of the job
-file itself. Written by `tools/field_page.py`.
+file writes `groups[].match` as `groups: [{match: ...}]`. The manual of each component is the page of its package,
+linked below. A test sets each field to a value other than its default (`tests/test_field_page.py`). The page [job
+file](job-file.md) has the fields of the job file itself. Written by `tools/field_page.py`.
 """
 
 
