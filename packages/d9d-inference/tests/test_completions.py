@@ -202,6 +202,19 @@ def test_sizes_that_no_model_has_are_refused() -> None:
             _check_sizes("c", values)
 
 
+def test_sizes_are_checked_in_at_most_eight_nested_sections() -> None:
+    def nested(sections: int) -> dict[str, Any]:
+        values: dict[str, Any] = {"hidden_size": 1 << 60}
+        for _ in range(sections):
+            values = {"deep": values}
+        return values
+
+    with pytest.raises(CheckpointError, match="c: hidden_size is 1152921504606846976, but no model has more than 16,7"):
+        _check_sizes("c", nested(7))
+    _check_sizes("c", nested(8))
+    _check_sizes("c", nested(5000))
+
+
 @pytest.mark.parametrize(
     ("names", "fine"), [([], True), (["AForCausalLM"], True), (["A", "GPT2LMHeadModel"], True), (["A"], False)]
 )

@@ -100,7 +100,10 @@ def alternatives(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(check, "_nearby", lambda _prediction: iter(found["near"]))
     monkeypatch.setattr(check, "search", search)
-    monkeypatch.setattr(check, "edit", lambda _job, _other: "mesh:\ntp: 2")
+    # The edit turns the job's own layout into the other one.
+    monkeypatch.setattr(
+        check, "edit", lambda job, other: "mesh:\ntp: 2" if (job, other == job) == ("job", False) else ""
+    )
     monkeypatch.setattr(check, "largest", lambda _prediction: "optimizer 9.0")
     return found
 

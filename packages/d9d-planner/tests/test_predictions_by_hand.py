@@ -187,6 +187,7 @@ FSDP = StrategyCost(shards=True, gathers="twice", reduces="each")
         (StrategyCost(shards=True, gathers="once", reduces="last"), 3.5 + 3),  # after the last microbatch
         (StrategyCost(shards=True, gathers="never", reduces="each"), 3.0),
         (StrategyCost(reduces="each"), 0.0),
+        (StrategyCost(gathers="once", reduces="each"), 0.0),  # nothing is sharded
         (FSDP | StrategyCost(compute_width=4), 3.5 + 7 + 32 / 8),
         (FSDP | StrategyCost(compute_width=2), 3.5 + 7 + (2 * 24 + 32) / 8),
         (FSDP | StrategyCost(reduce_width=4), 3.5 + (12 - 2 + 1)),  # in place, as the parameters have 4 bytes
@@ -322,6 +323,22 @@ def test_the_memory_of_a_backward_is_that_of_its_fullest_point(given: dict[str, 
     assert found == expected(parameters=120, optimizer=12, **parts)
     assert found.allocated == pytest.approx(132 + sum(parts.values()))
     assert found.needed == pytest.approx(found.allocated * 1.04 + 0.7 * GIB)
+
+
+def test_all_gradients_may_need_more_than_the_activations_before() -> None:
+    head = BlockCost("h", (OpCost("head", "product", kept=5.0),), parameters=4, is_block=False)
+    op = OpCost("x", "product", backward_flops=1, kept=1.0)
+    found, _ = memory(EMBEDDING, BlockCost("b", (op,), 8, count=2), head, update=Update())
+    assert found == expected(parameters=120, gradients=60)
+
+
+def test_the_block_with_the_largest_workspace_counts_and_the_first_keeps_its_input() -> None:
+    blocks = [layer(1, workspace=400.0), layer(1, workspace=900.0), layer(1, workspace=500.0)]
+    found, _ = memory(EMBEDDING, *blocks, HEAD)
+    assert found == expected(parameters=152, optimizer=12, gradients=8, activations=300, workspace=900)
+    norm = BlockCost("n", (), parameters=3, is_block=False)
+    found, _ = memory(EMBEDDING, norm, layer(), HEAD, effect=StrategyCost(recomputed=1.0))
+    assert found == expected(parameters=132, optimizer=12, gradients=46, activations=20, workspace=130)
 
 
 def test_the_update_may_need_more_than_a_backward() -> None:

@@ -109,6 +109,17 @@ def test_ranks_that_disagree_before_a_deviation_are_named_instead() -> None:
     assert found.diverged[1].startswith("the update of a ")
 
 
+def test_buffers_come_before_states_and_states_before_anything_else_of_a_step() -> None:
+    for changed, later, what in (
+        ({"at_0__model__b": 2.0}, "0/optimizer/a/momentum", "the buffer b is off"),
+        ({"at_0__optimizer__a__momentum": 2.0}, "0/other", "the optimizer's a/momentum after a step"),
+    ):
+        off = two_steps(**changed)
+        found = judged(Measurement(off.numbers, off.tensors, [later]))
+        assert found.diverged is not None
+        assert found.diverged[1].startswith(what)
+
+
 def test_other_names_are_listed_up_to_three() -> None:
     more = two_steps()
     more.numbers |= {f"end/{letter}": 1.0 for letter in "dcba"}

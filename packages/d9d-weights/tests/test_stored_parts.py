@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
 from d9d_weights.checkpoint import manifest as manifest_module
-from d9d_weights.checkpoint import stored_model
+from d9d_weights.checkpoint import pretrained, stored_model
 from d9d_weights.checkpoint.manifest import are_losses, manifest_bytes, tensors_file, with_values
 from d9d_weights.checkpoint.manifest_model import check_form, piece_key
 from d9d_weights.checkpoint.names import folder, step_of, steps_in, strays_in
@@ -246,6 +247,29 @@ def test_a_manifest_names_its_files_with_their_sums_and_its_own() -> None:
     assert json.loads(with_values(b'{"a": 1, "b": 2}', {"b": 3})) == {"a": 1, "b": 3}
     with pytest.raises(CheckpointError, match="the state of the run cannot be read again"):
         with_values(b"{}", {"a": "\ud800"})
+
+
+def test_a_json_file_of_a_checkpoint_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest_module, "MAX_BYTES", 10)
+    for content, fits in ((b'{"a": 123}', True), (b'{"a": 1234}', False)):
+        storage: Any = SimpleNamespace(open=lambda _name, _file, content=content: io.BytesIO(content))
+        if fits:
+            assert manifest_module.read_values(storage, "x", "state.json") == {"a": 123}
+            continue
+        with pytest.raises(ValueError, match="."):
+            manifest_module.read_values(storage, "x", "state.json")
+
+
+@pytest.mark.parametrize("spec", [object(), None])
+def test_a_job_whose_model_has_no_published_layout_has_no_graph(monkeypatch: pytest.MonkeyPatch, spec: Any) -> None:
+    class Spec:
+        hugging_face = None
+
+    monkeypatch.setattr(pretrained, "ModelSpec", Spec)
+    model = SimpleNamespace(spec=spec or Spec(), entry="toy")
+    monkeypatch.setattr(pretrained, "select", lambda *_: SimpleNamespace(model=model))
+    with pytest.raises(CheckpointError, match="^model toy has no Hugging Face layout$"):
+        pretrained.job_state_graph(cast("Any", None), cast("Any", None))
 
 
 def raising(context: Callable[[object], Any], error: Exception) -> None:
