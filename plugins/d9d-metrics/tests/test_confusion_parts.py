@@ -9,8 +9,11 @@ import pytest
 import torch
 from d9d_core.errors import JobError
 from d9d_metrics.confusion.alignment import align_binary, align_classes, align_labels
+from d9d_metrics.confusion.config import ConfusionConfig
 from d9d_metrics.confusion.counting import count_classes, count_labels
+from d9d_metrics.confusion.metric import ConfusionMetric
 from d9d_metrics.confusion.statistics import Confusion, divide, fbeta, own_function, precision, rate, recall
+from d9d_metrics.observations import read
 from torch import Tensor
 
 NAMES = ("scores", "targets")
@@ -135,3 +138,29 @@ def test_a_users_function_is_a_statistic_of_the_counts_shape(monkeypatch: pytest
         own_function("math:nothing")
     with pytest.raises(JobError, match="is a float, not a function"):
         own_function("math:pi")
+
+
+def test_a_macro_average_leaves_out_classes_that_a_statistic_says_nothing_of() -> None:
+    """Class 2 is predicted once and never right: it has a precision, and no accuracy."""
+    fields = {"problem": {"kind": "multiclass", "num_classes": 4}, "averages": ["macro"]}
+    config = ConfusionConfig.model_validate(fields | {"statistics": ["accuracy", "precision"]})
+    metric = ConfusionMetric(config)
+    scores = torch.tensor([[3.0, 1.0, 0.0, 0.0], [0.0, 2.0, 1.0, 0.0], [1.0, 0.0, 2.0, 0.0]])
+    metric.update({"class_logits": scores, "labels": torch.tensor([0, 1, 1])})
+    found = {name.rpartition("/")[2]: value.item() for name, value in metric.compute().items()}  # type: ignore[union-attr]
+    assert found == {"accuracy_macro": pytest.approx((1 + 0.5) / 2), "precision_macro": pytest.approx((1 + 1 + 0) / 3)}
+
+
+def test_observations_that_are_missing_are_named_with_what_there_is() -> None:
+    one = torch.ones(1)
+    assert read({"b": one}, "b", "m") is one
+    for observed, end in (
+        (
+            {"labels": one, "a": one},
+            "'label', which the task does not observe; did you mean 'labels'? it observes: a, labels",
+        ),
+        ({}, "'label', which the task does not observe; it observes: nothing"),
+    ):
+        with pytest.raises(JobError) as error:
+            read(observed, "label", "m")
+        assert str(error.value) == f"metrics: m reads {end}"

@@ -54,9 +54,10 @@ def files(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
 
     monkeypatch.setattr(module, "Segment", Segment)
     monkeypatch.setattr(
-        module, "find_segments", lambda _directory, _id: [Path(name) for name in rows if name != "file"]
+        module, "find_segments", lambda _directory, _id: [Path(name) for name in rows if name not in ("file", "late")]
     )
-    monkeypatch.setattr(module, "wait_until_settled", lambda _paths: None)
+    # Rows that the process of an earlier run writes are there once the files have settled.
+    monkeypatch.setattr(module, "wait_until_settled", lambda _paths: rows.update(rows.pop("late", {})))  # type: ignore[call-overload]
     return rows
 
 
@@ -101,7 +102,8 @@ def test_a_new_run_has_the_facts_of_job_and_config(opened: Any, files: Any, tmp_
 
 def test_a_resumed_run_goes_on_after_the_rows_in_its_files(opened: Any, files: Any) -> None:
     files["old-1"] = [{"_step": 3, "step": 5, "loss": 1.0, "text": "a"}, {"_step": 4, "step": 7, "lr": 0.1}]
-    files["old-2"] = [{"_step": 8, "step": 6, "loss": 1.0}]
+    files["old-2"] = []
+    files["late"] = {"old-2": [{"_step": 8, "step": 6, "loss": 1.0}]}
     run = opened(WandbConfig(project="p", mode="offline"), {"id": "old"}, 5, step=2)
     assert (run._run.given["id"], run._run.given["resume"], run.state()) == ("old", "allow", {"id": "old"})
     run.write(6, {"loss": 1.0, "lr": 2.0})
