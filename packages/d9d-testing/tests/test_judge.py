@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from d9d_core.errors import DataError
+from d9d_core.failures import describe
 from d9d_testing.hostile.judge import Judge, Verdict, WrongLoad
 
 
@@ -44,8 +45,9 @@ def test_a_reader_reads_refuses_or_fails(judge: Judge) -> None:
 
 
 def test_an_error_has_to_be_printable_and_short(judge: Judge) -> None:
-    assert judge(raising(DataError("x" * 10_000))).kind == "refused"
-    found = judge(raising(DataError("x" * 10_001)))
+    most = 10_000 - len(describe(DataError("x"))) + 1  # without what stands before the text
+    assert judge(raising(DataError("x" * most))).kind == "refused"
+    found = judge(raising(DataError("x" * (most + 1))))
     assert found.kind == "traceback"
     assert found.about.startswith("DataError of 10001 characters: test_judge.py:")
 

@@ -112,6 +112,21 @@ def test_a_resumed_run_goes_on_after_the_rows_in_its_files(opened: Any, files: A
     assert opened(WandbConfig(project="p"), {"id": "old"}, 5)._run.given["resume"] == "must"
 
 
+def test_a_series_goes_on_after_step_0_or_an_unknown_one(opened: Any, files: Any) -> None:
+    files["old-1"] = [{"_step": 0, "step": 0, "loss": 1.0}, {"_step": 1, "other": 1.0}]
+    run = opened(WandbConfig(project="p"), {"id": "old"}, 1)
+    run.write(0, {"loss": 2.0})
+    run.write(1, {"loss": 2.0, "other": 3.0})
+    assert run._run.logged == [({"loss": 2.0, "other": 3.0, "step": 1}, 2)]
+
+
+def test_rows_of_a_new_run_are_numbered_from_0(opened: Any, files: Any) -> None:
+    run = opened(WandbConfig(project="p"))
+    for step in (0, 3):
+        run.write(step, {"loss": 1.0})
+    assert run._run.logged == [({"loss": 1.0, "step": 0}, 0), ({"loss": 1.0, "step": 3}, 1)]
+
+
 def test_without_files_the_server_says_where_a_run_was(opened: Any, files: Any) -> None:
     summary = {"_step": 3, "step": 6, "loss": 1.0, "text": "a"}
     run = opened(WandbConfig(project="p"), {"id": "old"}, 5, step=4, summary=summary)
