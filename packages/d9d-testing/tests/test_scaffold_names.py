@@ -47,3 +47,24 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="taken: cannot write the package there: Not a directory"):
         write_plugin(taken, "acme-bits", "metric")
     assert taken.read_text() == "mine"
+
+
+def test_a_package_has_its_names_files_and_requirements(tmp_path: Path) -> None:
+    made = plugin_files("Acme.Bits-2", "metric")
+    assert list(made) == [
+        "src/acme_bits_2/__init__.py", "src/acme_bits_2/plugin.py", "pyproject.toml", "README.md",
+        "src/acme_bits_2/metric.py", "tests/test_metric.py", "src/acme_bits_2/config.py", "src/acme_bits_2/py.typed",
+        "job.yaml",
+    ]  # fmt: skip
+    assert 'name = "acme-bits-2"' in made["pyproject.toml"]
+    assert '"d9d-core>=0.1,<0.2"' in made["pyproject.toml"]
+    assert 'config=Ref("acme_bits_2.config:AcmeBits2Config")' in made["src/acme_bits_2/plugin.py"]
+    assert made["job.yaml"].startswith("# Trains in seconds on a CPU: d9d train job.yaml\n")
+    assert made["src/acme_bits_2/py.typed"] == ""
+    assert not any("${" in text or "{Name}" in text or "{name}" in text for text in made.values())
+    written = write_plugin(tmp_path / "new", "acme-bits", "metric")
+    assert written == sorted(path for path in (tmp_path / "new").rglob("*") if path.is_file())
+    with pytest.raises(PluginError, match="new exists and is not empty; give another --directory"):
+        write_plugin(tmp_path / "new", "acme-bits", "metric")
+    (tmp_path / "empty").mkdir()
+    assert len(write_plugin(tmp_path / "empty", "acme-bits", "metric")) == len(written)
