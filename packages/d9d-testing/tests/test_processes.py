@@ -51,6 +51,9 @@ def test_only_sockets_that_accept_connections_listen() -> None:
     before = len(listening_at(os.getpid()))
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
         found = listening_at(os.getpid())
+        with subprocess.Popen([SLEEP or "sleep", "60"]) as other:
+            assert listening_at(other.pid) == []  # the socket is not its own
+            other.kill()
     assert len(found) == before + 1
     assert set(found) & LOOPBACK
     assert len(listening_at(os.getpid())) == before
