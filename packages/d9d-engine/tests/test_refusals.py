@@ -18,6 +18,7 @@ from d9d_core.plugin import Ref, hookimpl
 from d9d_core.registry.registry import Registry
 from d9d_engine.job import Job
 from d9d_testing.toy.data import ToyStream
+from d9d_testing.toy.model import ToyModel
 from d9d_testing.toy.modifiers import ToyPeft, ToyStrategy
 from d9d_testing.toy.observers import ToyRecorder, ToyTracker
 from d9d_testing.toy.optimizer import ToyOptimizer
@@ -227,6 +228,29 @@ def test_a_wrong_member_or_return_type_is_refused(
         run.plan() if how == "plan" else quiet(run)
     assert text in str(error.value)
     assert "(acme)" in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["plan", "build"])
+def test_a_wrong_optional_member_of_a_model_or_optimizer_is_refused(
+    job: MakeJob, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    cases = {
+        "d9d_models": (
+            "boundary",
+            "takes (); it is called with (microbatch), as d9d_core.traits:PipelineStage says",
+        ),
+        "d9d_optimizers": (
+            "average",
+            "has average of d9d_core.optimizer:AveragesWeights, but lacks evaluation_weights",
+        ),
+    }
+    for hook, (member, text) in cases.items():
+        cls = ToyModel if hook == "d9d_models" else ToyOptimizer
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, member, lambda self: {}, raising=False)
+            with pytest.raises(BuildError, match=re.escape(f"{cls.__name__}")) as error:
+                job().plan() if how == "plan" else quiet(job())
+        assert text in str(error.value)
 
 
 def test_planning_opens_no_run_and_writes_nothing(job: MakeJob, tmp_path: Path) -> None:

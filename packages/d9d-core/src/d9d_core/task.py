@@ -158,8 +158,7 @@ class WeighsOutputs(Protocol):
 
     The loss of a step is ``(sum of the term) / (sum of the weights)``, over all microbatches and ranks. Because the
     weight is unknown before, gradients accumulate unscaled and are scaled after the last backward, in one more pass
-    over
-    all gradients. Such a task has one loss term, modules of its model have none, and ``weights`` is not called.
+    over all gradients. Such a task has one loss term, modules of its model have none, and ``weights`` is not called.
     """
 
     def weight(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Tensor:

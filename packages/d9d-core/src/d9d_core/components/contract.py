@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Set
 from numbers import Real
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
+from d9d_core import model as model_module
+from d9d_core import traits as traits_module
 from d9d_core.data import DataStream
 from d9d_core.errors import BuildError
 from d9d_core.events import CATALOGUE
@@ -53,9 +57,11 @@ def check_component(chosen: Chosen, component: object) -> None:
     if component is None:
         raise BuildError(f"{subject(chosen)}: build returned nothing; return the component")
     if kind == "model":
-        _check_model(chosen, component)
-    protocol = _PROTOCOLS.get(kind)
-    problems = [] if protocol is None else deviations(component, protocol)
+        problems = _problems_of_modules(chosen, component)
+    elif (protocol := _PROTOCOLS.get(kind)) is None:
+        problems = []
+    else:
+        problems = deviations(component, protocol) or optional_deviations(component, protocol)
     if problems:
         raise BuildError("\n".join(f"{subject(chosen)}: {problem}" for problem in problems))
     further = {
@@ -68,11 +74,57 @@ def check_component(chosen: Chosen, component: object) -> None:
         further[kind](chosen, component)
 
 
-def _check_model(chosen: Chosen, component: object) -> None:
+def _problems_of_modules(chosen: Chosen, component: object) -> list[str]:
+    """Deviations of a model's modules from the traits that they have; each class of modules is checked once."""
     from torch import nn  # a model is there, so torch is
 
     if not isinstance(component, nn.Module):
         raise BuildError(f"{subject(chosen)}: build returned {_kind(component)}, which is not a torch.nn.Module")
+    traits = [*_protocols(traits_module), *_protocols(model_module)]
+    classes = {type(module): module for module in component.modules()}
+    return [problem for module in classes.values() for trait in traits for problem in _optional(module, trait)]
+
+
+def optional_deviations(component: object, protocol: type) -> list[str]:
+    """Deviations of a component from the optional protocols of its kind, which stand in the module of its protocol.
+
+    A component that has some members of an optional protocol and lacks others would silently be used without it.
+    """
+    required = vars(protocol).keys()
+    problems = []
+    for optional in _protocols(sys.modules[protocol.__module__]):
+        members = [name for name in _members(optional) if name not in required]
+        has = [name for name in members if hasattr(type(component), name)]
+        lacks = [name for name in members if name not in has and not hasattr(component, name)]
+        if has and lacks:
+            source = f"{optional.__module__}:{optional.__name__}"
+            problems.append(
+                f"{type(component).__name__} has {', '.join(has)} of {source}, but lacks {', '.join(lacks)}; "
+                "write them, or rename the others"
+            )
+        problems += _optional(component, optional)
+    return problems
+
+
+def _optional(component: object, protocol: type) -> list[str]:
+    return deviations(component, protocol) if isinstance(component, protocol) else []
+
+
+def _protocols(module: ModuleType) -> list[type]:
+    """Runtime-checkable protocols that a module defines."""
+    own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+    # Private to typing: other protocols do not take isinstance.
+    return [value for value in own if Protocol in value.__bases__ and getattr(value, "_is_runtime_protocol", False)]
+
+
+def _members(protocol: type) -> list[str]:
+    """Public methods and properties that a protocol declares itself."""
+    return [
+        name
+        for name, declared in vars(protocol).items()
+        if (name == "__call__" or not name.startswith("_"))
+        and (inspect.isfunction(declared) or isinstance(declared, property))
+    ]
 
 
 def deviations(component: object, protocol: type) -> list[str]:
@@ -80,11 +132,8 @@ def deviations(component: object, protocol: type) -> list[str]:
     name = type(component).__name__
     source = f"{protocol.__module__}:{protocol.__name__}"
     problems = []
-    for member, declared in vars(protocol).items():
-        if member.startswith("_") and member != "__call__":
-            continue
-        if not inspect.isfunction(declared) and not isinstance(declared, property):
-            continue
+    for member in _members(protocol):
+        declared = vars(protocol)[member]
         is_property = not inspect.isfunction(declared)
         static = inspect.getattr_static(component, member, None)
         if static is None and not hasattr(component, member):

@@ -1,0 +1,125 @@
+"""Components with members of optional protocols: all of them, and as the protocol says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from d9d_core.components.contract import optional_deviations
+from d9d_core.optimizer import Optimizer
+from d9d_core.subscriber import Subscriber
+from d9d_core.task import Task
+
+
+class Plain:
+    """Optimizer without optional members."""
+
+    lr = 0.1
+
+    def init_state(self) -> None: ...
+
+    def step(self, gate: Any) -> None: ...
+
+    def set_lr_factor(self, factor: float) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+class Averages(Plain):
+    """Optimizer that averages."""
+
+    @property
+    def average(self) -> tuple[str, float]:
+        return "slot", 0.5
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        yield
+
+
+class AveragesByMethod(Averages):
+    """Optimizer whose property is a method."""
+
+    def average(self) -> tuple[str, float]:  # type: ignore[override]
+        return "slot", 0.5
+
+
+class HalfAverages(Plain):
+    """Optimizer with one of two members."""
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        yield
+
+
+class DividesByTwo(Plain):
+    """Optimizer whose method takes another number of arguments."""
+
+    def divide_gradients(self) -> None: ...
+
+
+class Forgets:
+    """Subscriber that saves a state and cannot load it."""
+
+    def subscriptions(self) -> list[Any]:
+        return []
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+class Steps:
+    """Task whose optional method is a number."""
+
+    begin_step = 5
+
+
+@pytest.mark.parametrize("component", [Plain(), Averages()])
+def test_a_component_with_all_or_no_members_of_an_optional_protocol_is_accepted(component: object) -> None:
+    assert optional_deviations(component, Optimizer) == []
+
+
+@pytest.mark.parametrize(
+    ("component", "protocol", "problem"),
+    [
+        (
+            AveragesByMethod(), Optimizer,
+            "AveragesByMethod.average is a method; d9d_core.optimizer:AveragesWeights has a property: write @property "
+            "above it",
+        ),
+        (
+            HalfAverages(), Optimizer,
+            "HalfAverages has evaluation_weights of d9d_core.optimizer:AveragesWeights, but lacks average; write them, "
+            "or rename the others",
+        ),
+        (
+            DividesByTwo(), Optimizer,
+            "DividesByTwo.divide_gradients takes () -> 'None'; it is called with (divisor), as "
+            "d9d_core.optimizer:DividesGradients says",
+        ),
+        (
+            Forgets(), Subscriber,
+            "Forgets has state of d9d_core.subscriber:StatefulSubscriber, but lacks load_state; write them, or rename "
+            "the others",
+        ),
+        (Steps(), Task, "Steps.begin_step is not a method; make it one, as d9d_core.task:SeesSteps says"),
+    ],
+)  # fmt: skip
+def test_a_wrong_or_missing_member_of_an_optional_protocol_is_named(
+    component: object, protocol: type, problem: str
+) -> None:
+    assert optional_deviations(component, protocol) == [problem]
+
+
+def test_an_attribute_of_one_object_is_no_member() -> None:
+    subscriber = Forgets()
+    plain = Plain()
+    vars(plain)["average"] = 3.0
+    assert optional_deviations(plain, Optimizer) == []
+    assert optional_deviations(subscriber, Optimizer) == []
