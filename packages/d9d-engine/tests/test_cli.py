@@ -154,6 +154,10 @@ def test_plugins_show_prints_fields_defaults_and_meanings(here: Run) -> None:
     assert "Base learning rate." in out
     assert "number" in out
     assert "0.05" in out
+    listed = here("plugins", "show", "d9d-engine").stdout.splitlines()
+    assert listed[0].split() == ["extension", "point", "name", "distribution", "summary"]
+    assert {line.split()[-1] if not line.strip() else line.split()[1] for line in listed[1:]} >= {"jsonl", "console"}
+    assert not any("toy" in line for line in listed)
     result = here("plugins", "show", "nothing")
     assert result.returncode == 2
     assert "error: no record is called 'nothing'; names: batch" in result.stderr

@@ -183,12 +183,12 @@ class VocabularyShare:
 
     Attributes:
         first: first token id of the share.
-        words: number of token ids in the share, possibly zero.
+        size: number of token ids in the share, possibly zero.
         group: process group of the ranks that split the vocabulary.
     """
 
     first: int
-    words: int
+    size: int
     group: Any
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyShare:
@@ -198,7 +198,11 @@ class VocabularyShare:
 
 @runtime_checkable
 class SplitsVocabulary(Protocol):
-    """Optional protocol for tensor parallelism: a head whose weight may be split over the vocabulary."""
+    """Optional protocol for tensor parallelism: a head whose weight may be split over the vocabulary.
+
+    A head without a weight of its own, because it is tied to the embedding, also has an attribute ``vocabulary``: the
+    number of rows of the embedding.
+    """
 
     def split_vocabulary(self, share: VocabularyShare) -> None:
         """Compute with a share of the vocabulary from now on; outputs must equal a single process's outputs.

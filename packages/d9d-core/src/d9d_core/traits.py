@@ -45,14 +45,24 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class TensorStyle(StrEnum):
-    """Style in which a child module may be split over the ranks of ``tp``."""
+    """Style in which a child module may be split over the ranks of ``tp``.
 
-    COLUMN = "column"  # weight [out, in] split over out; output features are split
-    ROW = "row"  # weight [out, in] split over in; input features are split, output is a partial sum
-    VOCAB = "vocab"  # weight [vocabulary, features] split over the vocabulary
-    SEQUENCE = "sequence"  # weight replicated, tokens split over the sequence; weight gradients are partial sums
-    PARTIAL = "partial"  # weight replicated, applied to a rank's own heads; weight gradients are partial sums
-    WHOLE = "whole"  # weight replicated, the whole sequence on every rank, which all compute the same
+    Attributes:
+        COLUMN: weight [out, in] split over out; output features are split.
+        ROW: weight [out, in] split over in; input features are split, and the output is a partial sum.
+        VOCAB: weight [vocabulary, features] split over the vocabulary: an embedding, or a head that has
+            :class:`~d9d_core.model.SplitsVocabulary`.
+        SEQUENCE: weight replicated, tokens split over the sequence; weight gradients are partial sums.
+        PARTIAL: weight replicated, applied to a rank's own heads; weight gradients are partial sums.
+        WHOLE: weight replicated, the whole sequence on every rank; all ranks compute the same.
+    """
+
+    COLUMN = "column"
+    ROW = "row"
+    VOCAB = "vocab"
+    SEQUENCE = "sequence"
+    PARTIAL = "partial"
+    WHOLE = "whole"
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,12 +126,12 @@ def plugins_list(as_json: AsJson = False, plugin: Files = [], no_plugins: NoPlug
 
 @plugins.command("show")
 def plugins_show(
-    name: Annotated[str, typer.Argument(help="A name from `d9d plugins list`, or distribution/name.")],
+    name: Annotated[str, typer.Argument(help="A name from `d9d plugins list`, distribution/name, or a distribution.")],
     as_json: AsJson = False,
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
 ) -> None:
-    """Show a record: its fields, defaults, requirements and origin."""
+    """Show a record: its fields, defaults, requirements and origin; or list the records of a distribution."""
     from d9d_core.cli.plugins import show_records
 
     show_records(discover_plugins(plugin, no_plugins), name, as_json)

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -29,26 +29,30 @@ from d9d_core.terminal.console import console_for
 
 def list_records(registry: Registry, as_json: bool) -> None:
     """Print every record of the registry."""
-    if as_json:
-        print(json.dumps([_summary(entry) for entry in registry.entries()], indent=1))  # noqa: T201
-        return
-    if text := nothing_installed(registry):
+    if not as_json and (text := nothing_installed(registry)):
         console_for().print(text)
+        return
+    _list(registry.entries(), as_json)
+
+
+def _list(entries: Iterable[Entry], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([_summary(entry) for entry in entries], indent=1))  # noqa: T201
         return
     table = Table(box=None, header_style="bold")
     for title in ("extension point", "name", "distribution"):
         table.add_column(title, no_wrap=True)
     table.add_column("summary")
-    for entry in registry.entries():
+    for entry in entries:
         table.add_row(entry.kind.name, entry.spec.key, str(entry.origin), entry.spec.summary)
     console_for().print(table)
 
 
 def show_records(registry: Registry, selector: str, as_json: bool) -> None:
-    """Print every record of a name in full, for ``d9d plugins show``.
+    """Print every record of a name in full, or the list of a distribution's records, for ``d9d plugins show``.
 
     Raises:
-        PluginError: no record has this name.
+        PluginError: no record and no distribution has this name.
     """
     distribution, _, name = selector.rpartition("/")
     entries = [
@@ -56,6 +60,9 @@ def show_records(registry: Registry, selector: str, as_json: bool) -> None:
         for entry in registry.entries()
         if entry.spec.key == name and (not distribution or entry.origin.is_called(distribution))
     ]
+    if not entries and (own := [entry for entry in registry.entries() if entry.origin.is_called(selector)]):
+        _list(own, as_json)
+        return
     if not entries:
         names = ", ".join(sorted({entry.spec.key for entry in registry.entries()}))
         raise PluginError(f"no record is called '{selector}'; names: {names}")

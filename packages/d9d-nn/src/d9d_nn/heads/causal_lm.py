@@ -163,9 +163,9 @@ class CausalLMHead(nn.Module):
 
     def _own_words(self, weight: Tensor) -> Tensor:
         """This rank's rows of a tied weight; the embedding may have all rows."""
-        if self._share is None or len(weight) == self._share.words:
+        if self._share is None or len(weight) == self._share.size:
             return weight
-        return weight.narrow(0, self._share.first, self._share.words)
+        return weight.narrow(0, self._share.first, self._share.size)
 
     def _own_weight(self) -> Tensor:
         if self.weight is not None:

@@ -191,7 +191,7 @@ def gather_words(logits: Tensor, words: int, share: VocabularyShare) -> Tensor:
 class _GatherWords(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, words: int, share: VocabularyShare) -> Tensor:
-        ctx.own = slice(share.first, share.first + share.words)
+        ctx.own = slice(share.first, share.first + share.size)
         size = dist.get_world_size(share.group)
         most = -(-words // size)
         mine = functional.pad(logits, (0, most - logits.shape[-1]))

@@ -226,19 +226,24 @@ class _Split:
 
     def _vocabulary(self, name: str, child: nn.Module) -> None:
         tied = getattr(child, "weight", None) is None
-        words = getattr(child, "vocabulary", None) if tied else len(child.get_parameter("weight"))
+        rows = getattr(child, "vocabulary", None) if tied else len(child.get_parameter("weight"))
         if not tied:
             self._shard(child, TensorStyle.VOCAB)
+        if not isinstance(rows, int):
+            raise BuildError(
+                f"strategy '{self._strategy}': '{name}' ({type(child).__name__}) has style vocab and no weight of its "
+                "own, so its number of rows is unknown; a head tied to the embedding states it as the attribute "
+                "'vocabulary', see d9d_core.model.SplitsVocabulary"
+            )
         # As DTensors are sharded: the first ranks have the most rows, the last ranks the rest.
-        assert words is not None
-        most = -(-words // self.ranks.size)
-        first = min(words, self.ranks.rank * most)
+        most = -(-rows // self.ranks.size)
+        first = min(rows, self.ranks.rank * most)
         if isinstance(child, nn.Embedding):
-            _replace(child, EmbeddingForward(child, first, words, self.ranks))
+            _replace(child, EmbeddingForward(child, first, rows, self.ranks))
             trained = child.weight.requires_grad
             self._site(name, "reduce_scatter", "all_gather" if trained else None, child.embedding_dim)
         elif isinstance(child, SplitsVocabulary):
-            child.split_vocabulary(VocabularyShare(first, min(most, words - first), self.ranks.group))
+            child.split_vocabulary(VocabularyShare(first, min(most, rows - first), self.ranks.group))
             _replace(child, LocalShards(child))
             _replace(child, WholeSequence(child, self.ranks, summed=True))
             features = None if tied else child.get_parameter("weight").shape[1]
