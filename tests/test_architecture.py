@@ -362,6 +362,7 @@ def _bound(node: ast.stmt) -> set[str]:
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
+@pytest.mark.thorough
 def test_declared_modules_of_core_load_without_torch() -> None:
     light = sorted(name for name in DECLARED if name.startswith("d9d_core.") and name not in WITH_TENSORS)
     code = f"import sys, {', '.join(light)}; print('torch' in sys.modules)"
@@ -369,6 +370,7 @@ def test_declared_modules_of_core_load_without_torch() -> None:
     assert done.stdout == "False\n"
 
 
+@pytest.mark.thorough
 @members
 def test_tests_of_a_member_import_only_what_is_installed_with_it(
     member: Member, owners: Mapping[str, list[str]]
@@ -448,6 +450,20 @@ def test_a_member_is_complete(member: Member) -> None:
         assert (member.path / needed).exists(), f"{member} has no {needed}"
     assert len((member.path / "README.md").read_text()) > 200
     assert member.project["name"] == str(member)
+
+
+@members
+def test_a_member_has_a_quick_test_for_other_versions_of_python_and_torch(member: Member) -> None:
+    """Conformance suites are marked ``smoke``; ``thorough`` would leave them out."""
+    tests = [ast.parse(file.read_text("utf-8")) for file in (member.path / "tests").rglob("test_*.py")]
+    kinds = ast.ClassDef | ast.FunctionDef | ast.Assign
+    defined = [node for tree in tests for node in tree.body if isinstance(node, kinds)]
+    quick = [node for node in defined if "mark.thorough" not in ast.unparse(node).partition("def ")[0]]
+    assert any("mark.smoke" in ast.unparse(node) or _is_suite(node) for node in quick)
+
+
+def _is_suite(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Suite") for base in node.bases)
 
 
 def test_the_workspace_installs_every_member() -> None:

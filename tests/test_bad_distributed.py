@@ -242,6 +242,7 @@ def test_another_model_is_refused_by_all_ranks_and_told_once(
     assert failure.exit_code == 2
 
 
+@pytest.mark.thorough
 def test_a_directory_in_use_is_refused_by_all_ranks_and_told_once(
     small_job: Write, world: type[World], tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_checkpoint_of_another_model(d9d: D9d, small_job: Write) -> None:
     assert "model.hidden_size: 32 there, 64 here" in text
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_other_data(d9d: D9d, small_job: Write) -> None:
     assert d9d("train", str(small_job()))[0] == 0
     assert "data" in complaint(d9d, small_job(), "data.sequence_length=16", "steps=8")
@@ -93,6 +94,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(d9d: D9d, small_job: Write, 
     assert "resumed at step 4 of 6" in out
 
 
+@pytest.mark.thorough
 def test_when_every_checkpoint_is_damaged_nothing_is_overwritten(d9d: D9d, small_job: Write, tmp_path: Path) -> None:
     assert d9d("train", str(small_job()))[0] == 0
     for manifest in (tmp_path / "runs" / "small" / "checkpoints").glob("*/manifest.json"):
@@ -102,6 +104,7 @@ def test_when_every_checkpoint_is_damaged_nothing_is_overwritten(d9d: D9d, small
     assert (tmp_path / "runs" / "small" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

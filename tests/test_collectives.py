@@ -251,6 +251,7 @@ def test_differences_are_found_in_kind_ranks_bytes_and_count(changed: dict[str, 
         assert not differences([replace(one, **changed)], made)
 
 
+@pytest.mark.thorough
 def test_tensor_parallelism_over_several_nodes_is_priced_when_a_job_is_checked(
     small_job: Callable[..., Path], d9d: D9d, table: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +370,7 @@ def test_lengths_of_evaluations_that_ranks_cannot_share_are_refused_before_the_r
     assert said in " ".join(err.split())
 
 
+@pytest.mark.thorough
 def test_explain_shows_placements_and_collectives(small_job: Callable[..., Path], d9d: D9d) -> None:
     path = small_job(
         mesh={"dp_shard": 2, "tp": 2},

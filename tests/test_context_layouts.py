@@ -232,6 +232,7 @@ def build(values: dict[str, Any], plugins: list[str]) -> None:
     job.build(lambda _: None, topology_here(job)).train()
 
 
+@pytest.mark.thorough
 def test_lengths_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_path: Path) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 26}
     said = refused(table, tmp_path, layout("ring"), data=data, steps=1)
@@ -248,6 +249,7 @@ def test_positions_that_ranks_of_tp_cannot_share_further_are_refused(table: Modu
     assert "(data.sequence_length); use 16 or 24" in said
 
 
+@pytest.mark.thorough
 def test_lengths_of_evaluations_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_path: Path) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 26}
     said = refused(table, tmp_path, layout("ring"), evaluation={"every": 1, "sets": {"odd": data}}, steps=1)
@@ -277,6 +279,7 @@ def build_without_split(values: dict[str, Any], plugins: list[str]) -> None:
         build(values, plugins)
 
 
+@pytest.mark.thorough
 def test_a_task_that_cannot_split_positions_is_refused(table: ModuleType, tmp_path: Path) -> None:
     one = layout("ring")
     values = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
@@ -294,11 +297,13 @@ def test_a_kernel_that_attends_from_all_positions_is_refused(table: ModuleType, 
     assert "kernels.attention: the job calls no op 'attention'" in said
 
 
+@pytest.mark.thorough
 def test_ranks_without_the_strategy_are_refused(table: ModuleType, tmp_path: Path) -> None:
     said = refused(table, tmp_path, Layout("cp 2", {"cp": 2}, ()))
     assert "mesh.cp is 2, but no component of the job uses that axis; add a strategy for it (context_parallel)" in said
 
 
+@pytest.mark.thorough
 def test_samples_drawn_beside_the_training_are_refused(table: ModuleType, tmp_path: Path) -> None:
     drawn = [{"name": "samples", "every": 1, "prompts": [[1, 2, 3]]}]
     said = refused(table, tmp_path, layout("ring"), subscribers=drawn, steps=1)

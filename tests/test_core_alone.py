@@ -83,6 +83,7 @@ def test_torch_is_out_of_reach_in_these_tests(alone: dict[str, str]) -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("arguments", [["--help"], ["plugins", "list"], ["doctor"], ["--version"]])
 def test_commands_of_core_answer(alone: dict[str, str], arguments: list[str]) -> None:
     status, out, err = run(alone, *arguments)

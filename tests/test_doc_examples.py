@@ -96,6 +96,7 @@ def test_the_example_of_the_weights_package_runs(tmp_path: Path, monkeypatch: py
     assert {file.name for file in (tmp_path / "published").iterdir()} == {"config.json", "model.safetensors"}
 
 
+@pytest.mark.thorough
 @examples("yaml")
 def test_job_examples_are_valid(
     block: Block, installed: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,6 +111,7 @@ def test_the_quickstarts_can_run_and_the_readme_names_them(file: Path, installed
     assert f"examples/quickstart/{file.name}" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.thorough
 def test_the_plugin_of_the_readme_reports_a_high_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

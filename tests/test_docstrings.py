@@ -118,6 +118,7 @@ def test_references_of_docstrings_lead_somewhere() -> None:
     assert found == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("target", "found"),
     [

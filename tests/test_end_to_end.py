@@ -106,6 +106,7 @@ def test_low_precision_trains(small_job: Write, tmp_path: Path, precision: dict[
     assert dtypes == {torch.bfloat16 if "parameters" in precision else torch.float32}
 
 
+@pytest.mark.thorough
 def test_explain_names_every_supplier(small_job: Write, d9d: D9d) -> None:
     status, out, _ = d9d("explain", str(small_job(parallel=["activation_checkpointing"])))
     lines = [" ".join(line.split()) for line in out.splitlines()]

@@ -155,6 +155,7 @@ def test_what_cannot_be_evaluated_is_told(
     assert message in err
 
 
+@pytest.mark.thorough
 def test_a_model_without_a_tokenizer_is_told(d9d: Command, model: Path, texts: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -29,6 +29,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("field_page")
 
 
+@pytest.mark.thorough
 def test_the_page_of_fields_is_up_to_date_and_each_field_has_a_meaning(pages: ModuleType) -> None:
     text = pages.page()
     assert text == pages.PAGE.read_text("utf-8"), "run: uv run python tools/field_page.py"

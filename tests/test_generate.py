@@ -66,6 +66,7 @@ def test_a_text_is_continued_as_transformers_does(d9d: Run, model: Path) -> None
     assert out == tokenizer.decode(new, skip_special_tokens=True) + "\n"
 
 
+@pytest.mark.thorough
 def test_a_prompt_is_answered_by_the_chat_template_with_its_system_message(d9d: Run, model: Path) -> None:
     given = ("--prompt", "hello", "--system", "short", "--max-new-tokens", "12")
     status, out, _ = d9d("generate", str(model), *given, *GREEDY)
@@ -73,6 +74,7 @@ def test_a_prompt_is_answered_by_the_chat_template_with_its_system_message(d9d: 
     assert (status, out) == (0, answered(model, messages) + "\n")
 
 
+@pytest.mark.thorough
 def test_draws_follow_the_seed(d9d: Run, model: Path) -> None:
     given = ("generate", str(model), "--prompt", "x", "--temperature", "1", "--top-p", "0.9", "--max-new-tokens", "16")
     first, again, other = (d9d(*given, "--device", "cpu", "--seed", seed)[1] for seed in ("1", "1", "2"))
@@ -85,6 +87,7 @@ def test_draws_follow_the_seed(d9d: Run, model: Path) -> None:
     assert first == tokenizer_of(model).decode(new, skip_special_tokens=True) + "\n"
 
 
+@pytest.mark.thorough
 def test_a_conversation_is_kept_until_its_input_ends(d9d: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nand?\n"))
     status, out, err = d9d("generate", str(model), "--chat", "--max-new-tokens", "12", *GREEDY)
@@ -105,6 +108,7 @@ def test_an_interrupt_ends_a_conversation_with_one_line(d9d: Run, model: Path, m
     assert (status, err) == (130, "interrupted: after 0 replies\n")
 
 
+@pytest.mark.thorough
 def test_a_file_is_completed_in_its_order_in_padded_batches(d9d: Run, model: Path, tmp_path: Path) -> None:
     prompts = written(
         tmp_path / "prompts.jsonl",
@@ -130,6 +134,7 @@ def test_a_file_is_completed_in_its_order_in_padded_batches(d9d: Run, model: Pat
     )
 
 
+@pytest.mark.thorough
 def test_a_killed_command_goes_on_where_it_was(
     d9d: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +205,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_its_line(d9d: Run, model: Pat
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.thorough
 def test_what_a_model_lacks_is_told(d9d: Run, model: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("chat_template.jinja"))
@@ -337,6 +343,7 @@ def copied(model: Path, directory: Path, **settings: Any) -> Path:
     return directory
 
 
+@pytest.mark.thorough
 def test_a_model_that_asks_for_a_dictionary_of_outputs_writes_the_same(d9d: Run, model: Path, tmp_path: Path) -> None:
     given = ("--prompt", "hello", "--raw", "--max-new-tokens", "4", *GREEDY)
     asking = copied(model, tmp_path / "model", return_dict_in_generate=True, output_scores=True)
@@ -346,6 +353,7 @@ def test_a_model_that_asks_for_a_dictionary_of_outputs_writes_the_same(d9d: Run,
     assert d9d("generate", str(model), *given)[:2] == (0, out)
 
 
+@pytest.mark.thorough
 def test_several_completions_of_a_prompt_are_refused(d9d: Run, model: Path, tmp_path: Path) -> None:
     prompts = written(tmp_path / "prompts.jsonl", {"prompt": "a"}, {"prompt": "b"})
     files = ("--file", str(prompts), "--output", str(tmp_path / "out.jsonl"), "--max-new-tokens", "2", *GREEDY)
@@ -356,6 +364,7 @@ def test_several_completions_of_a_prompt_are_refused(d9d: Run, model: Path, tmp_
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.thorough
 def test_the_log_of_the_library_controls_no_terminal(d9d: Run, model: Path, tmp_path: Path) -> None:
     said = io.StringIO()
     handlers = logging.getLogger("transformers").handlers
@@ -371,6 +380,7 @@ def test_the_log_of_the_library_controls_no_terminal(d9d: Run, model: Path, tmp_
     assert said.getvalue().replace("\n", "").isprintable()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("setting", ["cache_implementation=-21", "num_beams=x"])
 def test_a_setting_that_the_library_refuses_is_one_line(d9d: Run, model: Path, setting: str) -> None:
     given = ("--prompt", "a", "--max-new-tokens", "2", "--device", "cpu")

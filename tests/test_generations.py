@@ -138,6 +138,7 @@ def test_what_cannot_be_is_told_before_anything_runs(
         InferenceJob.from_values(given).build(lambda _: None)
 
 
+@pytest.mark.thorough
 def test_logits_that_are_no_numbers_are_an_error_unless_they_are_kept(
     values: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +154,7 @@ def test_logits_that_are_no_numbers_are_an_error_unless_they_are_kept(
     assert len(rows_of(values("kept", {"stop": []}, nonfinite="keep"))) == len(PROMPTS)
 
 
+@pytest.mark.thorough
 def test_a_run_without_a_tokenizer_writes_no_text(
     values: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +234,7 @@ def test_experts_on_two_ranks_write_the_same_bytes(
     assert output_of(values("split")).read_bytes() == output_of(alone).read_bytes()
 
 
+@pytest.mark.thorough
 def test_the_command_writes_text(d9d: Command, values: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     job = values("command", limit=2)
     file = tmp_path / "infer.json"

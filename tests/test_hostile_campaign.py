@@ -42,6 +42,7 @@ def test_hostile_files_do_no_harm(campaign: ModuleType) -> None:
     assert faults(campaign, **LONG) == {}
 
 
+@pytest.mark.thorough
 def test_a_judge_tells_what_readers_do(tmp_path: Path) -> None:
     judge, brief = Judge(tmp_path / "inside"), Judge(tmp_path / "inside", seconds=0.05)
     (tmp_path / "inside").mkdir()
@@ -85,6 +86,7 @@ def test_an_alarm_that_comes_when_a_reader_has_just_ended_is_none(
     assert signal.getsignal(signal.SIGPROF) == before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("numbers", [[0, 1], [0, 1, 1], [0, 1, 3]])
 def test_a_pass_without_a_row_or_with_one_twice_is_wrong(campaign: ModuleType, numbers: list[int]) -> None:
     packs = iter([[{"rows": torch.tensor([*numbers, -1])}], [], []])

@@ -153,6 +153,7 @@ def test_classes_and_rewards_equal_those_of_transformers(folder: Folder, theirs:
                 assert row["label"] == "abc"[row["class"]] == "abc"[int(logits.argmax())]
 
 
+@pytest.mark.thorough
 def test_hidden_states_are_those_of_the_chosen_layers(folder: Folder, theirs: Theirs) -> None:
     task = {"name": "hidden_states", "layers": [0, -2], "pooling": "none"}
     rows = folder.rows("hidden", task=task, data=folder.data(packed=True))
@@ -165,6 +166,7 @@ def test_hidden_states_are_those_of_the_chosen_layers(folder: Folder, theirs: Th
                 np.testing.assert_allclose(row[column], states.numpy(), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_perplexity_of_all_rows_is_that_of_their_tokens(folder: Folder) -> None:
     outcome = folder.run("perplexity", task="perplexity")
     rows = folder.read("perplexity")
@@ -227,6 +229,7 @@ def test_rows_do_not_depend_on_how_many_are_written_at_a_time(folder: Folder) ->
     assert seen == [16, 32, COUNT]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_a_limit_takes_the_first_samples(folder: Folder, packed: bool) -> None:
     whole = folder.rows(f"unlimited-{packed}", data=folder.data(packed))
@@ -260,6 +263,7 @@ def test_a_training_job_makes_the_inference_job_over_its_run(folder: Folder, sma
     assert (job.run.dir / f"{job.run.name}-perplexity" / "output.jsonl").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["looped_bfs", "dual_pipe_v"])
 def test_layers_are_captured_of_stages_that_run_ahead(folder: Folder, schedule: str) -> None:
     task = {"name": "hidden_states", "layers": [0, 1], "pooling": "mean"}
@@ -277,6 +281,7 @@ def test_no_group_is_smaller_than_what_fills_the_pipeline() -> None:
 # --- bad input
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sections", "error", "text"),
     [
@@ -304,6 +309,7 @@ def test_what_cannot_be_run_is_refused(
     assert not (folder.path / "runs" / "refused" / "output.jsonl").exists()
 
 
+@pytest.mark.thorough
 def test_rows_that_are_too_long_are_refused_or_cut_as_asked(folder: Folder) -> None:
     data = folder.data(sequence_length=16)
     with pytest.raises(DataError, match="rows are longer than 16 positions; increase it, or set 'too_long: cut'"):
@@ -335,6 +341,7 @@ def test_data_that_cannot_be_read_in_order_is_refused(folder: Folder) -> None:
         InferenceJob.from_values(values, registry=registry).build(note=lambda _text: None)
 
 
+@pytest.mark.thorough
 def test_a_row_with_nan_ends_the_run_unless_it_is_to_be_kept(folder: Folder) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -393,6 +400,7 @@ def test_captured_layers_of_all_stages_arrive_at_the_last(
         np.testing.assert_allclose(row["layer_1"], other["layer_1"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_of_two_launches_of_one_directory_the_second_fails_before_it_reads_data_and_weights(folder: Folder) -> None:
     first = folder.job("twice").build(note=lambda _text: None)
     late = folder.job("twice", data={**folder.data(), "sources": ["gone.jsonl"]})

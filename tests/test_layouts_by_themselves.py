@@ -201,6 +201,7 @@ def test_problems_are_named_at_their_line(tmp_path: Path) -> None:
     assert caught.value.__notes__[0].startswith(f"to correct it, write in {file}:\n")
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     mesh=st.fixed_dictionaries(
@@ -241,6 +242,7 @@ def test_check_says_what_auto_became(small_job: Callable[..., Path], d9d: Callab
     assert "one process (dp_shard is auto: 1)" in d9d("check", path)[1]
 
 
+@pytest.mark.thorough
 def test_check_of_several_processes_adds_the_strategy_that_training_would(
     small_job: Callable[..., Path], d9d: Callable[..., Any]
 ) -> None:

@@ -234,6 +234,7 @@ def test_a_broken_filter_stops_the_commit(lock: ModuleType, clone: Path) -> None
         git(clone, "add", "uv.lock")
 
 
+@pytest.mark.thorough
 def test_check_refuses_a_commit_with_addresses_and_says_how_to_repair_it(lock: ModuleType, clone: Path) -> None:
     (clone / "uv.lock").write_text(FULL)
     git(clone, "add", "--all")
@@ -247,6 +248,7 @@ def test_check_refuses_a_commit_with_addresses_and_says_how_to_repair_it(lock: M
     assert lock.committed(clone) == STRIPPED
 
 
+@pytest.mark.thorough
 def test_the_command_line_reports_in_one_line_and_fails(clone: Path) -> None:
     command = [sys.executable, "tools/lock.py", "check"]
     (clone / "uv.lock").write_text(FULL)

@@ -79,6 +79,7 @@ def test_every_metric_is_logged_in_training_and_in_evaluation(tmp_path: Path) ->
         assert line["best/token_accuracy_top_5"] == line["token_accuracy_top_5"]
 
 
+@pytest.mark.thorough
 def test_token_accuracy_is_that_of_full_logits(tmp_path: Path) -> None:
     metric = {"name": "token_accuracy", "top": [1, 5, 20]}
     trainer = trained(tmp_path, evaluation={"every": 2, "packs": 2, "data": "toy_tokens", "metrics": [metric]})
@@ -101,6 +102,7 @@ def test_token_accuracy_is_that_of_full_logits(tmp_path: Path) -> None:
     assert 0 < hits[0] < hits[2] < count
 
 
+@pytest.mark.thorough
 def test_ranks_change_no_bit_of_a_run_and_are_counted_where_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

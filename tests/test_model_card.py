@@ -70,6 +70,7 @@ def test_any_text_stays_in_a_heading(text: str) -> None:
     assert types == ["heading_open", "inline", "heading_close", "paragraph_open", "inline", "paragraph_close"]
 
 
+@pytest.mark.thorough
 @given(st.dictionaries(NASTY, NASTY | st.lists(NASTY, max_size=3), max_size=4))
 def test_any_value_stays_in_its_block_of_code(value: dict[str, Any]) -> None:
     fence, *after = parsed((yaml_block(value) + "\n\nafter").encode().decode())
@@ -151,6 +152,7 @@ def test_a_card_says_what_was_trained_on_what_and_how_it_went(job: MakeJob) -> N
     assert rows["torch"]
 
 
+@pytest.mark.thorough
 def test_a_card_does_not_depend_on_the_layout_and_tells_no_directory(job: MakeJob, tmp_path: Path) -> None:
     run = job("steps=2", metrics=[], trackers=[])
     quiet(run).train()
@@ -162,6 +164,7 @@ def test_a_card_does_not_depend_on_the_layout_and_tells_no_directory(job: MakeJo
     assert public_job(values) == public_job(run.resolved())
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_that_has_nothing_left_writes_the_same_card(job: MakeJob) -> None:
     run = job("steps=4", "evaluation={every: 2, data: toy_data}")
     quiet(run).train()
@@ -172,6 +175,7 @@ def test_a_resumed_run_that_has_nothing_left_writes_the_same_card(job: MakeJob) 
     assert card.read_bytes() == first
 
 
+@pytest.mark.thorough
 def test_the_card_of_a_published_model_is_not_taken_for_ours(job: MakeJob) -> None:
     base = job("run.name=base", "steps=1")
     quiet(base).train()
@@ -190,6 +194,7 @@ def test_the_card_of_a_published_model_is_not_taken_for_ours(job: MakeJob) -> No
     assert ("base_model" in front, rows["Base model"]) == (False, "none")
 
 
+@pytest.mark.thorough
 def test_a_converted_checkpoint_has_the_card_of_its_step(job: MakeJob) -> None:
     run = job("steps=6", "logging.every=1")
     quiet(run).train()

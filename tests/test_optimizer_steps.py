@@ -61,6 +61,7 @@ def test_clipping_inside_of_the_step_gives_the_bits_of_clipping_before_it(small_
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.thorough
 def test_averaged_weights_are_evaluated_and_exported(small_job: Write, tmp_path: Path) -> None:
     path = small_job(
         steps=4,

@@ -96,6 +96,7 @@ def valid(field: FieldInfo, value: object) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_check_refuses_a_run_directory_that_is_an_address(d9d: Any, small_job: Write, tmp_path: Path) -> None:
     job = small_job("run", run={"name": "run", "dir": "s3://bucket/runs"})
     status, _, error = d9d("check", str(job))

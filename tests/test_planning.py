@@ -109,6 +109,7 @@ def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
 # --- d9d plan ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_plan_is_written_as_a_job_that_check_accepts(tmp_path: Path) -> None:
     path, out = tmp_path / "job.yaml", tmp_path / "planned.yaml"
     path.write_text(yaml.safe_dump(values(SMALL, batch={"size": 16})))
@@ -121,6 +122,7 @@ def test_a_plan_is_written_as_a_job_that_check_accepts(tmp_path: Path) -> None:
     assert invoke("plan", str(path), "--gpus", "8", "--write", str(out))[1].endswith("name another file, or remove it")
 
 
+@pytest.mark.thorough
 def test_layouts_are_ranked_and_the_pareto_front_is_faster_or_smaller_at_each_point() -> None:
     job = JobFile.from_values(values(EXPERTS, batch={"size": 64}))
     found = search(Workload(job, job.registry, job.views()), 8, Device.named("h200"))
@@ -131,6 +133,7 @@ def test_layouts_are_ranked_and_the_pareto_front_is_faster_or_smaller_at_each_po
     assert all(one.fits and one.layout.mesh.world_size == 8 for one in found.ranked)
 
 
+@pytest.mark.thorough
 def test_a_plan_leaves_out_layouts_that_cannot_split_the_samples_of_an_evaluation() -> None:
     evaluation = {"every": 5, "data": {"name": "text", "sources": ["y"], "sequence_length": 4098}}
     job = JobFile.from_values(values(DENSE | {"max_positions": 8192}, evaluation=evaluation, batch={"size": 8}))
@@ -152,6 +155,7 @@ def test_a_plan_tries_another_method_of_context_parallelism() -> None:
     assert methods == {"all_gather", "ulysses"}
 
 
+@pytest.mark.thorough
 def test_a_plan_has_no_two_layouts_that_read_or_cost_the_same() -> None:
     job = JobFile.from_values(values(DENSE, parallel=["compile"], batch={"size": 32}))
     found = search(Workload(job, job.registry, job.views()), 4, Device.named("h200"))
@@ -177,6 +181,7 @@ def test_a_batch_that_no_layout_divides_is_said(tmp_path: Path) -> None:
     assert "no layout on 7 devices is valid" in invoke("plan", str(path), "--gpus", "7")[1]
 
 
+@pytest.mark.thorough
 def test_the_device_at_hand_is_measured_into_a_file_that_plans_use(tmp_path: Path) -> None:
     path, rates = tmp_path / "job.yaml", tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(values(SMALL, device="cpu")))

@@ -106,6 +106,7 @@ def test_its_single_file_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert trainer.train().status == "finished"
 
 
+@pytest.mark.thorough
 def test_its_package_passes_its_own_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = files_of(PLUGIN_PAGE)
     package = tmp_path / "acme_zloss"

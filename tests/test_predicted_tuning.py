@@ -35,6 +35,7 @@ def test_a_fine_tuned_model_stores_what_the_plan_counts(method: str, model: dict
     compare_with_plan(values(model, peft=peft, precision={"parameters": "bfloat16"}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["lora", "dora", "full_tune"])
 @pytest.mark.parametrize("mesh", [{"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}], ids=["tp, fsdp", "pp, fsdp"])
 def test_layouts_share_what_fine_tuning_adds(method: str, mesh: dict[str, int]) -> None:
@@ -124,6 +125,7 @@ def test_a_method_without_a_cost_description_is_not_predicted_and_said_so() -> N
         predicted(job, 80 * GIB)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("optimizer", "mesh"),
     [("muon", {}), ("lion", {}), ("schedule_free", {}), ("sgd", {}), ("muon", {"dp_shard": 2})],

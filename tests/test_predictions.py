@@ -15,6 +15,7 @@ from tests.planned_jobs import DENSE, EXPERTS, FEW_EXPERTS, GIB, SMALL, predicti
 # --- against measurements: one H200, 4 x 4,096 tokens, compiled, parameters and states in bfloat16 -------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "gib", "ms"), [(DENSE, 42.3, 360), (EXPERTS, 53.4, 207)], ids=["dense", "experts"])
 def test_memory_and_time_of_one_device_are_as_measured(model: dict[str, Any], gib: float, ms: float) -> None:
     found = prediction(model)
@@ -94,6 +95,7 @@ def test_sharding_divides_what_is_stored() -> None:
     assert wrapped.communication > wrapped.parameters  # copies, from the forward to the backward
 
 
+@pytest.mark.thorough
 def test_sharding_copies_what_changes_its_format_or_has_replicas() -> None:
     fast, slow = (Device.named("h100").model_copy(update={"copy_bytes": rate}) for rate in (3e12, 1e12))
 
@@ -236,6 +238,7 @@ def test_bytes_and_calls_between_ranks_of_cp_are_those_that_explain_lists(method
     assert counted == listed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ep", [2, 4])
 def test_bytes_between_ranks_of_ep_are_those_that_explain_lists(ep: int) -> None:
     sections = {"mesh": {"dp_shard": 4, "ep": ep}, "parallel": ["fsdp", "expert_parallel"], "batch": {"size": 8}}

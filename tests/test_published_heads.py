@@ -100,6 +100,7 @@ def test_an_equal_copy_of_the_embedding_is_silent(d9d: Command, model: Path, rea
     assert HEAD not in out + err
 
 
+@pytest.mark.thorough
 def test_an_untied_model_keeps_the_head_of_the_files(d9d: Command, model: Path) -> None:
     transformers = pytest.importorskip("transformers")
     add_head(model, 5.0)
@@ -112,6 +113,7 @@ def test_an_untied_model_keeps_the_head_of_the_files(d9d: Command, model: Path) 
     assert not transformers.AutoConfig.from_pretrained(exported).tie_word_embeddings
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reader", READERS)
 def test_an_untied_model_without_a_head_is_refused_in_words_of_its_files(
     d9d: Command, model: Path, reader: str

@@ -89,6 +89,7 @@ def test_a_page_has_curves_tables_timeline_and_what_ran(d9d: Run, tmp_path: Path
     assert "of the time is idle" in shown
 
 
+@pytest.mark.thorough
 def test_several_runs_lie_over_one_another_with_the_fields_that_differ(d9d: Run, tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "x" / "a"), write_run(tmp_path / "y" / "a", lr=0.2, steps=20)]
     status, _, err = d9d("report", *map(str, runs), "--output", str(tmp_path / "new" / "both.html"))

@@ -145,6 +145,7 @@ def d9d_subscribers():
 """
 
 
+@pytest.mark.thorough
 def test_plugins_that_change_the_working_directory_do_not_move_the_run(
     d9d: D9d, small_job: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_continuations_are_those_of_transformers_on_the_export_of_that_step(
     assert {line["finish"] for line in lines} == {"stop", "length"}
 
 
+@pytest.mark.thorough
 def test_samples_of_a_resumed_run_are_those_of_one_that_was_not_interrupted(
     small_job: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -117,6 +118,7 @@ def test_prompts_that_cannot_be_are_told_before_training(
         Job.load(job).build(lambda _: None)
 
 
+@pytest.mark.thorough
 def test_prompts_come_from_a_file_too(small_job: Callable[..., Path], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "the quick"}\n{"prompt": "a"}\n')
@@ -129,6 +131,7 @@ def test_prompts_come_from_a_file_too(small_job: Callable[..., Path], tmp_path: 
         Job.load(job).build(lambda _: None)
 
 
+@pytest.mark.thorough
 def test_a_model_without_logits_is_told(small_job: Callable[..., Path]) -> None:
     path = small_job(subscribers=[{"name": "samples", "every": 1, "prompts": ["a"]}], steps=3)
     values = json.loads(path.read_text())

@@ -60,6 +60,7 @@ def test_an_export_stops_at_the_old_end_and_at_the_learned_one(base: Path, tmp_p
         assert ends(run / file) == both, file
 
 
+@pytest.mark.thorough
 def test_what_a_model_says_of_its_end_stays_byte_for_byte_if_it_is_learned(base: Path, tmp_path: Path) -> None:
     same = shutil.copytree(base, tmp_path / "same")
     for name in ("config.json", "generation_config.json"):

@@ -231,6 +231,7 @@ def test_the_users_own_run_with_a_plugin_file_is_evaluated_by_the_command_that_t
     assert status == 0, err
 
 
+@pytest.mark.thorough
 def test_values_of_the_command_line_are_trusted(sound: Path, tmp_path: Path, d9d: Run) -> None:
     run = poisoned(sound, tmp_path / "run", JOBS["sources at an address"])
     (tmp_path / "a.txt").write_text("the quick brown fox " * 20)
@@ -238,6 +239,7 @@ def test_values_of_the_command_line_are_trusted(sound: Path, tmp_path: Path, d9d
     assert status == 0, err
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_is_used_with_the_tokenizer_files_of_its_run_and_not_with_its_data(
     sound: Path, tmp_path: Path, d9d: Run
 ) -> None:

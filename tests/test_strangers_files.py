@@ -112,6 +112,7 @@ def test_a_hostile_config_of_a_model_is_one_line(sort: str, model: Path, tmp_pat
         assert str(copy) in lines[0]
 
 
+@pytest.mark.thorough
 def test_settings_that_a_model_brings_can_be_set_otherwise(model: Path, tmp_path: Path, d9d: Run) -> None:
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
@@ -187,6 +188,7 @@ def logged(tmp_path: Path, text: str) -> Path:
     return run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "text",
     [
@@ -231,6 +233,7 @@ def test_a_huge_file_of_a_model_is_refused_before_a_library_reads_it(
     assert f"{name} cannot be read: it has more than" in err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sort", TOKENIZERS)
 def test_a_hostile_tokenizer_of_a_model_is_one_line(sort: str, model: Path, tmp_path: Path, d9d: Run) -> None:
     copy = tmp_path / "model"
@@ -261,6 +264,7 @@ def test_what_a_library_logs_of_a_model_controls_no_terminal(model: Path, tmp_pa
         shown_safely(done.stdout, done.stderr)
 
 
+@pytest.mark.thorough
 def test_a_time_zone_that_nobody_knows_is_an_error_that_names_the_file(
     tmp_path: Path, d9d: Run, small_job: WriteJob
 ) -> None:
@@ -278,6 +282,7 @@ def shown_safely(*texts: str) -> None:
         assert not any(character in text for character in ESCAPE if character < " " or character > "~"), repr(text)
 
 
+@pytest.mark.thorough
 def test_no_text_of_a_stranger_controls_the_terminal(tmp_path: Path, d9d: Run, small_job: WriteJob) -> None:
     told = [d9d("state", "show", str(weights(tmp_path / "m.safetensors", f"a{ESCAPE}b")))]
     for name, value in (("a", f"{ESCAPE}1"), ("b", f"{ESCAPE}2")):

@@ -20,6 +20,7 @@ MakeJob = Callable[..., Path]
 LIGHT = {"metrics": [], "lr_schedule": None, "trackers": [{"name": "jsonl", "picture": False}]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("grids", "message"),
     [
@@ -42,6 +43,7 @@ def test_a_grid_that_cannot_be_is_told_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.thorough
 def test_an_array_job_has_a_task_for_each_run(d9d: Run, small_job: MakeJob, tmp_path: Path) -> None:
     job, script = small_job(**LIGHT), tmp_path / "sweep.sh"
     grids = ("--grid", "optimizer.lr=1e-4,3e-4", "--grid", "data.sequence_length=16,32")

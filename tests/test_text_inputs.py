@@ -99,6 +99,7 @@ def data(tmp_path: Path, tokenizer: Path) -> Data:
     return Data(tmp_path, tokenizer)
 
 
+@pytest.mark.thorough
 def test_embeddings_of_documents_are_those_of_the_texts_of_pairs(data: Data) -> None:
     mode = Embeddings.text_inputs
     cases: list[tuple[list[str], dict[str, Any]]] = [(TEXTS, {}), ([LONG, "short"], {})]

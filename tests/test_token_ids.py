@@ -98,6 +98,7 @@ def ended(tokenizer: Any, text: str) -> list[int]:
     return ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
 
 
+@pytest.mark.thorough
 def test_texts_have_what_the_tokenizer_adds_and_one_end(model: Path, opened: Open) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     expected = [ended(tokenizer, text) for text in TEXTS]
@@ -128,6 +129,7 @@ def test_completions_are_texts_and_conversations_are_what_the_template_renders(m
     assert found == tokenizer.apply_chat_template(messages, return_dict=False)
 
 
+@pytest.mark.thorough
 def test_special_tokens_that_are_recognised_are_tokens_and_none_comes_twice(
     model: Path, kind: str, opened: Open
 ) -> None:

@@ -137,6 +137,7 @@ def test_explain_shows_the_kernel_of_ranks_that_share_the_words(small_job: Write
     assert any(line.startswith("triton accepts, priority 20: reads each logit of the rank") for line in lines[at:])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [0, 3])
 def test_ranks_without_the_head_take_a_job_that_names_the_kernel(small_job: Write, d9d: D9d, rank: int) -> None:
     kernels = {"vocabulary_parallel_cross_entropy": "reference"}
@@ -181,6 +182,7 @@ def test_explain_says_why_compiled_blocks_leave_the_kernel_out(small_job: Write,
     assert any(line == "rms_norm: triton (d9d-triton 0.1.0) at norm.rms_norm" for line in lines)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("offload", "backend"), [(False, "triton"), (True, "reference")])
 def test_kernels_of_a_gpu_are_left_out_where_gradients_live_in_the_host_s_memory(
     small_job: Write, d9d: D9d, offload: bool, backend: str

@@ -113,6 +113,7 @@ LARGE = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_large_job_is_scaled_to_its_familys_tiny_model_as_far_as_its_data_allows(small_job: Write) -> None:
     job = Job.load(small_job(model=LARGE, mesh={"dp_shard": 64}, parallel=["fsdp"], batch={"size": 128}))
     layout = own_layout(job, max_ranks=8)

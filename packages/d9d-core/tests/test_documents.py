@@ -68,6 +68,7 @@ def test_an_absent_file_is_an_error(tmp_path: Path) -> None:
         Document.read(tmp_path / "nope.yaml")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -353,6 +353,7 @@ def test_a_wrong_override_is_an_error(tmp_path: Path, override: str, message: st
     assert complaint(tmp_path, MINIMAL + "metrics: [toy_metric]\n", override).startswith(message)
 
 
+@pytest.mark.thorough
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),

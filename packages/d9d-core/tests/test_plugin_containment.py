@@ -119,6 +119,7 @@ def test_0_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ValueError('late')" in problem(tmp_path, "import time\ntime.sleep(0.1)\nraise ValueError('late')")
 
 
+@pytest.mark.thorough
 def test_a_declaration_that_catches_its_end_ends_the_process_with_its_name(tmp_path: Path) -> None:
     path = tmp_path / "hostile.py"
     path.write_text(

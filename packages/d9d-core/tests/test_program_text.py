@@ -47,6 +47,7 @@ def test_every_action_prints_as_a_letter_its_stage_and_its_microbatch() -> None:
     assert {str(action): action for action in printed.values()} == printed
 
 
+@pytest.mark.thorough
 @given(st.lists(st.lists(actions).map(tuple), min_size=1))
 def test_programs_read_back_as_they_were(programs: list[tuple[Action, ...]]) -> None:
     # An empty program at the end is an empty line, which a text does not keep.

@@ -200,6 +200,7 @@ def test_what_is_no_fault_of_the_storage_is_not_tried_again(tmp_path: Path, monk
     assert not isinstance(caught.value, SaveError)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_training_goes_on_over_faults_of_the_storage(
     job: MakeJob, tmp_path: Path, disk: Disk, asynchronous: bool
@@ -215,6 +216,7 @@ def test_training_goes_on_over_faults_of_the_storage(
     assert checkpoints - {".lock"} == {"step-00000008", "step-00000012"}
 
 
+@pytest.mark.thorough
 def test_a_synchronous_save_is_tried_again_after_growing_numbers_of_steps(job: MakeJob, disk: Disk) -> None:
     trainer, notes = noted(job("checkpoint.asynchronous=false", "checkpoint.every=4", "checkpoint.keep=null"))
     disk.faults = 2

@@ -306,6 +306,7 @@ def test_values_of_a_run_that_cannot_be_are_an_error(job: Callable[..., Any], va
         job("steps=4").build(note=lambda _: None).train()
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_no_job_saved_is_none_to_resume_from(job: Callable[..., Any]) -> None:
     run = job("steps=2")
     run.build(note=lambda _: None).train()

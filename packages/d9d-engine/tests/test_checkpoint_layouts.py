@@ -143,6 +143,7 @@ def save_replicated(directory: str) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_replicas_are_written_once_and_by_all_ranks_equally(world: type[World], tmp_path: Path) -> None:
     world(4).run(save_replicated, str(tmp_path))
     manifest = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
@@ -154,6 +155,7 @@ def test_replicas_are_written_once_and_by_all_ranks_equally(world: type[World], 
     assert max(payload) - min(payload) <= 400
 
 
+@pytest.mark.thorough
 def test_a_rank_with_nothing_to_write_writes_no_file(world: type[World], tmp_path: Path) -> None:
     world(2).run(save_one, str(tmp_path))
     names = sorted(path.name for path in (tmp_path / "step-00000001").iterdir())

@@ -191,6 +191,7 @@ def train_while_saving(directory: str) -> list[Any]:
     return [*seen, *(report.step for report in reports)]
 
 
+@pytest.mark.thorough
 def test_asynchronous_saves_hold_the_values_of_their_step(world: type[World], tmp_path: Path) -> None:
     assert world(2).run(train_while_saving, str(tmp_path)) == [[1, 2, 3, 4, 5]] * 2
     for step in range(1, 6):
@@ -222,6 +223,7 @@ def save_behind_an_address(url: str) -> None:
             kept.save(step, sharded(step), {"step": step}, {})
 
 
+@pytest.mark.thorough
 def test_several_ranks_save_behind_an_address(world: type[World], tmp_path: Path) -> None:
     world(2).run(save_behind_an_address, f"file://{tmp_path}/store")
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["step-00000002"]

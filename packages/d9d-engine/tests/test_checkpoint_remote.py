@@ -44,6 +44,7 @@ def step_of(store: CheckpointStore, warnings: list[str]) -> int:
     return found.step
 
 
+@pytest.mark.thorough
 def test_what_is_saved_comes_back_and_old_ones_go(files: fsspec.AbstractFileSystem) -> None:
     store = saved(1, 2, 3, keep=2)
     assert step_of(store, []) == 3

@@ -78,6 +78,7 @@ def test_train_ends_with_what_was_promised(d9d: Run, tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "toy" / "model" / "config.json").exists()
 
 
+@pytest.mark.thorough
 def test_a_wrong_job_is_one_message_exit_status_2_and_no_torch(d9d: Run) -> None:
     result = d9d("train", "job.yaml", "--set", "optimizer.lrr=1")
     assert result.returncode == 2
@@ -87,6 +88,7 @@ def test_a_wrong_job_is_one_message_exit_status_2_and_no_torch(d9d: Run) -> None
     assert result.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.thorough
 def test_a_broken_plugin_that_is_asked_for_shows_its_traceback(d9d: Run, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def f():\n    raise RuntimeError('in the plugin')\nf()\n")
     result = d9d("train", "job.yaml", "--plugin", "broken.py")
@@ -95,6 +97,7 @@ def test_a_broken_plugin_that_is_asked_for_shows_its_traceback(d9d: Run, tmp_pat
     assert "raise RuntimeError('in the plugin')" in result.stderr
 
 
+@pytest.mark.thorough
 def test_the_traceback_of_a_plugin_shows_its_own_frames_only(d9d: Run, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
         "from d9d_core.plugin import *\n"
@@ -121,6 +124,7 @@ def test_check_reports_the_numbers_of_a_job_without_training(here: Run, tmp_path
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.thorough
 def test_check_compares_the_mesh_with_the_world_size(d9d: Run) -> None:
     result = d9d(
         "check", "job.yaml", "--world-size", "8", "--set", "mesh={pp: 2, dp_shard: 3}", "--set", "batch.size=12"

@@ -46,6 +46,7 @@ def greeting(site: Path, module: str) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_plugins_add_commands_that_are_imported_when_used(
     site: Path, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, main: Main
 ) -> None:

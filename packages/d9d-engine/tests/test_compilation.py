@@ -56,6 +56,7 @@ def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.thorough
 def test_the_first_steps_are_told_by_their_seconds_alone() -> None:
     run = Listened()
     with run.log.listening():

@@ -160,6 +160,7 @@ def test_a_kernel_that_is_not_deterministic_is_refused_where_the_job_is() -> Non
         )
 
 
+@pytest.mark.thorough
 def test_python_and_numpy_draw_the_same_in_each_run_and_after_a_resume(job: MakeJob) -> None:
     straight: list[tuple[float, float]] = []
     drawing(quiet(job("run.name=straight")), straight).train()

@@ -33,6 +33,7 @@ def saved_steps(job: Job) -> set[int]:
     return {int(path.name[5:]) for path in (job.run.directory / "checkpoints").glob("step-*")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("samples", [3, 8, 21])
 def test_a_whole_set_is_measured_sample_by_sample(job: MakeJob, samples: int) -> None:
     """Fillers count neither in the terms nor in the metrics, of which each has its own number of samples."""
@@ -52,6 +53,7 @@ def test_a_whole_set_is_measured_sample_by_sample(job: MakeJob, samples: int) ->
     assert found["eval/absolute_error"] == pytest.approx((y - torch.sin(x)).abs().mean().item(), rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_several_sets_have_series_of_their_own(job: MakeJob) -> None:
     sets = {"small": whole(5), "large": whole(30)}
     run = job(evaluation={"every": 6, "packs": "all", "sets": sets}, checkpoint={"best": {"series": "eval/large/loss"}})
@@ -124,6 +126,7 @@ def test_a_series_of_a_metric_may_choose_the_best(job: MakeJob) -> None:
     quiet(job(evaluation=evaluation, checkpoint={"best": {"series": "eval/absolute_error"}})).train()
 
 
+@pytest.mark.thorough
 def test_a_run_that_gets_no_better_is_saved_and_finished(job: MakeJob) -> None:
     evaluation = {"every": 2, "data": "toy_data"}
     run = job(evaluation=evaluation, subscribers=stopping(), checkpoint={})
@@ -140,6 +143,7 @@ def test_a_run_that_gets_no_better_is_saved_and_finished(job: MakeJob) -> None:
     assert longer.train().step == 8
 
 
+@pytest.mark.thorough
 def test_the_count_of_early_stopping_survives_a_resume(job: MakeJob) -> None:
     evaluation = {"every": 2, "data": "toy_data"}
     straight = job("run.name=straight", evaluation=evaluation, subscribers=stopping(patience=4))
@@ -191,10 +195,12 @@ def test_a_best_checkpoint_without_anything_to_choose_by_is_warned_about(job: Ma
     assert any("'eval/loss' was not logged yet" in note for note in notes)
 
 
+@pytest.mark.thorough
 class TestEarlyStopping(SubscriberSuite):
     target = "early_stopping"
 
 
+@pytest.mark.thorough
 def test_an_observer_may_end_a_run_and_keeps_its_state(job: MakeJob) -> None:
     class Ends:
         """Ends the run after a number of steps over all starts."""
@@ -224,6 +230,7 @@ def test_an_observer_may_end_a_run_and_keeps_its_state(job: MakeJob) -> None:
     assert [run(3), run(3), run(5)] == [3, 3, 5]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["eval/\ud800", "eval/a\x00b", "eval/" + "x" * 10_000])
 def test_a_name_that_is_no_text_ends_neither_the_run_nor_its_checkpoints(
     job: MakeJob, monkeypatch: pytest.MonkeyPatch, name: str

@@ -50,6 +50,7 @@ def test_what_exists_is_spared_and_what_comes_later_is_collected() -> None:
     assert {id(node) for node in kept} <= {id(item) for item in gc.get_objects()}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("nothing_frozen")
 def test_what_a_caller_froze_stays_frozen() -> None:
     gc.freeze()
@@ -98,6 +99,7 @@ def test_young_objects_are_collected_at_steps_and_all_objects_with_each_checkpoi
     assert collections == [2, 1, 2, 1, 1, 1, 2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("every", "automatic"), [("5", False), ("null", True)])
 def test_python_collects_by_itself_again_after_a_run(job: MakeJob, every: str, automatic: bool) -> None:
     watcher = Watcher()

@@ -166,6 +166,7 @@ def launched_in_backward(reducers: int) -> bool:
     return launched
 
 
+@pytest.mark.thorough
 def test_reductions_overlap_with_the_backward_unless_a_strategy_reduces_meanwhile(world: Any) -> None:
     """Ranks without a gradient launch later, so over the same ranks the order would not be the same everywhere."""
     assert world(2).run(launched_in_backward, 0) == [True] * 2
@@ -259,6 +260,7 @@ def flagged(p: float) -> tuple[bool, bool]:
     return bool(totals.finite), bool(totals.stop)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("p", [2.0, math.inf])
 def test_one_rank_that_stops_or_is_not_finite_is_known_to_all(world: Any, p: float) -> None:
     assert world(2).run(flagged, p) == [(False, True)] * 2

@@ -155,6 +155,7 @@ def load_under_fsdp_and_tensor_parallelism() -> list[str]:
     return [type(p).__name__ for target in targets.values() for p in target.placements]  # type: ignore[attr-defined]
 
 
+@pytest.mark.thorough
 def test_rows_that_are_sharded_twice_are_read(world: Any) -> None:
     kinds = world(4).run(load_under_fsdp_and_tensor_parallelism)[0]
     assert {"_StridedShard", "Shard", "Replicate"} == set(kinds)
@@ -370,6 +371,7 @@ def open_on_ranks(first: str, second: str, runs: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.thorough
 def test_weights_that_one_rank_does_not_see_are_an_error_of_all(trained: Path, tmp_path: Path, world: Any) -> None:
     pytest.importorskip("d9d_parallel")
     said = world(2).run(open_on_ranks, str(trained), str(tmp_path / "nowhere"), str(tmp_path / "runs"))

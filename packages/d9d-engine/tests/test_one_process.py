@@ -107,6 +107,7 @@ with Interrupts().noted() as interrupts:
 """
 
 
+@pytest.mark.thorough
 def test_signals_for_a_forked_process_are_for_nobody_else() -> None:
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines() == ["SIGTERM -15 None", "SIGINT -2 None", "SIGTERM -15 None", "False"]

@@ -162,6 +162,7 @@ def load_stages() -> list[int]:
     return read
 
 
+@pytest.mark.thorough
 def test_each_stage_reads_its_own_weights_and_of_equal_ranks_one_if_asked(world: type[World]) -> None:
     first, last = (24 * len(names_of(SPLITS["other"], stage)) for stage in (0, 1))
     found = world(4).run(load_stages)

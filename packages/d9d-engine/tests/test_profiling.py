@@ -179,6 +179,7 @@ def test_traces_are_named_by_the_coordinate() -> None:
     assert _rank_name(Topology(sizes=sizes, rank=3, world_size=4)) == "rank-3-pp1-dp_shard1"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stacks", [False, True])
 def test_a_trace_has_lines_of_python_code_where_the_job_asks_for_them(job: MakeJob, stacks: bool) -> None:
     made = job(profiling={**WINDOW, "with_stack": stacks})

@@ -136,6 +136,7 @@ def test_a_terminal_shows_the_state_of_the_run_below_the_lines_that_others_print
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l"), "the cursor is hidden"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", "ValueError"])
 def test_an_error_leaves_the_terminal_as_it_was(error: str) -> None:
     written = terminal_shows(error)

@@ -114,6 +114,7 @@ def test_what_sleeps_cannot_be_used(job: MakeJob) -> None:
             trainer.sleep("kv_cache")  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_left_asleep_is_saved(job: MakeJob) -> None:
     run = job(checkpoint={"every": None})
     with pytest.raises(ZeroDivisionError), quiet(run) as trainer:  # noqa: PT012

@@ -93,6 +93,7 @@ def test_a_module_without_initial_values_for_what_it_owns_is_refused_by_name() -
         initialise(stage, 0, torch.device("cpu"))
 
 
+@pytest.mark.thorough
 def test_what_the_model_froze_is_not_trained(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     init = ToyModel.__init__
 

@@ -146,6 +146,7 @@ def test_on_a_terminal_the_current_phase_is_a_live_line(monkeypatch: pytest.Monk
     assert said == []
 
 
+@pytest.mark.thorough
 def test_meta_tensors_are_not_drawn_and_others_are() -> None:
     with Undrawn():
         with torch.device("meta"):

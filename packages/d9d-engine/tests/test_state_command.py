@@ -63,6 +63,7 @@ def test_tensors_are_listed_with_layers_together(d9d: Run, run: Path) -> None:
     assert json.loads(text)["toy.unused"] == {"shape": [1], "dtype": "float32"}
 
 
+@pytest.mark.thorough
 def test_on_a_narrow_terminal_the_names_of_tensors_are_kept_longest(
     d9d: Run, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -258,6 +258,7 @@ def test_the_mean_is_over_the_steps_that_have_a_value(tmp_path: Path) -> None:
     assert (found.steps, found.last_step, found.last.unit) == (2, 4, "load / uniform")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rows", "columns"), [(4, 8), (94, 128), (1, 1)])
 def test_tables_are_drawn_with_their_labels(tmp_path: Path, rows: int, columns: int) -> None:
     run = opened(tmp_path, picture=True)
@@ -272,6 +273,7 @@ def test_tables_are_drawn_with_their_labels(tmp_path: Path, rows: int, columns: 
     assert len(drawn) < 500_000
 
 
+@pytest.mark.thorough
 def test_rows_have_names_where_not_all_layers_have_one(tmp_path: Path) -> None:
     named = replace(load([1.0], [2.0]), rows=("3", "17"))
     run = opened(tmp_path, picture=True)

@@ -126,6 +126,7 @@ def groups_by_purpose() -> list[float]:
     return [len({id(group) for group in (*groups, here.world)}) - 1, total.item()]
 
 
+@pytest.mark.thorough
 def test_ranks_without_a_copy_make_a_group_too_even_if_they_know_one_of_the_same_ranks(world: Any) -> None:
     assert world(3).run(groups_of_places) == [3.0] * 3
 
@@ -163,6 +164,7 @@ def test_what_pipelines_choose_of_cuda_gives_way_to_the_environment(
     assert os.environ.get(variable) == (chosen if applies else None)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("axis", "found"), [("pp", "EAGER"), ("dp_replicate", None)])
 def test_jobs_of_several_stages_load_kernels_eagerly(world: Any, axis: str, found: str | None) -> None:
     assert world(2).run(kernels_loaded, axis) == [found] * 2
@@ -176,6 +178,7 @@ def kernels_loaded(axis: str) -> str | None:
         return os.environ.get("CUDA_MODULE_LOADING")
 
 
+@pytest.mark.thorough
 def test_4096_ranks_exist_in_one_process() -> None:
     # If anything were quadratic, this would take hours.
     here = topology(1234, pp=4, dp_replicate=8, dp_shard=8, cp=2, tp=8, ep=32)
@@ -262,6 +265,7 @@ def main_goes_first(directory: str) -> bool:
     return there
 
 
+@pytest.mark.thorough
 def test_the_main_process_prepares_what_the_others_find(world: Any, tmp_path: Any) -> None:
     assert world(2).run(main_goes_first, str(tmp_path)) == [False, True]
 

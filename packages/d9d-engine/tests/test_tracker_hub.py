@@ -264,6 +264,7 @@ def test_a_requested_state_is_no_older_than_what_was_behind(
     hub.close("finished")
 
 
+@pytest.mark.thorough
 def test_training_goes_on_while_a_checkpoint_waits_for_a_tracker(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     has_gone_on = threading.Event()
 

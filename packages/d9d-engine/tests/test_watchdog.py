@@ -281,6 +281,7 @@ def with_failure() -> Any:
     return store
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("store", [_Gone, with_failure])
 def test_a_rank_that_does_not_notice_another_ones_failure_is_ended(ends: list[int], store: Callable[[], Any]) -> None:
@@ -290,6 +291,7 @@ def test_a_rank_that_does_not_notice_another_ones_failure_is_ended(ends: list[in
     watchdog.stop()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_ends_by_itself_after_another_ones_failure_is_left_alone(ends: list[int]) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     watchdog = watched(store)
@@ -300,6 +302,7 @@ def test_a_rank_that_ends_by_itself_after_another_ones_failure_is_left_alone(end
     assert ends == []
 
 
+@pytest.mark.thorough
 def test_while_the_main_thread_waits_for_another_one_that_one_is_shown_whatever_it_is_called() -> None:
     watchdog = Watchdog({"step": 60.0})
     reader = threading.Thread(target=read_briefly, name="any name")

@@ -170,6 +170,7 @@ def test_ranks_that_do_not_arrive_are_named_by_all_others() -> None:
     assert str(found[0]) == str(found[1])
 
 
+@pytest.mark.thorough
 def test_without_rank_0_the_others_say_so() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     with pytest.raises(TrainingError, match="rank 0 did not arrive within 0.2 s"):

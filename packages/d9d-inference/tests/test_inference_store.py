@@ -208,6 +208,7 @@ def test_json_lines_have_the_shortest_numbers_that_read_back(tmp_path: Path) -> 
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_parquet_has_the_same_bytes_however_it_was_cut_into_parts(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     writer = ParquetWriter(ParquetWriterConfig(row_group=4))

@@ -137,6 +137,7 @@ def assert_all_ranks_make_the_whole(
 # --- rectangles
 
 
+@pytest.mark.thorough
 @smoke
 @given(ranks=st.integers(1, 6), chunk=st.integers(1, 4), everything=st.booleans(), data=st.data())
 def test_rectangles_are_what_a_causal_mask_lets_through(
@@ -226,6 +227,7 @@ class Backwards(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.thorough
 @smoke
 def test_slices_of_output_and_gradient_are_copied_only_to_be_of_one_layout() -> None:
     rows = slice(4, 8)
@@ -300,6 +302,7 @@ def test_flex_attention_itself_gives_the_output_and_the_sums() -> None:
                 assert_close_values(one[1].exp(), other[1].exp(), what="sums")
 
 
+@pytest.mark.thorough
 @smoke
 def test_all_turns_of_all_microbatches_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the compiler; the given function runs as it is, and without gradients, which need a GPU."""

@@ -37,6 +37,7 @@ def test_attention_has_heads_of_any_size_and_optional_head_norms() -> None:
     assert without(hidden, rotation, None).shape == (2, 5, 32)
 
 
+@pytest.mark.thorough
 def test_head_norms_make_attention_blind_to_the_scale_of_queries() -> None:
     layer = attention_layer()
     hidden, rotation = torch.randn(1, 5, 32), RotaryEmbedding(6, theta=1e4)(torch.arange(5).unsqueeze(0))

@@ -32,6 +32,7 @@ def test_weight_is_the_number_of_labels() -> None:
     assert TASK.count(MICROBATCH | {"lengths": torch.tensor([4, 1, 2])}) == 7  # padding counts nowhere
 
 
+@pytest.mark.thorough
 def test_loss_is_the_sum_over_samples_that_count() -> None:
     logits = torch.randn(3, 3, requires_grad=True)
     loss = TASK.losses({"class_logits": logits}, MICROBATCH)["cross_entropy"]

@@ -41,6 +41,7 @@ def expected(samples: Tensor, temperature: float, symmetric: bool) -> Tensor:
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("elements", [1, 1 << 20])
 def test_losses_and_gradients_are_those_of_one_backward(

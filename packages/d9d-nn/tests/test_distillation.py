@@ -31,6 +31,7 @@ def expected(logits: Tensor, other: Tensor, temperature: float) -> Tensor:
     return each * temperature**2 * COUNTED
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("other_words", [11, 7])
 @pytest.mark.parametrize("elements", [1, 1 << 20])

@@ -26,6 +26,7 @@ def same_numbers_in_every_run() -> None:
 # --- causal_lm
 
 
+@pytest.mark.thorough
 def test_head_returns_losses_with_targets_and_logits_without() -> None:
     head = CausalLMHead(8, 20, std=0.5)
     hidden, targets = torch.randn(2, 3, 8), torch.randint(20, (2, 3))

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 LM, CLASSES = CausalLMHeadConfig(), ClassificationHeadConfig(num_classes=3)
 
 
+@pytest.mark.thorough
 def test_configs_of_heads_load_without_torch() -> None:
     facts = import_fresh("d9d_nn.heads.config", "d9d_nn.classification.config")
     assert "torch" not in facts["d9d_nn.heads.config"].modules | facts["d9d_nn.classification.config"].modules

@@ -120,6 +120,7 @@ class TestHiddenStates(InferenceTaskSuite):
 # --- rows of packed samples
 
 
+@pytest.mark.thorough
 def test_pooled_rows_of_packed_samples_are_those_of_each_alone() -> None:
     hidden = drawn(4, 6, 5)
     for pooling in ("last", "mean"):

@@ -57,6 +57,7 @@ class Every:
         return tensor[:, self.first :: 2]
 
 
+@pytest.mark.thorough
 def test_ranks_count_and_weigh_each_position_once() -> None:
     generator = torch.Generator().manual_seed(0)
     task = CausalLM(CausalLMConfig())

@@ -240,5 +240,6 @@ def test_impossible_or_idle_settings_are_refused(settings: dict[str, Any], text:
         ADAPTER.validate_python(settings)
 
 
+@pytest.mark.thorough
 def test_settings_are_checked_without_torch() -> None:
     assert "torch" not in import_fresh("d9d_nn.rope.scaling")["d9d_nn.rope.scaling"].modules

@@ -165,6 +165,7 @@ class TestTokenClassification(TaskSuite):
         return {"class_logits": (microbatch["tokens"].float()[..., None] * classes).sin() * scale}
 
 
+@pytest.mark.thorough
 class TestSdpa(KernelSuite):
     target = "attention.sdpa"
     dtypes = ("float64", "float32", "bfloat16", "float16")

@@ -262,6 +262,7 @@ def test_rates_that_are_not_measured_keep_their_ratio_to_those_that_are(monkeypa
     assert (several.link, several.link_latency) == (14.0, 0.1)
 
 
+@pytest.mark.thorough
 def test_rates_count_operations_and_bytes_in_the_median_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
 

@@ -27,6 +27,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_listed_runs_are_described_as_json(directory: Path) -> None:
     result = CliRunner().invoke(runs.app, ["list", str(directory), "--json"])
     first, second = json.loads(result.stdout)["runs"]

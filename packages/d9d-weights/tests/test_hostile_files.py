@@ -28,6 +28,7 @@ def header(entries: dict[str, Any] | str, data: bytes = b"") -> TensorFile:
     return TensorFile(io.BytesIO(len(text).to_bytes(8, "little") + text + data), "x")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "shape",
     [[10**299] * 100_000, [1] * 65, [0, 2**62, 4], [2**63, 0], [True, 4], [10**400]],
@@ -93,6 +94,7 @@ def test_files_that_lead_outside_are_not_read_so_no_export_copies_them(tmp_path:
         ModelDirectory.open(directory).read_file(name)
 
 
+@pytest.mark.thorough
 def test_a_huge_config_is_not_read(tmp_path: Path) -> None:
     directory = model(tmp_path / "model")
     with (directory / "config.json").open("r+b") as file:

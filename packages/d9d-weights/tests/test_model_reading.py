@@ -277,6 +277,7 @@ def windows(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]], list[int
     return shape, bounds, draw(st.permutations(range(len(shape))))
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=150)
 @given(windows(), st.integers(2, 64), st.sampled_from([torch.bfloat16, torch.float64]), st.booleans())
 def test_every_window_equals_a_slice_whatever_strides_dtype_and_block(
@@ -342,6 +343,7 @@ def test_a_part_of_a_long_row_is_read_alone(tmp_path: Path, monkeypatch: pytest.
     assert [size for _, size in reads] == [40, 40]
 
 
+@pytest.mark.thorough
 def test_memory_is_bounded_whatever_the_size_of_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.arange(3 * BLOCK // 8, dtype=torch.float32).reshape(-1, 1024)  # 1.5 blocks
     save_file({"t": tensor}, tmp_path / "model.safetensors")
@@ -358,6 +360,7 @@ def test_memory_is_bounded_whatever_the_size_of_the_tensor(tmp_path: Path, monke
     assert max(size for _, size in reads) == BLOCK
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["local", "remote"])
 def test_threads_read_at_once_and_do_not_mix_up(tmp_path: Path, where: str) -> None:
     tensors = {f"{n}": torch.full((50, 40), n) for n in range(16)}

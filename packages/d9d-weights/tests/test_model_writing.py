@@ -127,6 +127,7 @@ def test_transformers_loads_what_is_written(tmp_path: Path) -> None:
     assert same(dict(loaded.state_dict()), state)
 
 
+@pytest.mark.thorough
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from([torch.float32, torch.uint8, torch.bfloat16])), min_size=1),
     st.integers(1, 200),

@@ -78,6 +78,7 @@ def written(**tensors: Tensor) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_window_is_read(data: st.DataObject) -> None:

@@ -104,6 +104,7 @@ def gather_all_and_some() -> list[Any]:
     return [list(everything), {name: str(tensor.dtype) for name, tensor in gradients.items()}]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_ranks_have_is_gathered_in_the_models_order_on_those_that_keep_it(world: type[World], ranks: int) -> None:
     first, *others = world(ranks).run(gather_all_and_some)

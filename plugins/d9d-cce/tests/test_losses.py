@@ -29,6 +29,7 @@ def gradients(losses: Tensor, *leaves: Tensor) -> dict[str, Tensor]:
     return dict(zip(names, torch.autograd.grad(losses.sum(), leaves), strict=True))
 
 
+@pytest.mark.thorough
 def test_nothing_of_a_token_without_a_target_reaches_a_gradient() -> None:
     hidden, weight = normal(4, FEATURES, seed=0), normal(50, FEATURES, seed=1).requires_grad_()
     hidden[1] = torch.nan

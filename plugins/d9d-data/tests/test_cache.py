@@ -143,6 +143,7 @@ def test_killed_build_is_never_taken_for_a_finished_one(tmp_path: Path) -> None:
         assert left.exists() == stays
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damaged", [False, True])
 def test_processes_that_build_at_once_agree(tmp_path: Path, damaged: bool) -> None:
     if damaged:

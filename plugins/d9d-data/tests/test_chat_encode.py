@@ -66,6 +66,7 @@ def count(ids: Any, token: str) -> int:
     return int((ids == backend().token_to_id(token)).sum())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("quoted", ["text", "token"])
 def test_a_special_token_that_a_user_writes_is_text_unless_asked_otherwise(quoted: Literal["text", "token"]) -> None:
     made = conversation("stop <|im_end|>\n<|im_start|>assistant\nthe fox", "the dog <|im_end|>")
@@ -117,6 +118,7 @@ def test_a_token_has_weight_if_it_begins_in_a_reply() -> None:
     assert decoded(np.concatenate([ids[weights] for ids, weights in [encode(made, inside, tokenizer())]])) == " fox"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prefix", ["normalizer", "first", "always", "never"])
 @pytest.mark.parametrize("user", [" the  fox", "the <|im_end|>\n fox<|im_start|>"])
 def test_tokenizers_that_write_spaces_as_characters_give_the_same_replies(prefix: str, user: str) -> None:
@@ -197,6 +199,7 @@ def test_a_conversation_is_trainable_if_a_weight_has_a_token_before_it(weights: 
     assert is_trainable(np.array(weights, dtype=bool)) is trainable
 
 
+@pytest.mark.thorough
 def test_conversations_are_encoded_without_torch() -> None:
     code = "import sys, d9d_data.chat.encode; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

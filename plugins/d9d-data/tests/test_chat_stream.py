@@ -99,6 +99,7 @@ def test_a_conversation_that_is_too_long_is_cut_or_left_out(
     assert any(f"left out {dropped} of 3 conversations that are too long" in note for note in notes) == bool(dropped)
 
 
+@pytest.mark.thorough
 def test_an_error_names_the_record_and_skipping_counts_it(stream: Open) -> None:
     with pytest.raises(DataError, match=r"data.jsonl:2 .*more than a sequence's 65"):
         stream(chat("a", "x"), chat("a" * 90, "x"), too_long="error")
@@ -122,6 +123,7 @@ def test_files_without_records_and_models_without_a_template_are_refused(
         stream(chat("a", "x"), tokenizer=str(plain))
 
 
+@pytest.mark.thorough
 def test_another_template_or_another_mask_is_another_corpus(stream: Open, model: Path) -> None:
     one = stream(chat("ab", "c"))
     with pytest.raises(DataError, match="belongs to other data"):
@@ -131,6 +133,7 @@ def test_another_template_or_another_mask_is_another_corpus(stream: Open, model:
 # --- packing
 
 
+@pytest.mark.thorough
 def test_packed_conversations_keep_apart_and_learn_the_same(model: Path, stream: Open) -> None:
     records = [chat("q" * n, "a" * (n % 3 + 1)) for n in range(1, 9)]
     plain, packed = stream(*records), stream(*records, packing="best_fit", sequence_length=104)
@@ -170,6 +173,7 @@ def test_packed_streams_go_on_where_they_were_and_workers_change_nothing(stream:
     again.close()
 
 
+@pytest.mark.thorough
 def test_a_batch_larger_than_the_bins_is_refused(stream: Open) -> None:
     with pytest.raises(DataError, match="the train split fills only 1 samples; use at most 1, or more data"):
         stream(chat("a", "b"), packing="best_fit", batch=2)
@@ -187,6 +191,7 @@ def test_bins_hold_each_sample_once_none_overflows_and_few_are_needed(lengths: l
     assert sum(size <= 16 for size in sizes) <= 1
 
 
+@pytest.mark.thorough
 def test_what_packs_are_made_of_can_be_sent_to_a_process(stream: Open) -> None:
     reader = stream(chat("a", "b"), packing="best_fit")
     source = pickle.loads(pickle.dumps(reader._source))  # type: ignore[union-attr]
@@ -273,6 +278,7 @@ def test_weights_of_nought_and_one_are_what_is_learned_and_no_field(model: Path,
     assert all(torch.equal(plain[name], ones[name]) for name in plain)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("record", "fields", "message"),
     [
@@ -327,6 +333,7 @@ def test_tool_arguments_that_are_no_objects_stay_as_they_are() -> None:
     assert arguments_of('{"a": null}') == {"a": None}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("marks", "stopped"), [("{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}", 2),
                            ("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>", 0)],
@@ -352,6 +359,7 @@ def test_a_start_says_whether_the_stop_token_is_learned(
         assert reader.facts["stop_token_ids"] == [end][:stopped]
 
 
+@pytest.mark.thorough
 def test_special_tokens_in_conversations_are_text_or_tokens(model: Path, stream: Open) -> None:
     end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id("<|im_end|>")
     for choice, count in (("text", 2), ("token", 3)):
@@ -361,6 +369,7 @@ def test_special_tokens_in_conversations_are_text_or_tokens(model: Path, stream:
         assert any("1 of 1 conversations spell special tokens, such as <|im_end|>" in note for note in notes)
 
 
+@pytest.mark.thorough
 def test_a_template_gets_its_arguments(model: Path, stream: Open) -> None:
     template = model / "chat_template.jinja"
     text = template.read_text()

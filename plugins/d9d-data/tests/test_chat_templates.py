@@ -243,6 +243,7 @@ def test_a_template_that_is_no_text_is_an_error(tmp_path: Path) -> None:
         ChatTemplate.load(tmp_path)
 
 
+@pytest.mark.thorough
 def test_directories_that_transformers_writes_are_read(tmp_path: Path) -> None:
     saved = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend(), chat_template=TEMPLATES["llama2.jinja"], **TOKENS

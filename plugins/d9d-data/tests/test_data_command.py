@@ -81,6 +81,7 @@ def job(tmp_path: Path, tokenizer: Tokenizer) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_samples_are_shown_as_the_job_packs_them(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show(job, count=3, plugin=[tmp_path / "plugin.py"], overrides=[])
     lines = capsys.readouterr().out.splitlines()
@@ -115,6 +116,7 @@ def test_labels_and_texts_of_a_sample_are_named(
     assert capsys.readouterr().out.splitlines()[: len(expected)] == expected
 
 
+@pytest.mark.thorough
 def test_samples_that_lost_tokens_are_marked(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = [{"prompt": f"q{number}", "completion": "x" * (3 + 9 * number)} for number in range(2)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -133,6 +135,7 @@ def test_samples_that_lost_tokens_are_marked(job: Path, tmp_path: Path, capsys: 
     assert "=== sample 1: 24 tokens, 2 documents" not in out or "--- document, cut: 8 tokens are lost ---" in out
 
 
+@pytest.mark.thorough
 def test_text_that_spells_a_special_token_is_told_from_the_token(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

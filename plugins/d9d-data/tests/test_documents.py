@@ -54,6 +54,7 @@ def layouts(draw: st.DrawFn) -> tuple[int, int]:
     return ranks, draw(st.sampled_from([size for size in (1, 2, 3, 4, 6, 12) if 12 // ranks % size == 0]))
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(lengths_of_documents, st.integers(0, 5), st.integers(1, 3), st.lists(layouts(), min_size=1, max_size=6))
 def test_any_layout_and_any_resume_point_give_the_same_packs(
@@ -100,6 +101,7 @@ def test_windows_hold_what_the_order_holds_there(
     assert all(a[-1] <= b[0] for a, b in itertools.pairwise(by_length))  # packs overlap nowhere
 
 
+@pytest.mark.thorough
 @settings(max_examples=100, deadline=None)
 @given(lengths_of_documents, st.integers(0, 3), st.integers(1, 12), st.integers(1, 3) | st.none(), st.booleans())
 def test_after_every_step_no_document_came_more_than_once_more_than_another(

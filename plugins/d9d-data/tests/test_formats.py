@@ -186,6 +186,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.thorough
 def test_saved_datasets_are_read_in_the_order_of_their_rows(saved: Path, open_stream: Any) -> None:
     source = f"hf:{saved / 'one'}"
     assert len(find_files([source])) == 3

@@ -48,6 +48,7 @@ def changed(file: Path, change: Mapping[str, Any]) -> Path:
     return file
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sort", ["a normalizer that multiplies", "a normalizer that prepends"])
 def test_a_tokenizer_that_makes_texts_long_is_refused(sort: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer \(its normalizer"):
@@ -111,6 +112,7 @@ def test_a_tokenizer_of_odd_json_is_an_error(tmp_path: Path, name: str, content:
         load_tokenizer(file, None)
 
 
+@pytest.mark.thorough
 def test_a_huge_tokenizer_is_not_read(tmp_path: Path) -> None:
     file = tokenizer(tmp_path / "tokenizer.json")
     with file.open("r+b") as opened:

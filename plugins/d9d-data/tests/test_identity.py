@@ -84,6 +84,7 @@ def test_a_second_start_reads_samples_unless_told_to_read_everything(
     assert most - 5 <= counter.read <= most
 
 
+@pytest.mark.thorough
 def test_a_changed_time_or_sample_is_another_corpus_only_where_samples_decide(open_stream: Any, large: Path) -> None:
     file = large / "a.txt"
     digests = {}

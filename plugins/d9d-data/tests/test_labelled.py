@@ -122,6 +122,7 @@ words = st.lists(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=20, deadline=None)
 @given(words)
 def test_words_and_labels_stay_together(tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> None:
@@ -187,6 +188,7 @@ def test_a_long_text_is_cut_and_counted(stream: Open) -> None:
     assert any("cut 1 of 2 labelled records to 32 tokens, longest 50" in note for note in notes)
 
 
+@pytest.mark.thorough
 def test_classes_are_those_of_the_whole_corpus_whatever_shards_it_has(
     stream: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

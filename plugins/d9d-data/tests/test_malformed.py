@@ -94,6 +94,7 @@ def test_files_that_cannot_be_read_at_all_are_errors(
         open_stream(tmp_path / name, field="text", malformed=malformed)
 
 
+@pytest.mark.thorough
 def test_columns_without_text_are_errors_that_name_the_row(tmp_path: Path, open_stream: Any) -> None:
     with pytest.raises(DataError, match=r"a\.parquet row 2 has no text in a field 'text' .* it is empty there"):
         open_stream(table(tmp_path / "a.parquet", text=["x", None]), field="text")

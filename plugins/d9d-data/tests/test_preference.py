@@ -175,6 +175,7 @@ def test_long_texts_are_cut_or_their_pair_is_left_out(model: Path, stream: Open)
         stream(long, too_long="error")
 
 
+@pytest.mark.thorough
 def test_pairs_are_held_out_as_a_whole(model: Path, stream: Open) -> None:
     records = [pair(f"{number}", f"{number} yes", f"{number} no") for number in range(8)]
     found = []

@@ -24,11 +24,13 @@ class OverFiles(DatasetSuite):
         return {"sources": [str(directory)], "sequence_length": 16}
 
 
+@pytest.mark.thorough
 class TestText(OverFiles):
     target = "text"
     workers = None  # they start slowly, and are the workers of the other dataset
 
 
+@pytest.mark.thorough
 class TestBestFitText(OverFiles):
     target = "text"
     config: ClassVar = {"packing": "best_fit"}
@@ -115,6 +117,7 @@ class TestPreference(DatasetSuite):
         return {"sources": [str(directory / "pairs.jsonl")], "sequence_length": 96, "tokenizer": str(directory)}
 
 
+@pytest.mark.thorough
 class TestLabelled(DatasetSuite):
     target = "labelled"
     other: ClassVar = {"sequence_length": 8}

@@ -82,6 +82,7 @@ class TestFlashAttention2(OverStandIn):
     target = "attention.flash_attention_2"
 
 
+@pytest.mark.thorough
 class TestFlashAttention3(OverStandIn):
     target = "attention.flash_attention_3"
 
@@ -182,6 +183,7 @@ def test_too_many_documents_are_an_error_that_says_what_to_choose() -> None:
 # --- the compiler
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
 def test_four_is_one_operation_for_the_compiler(packed: bool, window: int | None) -> None:

@@ -78,6 +78,7 @@ def outcome(function: Any, counts: list[int], spare: int = 0) -> dict[str, Tenso
     return {"out": out.detach(), "x": x.grad, "bank": bank.grad}
 
 
+@pytest.mark.thorough
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6), spare=st.integers(0, 3))
 @settings(max_examples=40, deadline=None)
 def test_it_is_near_the_reference_however_rows_are_spread(counts: list[int], spare: int) -> None:

@@ -85,6 +85,7 @@ def test_a_checkpoint_goes_on_without_the_strategy_and_the_other_way_round(tmp_p
     assert train(tmp_path, steps=6).stage is not None
 
 
+@pytest.mark.thorough
 def test_an_export_has_the_names_and_dtypes_of_one_without_the_strategy(tmp_path: Path) -> None:
     from safetensors import safe_open
 
@@ -173,6 +174,7 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
         job(tmp_path, parallel=[{**FP8, "modules": ["qproj"]}]).build(lambda _: None)
 
 
+@pytest.mark.thorough
 def test_the_strategy_acts_before_blocks_are_wrapped_and_compiled(tmp_path: Path) -> None:
     strategies = ["replicate", {"name": "compile", "backend": "aot_eager"}, "activation_checkpointing", FP8]
     names = [chosen.spec.name for chosen, _ in job(tmp_path, parallel=strategies).plan().assembly.applied]

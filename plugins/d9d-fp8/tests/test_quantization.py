@@ -79,6 +79,7 @@ def test_zeros_stay_zeros(granularity: Granularity) -> None:
     assert quantized.scale.isfinite().all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("magnitude", [1e-35, 1e-20, 1e20, 3e38])
 @pytest.mark.parametrize("granularity", list(Granularity))
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

@@ -145,6 +145,7 @@ def test_no_pattern_at_all_is_an_error() -> None:
         Fp8Config(modules=())
 
 
+@pytest.mark.thorough
 def test_terms_of_fine_tuning_stay_in_full_precision_around_a_base_in_float8() -> None:
     lora = pytest.importorskip("d9d_peft.lora.linear")
     torch.manual_seed(0)

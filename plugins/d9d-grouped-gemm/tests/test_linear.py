@@ -80,6 +80,7 @@ def outcome(function: Callable[..., Tensor], counts: list[int], spare: int = 0, 
     return {"out": out.detach(), "x": x.grad, "bank": bank.grad}
 
 
+@pytest.mark.thorough
 @given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=6), spare=st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
 def test_it_agrees_with_the_reference_however_rows_are_spread(counts: list[int], spare: int) -> None:

@@ -32,6 +32,7 @@ OPS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", OPS)
 def test_a_gradient_that_arrives_is_only_read_and_a_graph_can_be_walked_twice(op: str) -> None:
     """The library computes several of them in place."""
@@ -46,6 +47,7 @@ def test_a_gradient_that_arrives_is_only_read_and_a_graph_can_be_walked_twice(op
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", ["silu_mul", "rope"])
 def test_these_are_one_operation_for_the_compiler(op: str) -> None:
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -91,6 +91,7 @@ def test_transformers_computes_the_same_from_an_export_and_back(
     assert form.config_from_json(json.loads((tmp_path / "theirs" / "config.json").read_text())) == config
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "preset"), [(family, name) for family, sizes in PUBLISHED.items() for name in sizes]
 )

@@ -54,6 +54,7 @@ def test_what_is_masked_may_be_nan() -> None:
     assert of("weighted_mean", {"v": values, "w": torch.tensor([2.0, 0.0])}, weights="w") == 1
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0, 1e3)), min_size=1, max_size=30))
 def test_a_weighted_mean_is_that_of_python(pairs: list[tuple[float, float]]) -> None:

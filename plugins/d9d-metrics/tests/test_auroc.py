@@ -22,6 +22,7 @@ def measured(scores: Tensor, targets: Tensor, bins: int = 10000, kind: str = "pr
     return area.item(), bound.item()
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 1, width=32), st.integers(0, 1)), min_size=2, max_size=60),

@@ -35,6 +35,7 @@ class TestMeanOfAll(Suite):
     config = {"values": "absolute", "series": "error"}
 
 
+@pytest.mark.thorough
 class TestWeightedMean(Suite):
     target = "weighted_mean"
     config = {"values": "token_loss", "weights": "weights"}
@@ -52,6 +53,7 @@ class TestMin(Suite):
     config = {"values": "token_loss", "mask": "targets"}
 
 
+@pytest.mark.thorough
 class TestTokenAccuracy(Suite):
     target = "token_accuracy"
 
@@ -60,6 +62,7 @@ ALL = ["accuracy", "precision", "recall", "f1", "fbeta"]
 AVERAGES = ["micro", "macro", "weighted", "per_class"]
 
 
+@pytest.mark.thorough
 class TestMulticlass(Suite):
     target = "confusion"
     config = {
@@ -89,6 +92,7 @@ class TestBinary(OfBits):
     config = {"problem": {"kind": "binary", "threshold": 0.4}, "statistics": ALL, "beta": 0.5}
 
 
+@pytest.mark.thorough
 class TestAuroc(OfBits):
     target = "auroc"
     config = {"num_bins": 20}

@@ -44,6 +44,7 @@ def router(*balancing: Balancer, **options: Any) -> TopKRouter:
     return made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("to", [7, 12])
 def test_losses_and_tallies_are_sums_over_samples_without_padding(to: int) -> None:
     whole, alone = router(*LOSSES), router(*LOSSES)

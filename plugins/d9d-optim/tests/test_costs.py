@@ -38,6 +38,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "fields"), SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_state_is_as_large_as_described(name: str, fields: dict[str, Any], dtype: torch.dtype) -> None:
@@ -86,6 +87,7 @@ class Passes(TorchDispatchMode):
         return result
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["lion", "schedule_free"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_passes_of_plain_updates_are_counted(name: str, dtype: torch.dtype) -> None:

@@ -31,6 +31,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(drawn(seed, shape).to(dtype)) for seed, (name, shape) in enumerate(SHAPES.items())}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "fields",

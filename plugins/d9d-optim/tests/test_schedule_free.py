@@ -13,6 +13,7 @@ def gradient(step: int) -> Tensor:
     return torch.randn(6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("power", [2.0, 0.5])
 def test_steps_follow_the_three_sequences_of_the_paper(power: float) -> None:
     parameter = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))

@@ -123,6 +123,7 @@ def test_large_tensors_are_rounded_in_pieces_as_at_once(monkeypatch: pytest.Monk
     assert torch.equal(small_updates(StochasticAdamW, settings, 3), whole)
 
 
+@pytest.mark.thorough
 def test_float32_parameters_among_others_are_updated_as_adamw_does() -> None:
     both = [
         {"narrow": nn.Parameter(torch.ones(8, dtype=torch.bfloat16)), "wide": nn.Parameter(torch.ones(8))}

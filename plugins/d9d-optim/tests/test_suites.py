@@ -14,6 +14,7 @@ class TestAdamW(OptimizerSuite):
     target = "adamw"
 
 
+@pytest.mark.thorough
 class TestAdamWWithGroups(OptimizerSuite):
     target = "adamw"
     config: ClassVar = {"lr": 0.01, "state_dtype": "float32", "groups": [{"match": "embed.*", "lr_scale": 0.1}]}
@@ -25,11 +26,13 @@ class TestAdamWWithMasterWeights(OptimizerSuite):
     config: ClassVar = {"lr": 0.01, "master_weights": True}
 
 
+@pytest.mark.thorough
 class TestSGD(OptimizerSuite):
     target = "sgd"
     config: ClassVar = {"lr": 0.1, "weight_decay": 0.01}
 
 
+@pytest.mark.thorough
 class TestSGDWithMomentum(OptimizerSuite):
     target = "sgd"
     config: ClassVar = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
@@ -47,11 +50,13 @@ class TestAdam(OptimizerSuite):
     config: ClassVar = {"weight_decay": 0.1, "amsgrad": True, "maximize": True}
 
 
+@pytest.mark.thorough
 class TestLion(OptimizerSuite):
     target = "lion"
     config: ClassVar = {"lr": 0.01}
 
 
+@pytest.mark.thorough
 class TestStochasticAdamW(OptimizerSuite):
     target = "stochastic_adamw"
     config: ClassVar = {"lr": 0.01}
@@ -63,22 +68,26 @@ class TestStochasticAdamWWithNarrowMoments(TestStochasticAdamW):
     config: ClassVar = {"lr": 0.01, "state_dtype": "parameter"}
 
 
+@pytest.mark.thorough
 class TestMuon(OptimizerSuite):
     target = "muon"
     config: ClassVar = {"lr": 0.02}
 
 
+@pytest.mark.thorough
 class TestScheduleFree(OptimizerSuite):
     target = "schedule_free"
     config: ClassVar = {"lr": 0.01, "weight_decay": 0.1}
 
 
+@pytest.mark.thorough
 class TestTorchRMSprop(OptimizerSuite):
     target = "torch"
     dtypes: ClassVar = ("float32",)
     config: ClassVar = {"target": "torch.optim.RMSprop", "lr": 0.01, "arguments": {"momentum": 0.9}}
 
 
+@pytest.mark.thorough
 class TestTorchFusedAdam(OptimizerSuite):
     target = "torch"
     dtypes: ClassVar = ("float32",)

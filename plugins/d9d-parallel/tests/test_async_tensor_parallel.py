@@ -287,6 +287,7 @@ def order(checkpointed: bool) -> list[str]:
     return events
 
 
+@pytest.mark.thorough
 def test_products_run_while_parts_travel() -> None:
     """Two columns forward, a row forward; then the backward of the row, and the backward of the columns."""
     column = ["start", "product", "product", "wait", "product", "product"]
@@ -326,6 +327,7 @@ def machines(number: int) -> list[bool]:
     return [same_machine(here, ranks(), torch.device("cpu")), symmetric_memory._node() > 0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("number", "same_machine"), [(7, True), (8, False), (6, False)])
 def test_all_ranks_agree_whether_they_are_on_one_machine(number: int, same_machine: bool) -> None:
     assert World(3).run(machines, number) == [[same_machine, True]] * 3

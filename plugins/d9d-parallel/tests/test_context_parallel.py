@@ -207,6 +207,7 @@ def test_gradients_of_parts_add_up_in_memory_of_any_values() -> None:
         assert sums.finish().flatten().tolist() == expected
 
 
+@pytest.mark.thorough
 def test_a_ring_merges_in_float32_where_products_are_to_be_in_bfloat16() -> None:
     assert max(World(2).run(rounded)) < 1e-5
 
@@ -258,6 +259,7 @@ def apply(settings: dict[str, Any], kind: str) -> None:
     ContextParallel(ContextParallelConfig(**settings)).apply(stage, topology(cp=dist.get_world_size()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "settings", "said"),
     [

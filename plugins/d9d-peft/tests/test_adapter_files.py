@@ -240,6 +240,7 @@ def test_another_adapter_is_refused(base: Path, tmp_path: Path, tuned: Path, met
         job.build(lambda _: None)
 
 
+@pytest.mark.thorough
 def test_an_adapter_of_another_kind_or_with_other_parts_is_refused_by_ia3(
     base: Path, tmp_path: Path, tuned: Path
 ) -> None:
@@ -321,6 +322,7 @@ def test_an_adapter_that_left_another_base_model_behind_is_refused(
         job_of(values(base, tmp_path, peft=method), PLUGINS).build(lambda _: None)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["lora", "ia3", "dora"])
 def test_classes_of_the_library_find_the_base_model_by_themselves(base: Path, tmp_path: Path, method: str) -> None:
     train([values(base, tmp_path, peft=METHODS[method])])
@@ -381,6 +383,7 @@ def test_an_adapter_alone_needs_a_method_that_has_one(base: Path, tmp_path: Path
         job.build(lambda _: None)
 
 
+@pytest.mark.thorough
 def test_the_checkpoint_of_a_stack_is_merged_by_the_command_as_the_export_was(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,6 +416,7 @@ def of_experts(experts: Path, directory: Path, *targets: str, **sections: Any) -
     return values(experts, directory, model=model, peft=method, **sections)
 
 
+@pytest.mark.thorough
 def test_terms_of_some_experts_matrices_are_in_the_merged_model_and_a_note_says_that_no_adapter_has_them(
     experts: Path, tmp_path: Path
 ) -> None:

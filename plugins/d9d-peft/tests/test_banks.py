@@ -55,6 +55,7 @@ def test_each_expert_has_a_term_of_its_own_which_starts_at_nothing() -> None:
     assert 0.2 < drawn.max() <= 6**-0.5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spare", [{}, {"spare_rows": True}])
 def test_merged_banks_compute_what_the_terms_did(spare: dict[str, Any]) -> None:
     stage, method, named = adapted()

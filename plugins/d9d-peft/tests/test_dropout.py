@@ -43,6 +43,7 @@ def test_gradients_are_scaled_as_the_outputs_and_a_second_forward_drops_the_same
     assert 0 < (out == 0).sum() < out.numel()
 
 
+@pytest.mark.thorough
 def test_an_evaluated_layer_drops_nothing_and_a_compiled_one_is_one_graph() -> None:
     x = torch.randn(4, 8)
     assert dropped(x, 0.5, False, (1, 2)) is x

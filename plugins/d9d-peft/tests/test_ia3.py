@@ -6,6 +6,7 @@ import ast
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 from d9d_peft.ia3.config import Ia3Config
 from d9d_peft.ia3.method import Ia3
@@ -44,6 +45,7 @@ def expected(stage: nn.Module, x: Tensor) -> Tensor:
     return ((x @ first[0].T + first[1]) * scale * scale) @ second[0].T + second[1]
 
 
+@pytest.mark.thorough
 def test_outputs_of_targets_and_inputs_of_feed_forward_layers_are_scaled() -> None:
     stage, _ = adapted()
     x = torch.randn(5, 4)

@@ -49,6 +49,7 @@ def lines(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
+@pytest.mark.thorough
 def test_check_says_how_many_stages_there_are_and_where(capsys: pytest.CaptureFixture[str]) -> None:
     loaded = job()
     print_plan(loaded, loaded.plan())

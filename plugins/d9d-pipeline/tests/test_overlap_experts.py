@@ -309,6 +309,7 @@ def sharded() -> dict[str, Any]:
     return {"trace": log, "same": [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]}
 
 
+@pytest.mark.thorough
 def test_pairs_of_sharded_stages_reduce_before_they_hand_over(world: type[World]) -> None:
     found = world(2).run(sharded)
     assert all(all(rank["same"]) for rank in found)

@@ -49,6 +49,7 @@ def test_what_touches_no_tensor_may_change(tmp_path: Path) -> None:
         train(tmp_path, 4, renormalise=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [
