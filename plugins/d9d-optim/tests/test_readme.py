@@ -59,3 +59,13 @@ def test_where_the_gate_is_false_every_bit_stays_even_with_nan(names: dict[str, 
     optimizer.step(torch.tensor(False))
     assert all(torch.equal(before[name], tensor) for name, tensor in kept.items())
     assert optimizer.state()["weight/exp_avg"].dtype == (torch.float32 if state_dtype == "float32" else torch.bfloat16)
+
+
+def test_measured_losses_name_steps_and_version_and_agree() -> None:
+    paragraphs = [" ".join(text.split()) for text in README.read_text("utf-8").split("\n\n")]
+    measured = [text for text in paragraphs if "quickstart" in text and re.search(r"loss .*\d\.\d{3}", text)]
+    assert len(measured) == 4
+    assert all(re.search(r"\d+ steps.* torch 2\.\d+", text) for text in measured)
+    # All but the first, which is a mean over seeds, compare with one run of AdamW.
+    final = {value for text in measured[1:] for value in re.findall(r"(?:AdamW[^.;]* it is|and) (4\.\d{3})", text)}
+    assert len(final) == 1
