@@ -149,3 +149,83 @@ def test_each_way_damages_the_file_alone(tmp_path: Path, way: str) -> None:
     contents = {"bytes": b"012\xff456789", "cut": b"012", "empty": b""}
     if way in contents:
         assert file.read_bytes() == contents[way]
+
+
+class Drawer:
+    """Function that draws the given answers in turn, and keeps what it could have drawn."""
+
+    def __init__(self, *answers: Any) -> None:
+        self._answers = iter(answers)
+        self.choices: list[Any] = []
+
+    def __call__(self, strategy: Any) -> Any:
+        found = getattr(strategy, "elements", None)
+        self.choices.append(repr(strategy) if found is None else list(found))
+        return next(self._answers)
+
+
+def test_regular_files_alone_are_damaged_and_files_of_values_mostly_by_values(tmp_path: Path) -> None:
+    directory, outside = tmp_path / "files", tmp_path / "outside"
+    (directory / "inner").mkdir(parents=True)
+    outside.write_bytes(b"")
+    files = [directory / name for name in ("a.bin", "inner/b.json", "inner/c.safetensors")]
+    for file in files:
+        file.write_bytes(b'{"a": 1}' if file.suffix == ".json" else CONTENT)
+    (directory / "link").symlink_to(files[0])
+    others = ["bytes", "cut", "link", "device", "pipe", "gone", "empty", "folder"]
+    draw = Drawer(files[0], "bytes", 9, 255)
+    assert damage(draw, directory, outside) == "bytes of a.bin"
+    assert draw.choices == [files, others, "integers(min_value=0, max_value=9)", "integers(min_value=0, max_value=255)"]
+    assert files[0].read_bytes() == CONTENT[:9] + b"\xff"
+    draw = Drawer(files[1], "json")
+    with pytest.raises(StopIteration):  # the edits themselves are tested elsewhere
+        damage(draw, directory, outside)
+    assert draw.choices[1] == others + ["json"] * 12
+    draw = Drawer(files[2], "cut", 0)
+    damage(draw, directory, outside)
+    assert draw.choices[2] == "integers(min_value=0, max_value=9)"
+    assert draw.choices[1] == others + ["header"] * 12
+    assert files[2].read_bytes() == b""
+    draw = Drawer(files[2], "cut", 0)
+    damage(draw, directory, outside)
+    assert draw.choices[2] == "integers(min_value=0, max_value=0)"
+
+
+def test_files_of_values_are_edited_in_their_own_ways(tmp_path: Path) -> None:
+    directory = tmp_path / "files"
+    directory.mkdir()
+    (text := directory / "a.json").write_text('{"a": 1}')
+    header = b'{"a": 1}'
+    (tensors := directory / "b.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"data")
+    assert damage(scripted(text, "json", {"a": 2}), directory, tmp_path) == "json of a.json"
+    assert text.read_text() == '{"a": 2}'
+    assert damage(scripted(tensors, "header", {"b": 3}, 9), directory, tmp_path) == "header of b.safetensors"
+    assert tensors.read_bytes() == (9).to_bytes(8, "little") + b'{"b": 3}data'
+
+
+def test_checkpoints_are_folders_and_consistent_damage_is_in_their_other_files(tmp_path: Path) -> None:
+    root = checkpoints(tmp_path / "checkpoints")
+    (root / "stray").write_text("")
+    draw = Drawer(root / "step-1", "file", root / "step-1" / "run.json", "gone")
+    assert damage_checkpoint(draw, root, tmp_path) == "gone of run.json"
+    assert draw.choices[0] == [root / "step-1", root / "step-2"]
+    assert draw.choices[1] == ["file", "manifest", "manifest", "manifest", "consistent", "names"]
+    draw = Drawer(root / "step-2", "consistent")
+    with pytest.raises(StopIteration):
+        damage_checkpoint(draw, root, tmp_path)
+    assert draw.choices[2] == [root / "step-2" / "run.json"]
+
+
+def test_a_header_may_claim_another_length(tmp_path: Path) -> None:
+    header = b'{"a": 1}'
+    (path := tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    claims: list[list[int]] = []
+
+    def draw(strategy: Any) -> Any:
+        if hasattr(strategy, "elements"):
+            claims.append(list(strategy.elements))
+            return 8
+        return {"a": 1}
+
+    edit_header(draw, path)
+    assert claims == [[8] * 9 + [0, 1, 7, 9, 10**8, 2**62]]

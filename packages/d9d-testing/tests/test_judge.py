@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,10 @@ from d9d_testing.hostile.judge import Judge, Verdict, WrongLoad
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
     """A judge with a directory ``inside``; one for all tests, because its hook stays."""
     made = tmp_path_factory.mktemp("inside")
-    judge = Judge(made, seconds=0.2)
+    with pytest.MonkeyPatch.context() as patch:
+        # Modules may lie in a directory that also contains the files of tests.
+        patch.setattr(sys, "path", [path for path in sys.path if not made.is_relative_to(path or "absent")])
+        judge = Judge(made, seconds=0.2)
     judge.directory = made  # type: ignore[attr-defined]
     return judge
 

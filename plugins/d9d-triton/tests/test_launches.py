@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_triton import launch, permutation, rms_norm, rope, silu_mul
+from d9d_triton import launch, normed_rope, permutation, rms_norm, rope, silu_mul
 from d9d_triton.launch import Blocks, as_rows, check_floats, persistent_programs
 
 
@@ -125,3 +125,61 @@ def test_rows_are_views_where_strides_allow_and_other_dtypes_are_refused() -> No
     check_floats("rope", query=x, key=x.half(), cos=x.bfloat16())
     with pytest.raises(TypeError, match=r"rope.triton: key is torch.float64, .* set 'kernels: \{rope: reference\}'"):
         check_floats("rope", query=x, key=x.double())
+
+
+def test_norms_are_launched_over_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms, gradients = Kernel(), Kernel()
+    monkeypatch.setattr(rms_norm, "normalise", norms)
+    monkeypatch.setattr(rms_norm, "differentiate", gradients)
+    summed: list[Any] = []
+    monkeypatch.setattr(rms_norm, "column_sums", lambda sums, dtype: summed.append(sums.shape) or sums.sum(0).to(dtype))
+    x, weight = torch.zeros(3, 3, 300), torch.ones(300)
+    rms_norm.rms_norm(x, weight, 1e-6)
+    assert norms.last("ROWS", "FEATURES", "ADDS") == ((3,), 4, 512, False)  # nine rows
+    given = norms.launched[0][1]
+    assert given[5:7] == (9, 300)
+    rms_norm.fill_norm(x, x, weight, 1e-6, added=x, total=torch.empty_like(x))
+    assert norms.last("ADDS") == ((3,), True)
+    flags = ("OF_X", "OF_WEIGHT", "ADDS", "TWICE", "AHEAD")
+    found = rms_norm.rms_norm_backward(x, x, weight, 1e-6, True, True)
+    assert gradients.last(*flags) == ((2,), True, True, False, False, False)
+    assert summed == [(2, 300)]
+    assert [tensor.shape for tensor in found] == [x.shape, (300,), (0,)]
+    found = rms_norm.rms_norm_backward(x, x, weight, 1e-6, True, False, x, torch.bfloat16)
+    assert gradients.last(*flags) == ((2,), True, False, True, True, False)
+    assert [tensor.shape for tensor in found] == [x.shape, (0,), x.shape]
+    assert found[2].dtype == torch.bfloat16
+    found = rms_norm.rms_norm_backward(x, x, weight, 1e-6, False, True, x)
+    assert gradients.last(*flags)[1:4] == (False, True, False)
+    assert [tensor.shape for tensor in found] == [(0,), (300,), (0,)]
+    for features, ahead in ((8192, True), (8193, False)):
+        row = torch.zeros(1, features, dtype=torch.bfloat16)
+        rms_norm.rms_norm_backward(row, row, torch.ones(features), 1e-6, True, False)
+        assert gradients.last("AHEAD") == ((1,), ahead)
+
+
+@pytest.mark.parametrize(
+    ("heads", "each", "of_queries", "groups"),
+    [
+        ((4, 2), 2, 2, 3),  # both divide by 2
+        ((8, 4), 4, 2, 3),
+        ((6, 3), 3, 2, 3),
+        ((5, 1), 1, 5, 6),
+        ((7, 5), 4, 2, 4),  # nothing divides both: four with a rest
+        ((16, 8), 4, 4, 6),
+    ],
+)
+def test_programs_of_a_token_share_its_heads(heads: tuple[int, int], each: int, of_queries: int, groups: int) -> None:
+    query, key = (torch.zeros(1, 1, count, 128) for count in heads)
+    tile, found = normed_rope._tile(query, key)
+    assert (tile["HEADS"], tile["QUERY_GROUPS"], tile["PAIRS"], found) == (each, of_queries, 64, groups)
+
+
+def test_a_tile_is_exact_only_if_heads_pairs_and_tokens_fill_it() -> None:
+    tokens = normed_rope._tile(torch.zeros(1, 1, 4, 128), torch.zeros(1, 1, 4, 128))[0]["TOKENS"]
+    for samples, positions, heads, features, exact in (
+        (2, tokens, (4, 4), 128, True), (1, tokens + 1, (4, 4), 128, tokens == 1), (1, tokens, (7, 5), 128, False),
+        (1, 64 * tokens, (4, 4), 96, False),
+    ):  # fmt: skip
+        query, key = (torch.zeros(samples, positions, count, features) for count in heads)
+        assert normed_rope._tile(query, key)[0]["EXACT"] == exact
