@@ -35,7 +35,7 @@ def jobs(registry: Registry, directory: Path) -> Iterator[tuple[str, dict[str, A
 
 
 def companions(files: Mapping[str, str]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Sections that a component needs: (kind, name) -> sections, which replace those of the plain job."""
+    """Sections that a component needs: (kind, name) -> sections, which replace sections of the plain job."""
     text = {"name": "text", "sources": [files["texts"]], "sequence_length": 24}
     labelled = {"name": "labelled", "sources": [files["labelled"]], "sequence_length": 24}
     tagged = {"name": "labelled", "per": "word", "sources": [files["tagged"]], "sequence_length": 24}

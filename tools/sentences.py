@@ -35,7 +35,7 @@ LIMITS = {
     "what the": 4,
     "what is": 8,
     "what a": 3,
-    "what it": 20,
+    "what it": 18,
     "what they": 3,
     "those of": 1,
     "that of": 0,
@@ -102,8 +102,9 @@ def _python(source: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.JoinedStr):
             inner = (part for value in node.values for part in (value, getattr(value, "format_spec", None)))
             texts = (part.value if isinstance(part, ast.Constant) else _PLACEHOLDER for part in node.values)
-            if node not in parts:
-                yield node.lineno, "".join(map(str, texts))
+            text = "".join(map(str, texts))
+            if node not in parts and not _NAME.fullmatch(text):
+                yield node.lineno, text
             parts.update(part for part in inner if part is not None)
         elif node in parts:
             continue

@@ -59,7 +59,7 @@ def result(
 
 
 class Book:
-    """A logbook and what it writes."""
+    """A logbook and its entries."""
 
     def __init__(self, **given: Any) -> None:
         self.written: list[tuple[int, dict[str, float]]] = []

@@ -114,7 +114,7 @@ def test_an_op_takes_as_long_as_its_products_or_its_traffic() -> None:
     # Products: 1 + 2, and 2 + 1 of traffic; experts: 2 + 1; attention: 1 + 3; elementwise: 2 + 3; all twice.
     expected = {"products": 12.0, "experts": 6.0, "attention": 8.0, "elementwise": 10.0}
     assert parts_of(block) == expected
-    # In float32, rates of products are a tenth; those of elementwise ops and of traffic are the same.
+    # In float32, rates of products are a tenth; rates of elementwise ops and of traffic are the same.
     wide = parts_of(block, width=4)
     assert wide == {"products": 2 * (30 + 10 + 1), "experts": 60.0, "attention": 80.0, "elementwise": 10.0}
 
@@ -160,14 +160,14 @@ def test_collectives_of_blocks_are_waited_for_unless_they_overlap() -> None:
     # All-gather: half of 8 bytes at 2 bytes/s, twice: 4; send: 6 / 2 = 3.
     found = parts_of(block, mesh=mesh)
     assert (found["tensor parallelism"], found["context parallelism"]) == (3 * (4 + 4), 3 * 3)
-    # Beside products of 1 and 2: 4 - 1 + 0.5 x 1 and 4 - 2 + 0.5 x 2.
+    # During products of 1 and 2: 4 - 1 + 0.5 x 1 and 4 - 2 + 0.5 x 2.
     hidden = parts_of(block, mesh=mesh, effect=StrategyCost(overlaps=frozenset({"tp"})))
     assert (hidden["tensor parallelism"], hidden["context parallelism"]) == (3 * (3.5 + 3), 3 * 3)
     # Recomputation repeats the forward's.
     again = parts_of(block, mesh=mesh, effect=StrategyCost(recomputed=1.0))
     assert (again["tensor parallelism"], again["context parallelism"]) == (3 * (4 + 4 + 4), 3 * (3 + 3))
     beside = BlockCost("b", (PRODUCT, ATTENTION), beside=exchanges[1:], backward_beside=exchanges[1:])
-    # Beside attention of 1 and 3: 3 - 1 + 0.5 x 1 and 0 + 0.5 x 3.
+    # During attention of 1 and 3: 3 - 1 + 0.5 x 1 and 0 + 0.5 x 3.
     assert parts_of(beside, mesh=mesh)["context parallelism"] == 2.5 + 1.5
     some = BlockCost("b", (PRODUCT,), exchanges=(Exchange("all_gather", "cp", 8.0, ranks=4, stride=2),))
     # Four ranks at a distance of 2 x 2 in machines of 8: two on a machine; half of 8 bytes crosses in two shares.
@@ -180,7 +180,7 @@ FSDP = StrategyCost(shards=True, gathers="twice", reduces="each")
 @pytest.mark.parametrize(
     ("effect", "seconds"),
     [
-        # 8 numbers of 2 bytes, of which half travels at 2 bytes/s: 4 seconds a gather, and 4 to reduce. Beside a
+        # 8 numbers of 2 bytes, of which half travels at 2 bytes/s: 4 seconds a gather, and 4 to reduce. During a
         # forward of 1 and a backward of 2, 4 becomes 3.5, and 8 becomes 7. Reduced gradients are copied: 32 bytes.
         (FSDP, 3.5 + 7 + 32 / 8),
         (StrategyCost(shards=True, gathers="once", reduces="each"), 3.5 + 3 + 32 / 8),
@@ -207,7 +207,7 @@ def test_gathers_and_reductions_overlap_with_the_computation_of_a_microbatch(
     [
         # Experts are in shards of 4: 16 x 2 bytes x 3/4 / 2 = 12; over two replicas, 2 x (16 x 2 bytes / 2) / 2 = 16
         # for the other 16 parameters, which are not sharded. Frozen ones are not reduced. The last reduction over
-        # replicas is beside a backward of 2 and the exposed 11 of the shards.
+        # replicas runs during a backward of 2 and the exposed 11 of the shards.
         ("each", 12 + 16 - 2 + 1), ("replicas_last", (12 - 2 + 1) + (16 - 13 + 6.5)), ("last", 28 - 2 + 1),
     ],
 )  # fmt: skip

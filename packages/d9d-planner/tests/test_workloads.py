@@ -28,7 +28,7 @@ Lengths = Mapping[str, SampleLengths | None]
 
 
 class Spec:
-    """Stand-in of any record: what it costs, and how it is simulated."""
+    """Stand-in of any record: its costs, and its simulation."""
 
     def __init__(self, cost: Any = None, simulate: Any = None) -> None:
         self.cost = cost if cost is None else SimpleNamespace(load=lambda: cost)

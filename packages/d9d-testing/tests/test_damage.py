@@ -1,4 +1,4 @@
-"""Damage to files: what it changes, and what it leaves."""
+"""Damage to files: changed bytes, and bytes that stay."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class MissingRunError(Exception):
 
 
 class Run(dict[str, Any]):
-    """Stand-in of a run: its settings, and what is said about it."""
+    """Stand-in of a run: its settings, and notes about it."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 class Inner:
-    """Stand-in of the dispatcher that sends rows: notes what it sends and returns rows as they are."""
+    """Stand-in of the dispatcher that sends rows: notes the rows that it sends, and returns rows as they are."""
 
     group, outside_graph = "experts", True
 
@@ -66,7 +66,7 @@ def test_each_choice_is_sent_as_a_token_of_one_expert_and_summed_here() -> None:
 
 
 class Cuda:
-    """Stand-in of ``torch.cuda`` that notes what is asked."""
+    """Stand-in of ``torch.cuda`` that notes its arguments."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []

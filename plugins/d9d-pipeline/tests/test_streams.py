@@ -16,7 +16,7 @@ from d9d_pipeline.runtime.transfers import Transfers
 
 
 class Stream:
-    """Stand-in of a stream that notes what it waits for."""
+    """Stand-in of a stream that notes the streams it waits for."""
 
     def __init__(self, name: str, said: list[str]) -> None:
         self.name, self.said = name, said
@@ -101,7 +101,7 @@ def test_without_a_gpu_streams_do_nothing(said: list[str]) -> None:
 
 
 def opened(place: int, hosts: list[int], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
-    """Connections that a rank opens on a GPU: what it does, the group, and its neighbour."""
+    """Connections that a rank opens on a GPU: the call, the group, and its neighbour."""
     calls: list[tuple[str, str, int]] = []
     stand_in = SimpleNamespace(
         send=lambda _token, group, group_dst: calls.append(("send", group, group_dst)),
@@ -121,5 +121,5 @@ def test_neighbours_open_their_connections_in_one_order(monkeypatch: pytest.Monk
     assert opened(1, [0, 1, 2], monkeypatch) == [
         ("receive", up, 0), ("send", down, 0), ("send", up, 2), ("receive", down, 2),
     ]  # fmt: skip
-    # Two stages beside each other on one rank need no connection; a loop from the last rank to the first does.
+    # Two adjacent stages on one rank need no connection; a loop from the last rank to the first does.
     assert opened(0, [0, 1, 1, 0], monkeypatch) == [("send", up, 1), ("receive", down, 1)]
