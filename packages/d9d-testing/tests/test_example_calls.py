@@ -87,6 +87,7 @@ def test_places_of_a_permutation_are_the_inverse_of_its_slots() -> None:
     assert (tuple(call.inputs["places"].shape), call.options) == ((3, 2), {"absent": True})
     assert calls.permutation(3, 2, 6, 8, back=False).options == {"absent": False}
     assert shapes(call).keys() == {"tokens", "slots", "places"}
+    assert calls.permutation(3, 2, 4, 8, back=False, weighted=False).name == call.name
     for weighted in (True, False):
         call = calls.permutation(3, 2, 4, 8, back=True, weighted=weighted)
         assert (shapes(call)["rows"], "weights" in call.inputs) == ((4, 8), weighted)
@@ -97,6 +98,7 @@ def test_parameters_of_an_update_have_other_numbers_than_gradients() -> None:
     call = calls.adamw((3, 2), (7,))
     assert list(call.inputs) == ["parameter 0", "parameter 1", "gradient 0", "gradient 1"]
     assert tuple(call.constants) == tuple(call.inputs)
+    assert call.static == {"amsgrad": False, "maximize": False, "master_weights": False}
     flat = [tensor.flatten()[:6].tolist() for tensor in call.inputs.values()]
     assert len({tuple(values) for values in flat}) == 4
 

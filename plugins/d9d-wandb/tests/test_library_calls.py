@@ -73,7 +73,8 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any
 
         monkeypatch.setattr(module.wandb, "init", init)
         known = {name: value for name, value in facts.items() if name in ("tags", "hparams")}
-        info = RunInfo("mine", tmp_path, "of a test", {"steps": 10}, 10, resumed, **known)
+        about = facts.get("description", "of a test")
+        info = RunInfo("mine", tmp_path, about, {"steps": 10}, 10, resumed, **known)
         return WandbTracker(config).open(info, state)
 
     return run
@@ -94,6 +95,7 @@ def test_a_new_run_has_the_facts_of_job_and_config(opened: Any, files: Any, tmp_
     assert (given["settings"].console, given["settings"].silent, given["allow_val_change"]) == ("off", True, True)
     assert (tmp_path / "wandb").is_dir()
     online = opened(WandbConfig(project="p", capture_terminal_logs=True, dir=tmp_path / "other"))._run
+    assert opened(WandbConfig(project="p"), description="")._run.given["notes"] is None
     assert online.given["force"]
     assert online.given["settings"].console != "off"
     assert online.given["dir"] == str(tmp_path / "other")
@@ -220,19 +222,23 @@ def test_a_flush_waits_until_the_last_row_is_in_the_file_or_too_long(
 
     monkeypatch.setattr(module.time, "sleep", sleep)
     assert run.flush()
-    assert len(slept) == 2
+    assert slept == [pytest.approx(0.04)] * 2
     run.write(3, {"a": 1.0})
     clock = iter([0.0, 1.0, 8.0, 8.1])
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(module.time, "sleep", slept.append)
     assert not run.flush()
     assert len(slept) == 4
-    monkeypatch.setattr(run, "flush", lambda: None)
-    run.close("failed")
-    run.close("finished")
+    flushed: list[list[int]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "flush", lambda: flushed.append(list(made.ended)))
+        run.close("failed")
+        run.close("finished")
+    assert flushed == [[]]  # before the end
     assert made.ended == [1]
-    with pytest.raises(ValueError, match="the run is closed"):
-        run.write(4, {"a": 1.0})
+    for call in (lambda: run.write(4, {"a": 1.0}), run.flush):
+        with pytest.raises(ValueError, match="the run is closed"):
+            call()
 
 
 def test_a_run_that_did_not_fail_ends_with_zero(files: Any) -> None:
