@@ -142,10 +142,12 @@ def test_random_calls_of_experts_and_losses_cover_their_range() -> None:
     found = ranges("grouped_linear", {
         "experts": lambda call: len(call.inputs["counts"]), "rows": lambda call: int(call.inputs["counts"].max()),
         "spare": spare, "unsaid": lambda call: spare(call) > 0 and not call.options["spare_rows"],
+        "said": lambda call: spare(call) == 0 and call.options["spare_rows"],
         "in": lambda call: call.static["in_features"], "out": lambda call: call.static["out_features"],
     })  # fmt: skip
     assert found == {
-        "experts": (1, 9), "rows": (0, 40), "spare": (0, 9), "unsaid": (False, False), "in": (8, 48), "out": (8, 48),
+        "experts": (1, 9), "rows": (0, 40), "spare": (0, 9), "unsaid": (False, False),
+        "said": (False, True), "in": (8, 48), "out": (8, 48),
     }  # fmt: skip
     found = ranges("permute", {
         "tokens": lambda call: call.inputs["places"].shape[0], "choices": lambda call: call.inputs["places"].shape[1],
@@ -173,3 +175,57 @@ def test_random_calls_of_experts_and_losses_cover_their_range() -> None:
 def test_odd_calls_have_different_names(name: str) -> None:
     names = [call.name for call in KNOWN_OPS[name].calls()]
     assert len(set(names)) == len(names) > 1
+
+
+def test_odd_calls_have_the_sizes_that_kernels_get_wrong() -> None:
+    def listed(name: str, *facts: str) -> list[tuple[Any, ...]]:
+        return [tuple(call.static[fact] for fact in facts) for call in KNOWN_OPS[name].calls()]
+
+    def queries(name: str) -> list[tuple[Any, ...]]:
+        made = KNOWN_OPS[name].calls()
+        return [(*call.inputs["query"].shape[:2], call.static["window"], bool(call.documents)) for call in made]
+
+    assert queries("attention") == [
+        (2, 7, None, False), (2, 7, None, True), (1, 1, None, False), (1, 17, 5, False), (3, 9, 4, True),
+        (1, 150, None, False), (2, 140, None, True), (1, 130, 70, True),
+    ]  # fmt: skip
+    assert queries("attention_block") == [
+        (2, 8, None, False), (1, 20, None, False), (2, 28, None, True), (1, 20, 7, False), (3, 12, 4, True),
+    ]  # fmt: skip
+    assert listed("attention", "query_heads", "key_value_heads", "head_dim") == [
+        (4, 2, 8), (4, 2, 8), (2, 2, 8), (3, 1, 16), (6, 3, 8), (2, 1, 64), (4, 2, 32), (2, 2, 32),
+    ]  # fmt: skip
+    assert listed("attention_inputs", "head_dim") == [(8,), (8,), (20,), (16,), (8,), (8,)]
+    assert listed("rope", "head_dim") == [(8,), (8,), (2,), (20,), (16,), (8,), (8,)]
+    assert listed("linear_cross_entropy", "features", "vocabulary") == [(16, 33), (8, 64), (24, 1), (16, 130), (8, 16)]
+    losses = KNOWN_OPS["linear_cross_entropy"].calls()
+    assert [tuple(call.inputs["targets"].shape) for call in losses] == [(2, 7), (5,), (1, 1), (3,), (0,)]
+    assert listed("swiglu", "hidden", "features") == [(16, 24)] * 4
+    grouped = [(len(call.inputs["x"]), call.options["spare_rows"]) for call in KNOWN_OPS["grouped_linear"].calls()]
+    assert grouped == [
+        (10, True), (10, False), (13, True), (7, True), (7, False), (8, True), (4, True), (4, False), (1, True),
+        (1, False), (0, True), (0, False),
+    ]  # fmt: skip
+    rows = [call.inputs["slots"].numel() for call in KNOWN_OPS["permute"].calls()]
+    assert rows == [10, 7, 1, 10, 0, 0]
+    assert ["weights" in call.inputs for call in KNOWN_OPS["unpermute"].calls()] == [True] * 6 + [False] * 6
+
+
+def test_an_update_is_two_steps_of_the_asked_function() -> None:
+    """Compared with torch's own optimizer; gradients of the second step are halved."""
+    optimizers = pytest.importorskip("d9d_optim.optimizer.config")
+    op, call = KNOWN_OPS["adamw"], calls.adamw((2, 3), (4,))
+    slot = op.slot(call.static)
+    plain, asked = slot.function, list[Any]()
+    slot.bind("mine", lambda batch, **options: asked.append(batch) or plain(batch, **options))
+    found = op.invoke(slot, call)
+    leaves = [torch.nn.Parameter(call.inputs[f"parameter {number}"].clone()) for number in (0, 1)]
+    betas = tuple(optimizers.AdamWConfig().betas)
+    groups = [{"params": [leaf], "weight_decay": 0.1 if leaf.ndim > 1 else 0.0} for leaf in leaves]
+    reference = torch.optim.AdamW(groups, lr=0.1, betas=betas, eps=0.1)
+    for share in (1.0, 0.5):
+        for number, leaf in enumerate(leaves):
+            leaf.grad = share * call.inputs[f"gradient {number}"]
+        reference.step()
+    torch.testing.assert_close(found, torch.cat([leaf.detach().flatten() for leaf in leaves]))
+    assert len(asked) == 4  # two steps of two groups: vectors do not decay

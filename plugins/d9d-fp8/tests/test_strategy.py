@@ -12,7 +12,7 @@ from d9d_core.traits import TensorStyle
 from d9d_engine.distributed.mesh import Topology
 from d9d_fp8.config import Fp8Config
 from d9d_fp8.linear import is_converted
-from d9d_fp8.strategy import Fp8, check_device
+from d9d_fp8.strategy import Fp8, _obstacle, check_device
 from d9d_nn.linear import Linear
 from pydantic import ValidationError
 from torch import nn
@@ -194,3 +194,21 @@ def test_sizes_are_those_of_a_rank_of_tensor_parallelism() -> None:
     applied = Fp8(Fp8Config(emulate=True)).apply(model, topology)  # type: ignore[arg-type]
     assert applied.modules == ("layers.0.query", "layers.0.key", "layers.0.out")
     assert "layers.0.narrow: with 32 features in and 12 out on a rank of tp, which the recipe" in applied.notes[1]
+
+
+def test_a_layer_s_sizes_are_those_of_a_rank() -> None:
+    layer, end = Linear(96, 48, std=1.0), "on a rank of tp, which the recipe 'rowwise' needs to be multiples of 16"
+    for parts, why in (
+        ((1, 1), None),
+        ((2, 1), None),
+        ((3, 3), None),
+        (
+            (4, 1),
+            f"with 24 features in and 48 out {end}",
+        ),
+        (
+            (1, 2),
+            f"with 96 features in and 24 out {end}",
+        ),
+    ):
+        assert _obstacle("layer", layer, {}, "rowwise", parts) == why

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import BuildError, D9dError
-from d9d_optim.optimizer.any_torch import TorchOptimizer
+from d9d_optim.optimizer.any_torch import TorchOptimizer, _accepted
 from d9d_optim.optimizer.config import GroupRule, TorchConfig
 from torch import nn
 
@@ -143,3 +143,9 @@ def test_state_is_needed_before_a_step() -> None:
     optimizer = TorchOptimizer(TorchConfig(target="torch.optim.RAdam", lr=0.1), parameters())
     with pytest.raises(BuildError, match="init_state"):
         optimizer.step(torch.tensor(True))
+
+
+def test_names_of_arguments_are_listed_without_positional_ones() -> None:
+    def function(a: int, *more: int, b: int = 1, **others: int) -> None: ...
+
+    assert _accepted(function) == ["a", "b", "**"]
