@@ -11,7 +11,7 @@ from d9d_core.errors import BuildError
 from d9d_peft.config import DoraConfig, FullTuneConfig, LoraConfig, StackConfig
 from d9d_peft.full_tune import FullTune
 from d9d_peft.ia3.config import Ia3Config
-from d9d_peft.stack import Stack
+from d9d_peft.stack import Stack, _layer
 from d9d_weights.graph.mappers import Identity
 from pydantic import ValidationError
 from torch import nn
@@ -150,3 +150,9 @@ def test_two_methods_on_one_layer_and_a_failing_method_are_named() -> None:
         stack(Method("x", "a", said), Method("y", "a", said)).inject(model())
     with pytest.raises(BuildError, match=r"^peft.methods\[1\].targets: nothing matches$"):
         stack(Method("x", "a", said), Method("y", "none", said)).inject(model())
+
+
+def test_an_added_parameter_belongs_to_the_module_around_it_but_not_to_a_container() -> None:
+    modules = {"a": nn.Linear(1, 1), "a.inner": nn.Module(), "a.terms": nn.ModuleDict()}
+    found = {name: _layer(name, modules) for name in ("x", "a.x", "a.inner.x", "a.terms.bank.down", "b.c.x")}
+    assert found == {"x": "", "a.x": "a", "a.inner.x": "a.inner", "a.terms.bank.down": "a.terms.bank", "b.c.x": ""}
