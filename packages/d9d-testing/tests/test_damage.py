@@ -152,7 +152,7 @@ def test_each_way_damages_the_file_alone(tmp_path: Path, way: str) -> None:
 
 
 class Drawer:
-    """Function that draws the given answers in turn, and keeps what it could have drawn."""
+    """Function that draws the given answers in turn, and keeps the possible ones."""
 
     def __init__(self, *answers: Any) -> None:
         self._answers = iter(answers)
