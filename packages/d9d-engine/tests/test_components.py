@@ -50,7 +50,7 @@ def test_a_tracker_whose_state_is_no_json_is_switched_off_and_the_checkpoint_sav
     assert len([note for note in notes if note.startswith("tracker 'toy_tracker' failed and is switched off")]) == 1
 
 
-def test_a_model_that_cannot_be_exported_is_refused_when_planning(job: MakeJob) -> None:
+def test_a_model_that_cannot_be_exported_trains_with_a_warning_and_exports_no_adapter(job: MakeJob) -> None:
     model = next(iter(toy.d9d_models()))
 
     @hookimpl
@@ -60,9 +60,18 @@ def test_a_model_that_cannot_be_exported_is_refused_when_planning(job: MakeJob) 
     plain = SimpleNamespace(__name__="plain", d9d_models=d9d_models)
     others = SimpleNamespace(**{n: v for n, v in vars(toy).items() if n.startswith("d9d_") and n != "d9d_models"})
     registry = Registry.of(plain, others)
+    (warning,) = job().use(registry).plan().warnings
+    assert warning == (
+        "export: model 'toy_model' (plain) has no Hugging Face layout, so the end of the run exports no model; "
+        "checkpoints have the weights"
+    )
+    assert job("export=false").use(registry).plan().warnings == []
+    trainer, notes = noted(job("steps=1").use(registry))
+    trainer.train()
+    assert f"warning: {warning}" in notes
+    assert not (trainer.job.run.directory / "model").exists()
     with pytest.raises(JobError, match="export: model 'toy_model' .* has no Hugging Face layout; set 'export: false'"):
-        job().use(registry).plan()
-    assert job("export=false").use(registry).plan().parameters == (33, 33)
+        job("export=adapter").use(registry).plan()
 
 
 def test_a_layout_that_forgets_a_tensor_is_refused_before_training(

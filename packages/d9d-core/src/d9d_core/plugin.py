@@ -201,13 +201,14 @@ class ModelSpec(ConfiguredSpec):
         flops: ``(config, sequence_length) -> float``, training FLOPs per token (forward and backward).
         cost: ``(config, stage: Stage, share: Share) -> StageCost``, imported without torch, for ``d9d plan``; see
             :class:`d9d_core.cost.ModelCosts`.
-        tiny: ``() -> config``, a configuration that runs in milliseconds on a CPU, for tests and ``d9d verify``.
+        tiny: ``() -> config``, a configuration that runs in milliseconds on a CPU, for tests and ``d9d verify``; if it
+            is ``None``, ``d9d verify`` uses the sizes of the job.
     """
 
     hugging_face: Ref | None = None
     flops: Ref | None = None
     cost: Ref | None = None
-    tiny: Ref
+    tiny: Ref | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -280,7 +280,7 @@ def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Seq
     """Config of the user's model with sizes of its family's tiny config, as far as data, meshes and stages allow."""
     spec = selection.model.spec
     assert isinstance(spec, ModelSpec)
-    mine, tiny = job.model.model_dump(), spec.tiny.load()().model_dump()
+    mine, tiny = job.model.model_dump(), {} if spec.tiny is None else spec.tiny.load()().model_dump()
     facts = _facts(job, selection)
     # Keep sizes that the data also states, such as the vocabulary's, even if the task does not compare them.
     own = [name for name in mine if name not in facts]

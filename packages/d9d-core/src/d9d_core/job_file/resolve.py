@@ -116,7 +116,8 @@ def resolve(
     if isinstance(selection, Selection | InferenceSelection):
         _check_tensors(selection, job.data, registry)
     model = selection.model
-    if isinstance(job, JobConfig) and job.export and isinstance(model.spec, ModelSpec) and not model.spec.hugging_face:
+    unformatted = isinstance(model.spec, ModelSpec) and model.spec.hugging_face is None
+    if isinstance(job, JobConfig) and job.export == "adapter" and unformatted:
         raise JobError(f"export: model {model.entry} has no Hugging Face layout; set 'export: false'")
     resolution = judged(selection, registry, circumstances)
     for op, selector in job.kernels.items():

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from d9d_core.config import Location
 from d9d_core.errors import D9dError
-from d9d_core.job_file.job import MAX_MICROBATCHES, BaseJob, Mesh
+from d9d_core.job_file.job import MAX_MICROBATCHES, BaseJob, JobConfig, Mesh
 from d9d_core.job_file.resolve import Parts
-from d9d_core.plugin import StrategySpec
+from d9d_core.plugin import ModelSpec, StrategySpec
 from d9d_core.program.placement import plan_pipeline
+from d9d_core.registry.capabilities import Chosen
 from d9d_core.registry.registry import Registry
 
 #: Most legal values that a message lists.
@@ -65,19 +66,26 @@ def unused_axes(mesh: Mesh, selection: Parts) -> list[str]:
     return [axis for axis, size in mesh.sizes().items() if size > 1 and axis not in used]
 
 
-def idle_parts(mesh: Mesh, selection: Parts) -> list[str]:
-    """Warnings about strategies and a schedule without effect, because all their mesh axes have one rank."""
-    sizes = mesh.sizes()
+def idle_parts(job: JobConfig, selection: Parts) -> list[str]:
+    """Warnings about fields without effect: strategies and a schedule whose mesh axes have one rank, and the export."""
+    sizes = job.mesh.sizes()
     parts = [
         (chosen, chosen.spec.axes) for chosen, _ in selection.strategies if isinstance(chosen.spec, StrategySpec)
     ] + ([(selection.schedule, frozenset({"pp"}))] if selection.schedule else [])
-    return [
+    return _idle_export(job, selection.model) + [
         f"{chosen.where}: {chosen.entry.kind.name} '{chosen.spec.name}' has no effect, because "
         f"{' and '.join(f'mesh.{axis}' for axis in sorted(axes))} {'is' if len(axes) == 1 else 'are'} 1; "
         f"give {'it' if len(axes) == 1 else 'one'} more ranks, or remove {chosen.where}"
         for chosen, axes in parts
         if axes and all(sizes.get(axis, 1) == 1 for axis in axes)
     ]
+
+
+def _idle_export(job: JobConfig, model: Chosen) -> list[str]:
+    if not job.export or not isinstance(model.spec, ModelSpec) or model.spec.hugging_face is not None:
+        return []
+    text = "has no Hugging Face layout, so the end of the run exports no model; checkpoints have the weights"
+    return [f"export: model {model.entry} {text}"]
 
 
 def strategies_for(axis: str, registry: Registry) -> list[StrategySpec]:

@@ -117,7 +117,7 @@ def plan(root: Root[JobConfig, Selection]) -> Plan:
         if isinstance(metric, StageMetric):
             metric.attach(assembly.full_model)
         check_metric(chosen, metric)
-    warnings = idle_parts(job.mesh, selection)
+    warnings = idle_parts(job, selection)
     if job.export and isinstance(spec := selection.model.spec, ModelSpec) and spec.hugging_face is not None:
         save_adapter(job, selection, assembly, topology, warnings.append, {})
     if job.export is True:

@@ -223,7 +223,7 @@ def build(
 
 def _assembled(root: Root[JobConfig, Selection]) -> Assembly:
     """Assemble the model on the meta device, and check the job's kernels against it and its optimizer."""
-    for text in idle_parts(root.job.mesh, root.selection):
+    for text in idle_parts(root.job, root.selection):
         root.note(f"warning: {text}")
     assembly = assemble(root)
     choose_optimizer(root, assembly)

@@ -106,7 +106,8 @@ class ModelSuite:
 
     @pytest.fixture
     def config(self, spec: ModelSpec) -> Any:
-        """Tiny config of the model."""
+        """Tiny config of the model; override it if the record has none."""
+        assert spec.tiny is not None, f"the record of '{spec.name}' has no 'tiny'; add it, or override 'config'"
         return spec.tiny.load()()
 
     @pytest.fixture

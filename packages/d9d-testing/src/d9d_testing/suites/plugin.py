@@ -142,7 +142,7 @@ class PluginSuite:
         for entry, config in self._configs():
             if entry.spec.key in self.examples:
                 yield entry, config.model_validate(dict(self.examples[entry.spec.key]), context=self._names())
-            elif isinstance(entry.spec, ModelSpec):
+            elif isinstance(entry.spec, ModelSpec) and entry.spec.tiny is not None:
                 yield entry, entry.spec.tiny.load()()
             else:
                 try:
