@@ -107,3 +107,22 @@ def test_files_of_one_name_are_told_apart_in_the_manifest(tmp_path: Path) -> Non
     assert len(keys) == 2
     moved = tuple(file_plugin(tmp_path / f"moved_{name}" / "mine.py", name) for name in ("b", "a"))
     assert Manifest.of(discover(PluginPolicy(autoload=False, files=moved))) == manifest
+
+
+def test_a_reference_names_a_single_file_unless_a_module_has_its_name_or_two_versions_are_loaded(
+    tmp_path: Path,
+) -> None:
+    own, like_installed = tmp_path / "own_parts.py", tmp_path / "json.py"
+    for file in (own, like_installed):
+        file.write_text(FILE.replace("NAME", file.stem) + "def loads(): return 'mine'\n")
+    with pytest.raises(ModuleNotFoundError, match="own_parts"):
+        Ref("own_parts:loads").load()
+    discover(PluginPolicy(autoload=False, files=(own, like_installed)))
+    assert Ref("own_parts:loads").load()() == "mine"
+    assert Ref("json:loads").load()("[1]") == [1]
+    with pytest.raises(AttributeError, match="absent"):
+        Ref("own_parts:absent").load()
+    own.write_text(own.read_text() + "# changed\n")
+    discover(PluginPolicy(autoload=False, files=(own,)))
+    with pytest.raises(ModuleNotFoundError, match="own_parts"):
+        Ref("own_parts:loads").load()

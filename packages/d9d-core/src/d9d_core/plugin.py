@@ -30,6 +30,7 @@ import sys
 from collections.abc import Iterable, Mapping, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
+from types import ModuleType
 from typing import Any, Literal
 
 import pluggy
@@ -49,6 +50,8 @@ _NAME = re.compile(r"[0-9]*[a-z][a-z0-9_]*(\.v[0-9]+)?")
 
 #: The form of a :class:`Ref`.
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+#: Module name of a single-file plugin, see :mod:`d9d_core.registry.single_file`; the group is the file's name.
+_FILE = re.compile(r"d9d_file_(\w+)_[0-9a-f]{12}")
 #: The annotation of a field that holds a reference.
 _REFERENCE = re.compile(r"\bRef\b")
 
@@ -65,6 +68,8 @@ RESERVED = ("mesh", "strategy", "device", "import")
 @dataclass(frozen=True, slots=True)
 class Ref:
     """Reference ``"package.module:attribute"``, by which a record names code without importing it.
+
+    The module may be a single-file plugin, by its name without ``.py``, unless an installed module has the name.
 
     Raises:
         ValueError: the text does not have that form.
@@ -87,7 +92,7 @@ class Ref:
         module, _, path = self.target.partition(":")
         try:
             with nullcontext() if module in sys.modules else directory_kept():
-                value: Any = importlib.import_module(module)
+                value: Any = _import(module)
         except Exception as error:
             if interrupt_behind(error):
                 raise KeyboardInterrupt from error
@@ -98,6 +103,16 @@ class Ref:
 
     def __str__(self) -> str:
         return self.target
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        loaded = [sys.modules[key] for key in list(sys.modules) if (file := _FILE.fullmatch(key)) and file[1] == name]
+        if error.name != name or len(loaded) != 1:  # two versions of a file may be loaded
+            raise
+        return loaded[0]
 
 
 def _tokens(value: Iterable[str], what: str = "capability tokens") -> frozenset[str]:
