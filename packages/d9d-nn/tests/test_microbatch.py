@@ -43,6 +43,8 @@ def test_single_texts_are_no_queries_with_texts() -> None:
         with pytest.raises(JobError, match=f"4 rows for {samples} samples"):
             task.first_inputs(microbatch(samples=torch.arange(samples)))
     task.first_inputs(microbatch(samples=torch.arange(2)))
+    with pytest.raises(JobError, match="task 'embedding' reads samples, but the dataset gives tokens"):
+        task.first_inputs(microbatch())
 
 
 class Every:

@@ -13,7 +13,7 @@ import torch
 from d9d_core.errors import JobError
 from d9d_core.schedule import Backward, Forward, Reduce
 from d9d_engine.job import Job
-from d9d_verify import worker
+from d9d_verify import run, worker
 from d9d_verify.command import _print, app, verify_job
 from d9d_verify.compare import Verdict, compare, compared
 from d9d_verify.deviations import FLOORS, Limits
@@ -535,3 +535,22 @@ def test_a_saved_position_counter_or_metric_that_differs_is_named(changes: Any, 
 def test_a_layout_that_saves_nothing_is_wrong() -> None:
     assert unlike_state(None, saved(), Limits(FLOORS[torch.float32], {})) == "no checkpoint was saved"
     assert unlike_saved(None, two_steps(), two_steps()) == "no checkpoint was saved"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_layout_that_passes_and_saves_another_state_fails_at_the_step_of_the_save(
+    monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """A single step saves nothing."""
+    monkeypatch.setattr(run, "scaled_values", lambda *_: {"batch": {"size": 4}, "precision": {}, "parallel": []})
+    monkeypatch.setattr(run, "ops_of", lambda *_: ["rope"])
+    monkeypatch.setattr(run, "scaled_model", lambda *_: torch.nn.Identity())
+    monkeypatch.setattr(run, "_check", lambda *_: None)
+    monkeypatch.setattr(run, "_reference", lambda *_: (two_steps(), []))
+    monkeypatch.setattr(run, "_run", lambda *_: two_steps())
+    monkeypatch.setattr(run, "_settings", lambda *_: "settings")
+    monkeypatch.setattr(run, "_checkpoint", lambda _directory: saved())
+    monkeypatch.setattr(run, "unlike_saved", lambda *_: None)
+    monkeypatch.setattr(run, "unlike_state", lambda *_: "another position")
+    (verdict,) = run.verify(cast("Job", None), [Layout("x", {"dp_shard": 2}, [])], steps, lambda _text: None)
+    assert verdict.diverged == (None if steps == 1 else (steps // 2 - 1, "another position"))

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from d9d_core.data import DataContext
+from d9d_core.data import DataContext, SampleLengths
 from d9d_core.errors import DataError
+from d9d_data.config import TextConfig
 from d9d_data.mixture.config import MixtureConfig, MixturePart
 from d9d_data.mixture.merge import merge, with_lengths
 from d9d_data.mixture.order import MixtureOrder, assign, whole_weights
@@ -286,3 +287,16 @@ def test_parts_of_other_kinds_are_refused(tmp_path: Path) -> None:
         MixtureStream(ending, context, [Lone("x")])
     with pytest.raises(DataError, match=r"parts\[1\]\.data: dataset 'toy_data' cannot be mixed: its stream has no"):
         MixtureStream(twice, context, [Lone("x"), object()])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [([8, 12], SampleLengths(4, 12)), ([12, 8], SampleLengths(4, 12)), ([6], SampleLengths(6, 6)), ([8, None], None)],
+)
+def test_a_mixed_microbatch_is_as_long_as_the_longest_part_and_a_multiple_of_the_common_divisor(
+    lengths: list[int | None], expected: SampleLengths | None
+) -> None:
+    """The lengths of a mixture are unknown if the lengths of one part are."""
+    texts = [TextConfig(sources=("x",), sequence_length=length) if length else ToyDataConfig() for length in lengths]
+    parts = tuple(MixturePart.model_construct(weight=1, data=data) for data in texts)
+    assert MixtureConfig.model_construct(parts=parts).sample_lengths == expected

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+from d9d_triton.joint import swiglu
 from d9d_triton.joint.products import joint_rows_gradient, stacked
 from torch import Tensor
 
@@ -40,3 +43,11 @@ def test_the_gradient_of_rows_is_one_product() -> None:
     torch.testing.assert_close(joint_rows_gradient(grad, parts), grad @ torch.cat(parts))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(joint_rows_gradient, (grad, parts), test_utils=tests)
+
+
+@pytest.mark.parametrize("needed", list(product([False, True], repeat=4)))
+def test_only_needed_gradients_of_the_layer_are_computed(needed: tuple[bool, ...]) -> None:
+    rows, gate, up, down = (torch.randn(shape) for shape in ((5, 3), (4, 3), (4, 3), (3, 4)))
+    inputs = [tensor.requires_grad_(wanted) for tensor, wanted in zip((rows, gate, up, down), needed, strict=True)]
+    found = swiglu._gradients(swiglu.TorchProducts(), needed, torch.ones(5, 3), *inputs, rows @ gate.T, rows @ up.T)
+    assert [gradient is not None for gradient in found] == list(needed)
