@@ -69,8 +69,7 @@ class AccumulatedMetric:
 
         Args:
             values: accumulator name -> 0-d tensor, tensor of the accumulator's shape, or number. Numbers are placed on
-                the
-                device of the tensors.
+                the device of the tensors.
 
         Raises:
             JobError: a tensor is neither 0-d nor of its accumulator's shape.

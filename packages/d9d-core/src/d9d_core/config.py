@@ -229,8 +229,7 @@ class ModelConfig(PluginConfig):
 
     pretrained: PathOrAddress | None = None
     """Pretrained weights: a directory in Hugging Face layout, or an fsspec address of one; the directory of a run, or
-    one
-    of its checkpoints; null initialises weights randomly."""
+    one of its checkpoints; null initialises weights randomly."""
 
     def check_resume(self, saved: Mapping[str, Any]) -> None:
         """Refuse values of the free fields that do not fit the tensors of the saved model.

@@ -174,8 +174,7 @@ class BlockCost:
         beside, backward_beside: collectives that overlap with the computation of attention.
         count: number of such blocks in the stage.
         is_block: whether this is a block of the trait ``model:blocks``, which strategies recompute, compile and shard
-            one
-            by one; embeddings and heads are not.
+            one by one; embeddings and heads are not.
         names: qualified names of the blocks, ``count`` of them; prefixed to the names of weights. Empty if weights have
             qualified names already.
         frozen, frozen_experts: numbers of ``parameters`` and ``expert_parameters`` that are not trained.
@@ -334,8 +333,7 @@ class OptimizerCost:
         flops: FLOPs of matrix products in bfloat16.
         exchanged: bytes sent to the one rank that updates a whole sharded matrix, and sent back.
         of_weight: function from a weight's qualified name and full shape to its cost, which replaces this cost;
-            ``None``
-            if all weights cost the same.
+            ``None`` if all weights cost the same.
     """
 
     state: float

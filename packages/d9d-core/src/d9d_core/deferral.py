@@ -61,8 +61,7 @@ class Deferral:
 
     Attributes:
         wanted: whether weight gradients of the current forward's backward will be collected. If false, an op should
-            leave
-            its weight to autograd, which costs less host time.
+            leave its weight to autograd, which costs less host time.
     """
 
     def __init__(self) -> None:
@@ -80,8 +79,7 @@ class Deferral:
             weight: gradient edge of the op's weight, taken in its forward
                 (:func:`torch.autograd.graph.get_gradient_edge`).
             compute: returns the gradient, in shape and dtype of the weight. Called in no-grad mode. It must hold
-                detached
-                tensors only, or it would keep the graph alive.
+                detached tensors only, or it would keep the graph alive.
         """
         if self._ignoring:
             return

@@ -194,8 +194,7 @@ class Writer(Protocol):
     """Writer of a file format, for the output of inference jobs.
 
     Rows arrive in parts, from any rank and in any order, and each part becomes a file. When all rows are written, the
-    parts
-    are joined in order. So written rows survive a kill.
+    parts are joined in order. So written rows survive a kill.
     """
 
     @property

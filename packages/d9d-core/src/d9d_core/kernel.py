@@ -42,9 +42,8 @@ class OpSignature:
         compiled: whether the module is compiled: the compiler fuses transparent code, such as the reference, with
             neighbouring operations, and calls opaque kernels unchanged.
         documents: whether samples of the job's data hold several documents. If false, ``documents`` of a microbatch
-            only
-            marks padding after a sample, which causal attention can ignore. ``None`` if the datasets do not state it
-            (:class:`d9d_core.data.PacksDocuments`).
+            only marks padding after a sample, which causal attention can ignore. ``None`` if the datasets do not state
+            it (:class:`d9d_core.data.PacksDocuments`).
         checkpointed: whether the module is in a block that the backward recomputes.
     """
 

@@ -49,10 +49,8 @@ class Optimizer(Protocol):
 
     Parameters and gradients may be DTensors; state made with ``torch.zeros_like`` is then sharded like its parameter.
     Elementwise updates use :func:`d9d_core.tensors.local` of each tensor. Updates that need more, such as whole
-    matrices,
-    communicate inside :meth:`step`, over the meshes of the parameters. All ranks of a mesh call :meth:`step` together
-    and
-    have gradients of the same parameters, so collectives issued in the order of the parameters match.
+    matrices, communicate inside :meth:`step`, over the meshes of the parameters. All ranks of a mesh call :meth:`step`
+    together and have gradients of the same parameters, so collectives issued in the order of the parameters match.
 
     Features of only some optimizers are separate protocols: :class:`DividesGradients`, :class:`AveragesWeights`.
     """

@@ -280,8 +280,7 @@ class TaskSpec(ConfiguredSpec):
 
     Attributes:
         observes: names of the observations that :meth:`d9d_core.task.Task.observations` always returns, so that a
-            metric
-            that needs others is refused before anything is built; ``None`` if unknown.
+            metric that needs others is refused before anything is built; ``None`` if unknown.
         on_demand: names of further observations: returned if a metric reads them and the model can compute them
             (:class:`d9d_core.traits.ObservesOnDemand`) or the data has them.
         reads: tensors of a microbatch that the task requires -> number of dimensions, so that a dataset without them is
@@ -326,8 +325,7 @@ class DatasetSpec(ConfiguredSpec):
 
     Attributes:
         gives: tensors in every microbatch -> number of dimensions; ``None`` if unknown. ``"inner"``: the tensors that
-            all
-            datasets inside the config give. A config whose fields decide this is a
+            all datasets inside the config give. A config whose fields decide this is a
             :class:`d9d_core.data.ChoosesTensors`.
     """
 
@@ -345,8 +343,7 @@ class MetricSpec(ConfiguredSpec):
 
     Attributes:
         reads: names of the task's observations that the metric requires; empty if it reads tallies of modules, or if
-            its
-            config chooses them (:class:`d9d_core.metric.ChoosesObservations`).
+            its config chooses them (:class:`d9d_core.metric.ChoosesObservations`).
     """
 
     reads: Set[str] = frozenset()
@@ -408,10 +405,8 @@ class KernelSpec(Spec):
         deterministic: whether the kernel computes the same bits each time, at least under
             ``torch.use_deterministic_algorithms``; a job with ``deterministic: true`` refuses other kernels.
         operators: patterns of torch operator names, such as ``aten._scaled_dot_product_*``, that match the operator
-            which
-            computes the op's result. If a job lists the op, checkpointed blocks keep the outputs of these operators;
-            empty
-            if that is impossible.
+            which computes the op's result. If a job lists the op, checkpointed blocks keep the outputs of these
+            operators; empty if that is impossible.
     """
 
     op: str

@@ -84,8 +84,7 @@ class StepShape:
             data.
         itemsize: bytes per element in the forward.
         approximate: whether sizes of activations are estimates, because autocast chooses dtypes, or because
-            microbatches
-            differ in length and ``positions`` is the maximum.
+            microbatches differ in length and ``positions`` is the maximum.
     """
 
     passes: tuple[Pass, ...]

@@ -182,8 +182,7 @@ class TrackerRun(Protocol):
     checkpoint, at most ten seconds each for ``flush`` and ``state`` (thirty while the run opens), and at most thirty
     seconds at the end of the run. After a call of more than two seconds, the limit is 0.2 s until the tracker is faster
     again. The checkpoint stores numbers, texts and histograms that a tracker has not flushed by then. A resumed run
-    opens
-    the tracker with an earlier ``resumed_step`` and writes them again.
+    opens the tracker with an earlier ``resumed_step`` and writes them again.
     """
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -266,8 +265,7 @@ class RunLog(Protocol):
 
     Values belong to the current step: the one whose forward and backward run now, or the last one between two steps.
     Tensors may be on the device. They are copied asynchronously when they are logged, so they may be changed at once,
-    and
-    reach the trackers some steps later. Only the first rank has trackers; other ranks drop values, so reduce values
+    and reach the trackers some steps later. Only the first rank has trackers; other ranks drop values, so reduce values
     over ranks before logging them.
 
     Log a name once per step for each kind and tags; of several values, a tracker may keep any. Trackers without tags

@@ -14,9 +14,8 @@ on which most strategies act::
             return {f"layers.{name}": layer for name, layer in self.layers.items()}
 
 A strategy walks the modules of a stage and looks for the trait it needs. ``ModelSpec.provides`` declares the same
-traits
-as tokens (``model:blocks``), so that a missing trait is an error before anything is built; the conformance suite for
-models checks that both agree.
+traits as tokens (``model:blocks``), so that a missing trait is an error before anything is built; the conformance suite
+for models checks that both agree.
 """
 
 from __future__ import annotations
@@ -199,9 +198,8 @@ class Dispatcher(Protocol):
     that overlaps forwards with backwards finds communication to hide.
 
     A dispatcher whose communication no compiler can trace may have a method ``outside_graph(function, *args)``, which
-    calls
-    the function. A layer passes everything from dispatch to combine to it, which causes one graph break instead of
-    several.
+    calls the function. A layer passes everything from dispatch to combine to it, which causes one graph break instead
+    of several.
     """
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Transfer[Dispatched]:
@@ -222,8 +220,7 @@ class HasBanks(Protocol):
     """``model:banks``: the module multiplies rows with banks of matrices, one matrix per expert.
 
     A fine-tuning method may add a module to a product: it is called with the same rows, counts and ``spare_rows`` as
-    the
-    product, and its result is added. Its parameters, too, have the expert index as dimension 0.
+    the product, and its result is added. Its parameters, too, have the expert index as dimension 0.
     """
 
     def banks(self) -> Mapping[str, nn.Parameter]:
@@ -240,8 +237,8 @@ class AddsLosses(Protocol):
     """``model:losses``: the module adds its own terms to the task's loss.
 
     Its forward stores the sum of each term over the microbatch in a buffer, and injects the gradient of ``sum *
-    factor``
-    into its output (:func:`d9d_nn.auxiliary_loss.add_auxiliary_loss`). So a term need not pass through the model's
+    factor`` into its output (:func:`d9d_nn.auxiliary_loss.add_auxiliary_loss`). So a term need not pass through the
+    model's
     outputs and pipeline stages. Weights follow from shapes alone: factors are known before the first forward.
     """
 

@@ -111,8 +111,7 @@ def split(tree: Tree, dims: Tree, parts: int) -> list[Tree]:
     Args:
         tree: tree of tensors.
         dims: dimension along which each tensor is split, or ``None`` to give every part the whole tensor; a single
-            value
-            for all tensors, or a mapping or sequence of values for the branches of the tree.
+            value for all tensors, or a mapping or sequence of values for the branches of the tree.
         parts: number of trees to return.
 
     Raises:

@@ -198,8 +198,7 @@ class Place:
     Attributes:
         kind: ``model`` in Hugging Face layout; ``adapter``; a single ``checkpoint``, or the directory of all
             ``checkpoints`` of a run; ``run``; a ``file`` or an ``address``, whose contents are not examined;
-            ``nothing``
-            of these.
+            ``nothing`` of these.
         path: path of the directory, file or address, as given.
         run: directory of the run that contains the path; ``None`` if there is none.
     """

@@ -36,8 +36,7 @@ def compile_launches(
 
     Returns:
         ``module:name`` of each Triton function of the package -> capabilities for which it was compiled; empty if it
-        was
-        not launched. A function that a kernel calls is compiled with that kernel.
+        was not launched. A function that a kernel calls is compiled with that kernel.
 
     Raises:
         AssertionError: a kernel does not compile, or needs more shared memory than a GPU has; with all output.

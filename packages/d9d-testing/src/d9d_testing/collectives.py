@@ -128,8 +128,7 @@ def differences(listed: Iterable[Collective], recorded: Iterable[tuple[str, tupl
 
     Calls of known size must be recorded exactly as often as listed. Calls of approximate size must be recorded as often
     as listed, and the total bytes of a kind over the same ranks may differ by a factor of two. Calls listed with an
-    upper
-    bound may be recorded less often.
+    upper bound may be recorded less often.
 
     Args:
         listed: collectives of a plan.

@@ -58,8 +58,7 @@ class Harness:
             layouts: layouts to measure, each with one or more ranks.
             fault: ``file.py:function``, called with each job on every rank before it is built.
             guides: measurement for each layout whose gradients replace its own in the optimizer, so that every step
-                starts
-                from the same weights.
+                starts from the same weights.
             elsewhere: round differently, as another correct run might.
         """
         found: dict[int, Measurement] = {}
@@ -88,8 +87,7 @@ class Harness:
             layouts: layouts to compare, each with one or more ranks.
             reference: layout to compare with.
             fault: ``file.py:function``, called on every rank before a layout (but not the reference) is built, to
-                verify that
-                its damage is detected.
+                verify that its damage is detected.
 
         Raises:
             RankFailedError: a rank raised an exception.

@@ -36,5 +36,4 @@ class InferenceConfig(BaseJob):
     ``cut``: shorten or drop them as the dataset does in training."""
     nonfinite: Literal["error", "keep"] = "error"
     """Policy for NaN or infinity in a row: ``error`` names the row, ``keep`` writes the value as the format can
-    (``null``
-    in JSON)."""
+    (``null`` in JSON)."""

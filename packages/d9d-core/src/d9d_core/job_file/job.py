@@ -141,8 +141,7 @@ class Batch(Section):
     """Samples per forward pass on one process; all of a process's share by default."""
     prefetch: NonNegativeInt = 2
     """Batches that are read and copied to the device ahead of their step; 0 reads each batch when its step begins, for
-    data
-    that depends on the previous step."""
+    data that depends on the previous step."""
 
 
 class GradientClipping(Section):
@@ -192,8 +191,7 @@ class Checkpoint(Section):
     """Continue training while a checkpoint is written, from a copy in host memory."""
     tolerate_failures: NonNegativeInt = 10
     """Consecutive storage failures (full disk, input/output errors) that training survives; failed saves are retried
-    with
-    growing pauses. One more failure ends the run."""
+    with growing pauses. One more failure ends the run."""
     trainable_only: bool = False
     """Leave out frozen parameters; a resumed run must load them from another source."""
     dir: PathOrAddress | None = None
@@ -237,8 +235,7 @@ class Loading(Section):
     """Concurrent reads per process."""
     read: Literal["each", "once"] = "each"
     """``each``: every process reads its own part. ``once``: of the processes with the same part, one reads and sends it
-    to
-    the others, for slow storage and fast networks."""
+    to the others, for slow storage and fast networks."""
 
 
 class Precision(Section):
@@ -267,8 +264,7 @@ class BaseJob(Section):
     """``auto`` uses the accelerator if there is one, else the CPU; or a device type such as ``cpu`` or ``cuda``."""
     deterministic: bool = False
     """Compute the same bits each time, if necessary with slower algorithms; operations without a deterministic
-    algorithm are
-    errors."""
+    algorithm are errors."""
     mesh: Mesh = Mesh()
     """Sizes of the mesh axes."""
     model: Annotated[PluginConfig, Named("model")]
@@ -354,8 +350,7 @@ class JobConfig(BaseJob):
     """Policy for a step with a NaN or infinite loss or gradient; such a step never changes the training state."""
     max_skipped: PositiveInt = 10
     """Consecutive steps that ``nonfinite: skip`` may skip; one more ends the run with an error. The checkpoints before
-    the
-    first skipped step of the run, and before these steps, are kept."""
+    the first skipped step of the run, and before these steps, are kept."""
     metrics: list[Annotated[PluginConfig, Named("metric")]] = []
     """Metrics over each logging interval."""
     trackers: list[Annotated[PluginConfig, Named("tracker")]] = Field(
@@ -374,8 +369,7 @@ class JobConfig(BaseJob):
     """Interval, directory and retention of checkpoints."""
     export: Literal["adapter"] | bool = True
     """Write the trained model in Hugging Face layout to <run>/model at the end, and the adapter, if the fine-tuning
-    method
-    has one, to <run>/adapter; ``adapter`` writes only the adapter."""
+    method has one, to <run>/adapter; ``adapter`` writes only the adapter."""
 
     @field_validator("steps")
     @classmethod

@@ -40,8 +40,7 @@ class KernelSuite:
         plugin: declaration module, or path of a single-file plugin; by default, any installed plugin.
         device: device of the tensors; for ``cuda``, mark the class ``@pytest.mark.gpu`` or skip it without a GPU.
         asked: device in the signatures passed to ``supports``; by default ``device``. Set another one for backends
-            whose
-            library is replaced by a stand-in on the CPU.
+            whose library is replaced by a stand-in on the CPU.
         dtypes: dtypes of the inputs; dtypes that ``supports`` refuses are skipped, but it must accept at least one.
         gradients: whether the backend has a backward.
         tolerances: tolerances of values and gradients, by dtype; replace them for backends that round more on purpose.

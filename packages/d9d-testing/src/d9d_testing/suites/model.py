@@ -77,8 +77,7 @@ class ModelSuite:
             model; less with a large embedding or idle experts, more with long sequences.
         depth: config field with the number of blocks.
         depth_scaled: whether initial outputs of blocks to the residual stream are divided by the square root of the
-            depth
-            (Radford et al. 2019, "GPT-2", section 2.3), so that the stream does not grow with depth.
+            depth (Radford et al. 2019, "GPT-2", section 2.3), so that the stream does not grow with depth.
         initial_std: pattern of parameter names -> initial standard deviation.
         exported_as_stored: patterns of parameter names whose Hugging Face layout is [in, out], like GPT-2's Conv1D; all
             other matrices are exported in the layout of linear layers, [out, in].

@@ -35,8 +35,7 @@ class ScheduleSuite:
                 return min(microbatches, ranks)
 
     Each test runs over all ``ranks``, all ``settings``, and numbers of microbatches from the smallest supported one up
-    to
-    three more per rank.
+    to three more per rank.
 
     Attributes:
         plugin: declaration module, or path of a single-file plugin.

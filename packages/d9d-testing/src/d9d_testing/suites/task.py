@@ -35,8 +35,7 @@ class TaskSuite(ComponentSuite):
             rejects = (({"vocab_size": 8}, {"vocab_size": 9}),)
 
     By default microbatches have the names of language modelling, and outputs are ``token_loss`` and ``class_logits``.
-    For
-    other tensors, override ``microbatch`` and ``outputs``.
+    For other tensors, override ``microbatch`` and ``outputs``.
 
     Attributes:
         samples: number of samples that ``microbatch`` can give.

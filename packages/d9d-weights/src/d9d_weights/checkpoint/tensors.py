@@ -32,8 +32,7 @@ class CheckpointTensors:
 
     Args:
         location: a checkpoint's directory, a directory of checkpoints, or a run's directory; of several checkpoints,
-            the
-            newest complete one is read.
+            the newest complete one is read.
         scope: prefix of the names of the tensors to read; it is removed from their names.
 
     Attributes:

@@ -55,8 +55,7 @@ def exclusive(path: Path, busy: str, note: Callable[[str], None] | None = None) 
 
     Raises:
         CheckpointError: another process has the lock; the text is ``busy`` and the process's number and host. Also if
-            the
-            path is a link, because writing through it would overwrite another file.
+            the path is a link, because writing through it would overwrite another file.
     """
     descriptor = None
     try:

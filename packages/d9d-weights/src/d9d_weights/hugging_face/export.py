@@ -51,8 +51,7 @@ def export_model(
     """Compute a graph's outputs from tensors in memory and write them as a model. Collective over ``group``.
 
     Each rank writes its own files. Tensors are gathered one after the other, in the graph's order on every rank; at
-    most
-    one group of outputs is in host memory at a time.
+    most one group of outputs is in host memory at a time.
 
     Args:
         writer: writer made from the graph's ``specs``, equal on all ranks; all ranks see its directory.

@@ -31,8 +31,7 @@ class HuggingFaceFormat(Protocol):
         Args:
             config: config of the model to load into.
             stored: config from the files' ``config.json`` by :meth:`config_from_json`; it may differ from ``config``,
-                for
-                example in its heads. Declare tensors that the files lack on purpose with ``Fresh``.
+                for example in its heads. Declare tensors that the files lack on purpose with ``Fresh``.
         """
         ...
 

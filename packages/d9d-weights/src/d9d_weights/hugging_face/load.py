@@ -49,8 +49,7 @@ def load_tensors(
             Collective over the targets' meshes, and over ``copies``.
         copies: ranks that hold the same plain tensors, for ``once``.
         group: ranks that agree on success, collective over them. With ``once``, these must be all loading ranks,
-            because
-            ranks that received nothing would continue otherwise.
+            because ranks that received nothing would continue otherwise.
         on_bytes: called with numbers of filled bytes of outputs, by any thread.
 
     Raises:

@@ -34,8 +34,7 @@ def importer(config: LanguageModel, stored: LanguageModel, layers: Sequence[Mapp
     """Mapper from files of a model like ``stored`` to a model like ``config``; heads and added tokens may differ.
 
     A head is loaded from the stored head of its name, or from the only stored head of its kind; otherwise it is fresh.
-    A
-    formerly tied head is loaded from the head in the files, or from the embedding if there is no such head.
+    A formerly tied head is loaded from the head in the files, or from the embedding if there is no such head.
 
     Args:
         config: config of the model to load into.

@@ -14,5 +14,4 @@ class GarbageCollection(Section):
 
     every: PositiveInt | None = 100
     """Steps between two collections of young objects; each checkpoint collects all objects. Null disables this section,
-    so
-    that Python collects automatically."""
+    so that Python collects automatically."""

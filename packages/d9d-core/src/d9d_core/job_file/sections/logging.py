@@ -26,5 +26,4 @@ class Logging(Section):
     """Log peak memory of the first process so far; by default on GPUs only."""
     level: Literal["debug", "info", "warning", "error"] | None = None
     """Lowest level of printed messages from loggers of the engine and of plugins (``d9d`` and below); by default
-    ``info``
-    on the first process and ``warning`` on the others."""
+    ``info`` on the first process and ``warning`` on the others."""

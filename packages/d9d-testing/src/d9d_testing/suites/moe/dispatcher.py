@@ -36,8 +36,7 @@ class DispatcherSuite:
             factory = "my_package.my_dispatcher:build"
 
     Every step, experts and overlapped computation included, is compared with a float64 reference that sums all experts
-    of
-    each token in one process.
+    of each token in one process.
 
     Attributes:
         factory: ``module:attribute`` or ``file.py:attribute`` of ``(group, experts) -> Dispatcher``, loaded by every

@@ -35,8 +35,7 @@ class RouterSuite:
     Attributes:
         factory: ``module:attribute`` or ``file.py:attribute`` of ``(H, E, k, **settings) -> nn.Module``.
         settings: name -> arguments. ``groups`` and ``top_groups`` are the number of groups of neighbouring experts and
-            the
-            number of groups that a token may use; with ``capacity``, rows may be dropped.
+            the number of groups that a token may use; with ``capacity``, rows may be dropped.
         sums: name of settings -> sum of a token's weights, if it is fixed.
         dropped: name of a dropping router's tally of dropped rows.
     """
