@@ -231,8 +231,8 @@ def test_a_missing_api_statement_is_reported(install: Install) -> None:
         ),
         (
             "@hookimpl\ndef d9d_models():\n"
-            "    yield ModelSpec(name='a', summary='s', config=Ref('a:b'), build=Ref('a:b'), tiny=None)",
-            "ModelSpec 'a': tiny is None; give it a Ref",
+            "    yield ModelSpec(name='a', summary='s', config=Ref('a:b'), build=Ref('a:b'), hugging_face=5)",
+            "ModelSpec 'a': hugging_face is 5; give it a Ref",
         ),
     ],
 )
