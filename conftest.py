@@ -44,6 +44,7 @@ def pytest_runtest_setup() -> None:
     # A command that was interrupted inside of a test leaves the signal blocked, as is right for a process that ends.
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    gc.enable()  # a run that the test before has left open collects at its own pace
     gc.collect()  # what the test before has left; all older objects are frozen
     gc.freeze()
 

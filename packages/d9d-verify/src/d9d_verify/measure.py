@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -145,18 +146,23 @@ class Jitter:
                 module.register_forward_hook(self._moved)
 
     def _moved(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        return self._perturbed(output) if isinstance(output, Tensor) and output.is_floating_point() else None
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        return _perturbed(output, self._generator)
 
     def _gradients_final(self, _event: ev.OptimizerStepStarts) -> None:
         assert self._stage is not None
-        for parameter in self._stage.parameters():
+        for name, parameter in self._stage.named_parameters():
             if parameter.grad is not None:
-                parameter.grad.copy_(self._perturbed(parameter.grad))
+                own = local(parameter.grad)
+                # A generator for each parameter, so that ranks with the same gradient perturb it in the same way.
+                own.copy_(_perturbed(own, torch.Generator().manual_seed(zlib.crc32(name.encode()))))
 
-    def _perturbed(self, values: Tensor) -> Tensor:
-        # In float32, 1 + share * eps would be rounded down to 1 or below.
-        share = torch.rand(values.shape, generator=self._generator, dtype=torch.float64).to(values.device) - 0.5
-        return (values.double() * (1 + share * torch.finfo(values.dtype).eps)).to(values.dtype)
+
+def _perturbed(values: Tensor, generator: torch.Generator) -> Tensor:
+    # In float32, 1 + share * eps would be rounded down to 1 or below.
+    share = torch.rand(values.shape, generator=generator, dtype=torch.float64).to(values.device) - 0.5
+    return (values.double() * (1 + share * torch.finfo(values.dtype).eps)).to(values.dtype)
 
 
 def measure(
