@@ -48,6 +48,7 @@ def run(*arguments: str, out: int | IO[Any], err: int | IO[Any] = subprocess.PIP
     return done.returncode, done.stderr or ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sink", ["reader gone", *(pytest.param(s, marks=pytest.mark.full) for s in list(SINKS)[1:])])
 def test_a_run_whose_output_nobody_takes_finishes_with_status_0(small_job: Write, tmp_path: Path, sink: str) -> None:
     out, err = SINKS[sink](), SINKS[sink]()
@@ -77,6 +78,7 @@ PRINTING = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("arguments", PRINTING)
 def test_a_command_whose_reader_goes_away_ends_quietly_and_one_on_a_full_disk_says_so(
     arguments: tuple[str, ...],
@@ -99,6 +101,7 @@ def wait_until_it_trains(run: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "processes", [1, pytest.param(2, marks=pytest.mark.full)]
 )  # fmt: skip
@@ -120,6 +123,7 @@ def test_a_closed_terminal_lets_the_run_save_and_end(small_job: Write, tmp_path:
     assert int(newest.name.removeprefix("step-")) >= json.loads(lines[-1])["step"]
 
 
+@pytest.mark.thorough
 def test_a_run_under_nohup_goes_on_when_the_terminal_is_closed(small_job: Write, tmp_path: Path) -> None:
     job = small_job("run", steps=24, checkpoint={})
     process = subprocess.Popen(

@@ -20,6 +20,7 @@ class TestAdamWWithGroups(OptimizerSuite):
     config: ClassVar = {"lr": 0.01, "state_dtype": "float32", "groups": [{"match": "embed.*", "lr_scale": 0.1}]}
 
 
+@pytest.mark.thorough
 class TestAdamWWithMasterWeights(OptimizerSuite):
     target = "adamw"
     dtypes: ClassVar = ("bfloat16",)

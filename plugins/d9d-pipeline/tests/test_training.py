@@ -101,6 +101,7 @@ def test_a_run_in_stages_leaves_what_a_run_in_one_piece_leaves(runs: Path, sched
         assert_close_values(weight, wanted_weights[key])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("trained", ["first", "last"])
 def test_what_is_frozen_stays_and_what_trains_moves_wherever_it_is(runs: Path, trained: str) -> None:
     first, last = (exported(runs, f"1f1b-{name}") for name in ("first", "last"))
