@@ -263,7 +263,7 @@ def scaled_model(job: Job, values: Mapping[str, Any]) -> nn.Module:
 def ops_of(job: Job, values: Mapping[str, Any]) -> list[str]:
     """Names of the ops that the scaled job calls in one process: ops of its model, fine-tuning method and optimizer.
 
-    The job is planned, because what is injected into a model, and the dtype of its parameters, change its ops.
+    The job is planned, because injected modules and the dtype of parameters change the ops.
     """
     alone = layout_values(values, REFERENCE_LAYOUT, ())
     plan = Job.from_values(alone, registry=job.registry).plan()
