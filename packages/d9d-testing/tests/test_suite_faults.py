@@ -61,7 +61,6 @@ def test_faults_are_caught_and_named_and_a_sound_implementation_passes(tool: Mod
     assert {fault.name for fault in missed[kind]} - IN_PROCESSES.get(kind, set()) <= MISSED.get(kind, set())
 
 
-@pytest.mark.suites
 @pytest.mark.full
 def test_faults_are_caught_by_the_suites_of_their_kind(tool: ModuleType) -> None:
     """All that need not start many processes."""
@@ -72,7 +71,6 @@ def test_faults_are_caught_by_the_suites_of_their_kind(tool: ModuleType) -> None
     check(*present)
 
 
-@pytest.mark.suites
 @pytest.mark.slow
 def test_the_whole_table_is_that_of_the_readme(tool: ModuleType) -> None:
     for kind, package in tool.NEEDS.items():
