@@ -29,8 +29,6 @@ class SurvivingFile(io.FileIO):
         """Write data; data that cannot be written counts as written."""
         try:
             return super().write(data)
-        except BlockingIOError:
-            raise
         except OSError as error:
             if error.errno not in _GONE:
                 self.lost = error
