@@ -74,10 +74,14 @@ def test_a_successful_command_whose_result_is_lost_fails(
     standard_output: Callable[[Path], io.TextIOWrapper], code: int | str | None
 ) -> None:
     standard_output(FULL)
-    with pytest.raises(SystemExit) as end, surviving_streams():
+
+    def command() -> None:
         print("a result")  # still in a buffer at the end of the block
         if code != "returned":
             sys.exit(code)
+
+    with pytest.raises(SystemExit) as end, surviving_streams():
+        command()
     assert end.value.code == 1
     assert error() == "error: standard output: No space left on device; the output is not complete\n"
 
@@ -94,9 +98,13 @@ def test_a_command_whose_result_is_stored_elsewhere_may_lose_its_output(
 
 def test_a_command_that_failed_keeps_its_status(standard_output: Callable[[Path], io.TextIOWrapper]) -> None:
     standard_output(FULL)
-    with pytest.raises(SystemExit) as end, surviving_streams():
+
+    def command() -> None:
         print("a part of the result")
         sys.exit(3)
+
+    with pytest.raises(SystemExit) as end, surviving_streams():
+        command()
     assert (end.value.code, error()) == (3, "")
 
 
@@ -105,13 +113,17 @@ def test_output_before_an_error_is_written_as_the_stream_would_have_written_it(
 ) -> None:
     before = standard_output(tmp_path / "out")
     print("\u00e9 first")
-    with pytest.raises(ValueError, match="no"), surviving_streams():
+
+    def fails() -> None:
         stream = sys.stdout
         assert isinstance(stream, io.TextIOWrapper)
         assert stream is not before
         assert (stream.line_buffering, stream.write_through) == (before.line_buffering, before.write_through)
         print("second \u2192")
         raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"), surviving_streams():
+        fails()
     assert (tmp_path / "out").read_bytes() == b"\xe9 first\nsecond \\u2192\n"
 
 
