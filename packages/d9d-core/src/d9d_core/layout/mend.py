@@ -130,8 +130,8 @@ def _with_batch(job: BaseJob, registry: Registry) -> BaseJob:
     if batch.microbatch is not None and share % batch.microbatch:
         batch = _divided(batch, microbatch=largest_divisor(share, batch.microbatch))
     if share // (batch.microbatch or share) > MAX_MICROBATCHES:
-        fewest = next(size for size in range(share // MAX_MICROBATCHES, share + 1) if size and share % size == 0)
-        batch = _divided(batch, microbatch=fewest)
+        least = -(-share // MAX_MICROBATCHES)
+        batch = _divided(batch, microbatch=next(size for size in range(least, share + 1) if share % size == 0))
     selection = select_parts(job, registry)
     for candidate in _scheduled(batch, ranks) if selection.schedule else [batch]:
         fitting = job.model_copy(update={"batch": candidate})
