@@ -273,8 +273,9 @@ def test_an_error_is_told_line_by_line_with_its_notes() -> None:
 
 
 def test_consoles_print_texts_literally_and_escape_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    console_for().print("[bold]a\x1b[2J " + "b" * 300)
-    assert capsys.readouterr().out == r"[bold]a\x1b[2J " + "b" * 300 + "\n"
+    console_for().print("[bold]a\x1b[2J :x:")
+    console_for().print("b" * 10_000)
+    assert capsys.readouterr().out == r"[bold]a\x1b[2J :x:" + "\n" + "b" * 10_000 + "\n"
 
 
 def test_uncaught_exceptions_are_told_with_escapes(

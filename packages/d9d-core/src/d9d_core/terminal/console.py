@@ -24,9 +24,9 @@ class VisibleConsole(Console):
 
 
 def console_for() -> Console:
-    """Console on standard output that prints text literally: plugins' texts may contain brackets.
+    """Console on standard output that prints text literally: plugins' texts may contain brackets, or words between colons.
 
     Lines for a pipe are not wrapped.
     """
     width = None if sys.stdout.isatty() else 10_000
-    return VisibleConsole(width=width, markup=False, highlight=False)
+    return VisibleConsole(width=width, markup=False, highlight=False, emoji=False)
