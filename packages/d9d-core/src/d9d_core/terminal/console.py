@@ -24,7 +24,7 @@ class VisibleConsole(Console):
 
 
 def console_for() -> Console:
-    """Console on standard output that prints text literally: plugins' texts may contain brackets, or words between colons.
+    """Console on standard output that prints text literally: plugins may print brackets, or words between colons.
 
     Lines for a pipe are not wrapped.
     """
