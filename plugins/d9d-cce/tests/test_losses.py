@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_cce import backend
 from d9d_cce.backend import CutCrossEntropy
 from d9d_core.errors import BuildError
-from d9d_core.kernel import OpSlot
+from d9d_core.kernel import OpSignature, OpSlot
 from d9d_core.registry.capabilities import Circumstances, Judge
 from d9d_engine.compose.kernels import KernelChoice, bind_kernels
 from d9d_nn.ops.linear_cross_entropy import IGNORE, linear_cross_entropy
@@ -140,3 +141,31 @@ class Head(nn.Module):
     def op_slots(self) -> dict[str, OpSlot]:
         slot = OpSlot("linear_cross_entropy", linear_cross_entropy, features=FEATURES, vocabulary=50)
         return {"loss": slot}
+
+
+@pytest.mark.parametrize(("filtered", "threshold"), [(False, None), (True, 2**-10 / 32)])
+def test_the_library_gets_all_tokens_and_no_options(
+    monkeypatch: pytest.MonkeyPatch, filtered: bool, threshold: float | None
+) -> None:
+    asked: list[Any] = []
+
+    def apply(tokens: Tensor, weight: Tensor, parameters: Any) -> Tensor:
+        asked.append((tokens, weight, parameters))
+        return torch.arange(1.0, 1 + len(tokens))
+
+    monkeypatch.setattr(backend, "linear_cross_entropy_apply", apply)
+    hidden, weight = torch.ones(2, 2, 3).half(), torch.ones(3, 5).half().T
+    targets = torch.tensor([[4, IGNORE], [0, 2]])
+    made = backend.build_filtered if filtered else backend.build
+    losses = made(OpSignature("linear_cross_entropy", "cuda", "float16", {}))(hidden, weight, targets)
+    assert losses.tolist() == [[1.0, 0.0], [3.0, 4.0]]
+    ((tokens, given, parameters),) = asked
+    assert tokens.tolist() == [[1.0] * 3, [0.0] * 3, [1.0] * 3, [1.0] * 3]
+    assert given.is_contiguous()
+    assert parameters.targets.tolist() == [4, 0, 0, 2]
+    assert parameters.batch_shape == (4,)
+    assert (parameters.valids, parameters.softcap, parameters.reduction) == (None, None, "none")
+    assert (parameters.filter_eps, parameters.shift) == (threshold, False)
+    none = made(OpSignature("linear_cross_entropy", "cuda", "float16", {}))(hidden[:0], weight, targets[:0])
+    assert none.shape == (0, 2)
+    assert len(asked) == 1

@@ -143,3 +143,41 @@ def test_processes_that_record_at_once_agree_and_lose_nothing(tmp_path: Path) ->
 def test_an_algorithm_has_the_defaults_of_the_library() -> None:
     found = Settings(7)
     assert [getattr(found, field.name) for field in fields(found)] == [7, 0, 0, 0, 0, 0, 1, 0, 0]
+
+
+def test_folders_of_the_file_are_made(tmp_path: Path) -> None:
+    cache = tmp_path / "of" / "the" / "user" / "cublas.json"
+    choices = Choices(cache)
+    choices.record(KEY, FAST)
+    assert read(cache) == {KEY: FAST}
+    assert sorted(path.name for path in cache.parent.iterdir()) == ["cublas.json", "cublas.lock"]
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "cublas.json").mkdir()
+    with pytest.raises(OSError, match="cublas.json"):
+        write(tmp_path / "cublas.json", {KEY: FAST})
+    assert [path.name for path in tmp_path.iterdir()] == ["cublas.json"]
+
+
+def test_a_file_has_a_line_for_each_choice(tmp_path: Path) -> None:
+    write(tmp_path / "cublas.json", {KEY: DEFAULT})
+    assert (tmp_path / "cublas.json").read_text() == (
+        '{\n "format": 1,\n "choices": [\n  {"device": "some GPU", "library": 130100, "layout": "forward", '
+        '"rows": 16384, "out_features": 6144, "in_features": 2048, "dtype": "bfloat16", "algorithm": null, '
+        '"milliseconds": [0.6, 0.6]}\n ]\n}\n'
+    )
+
+
+def test_numbers_of_a_choice_may_be_zero_and_times_may_be_missing(tmp_path: Path) -> None:
+    none = Key("some GPU", 0, Problem("forward", 0, 0, 0, "bfloat16"))
+    write(tmp_path / "cublas.json", {none: Choice(Settings(0, split_k=0))})
+    assert read(tmp_path / "cublas.json") == {none: Choice(Settings(0, split_k=0), None)}
+    content = json.loads((tmp_path / "cublas.json").read_text())
+    del content["choices"][0]["milliseconds"]
+    (tmp_path / "cublas.json").write_text(json.dumps(content))
+    assert read(tmp_path / "cublas.json") == {none: Choice(Settings(0, split_k=0), None)}
+    content["choices"][0]["rows"] = True
+    (tmp_path / "cublas.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="impossible values"):
+        read(tmp_path / "cublas.json")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from d9d_cublas import binding, products
 from d9d_cublas.binding import Algo, Functions, LibraryError, Result, find_library
+from d9d_cublas.device import is_capturing
 from d9d_cublas.library import Description
 from d9d_cublas.problem import LAYOUTS, Problem, Settings
 
@@ -93,3 +94,52 @@ def test_a_refused_call_says_which_and_by_which_version(functions: Functions) ->
         LibraryError, match=rf"cublasLtMatmulDescCreate of cuBLASLt {functions.version} returned status"
     ):
         functions.call("MatmulDescCreate", None, 68, 0)
+
+
+class Shared:
+    """Stand-in of the shared library that notes its calls."""
+
+    def __init__(self) -> None:
+        self.called: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def function(*arguments: Any) -> int:
+            if name == "cublasLtGetVersion":
+                return 130100
+            if name.endswith("Create"):
+                arguments[0]._obj.value = 1234
+            self.called.append((name, arguments[-1] if name.endswith("Destroy") else arguments[1:]))
+            return 0
+
+        setattr(self, name, function)
+        return function
+
+
+def test_a_descriptor_is_destroyed_with_its_last_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Shared()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: shared if path == "/a/path" else None)
+    functions = Functions(Path("/a/path"))
+    assert functions.version == 130100
+    made = functions.make("MatmulDesc", 68, 0)
+    assert shared.called == [("cublasLtMatmulDescCreate", (68, 0))]
+    assert made.value == 1234
+    del made
+    name, destroyed = shared.called[-1]
+    assert (name, destroyed.value, len(shared.called)) == ("cublasLtMatmulDescDestroy", 1234, 2)
+
+
+def test_a_warning_about_the_library_points_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Path:
+        raise OSError("broken")
+
+    monkeypatch.setattr(products, "find_library", refuse)
+    with pytest.warns(RuntimeWarning, match="not available on cuda:1: broken") as found:
+        assert products.open_device(torch.device("cuda:1")) is None
+    assert [warning.filename for warning in found] == [__file__]
+
+
+def test_a_graph_is_captured_only_where_cuda_was_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    for initialised, capturing in ((False, True), (True, False), (True, True)):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda found=initialised: found)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda found=capturing: found)
+        assert is_capturing() == (initialised and capturing)

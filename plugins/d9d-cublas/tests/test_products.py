@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_cublas import device
 from d9d_cublas.choices import Choice, Key, read, write
 from d9d_cublas.problem import LAYOUTS, Problem, Settings, fits, shape_of
 from d9d_cublas.products import Products, rows_gradient, weight_gradient
@@ -243,3 +244,26 @@ def test_no_device_is_opened_while_a_graph_is_captured() -> None:
 def test_ops_keep_the_rules_of_custom_ops(op: Any, layout: str) -> None:
     pair = operands(layout)
     torch.library.opcheck(op, pair, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+def test_eight_algorithms_are_measured_at_most(opened: Opened, library: Any) -> None:
+    library.offered = [Settings(number) for number in (66, 67, *range(10, 20))]
+    library.wrong = range(10, 20)
+    computed(opened(), "forward", *operands("forward"))
+    tried = [number for _, number in library.ran]
+    assert sorted(set(tried)) == [10, 11, 12, 13, 14, 15, 66, 67]
+
+
+def test_a_product_of_20_gflop_is_measured_and_a_smaller_one_is_not(opened: Opened) -> None:
+    products = opened(smallest=device._SMALLEST)
+    assert products._find(Problem("forward", 10_000, 1000, 1000, "bfloat16")) is None
+    assert products._find(Problem("forward", 9999, 1000, 1000, "bfloat16")) == Choice(None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_problem_has_the_sizes_of_its_operands(layout: str) -> None:
+    first, second = operands(layout)
+    problem = Problem.of(layout, first, second)
+    rows = {"forward": 5, "rows_gradient": 5, "weight_gradient": 5}[layout]
+    assert problem == Problem(layout, rows, 24, 16, "bfloat16")
+    assert problem.operations == 2 * 5 * 24 * 16

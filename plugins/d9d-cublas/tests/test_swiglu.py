@@ -82,3 +82,13 @@ def test_layers_on_cuda_get_it_by_themselves(changes: Any, accepted: bool, reaso
     decision = rules.swiglu(OpSignature("swiglu", **values))
     assert (decision.accept, decision.priority) == (accepted, 25 if accepted and not changes else 0)
     assert reason in decision.reason
+
+
+def test_sizes_that_are_no_multiple_of_16_bytes_are_named() -> None:
+    def asked(dtype: str = "bfloat16", **sizes: int) -> tuple[bool, int, str]:
+        decision = rules.swiglu(OpSignature("swiglu", "cuda", dtype, sizes))
+        return decision.accept, decision.priority, decision.reason
+
+    assert asked("float16", hidden=8, features=16) == (True, 25, rules.REASON)
+    why = "its algorithms need rows of 16 bytes or multiples: hidden 9, features 7 is no multiple of 8"
+    assert asked(hidden=9, features=7) == (False, 0, why)

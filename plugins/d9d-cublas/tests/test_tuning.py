@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from d9d_cublas.binding import LibraryError
-from d9d_cublas.tuning import ROUNDS, Run, Tuner, decide, is_right
+from d9d_cublas.tuning import ROUNDS, Run, Tuner, _counts, decide, is_right
 
 
 def test_a_gain_within_the_noise_keeps_the_default() -> None:
@@ -92,3 +92,27 @@ def test_a_result_that_is_wrong_missing_or_refused_is_noticed() -> None:
     assert not is_right(lambda: out.copy_(expected * 1.02), out, expected)
     assert not is_right(lambda: out[1:].copy_(expected[1:]), out, expected)
     assert not is_right(refuse, out, expected)
+
+
+def test_a_gain_of_two_percent_is_enough() -> None:
+    assert decide([[1.0, 1.0, 1.0], [0.98, 0.98, 0.98]]) == 1
+    assert decide([[1.0, 1.0, 1.0], [0.9, 0.9, 1.0]]) == 0  # not faster in each round
+
+
+def test_candidates_are_measured_as_often_as_their_time_allows_in_three_orders() -> None:
+    times = {"default": [9, 0.5, 0.25, 1.0, 9, 1.0, 1.25, 1.5], "a": [1.1, 0.8, 0.75, 0.7], "b": [1.0, 1.0, 1.0, 1.0]}
+    clock = Script(times)
+    default, *candidates = (clock.run(name) for name in times)
+    assert Tuner(clock).choose(default, candidates) == (0, (1.25, 0.75))
+    assert clock.asked == [
+        ["default", "default"],
+        ["default", "default", "a", "b"],
+        ["default", *["default", "a", "b"], *["b", "a", "default"], *["a", "b", "default"]],
+    ]
+    # Of 0.5 ms each: 300 ms to warm up, 5 ms of each; then, of 0.25 ms when warm, 10 ms of each.
+    assert clock.counts == [[1, 1], [600, 10, 10, 10], [40] * 10]
+
+
+def test_a_time_of_zero_is_taken_as_a_microsecond_and_a_long_one_runs_once() -> None:
+    assert _counts([300.0, 5.0], 0.0) == [300_000, 5000]
+    assert _counts([300.0, 5.0], 100.0) == [3, 1]

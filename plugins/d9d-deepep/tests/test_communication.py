@@ -106,3 +106,25 @@ def test_ranks_of_tp_share_the_rows(split: int) -> None:
     assert sizes[1] == sizes[2] == round(positions * rows * FEATURES * 2)
     assert sizes[0] == pytest.approx(positions * rows * (FEATURES * 2 + CHOSEN * 12), abs=1)
     assert sizes[3] == pytest.approx(positions * rows * (FEATURES * 2 + CHOSEN * 4), abs=1)
+
+
+def test_calls_are_listed_with_their_purpose_and_without_sizes_that_no_router_tells() -> None:
+    stage = layer()
+    stage.router.top_k = None  # type: ignore[assignment]
+    found = listed(stage)
+    assert [one.bytes for one in found] == [None] * 4
+    assert [(one.kind, one.group, one.ranks, one.count, one.approximate) for one in found] == [
+        ("all_to_all", "ep", RANKS, 2, True)
+    ] * 4
+    assert [one.purpose for one in found] == [
+        "tokens of ffn by DeepEP, forward",
+        "outputs of ffn by DeepEP, forward",
+        "gradients of outputs of ffn by DeepEP, backward",
+        "gradients of tokens of ffn by DeepEP, backward",
+    ]
+    stage = layer()
+    stage.experts = nn.Linear(FEATURES, 8)  # type: ignore[assignment] - a bank that declares no features
+    rows = 32 * STEP.samples * 2 * (1 - (4 * 3) / (8 * 7))
+    assert [one.bytes for one in listed(stage)] == [None] * 4
+    sizes = DeepEPCommunication(stage, {"ffn": stage}, {"ffn": EXPERTS}, RANKS, 1)._sizes("ffn", stage, STEP)
+    assert sizes == (None, round(rows * CHOSEN * 12), round(rows * CHOSEN * 4))

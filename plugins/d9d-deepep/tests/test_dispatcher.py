@@ -12,6 +12,7 @@ import torch
 from d9d_core.errors import BuildError
 from d9d_deepep.buffer import open_buffer
 from d9d_deepep.dispatcher import DeepEPDispatcher
+from d9d_deepep.kernels import Handle, combine, dispatch_again
 from d9d_moe.router.routing import TopKRouting
 from d9d_testing.suites.moe.dispatcher import DispatcherSuite
 
@@ -98,3 +99,50 @@ def config(over_nvlink: int, over_rdma: int) -> SimpleNamespace:
         get_nvl_buffer_size_hint=lambda row, ranks: over_nvlink * row * ranks,
         get_rdma_buffer_size_hint=lambda row, ranks: over_rdma * row * ranks,
     )
+
+
+def test_indices_of_other_integers_are_refused() -> None:
+    routing = TopKRouting.of(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2), 4)
+    routing.indices = routing.indices.int()
+    with pytest.raises(ValueError, match="float32 weights and int64 indices, .* torch.float32 and torch.int32"):
+        DeepEPDispatcher(Group(), 4).dispatch(torch.zeros(3, 8, dtype=torch.bfloat16), routing)
+
+
+def test_a_handle_gives_its_tensors_away_and_takes_them_again() -> None:
+    first, second = torch.zeros(1), torch.ones(1)
+    handle = Handle((first, 3, None, second))
+    assert handle.tensors == (first, second)
+    empty = handle.shape()
+    assert empty.tensors == ()
+    assert empty.filled((second, first)) == (second, 3, None, first)
+
+
+def test_a_buffer_is_opened_for_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, group = ModuleType("deep_ep"), Group()
+    library.Buffer = LibraryBuffer
+    monkeypatch.setitem(sys.modules, "deep_ep", library)
+    assert open_buffer(group, 8).arguments == (group, 32, 48)
+
+
+def test_kernels_are_launched_after_an_event_and_awaited_on_the_stream() -> None:
+    said: list[Any] = []
+    event = SimpleNamespace(current_stream_wait=lambda: said.append("waited"))
+    rows, weights = torch.arange(6.0).view(3, 2).T, torch.ones(2, 3).T
+
+    def run(*given: Any, **options: Any) -> Any:
+        said.append((given, options))
+        return ("summed", "weights", event) if "topk_weights" in options else ("sent", *(None,) * 4, event)
+
+    buffer = SimpleNamespace(capture=lambda: "now", combine=run, dispatch=run)
+    launched = {"previous_event": "now", "async_finish": True, "allocate_on_comm_stream": True}
+    assert combine(buffer, rows, ("handle",), weights).wait() == ("summed", "weights")
+    (given, handle), options = said[0]
+    assert given.is_contiguous()
+    assert handle == ("handle",)
+    assert options.pop("topk_weights").is_contiguous()
+    assert options == launched
+    assert dispatch_again(buffer, rows, ("handle",)).wait() == ("sent",)
+    (given,), options = said[2]
+    assert given.is_contiguous()
+    assert options == {"handle": ("handle",), **launched}
+    assert said[1] == said[3] == "waited"

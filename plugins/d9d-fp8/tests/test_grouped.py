@@ -141,3 +141,37 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     assert supports_grouped(signature()).reason == "the kernel needs compute capability 9.x or 10.x, this GPU has 8.9"
+
+
+@pytest.mark.parametrize(
+    ("capability", "accepted"), [((8, 9), False), ((9, 0), True), ((10, 3), True), ((11, 0), False)]
+)
+def test_gpus_with_the_kernel_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], accepted: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert supports_grouped(signature()).accept == accepted
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert supports_grouped(signature()).accept
+
+
+def test_emulation_runs_on_any_device_in_dtypes_of_torch() -> None:
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert supports_emulated(signature(device="cpu", dtype=dtype)).accept
+    refused = supports_emulated(signature(dtype="float64"))
+    assert (refused.accept, refused.reason) == (
+        False, "needs one of float32, bfloat16, float16, the model is float64",
+    )  # fmt: skip
+    refused = supports_emulated(signature(in_features=40, out_features=24))
+    assert refused.reason == "needs features in multiples of 16: in_features is 40"
+
+
+def test_a_frozen_bank_costs_no_gradient() -> None:
+    x, bank = normal(3, IN, seed=0).requires_grad_(), normal(2, IN, OUT, seed=1)
+    grouped(x, bank, torch.tensor([1, 2]), emulate=True).sum().backward()
+    assert x.grad.any()
+    x, bank = x.detach(), bank.requires_grad_()
+    grouped(x, bank, torch.tensor([1, 2]), emulate=True).sum().backward()
+    assert bank.grad.any()
+    assert x.grad is None

@@ -8,6 +8,8 @@ import pytest
 import torch
 from d9d_fp8.grouped import grouped
 from d9d_fp8.linear import convert
+from d9d_fp8.products import _right_scale, divisor
+from d9d_fp8.quantization import Granularity
 from d9d_fp8.recipes import RECIPES
 from d9d_nn.linear import Linear
 from torch import Tensor
@@ -138,3 +140,48 @@ def test_experts_too(counts: list[int], spare: int, compiled: bool) -> None:
     torch.compiler.reset()
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fast"),
+    [
+        ("rowwise", [True, False, False]),
+        ("rowwise_gw_hp", [True, False]),
+        ("tensorwise", [True, False, False]),
+        ("blockwise", [False, False, False]),
+    ],
+)
+def test_only_sums_of_outputs_without_block_scales_stay_in_the_tensor_core(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, fast: list[bool]
+) -> None:
+    asked: list[bool] = []
+
+    def noted(*given: Any, use_fast_accum: bool, **options: Any) -> Tensor:
+        asked.append(use_fast_accum)
+        return scaled_mm(*given, use_fast_accum=use_fast_accum, **options)
+
+    monkeypatch.setattr(functional, "scaled_mm", noted)
+    outcome(recipe, emulate=False)
+    assert asked == fast
+
+
+def test_products_of_experts_sum_in_the_tensor_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def noted(*given: Any, **options: Any) -> Tensor:
+        asked.append((options["use_fast_accum"], options["offs"].tolist()))
+        return scaled_grouped_mm(*given, **options)
+
+    monkeypatch.setattr(functional, "scaled_grouped_mm", noted)
+    x, bank = torch.randn(5, 32).bfloat16(), torch.randn(2, 32, 16).bfloat16()
+    assert grouped(x, bank, torch.tensor([2, 3])).shape == (5, 16)
+    assert grouped(x[:0], bank, torch.tensor([0, 0])).shape == (0, 16)
+    assert asked == [(True, [2, 5])]
+
+
+@pytest.mark.parametrize(("blocks", "padded"), [(1, 4), (3, 4), (4, 4), (5, 8)])
+def test_columns_of_square_scales_are_padded_to_four_blocks_with_ones(blocks: int, padded: int) -> None:
+    scale = torch.full((2, blocks), 3.0)
+    found = _right_scale(scale, Granularity.SQUARE)
+    assert found.tolist() == [[3.0, 3.0]] * blocks + [[1.0, 1.0]] * (padded - blocks)
+    assert [divisor(granularity) for granularity in Granularity] == [16, 16, 128, 128]

@@ -109,3 +109,30 @@ def test_a_transposed_matrix_is_stored_by_rows_of_its_own() -> None:
     again = quantize(matrix.t().contiguous(), Operand(Granularity.ROW))
     assert quantized.data.is_contiguous()
     assert torch.equal(dequantize(quantized), dequantize(again))
+
+
+def test_the_largest_value_of_a_scale_becomes_the_largest_number_of_the_format() -> None:
+    matrix = torch.tensor([[1.0, -3.5], [0.0, 7.0]])
+    whole = quantize(matrix, Operand(Granularity.TENSOR))
+    assert whole.data.float().tolist() == [[64.0, -224.0], [0.0, 448.0]]
+    assert whole.scale.tolist() == [[pytest.approx(1 / 64)]]
+    rows = quantize(matrix, Operand(Granularity.ROW))
+    assert rows.data.float().tolist() == [[128.0, -448.0], [0.0, 448.0]]
+    assert rows.scale.tolist() == [[pytest.approx(1 / 128)], [pytest.approx(1 / 64)]]
+    exact = quantize(torch.tensor([[1.0, -3.0]]), Operand(Granularity.ROW, power_of_two=True))
+    assert exact.data.float().tolist() == [[128.0, -384.0]]  # 448 / 3, rounded down to a power of two
+    wide = quantize(torch.tensor([[7.0, 1.0]]), Operand(Granularity.ROW, E5M2))
+    assert wide.data.float().tolist() == [[57344.0, 8192.0]]
+
+
+def test_scales_of_blocks_are_of_128_values_of_a_row_or_of_128_rows() -> None:
+    matrix = torch.ones(256, 384)
+    matrix[130, 129], matrix[2, 383] = 7.0, 3.5
+    tiles = quantize(matrix, Operand(Granularity.TILE))
+    assert tiles.scale.shape == (256, 3)
+    unusual = (tiles.scale - 1 / 448).abs() > 1e-5
+    assert unusual.nonzero().tolist() == [[2, 2], [130, 1]]
+    squares = quantize(matrix, Operand(Granularity.SQUARE))
+    assert squares.scale.mul(448).round(decimals=3).tolist() == [[1.0, 1.0, 3.5], [1.0, 7.0, 1.0]]
+    for quantized in (tiles, squares):
+        torch.testing.assert_close(dequantize(quantized), matrix, rtol=2**-4, atol=0)

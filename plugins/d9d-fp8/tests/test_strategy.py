@@ -12,7 +12,7 @@ from d9d_core.traits import TensorStyle
 from d9d_engine.distributed.mesh import Topology
 from d9d_fp8.config import Fp8Config
 from d9d_fp8.linear import is_converted
-from d9d_fp8.strategy import Fp8, _obstacle, check_device
+from d9d_fp8.strategy import Fp8, _obstacle, _several, check_device
 from d9d_nn.linear import Linear
 from pydantic import ValidationError
 from torch import nn
@@ -212,3 +212,36 @@ def test_a_layer_s_sizes_are_those_of_a_rank() -> None:
         ),
     ):
         assert _obstacle("layer", layer, {}, "rowwise", parts) == why
+
+
+def test_of_many_names_four_are_shown() -> None:
+    names = ["a", "b", "c", "d", "e", "f"]
+    assert _several(names[:4]) == "a, b, c, d"
+    assert _several(names[:5]) == "a, b, c, d and 1 more"
+    assert _several(names) == "a, b, c, d and 2 more"
+    applied = apply(nn.Sequential(), modules=["up"])
+    assert applied.unmatched["up"].endswith("matches no linear layer; there are: none")
+    assert applied.notes == ("recipe rowwise, emulated: 0 linear layers",)
+
+
+def test_a_gpu_that_is_not_here_is_assumed_to_be_suitable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 0))
+    check_device(torch.device("cuda"), "blockwise")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 9))
+    check_device(torch.device("cuda"), "rowwise")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    with pytest.raises(BuildError, match="torch is for CUDA None"):
+        check_device(torch.device("cuda"), "blockwise")
+    monkeypatch.setattr(torch.version, "cuda", "12.9.1")
+    check_device(torch.device("cuda"), "blockwise")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 0))
+    with pytest.raises(BuildError, match=r"this GPU has 10.0"):
+        check_device(torch.device("cuda"), "blockwise")
+
+
+def test_a_strategy_without_fields_takes_all_layers_of_blocks_rowwise() -> None:
+    config = Fp8Config()
+    assert (config.recipe, config.modules, config.emulate) == ("rowwise", None, False)

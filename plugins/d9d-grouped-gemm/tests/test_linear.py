@@ -189,3 +189,16 @@ def test_nothing_is_left_for_later() -> None:
         found = outcome(build(signature()), [2, 0, 3, 1], deferral=deferral)
     assert len(left) == 0
     assert_close_gradients(found, outcome(grouped_linear, [2, 0, 3, 1]))
+
+
+def test_both_sizes_of_a_product_are_multiples_of_8() -> None:
+    assert supports(signature(in_features=8, out_features=8)).accept
+    refused = supports(signature(in_features=12, out_features=20))
+    assert (refused.accept, refused.reason) == (False, "needs features in multiples of 8: in_features is 12")
+
+
+def test_without_any_row_the_library_is_not_called() -> None:
+    for spare in (0, 3):
+        found = outcome(build(signature()), [0, 0], spare)
+        assert found["out"].shape == (spare, OUT)
+        assert not any(tensor.any() for tensor in found.values())
