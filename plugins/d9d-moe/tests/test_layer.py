@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from d9d_core.deferral import Deferral
 from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSignature
-from d9d_core.traits import HasExperts
+from d9d_core.traits import HasExperts, TensorStyle
 from d9d_engine.compose.kernels import bind_kernels
 from d9d_moe.dispatch.local import LocalDispatcher
 from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
@@ -254,3 +255,53 @@ def test_experts_may_leave_the_gradients_of_their_banks(backend: str) -> None:
         left.run()
         found.append({"rows": rows.grad} | {name: parameter.grad for name, parameter in experts.named_parameters()})
     assert_close_gradients(found[1], found[0])
+
+
+def test_kernels_are_told_the_sizes_of_the_products() -> None:
+    slots = GroupedSwiGLU(3, 5, 7, std=0.2, output_std=0.2).op_slots()
+    assert {name: (slot.op, slot.static) for name, slot in slots.items()} == {
+        "into": ("grouped_linear", {"in_features": 3, "out_features": 5, "experts": 7}),
+        "out_of": ("grouped_linear", {"in_features": 5, "out_features": 3, "experts": 7}),
+        "silu_mul": ("silu_mul", {"features": 5}),
+    }
+
+
+def test_router_experts_and_gate_are_replicated_on_a_ranks_own_positions() -> None:
+    experts, router = GroupedSwiGLU(4, 5, 3, std=0.2, output_std=0.2), TopKRouter(4, 3, 2, std=0.2)
+    plain = MoELayer(router, experts, LocalDispatcher())
+    assert plain.tensor_parallel_plan() == dict.fromkeys(("router", "experts"), TensorStyle.SEQUENCE)
+    shared = nn.Identity()
+    gated = MoELayer(
+        router, experts, LocalDispatcher(), shared_expert=shared, shared_gate=Linear(4, 1, std=0.2)
+    )  # fmt: skip
+    assert gated.tensor_parallel_plan() == dict.fromkeys(("router", "experts", "shared_gate"), TensorStyle.SEQUENCE)
+    assert set(plain.op_slots()) == {"dispatcher.permute", "dispatcher.unpermute"}
+    plain.dispatcher = SimpleNamespace()  # type: ignore[assignment] - of a third party, without ops
+    assert plain.op_slots() == {}
+
+
+def test_a_shared_expert_is_scaled_by_the_sigmoid_of_its_gate() -> None:
+    hidden = torch.tensor([[[1.0, 2.0]]])
+    gate = Linear(2, 1, std=0.2)
+    with torch.no_grad():
+        gate.weight.copy_(torch.tensor([[3.0, -1.0]]))
+    experts = GroupedSwiGLU(2, 3, 4, std=0.0, output_std=0.0)  # give zeros
+    router = TopKRouter(2, 4, 2, std=0.2)
+    made = MoELayer(router, experts, LocalDispatcher(), shared_expert=nn.Identity(), shared_gate=gate)
+    assert_close_values(made(hidden), hidden / (1 + math.exp(-1.0)))
+    made.shared_gate = None
+    assert torch.equal(made(hidden), hidden)
+    made.shared_expert = None
+    assert not made(hidden).any()
+
+
+def test_updates_of_a_bank_are_added_to_its_product() -> None:
+    class Term(nn.Module):
+        def forward(self, rows: Tensor, counts: Tensor, *, spare_rows: bool) -> Tensor:
+            assert (counts.tolist(), spare_rows) == ([1, 1], False)
+            return torch.full((len(rows), 2), 7.0)
+
+    experts = GroupedSwiGLU(2, 3, 2, std=0.0, output_std=0.0)
+    experts.bank_terms()["down_proj"] = Term()
+    out = experts(torch.ones(2, 2), torch.tensor([1, 1]), spare_rows=False)
+    assert out.tolist() == [[7.0, 7.0]] * 2
