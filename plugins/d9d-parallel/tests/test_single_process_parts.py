@@ -14,6 +14,7 @@ from d9d_core.strategy import ContextCall, StepShape
 from d9d_parallel.context_parallel.communication import ContextCommunication, Heads, Meeting
 from d9d_parallel.context_parallel.config import ContextParallelConfig
 from d9d_parallel.context_parallel.costs import AttentionCosts, alternatives
+from d9d_parallel.data_parallel.strategy import _SHARDED, _units
 from d9d_parallel.tensor_parallel import forwards, symmetric_memory
 from d9d_parallel.tensor_parallel.async_forwards import AsyncColumns, Column, HandedProduct, RowProduct
 from d9d_parallel.tensor_parallel.forwards import EmbeddingForward, OwnHeadsForward, RowForward, WholeSequence
@@ -270,3 +271,9 @@ def test_collectives_of_swapped_heads_and_of_a_ring_are_stated() -> None:
         ("receive", triple, (1, 5), keys, 2, "keys and values at a, backward", None, False),
         ("receive", triple, (1, 5), 2 * keys, 3, "gradients of keys and values at a, backward", None, False),
     ]
+
+
+def test_a_model_without_blocks_is_one_unit_that_stays_gathered() -> None:
+    (unit,) = _units(nn.Linear(2, 3), {}, {}, frozenset(), _SHARDED, reshard_after_forward=True, prefetch=1)
+    assert (unit.name, dict(unit.parameters)) == ("", {"weight": (3, 2), "bias": (3,)})
+    assert (unit.reshards, unit.prefetches) == (False, False)

@@ -7,23 +7,27 @@ from d9d_core.traits import HasBlocks, modules_with
 from torch import nn
 
 
-def find_blocks(stage: nn.Module, strategy: str) -> dict[str, nn.Module]:
-    """Blocks of all modules with the trait ``HasBlocks``, by qualified name, each block once.
+def blocks_of(stage: nn.Module) -> dict[str, nn.Module]:
+    """Blocks of all modules with the trait ``HasBlocks``, by qualified name, each block once."""
+    owners = modules_with(stage, HasBlocks)
+    # A model may return the blocks of its backbone, so two owners may name the same module.
+    members = {id(block) for owner in owners.values() for block in owner.blocks().values()}
+    return {name: module for name, module in stage.named_modules() if id(module) in members}
 
-    BuildError: there is no block.
+
+def find_blocks(stage: nn.Module, strategy: str) -> dict[str, nn.Module]:
+    """Blocks of a stage, for a strategy that needs some.
+
+    Args:
         stage: stage whose modules are searched.
         strategy: name of the strategy, for the error.
 
     Raises:
         BuildError: there is none.
     """
-    owners = modules_with(stage, HasBlocks)
-    # A model may return the blocks of its backbone, so two owners may name the same module.
-    members = {id(block) for owner in owners.values() for block in owner.blocks().values()}
-    blocks = {name: module for name, module in stage.named_modules() if id(module) in members}
-    if blocks:
+    if blocks := blocks_of(stage):
         return blocks
-    if owners:
+    if owners := modules_with(stage, HasBlocks):
         names = ", ".join(f"'{name}' ({type(owner).__name__})" for name, owner in owners.items())
         raise BuildError(
             f"strategy '{strategy}' found no block: {names} has none in this stage; "

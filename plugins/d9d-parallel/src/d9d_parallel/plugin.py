@@ -66,7 +66,6 @@ def d9d_strategies() -> Iterator[StrategySpec]:
             build=Ref(f"d9d_parallel.data_parallel.strategy:{name.capitalize()}"),
             cost=Ref(f"d9d_parallel.costs:{'replicated' if name == 'replicate' else 'sharded'}"),
             alternatives=Ref("d9d_parallel.costs:alternatives"),
-            requires=frozenset({"model:blocks"}),
             conflicts=frozenset({f"strategy:{other}" for other in _DATA_PARALLEL - {name}}),
             anchor="data",
             axes=frozenset(axes),

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from d9d_parallel.blocks import find_blocks
+from d9d_parallel.blocks import blocks_of
 from d9d_parallel.data_parallel.communication import FsdpCommunication, Unit
 from d9d_parallel.data_parallel.config import DataParallelConfig, FsdpConfig, HsdpConfig, ReplicateConfig
 from d9d_parallel.data_parallel.direct_gather import DirectGather, gather_directly
@@ -62,11 +62,7 @@ class Replicate:
         self._config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Wrap the stage with FSDP2 if needed, or leave it unchanged. Collective over all ranks.
-
-        Raises:
-            BuildError: the stage must be wrapped and has no blocks.
-        """
+        """Wrap the stage with FSDP2 if needed, or leave it unchanged. Collective over all ranks."""
         alone = all(topology.sizes[axis] == 1 for axis in ("pp", "dp_shard", "cp"))
         if alone and self._config.needs_no_units and not _is_wrapped(stage):
             owners = (GradientOwner(name, "dp_replicate", "sync") for name, _ in stage.named_parameters())
@@ -82,11 +78,7 @@ class Fsdp:
         self._config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Wrap the stage. Collective over all ranks.
-
-        Raises:
-            BuildError: the stage has no blocks.
-        """
+        """Wrap the stage. Collective over all ranks."""
         return wrap(stage, topology, _SHARDED, self._config, self._config.reshard_after_forward)
 
 
@@ -97,11 +89,7 @@ class Hsdp:
         self._config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Wrap the stage. Collective over all ranks.
-
-        Raises:
-            BuildError: the stage has no blocks.
-        """
+        """Wrap the stage. Collective over all ranks."""
         return wrap(stage, topology, _REPLICATED, self._config, self._config.reshard_after_forward)
 
 
@@ -114,6 +102,8 @@ def wrap(
 ) -> Applied:
     """Make every block of the stage, and the rest of the stage, a unit of FSDP2. In place. Collective over all ranks.
 
+    A stage without blocks is one unit, whose parameters are all gathered at once.
+
     Args:
         stage: stage on the meta device.
         topology: topology with the meshes.
@@ -122,8 +112,8 @@ def wrap(
         reshard_after_forward: argument of FSDP2; the root keeps its parameters, which the backward needs first.
 
     Raises:
-        BuildError: the stage has no blocks, the group size does not divide, units share a parameter, or another
-            data-parallel strategy was applied already.
+        BuildError: the group size does not divide, units share a parameter, or another data-parallel strategy was
+            applied already.
     """
     if _is_wrapped(stage):
         raise BuildError(
@@ -131,7 +121,7 @@ def wrap(
             "and hsdp"
         )
     mesh = topology.mesh("dense", *dims.dense)
-    blocks, experts = find_blocks(stage, config.name), find_banks(stage)
+    blocks, experts = blocks_of(stage), find_banks(stage)
     banks = {name: bank for name, bank in experts.items() if is_spread(bank)}
     _check_ties(stage, blocks, config.name)
     ignored, unmatched = _ignored(stage, config)
@@ -222,7 +212,7 @@ def _units(
     """
     left = {name: local(parameter).shape for name, parameter in stage.named_parameters() if name not in ignored}
     inside = {block: [bank for bank in banks if bank.startswith(f"{block}.")] for block in blocks}
-    units, first = [], next(iter(blocks))
+    units, first = [], next(iter(blocks), None)
     for name in (*(one for block in blocks for one in (*inside[block], block)), ""):
         own = {key: shape for key, shape in left.items() if not name or key.startswith(f"{name}.")}
         left = {key: shape for key, shape in left.items() if key not in own}
