@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from d9d_core.components.contract import optional_deviations
+from d9d_core.components.contract import deviations, optional_deviations
 from d9d_core.optimizer import Optimizer
 from d9d_core.subscriber import Subscriber
 from d9d_core.task import Task
@@ -123,3 +123,26 @@ def test_an_attribute_of_one_object_is_no_member() -> None:
     vars(plain)["average"] = 3.0
     assert optional_deviations(plain, Optimizer) == []
     assert optional_deviations(subscriber, Optimizer) == []
+
+
+class Short(Task):
+    """Task with the members that each task has to write itself."""
+
+    def count(self, microbatch: Any) -> int:
+        return 1
+
+    def weights(self, microbatch: Any) -> dict[str, Any]:
+        return {}
+
+    def inputs(self, microbatch: Any) -> Any: ...
+
+    def losses(self, outputs: Any, microbatch: Any) -> dict[str, Any]:
+        return {}
+
+
+def test_a_class_that_inherits_the_task_has_one_term_checks_nothing_and_observes_nothing() -> None:
+    task = Short()
+    task.check(None, {})
+    assert (task.coefficients, task.observations({}, {})) == ({"loss": 1.0}, {})
+    assert deviations(task, Task) == []
+    assert optional_deviations(task, Task) == []

@@ -176,12 +176,15 @@ class Task(Protocol):
     Optional protocols: :class:`StatefulTask`, :class:`SeesSteps`, :class:`UsesTopology`, :class:`OwnsMetrics`,
     :class:`HasHparams`, :class:`FinishesTraining`, :class:`WeighsOutputs`, :class:`SplitsPositions`,
     :class:`LanguageModelTask`. A task with ``subscriptions()`` is also a :class:`~d9d_core.subscriber.Subscriber`.
+
+    A class that inherits from this one need not define ``coefficients``, ``check`` and ``observations``: it has one
+    loss term ``loss``, checks nothing, and has no observations.
     """
 
     @property
     def coefficients(self) -> Mapping[str, float]:
         """Loss term -> coefficient."""
-        ...
+        return {"loss": 1.0}
 
     def check(self, model: Any, facts: State) -> None:
         """Check the model's config against the facts of the data, before anything is built.
@@ -193,7 +196,6 @@ class Task(Protocol):
         Raises:
             D9dError: they do not fit, for example because the data's vocabulary is larger than the model's.
         """
-        ...
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
         """Number of tokens without padding (or of samples) in a microbatch, for the series ``tokens``.
@@ -217,6 +219,10 @@ class Task(Protocol):
         """Loss term -> its sum over the microbatch: 0-d float32 with a graph; finite even if no position counts."""
         ...
 
-    def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+    def observations(
+        self,
+        outputs: Mapping[str, Tensor],  # noqa: ARG002 - a default
+        microbatch: Microbatch,  # noqa: ARG002
+    ) -> Mapping[str, Tensor]:
         """Name -> detached tensor for metrics."""
-        ...
+        return {}
