@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from html import unescape
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 from d9d_core.program.text import parse_programs
+from d9d_core.schedule import Backward, Forward
 from d9d_pipeline.schedule.dual_pipe_v import dual_pipe_v
 from d9d_pipeline.schedule.one_forward_one_backward import one_forward_one_backward
 from d9d_pipeline.schedule.zero_bubble_v import zero_bubble_v
+from d9d_pipeline.simulator import picture
 from d9d_pipeline.simulator.costs import Costs
-from d9d_pipeline.simulator.picture import draw
+from d9d_pipeline.simulator.picture import Box, draw
 from d9d_pipeline.simulator.run import simulate
 
 pytest.importorskip("matplotlib", reason="the extra 'plots' of d9d-engine")
@@ -111,3 +114,99 @@ def test_hundreds_of_microbatches_fit_into_a_picture() -> None:
     assert float(root.get("width", "").removesuffix("pt")) < 2000
     assert len(rows(picture)["rank0-Forward-0"]) == 300
     assert len(picture) < 2**20
+
+
+def size(picture: str) -> tuple[float, float]:
+    """Width and height in inches."""
+    root = ET.fromstring(picture)
+    return tuple(float(root.get(side, "").removesuffix("pt")) / 72 for side in ("width", "height"))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("backward", "width"), [(2.0, 8.0), (99.0, 18.0), (199.0, 24.0)])
+def test_the_shortest_computation_is_018_inches_wide_between_8_and_24_inches(backward: float, width: float) -> None:
+    step = simulate(parse_programs("F0.0 B0.0 R0"), Costs(forward=1.0, backward=backward, weight=1.0))
+    assert size(draw(step, "wide")) == (pytest.approx(width), pytest.approx(0.3 + 1.9))
+
+
+def test_each_rank_makes_a_picture_higher() -> None:
+    assert size(draw(simulate(one_forward_one_backward(3, 3)), "high"))[1] == pytest.approx(3 * 0.3 + 1.9)
+
+
+class Axis:
+    """Stand-in of an axis of matplotlib that notes its boxes and texts."""
+
+    def __init__(self) -> None:
+        self.boxes: list[Any] = []
+        self.texts: list[Any] = []
+
+    def broken_barh(self, spans: Any, rows: Any, *, facecolors: str, gid: str, **_: Any) -> None:
+        self.boxes.append((spans, rows, facecolors, gid))
+
+    def text(self, x: float, y: float, text: str, *, fontsize: int, color: str, **_: Any) -> None:
+        self.texts.append((x, y, text, fontsize, color))
+
+
+def test_equal_looking_boxes_of_a_rank_are_one_element() -> None:
+    axis = Axis()
+    boxes = [
+        Box(Forward(1, 0), 0.0, 1.0, 0.5, 0.25), Box(Forward(3, 0), 1.0, 1.0, 0.5, 0.25),
+        Box(Forward(1, 1), 2.0, 1.5, 0.5, 0.25), Box(Backward(1, 0), 4.0, 2.0, 0.75, 0.25),
+    ]  # fmt: skip
+    picture._fill(axis, boxes, {1: 0, 3: 1}, 2, "rank1")
+    assert axis.boxes == [
+        ([(0.0, 1.0), (2.0, 1.5)], (0.5, 0.25), "#a9cdf4", "rank1-Forward-0"),
+        ([(1.0, 1.0)], (0.5, 0.25), "#2f6fb7", "rank1-Forward-1"),
+        ([(4.0, 2.0)], (0.75, 0.25), "#b4e0b0", "rank1-Backward-0"),
+    ]
+
+
+def test_numbers_are_written_where_they_fit_and_are_light_on_dark_boxes() -> None:
+    axis = Axis()
+    whole = 0.86
+    boxes = [
+        Box(Forward(0, 7), 0.0, 1.0, 0.0, whole), Box(Forward(1, 12), 1.0, 1.0, 0.0, whole / 2),
+        Box(Forward(2, 12), 2.0, 2.0, 1.0, whole / 2),
+    ]  # fmt: skip
+    picture._number(boxes, axis, {0: 0, 1: 1, 2: 2}, 3, 0.085)
+    assert axis.texts == [(0.5, whole / 2, "7", 7, "#222222"), (3.0, 1.0 + whole / 4, "12", 5, "white")]
+    axis.texts.clear()
+    picture._number(boxes[:1], axis, {0: 0}, 1, 0.0849)  # too narrow for a digit
+    assert axis.texts == []
+    picture._number([boxes[1]], axis, {1: 1}, 3, 1.0)  # the middle of three stages is pale
+    assert [text[4] for text in axis.texts] == ["#222222"]
+
+
+def test_colours_go_from_pale_to_dark_over_the_stages_of_a_rank() -> None:
+    assert picture._colour(Forward, 0, 1) == "#a9cdf4"
+    # A third of the way from a9 (169) to 2f (47): 128.3; from cd (205) to 6f (111): 173.7; from f4 (244) to b7 (183).
+    assert picture._colour(Forward, 1, 4) == "#80aee0"
+    assert picture._colour(Forward, 3, 4) == "#2f6fb7"
+    assert picture._looks({Backward, Forward}, 1) == {
+        "forward": "#a9cdf4", "backward": "#b4e0b0", "idle": "#f1f1f1",
+    }  # fmt: skip
+    assert picture._looks({Forward}, 4)["forward"] == "#80aee0"
+
+
+def test_a_pair_is_drawn_as_two_halves_of_a_row() -> None:
+    step = simulate(parse_programs("F0.0 F0.1+B0.0 B0.1 R0"))
+    assert list(picture._boxes(step, 0)) == [
+        Box(Forward(0, 0), 0.0, 1.0, -0.43, 0.86),
+        Box(Forward(0, 1), 1.0, 3.0, -0.43, 0.43),
+        Box(Backward(0, 0), 1.0, 3.0, 0.0, 0.43),
+        Box(Backward(0, 1), 4.0, 2.0, -0.43, 0.86),
+    ]
+    assert picture._remarks(step, 1) == "stacked: at the same time"
+    assert picture._remarks(step, 2) == "pale to dark: first to last stage of a rank; stacked: at the same time"
+    assert picture._facts(step) == (
+        "bubble 0.0%, between the first and last action of the idlest rank 0.0%; at most 2 microbatches held by a rank"
+    )
+
+
+def test_more_boxes_than_3000_have_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = simulate(one_forward_one_backward(1, 2))  # four boxes
+    numbered: list[int] = []
+    monkeypatch.setattr(picture, "_number", lambda boxes, *_: numbered.append(len(boxes)))
+    for most in (4, 3):
+        monkeypatch.setattr(picture, "_NUMBERS", most)
+        draw(step, "few")
+    assert numbered == [4]

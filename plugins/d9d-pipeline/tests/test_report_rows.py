@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from d9d_pipeline.cli.report import Row, print_simulation
+from d9d_pipeline.cli.report import Row, print_comparison, print_simulation
 
 
 def simulation(makespan: float, *peak: float, ranks: int = 2) -> Any:
@@ -49,3 +49,43 @@ def test_a_long_pipeline_shows_both_ends(ranks: int, shown: list[Any], capsys: p
     assert [row[0] for row in rows] == [str(rank) for rank in shown]
     last = ranks - 1
     assert rows[-1] == [str(last), f"{last},", str(last + ranks), "1.5", "25.0%", str(last), "1", "2"]
+
+
+def test_a_comparison_numbers_the_rows_that_nothing_speaks_against(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        Row("fast", simulation(2.0, 1.0, 3.0), limit=4.0, stages=2),
+        Row("slow", simulation(3.0, 1.0, 4.0), limit=4.0, stages=1),
+        Row("wide", simulation(1.5, 5.0), limit=4.0, stages=3),
+        Row("none", None, problem="too few"),
+    ]
+    print_comparison(rows, "8 microbatches", 4.0)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["8", "microbatches,", "at", "most", "4", "held"],
+        ["schedule", "stages", "time", "bubble", "inner", "holds", "sends", "note"],
+        ["1", "fast", "2", "2", "25.0%", "12.5%", "3", "7"],
+        ["2", "slow", "1", "3", "25.0%", "12.5%", "4", "7"],
+        ["wide", "3", "1.5", "25.0%", "12.5%", "5", "7", "over", "the", "memory", "limit"],
+        ["none", "-", "-", "-", "-", "-", "-", "too", "few"],
+    ]
+    print_comparison(rows[:1], "8 microbatches", None)
+    assert capsys.readouterr().out.splitlines()[0].strip() == "8 microbatches"
+
+
+@pytest.mark.parametrize(("length", "shown"), [(12, " ".join(f"F{n}" for n in range(12))), (13, "F11 ... F12")])
+def test_a_long_critical_path_is_shown_by_its_first_actions_and_its_last(
+    length: int, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = simulation(2.0, 1.0, 3.0)
+    step.critical_path, step.inbox = [f"F{number}" for number in range(length)], [1, 4]
+    print_simulation(step, "a title")
+    facts = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[-6:]]
+    assert facts[:5] == [
+        "time 2",
+        "bubble 25.00%; 12.50% inside the work of the idlest rank",
+        "holds at most 3 microbatches through all stages of a rank",
+        "offers memory for at most 4 tensors before they are used",
+        "sends 7 tensors between ranks",
+    ]
+    assert facts[5].startswith(f"critical {length} actions: F0 F1 ")
+    assert facts[5].endswith(shown)

@@ -29,9 +29,10 @@ from d9d_pipeline.schedule.one_forward_one_backward import (
     interleaved_one_forward_one_backward,
     one_forward_one_backward,
 )
+from d9d_pipeline.schedule.order_builder import OrderBuilder
 from d9d_pipeline.schedule.zero_bubble import zb1p
 from d9d_pipeline.schedule.zero_bubble_v import zero_bubble_v
-from d9d_pipeline.simulator.costs import Costs
+from d9d_pipeline.simulator.costs import Costs, of_stages
 from d9d_pipeline.simulator.run import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -319,3 +320,65 @@ def test_a_thousand_ranks_are_simulated() -> None:
     step = simulate(one_forward_one_backward(1024, 64))
     assert step.makespan == pytest.approx(3 * (64 + 1023))
     assert max(step.peak_live) == 64
+
+
+def test_a_step_of_two_ranks_is_timed_action_by_action() -> None:
+    step = simulate(one_forward_one_backward(2, 2), Costs(forward=1.0, backward=3.0, weight=1.0, transfer=0.5))
+    assert [[(str(span.action), span.begin, span.end) for span in step.spans(rank)] for rank in range(2)] == [
+        [("F0.0", 0.0, 1.0), ("F0.1", 1.0, 2.0), ("B0.0", 6.0, 9.0), ("B0.1", 10.0, 13.0)],
+        [("F1.0", 1.5, 2.5), ("B1.0", 2.5, 5.5), ("F1.1", 5.5, 6.5), ("B1.1", 6.5, 9.5)],
+    ]
+    assert (step.makespan, step.busy) == (13.0, [8.0, 8.0])
+    assert step.bubble == pytest.approx(1 - 16 / 26)
+    assert step.inner_bubble == pytest.approx(1 - 8 / 13)  # of the first rank; the second works all the time
+    assert [str(action) for action in step.critical_path] == [
+        "F0.0", "S>0.0", "F1.0", "B1.0", "F1.1", "B1.1", "S<1.1", "B0.1",
+    ]  # fmt: skip
+    # Memory for the second gradient of the first rank is offered one computation ahead, so before the first is used.
+    assert (step.peak_live, step.inbox, step.sent, step.volume) == ([2, 1], [2, 1], [2, 2], 4)
+    assert [step.stages(rank) for rank in range(2)] == [[0], [1]]
+
+
+def test_a_number_for_a_rank_is_divided_among_its_stages() -> None:
+    index = simulate(parse_programs("F0.0 F1.0 S>1.0 R<1.0 B1.0 R1 B0.0 R0\nR>2.0 F2.0 B2.0 S<2.0 R2")).index
+    assert of_stages(3.0, index, "forward") == [1.5, 1.5, 3.0]
+    assert of_stages([1, 2, 3], index, "forward") == [1.0, 2.0, 3.0]
+    assert {kind.__name__: times for kind, times in Costs(1.0, 4.0, 1.0).durations(index).items()} == {
+        "Forward": [0.5, 0.5, 1.0], "Backward": [2.0, 2.0, 4.0], "WeightBackward": [0.5, 0.5, 1.0],
+        "InputBackward": [1.5, 1.5, 3.0],
+    }  # fmt: skip
+    Costs(weight=2.0, overlap=0.0)
+    Costs(forward=[0.0, 1.0], overlap=1.0)
+    with pytest.raises(ValueError, match="costs: memory is .1.0, -0.5.; a time is 0 or more, and finite"):
+        Costs(memory=[1.0, -0.5])
+    with pytest.raises(ValueError, match=r"costs: overlap is -0.1; use a number from 0"):
+        Costs(overlap=-0.1)
+    assert Costs.parse("b=1,w=1") == Costs(1.0, 1.0, 1.0)
+
+
+def test_invalid_programs_are_refused_with_the_first_five_problems() -> None:
+    with pytest.raises(BuildError) as error:
+        simulate(parse_programs(" ".join(f"F0.{number}" for number in range(7))))
+    assert str(error.value).startswith("pipeline: invalid programs: ")
+    assert str(error.value).count(";") == 4
+
+
+def test_orders_are_built_by_stage_and_not_beyond_the_last_microbatch() -> None:
+    steps = OrderBuilder(2)
+    for stage in (3, 5):
+        steps.input_backward(stage)
+        steps.input_backward(stage)
+    assert steps.open == 4
+    steps.weight_backward_of(5)
+    steps.weight_backward()
+    assert (steps.open, steps.count(WeightBackward, 3), steps.count(WeightBackward, 5)) == (2, 1, 1)
+    steps.weight_backward_of(5)
+    steps.weight_backward()
+    steps.weight_backward()
+    steps.overlap(1, 2)
+    steps.backward(2)
+    steps.both_halves(2)
+    steps.forward(1)
+    steps.forward(1)
+    assert steps.count(InputBackward, 2) == steps.count(WeightBackward, 2) == 3
+    assert " ".join(map(str, steps.actions)) == ("I3.0 I3.1 I5.0 I5.1 W5.0 W3.0 W5.1 W3.1 F1.0+B2.0 B2.1 F1.1")
