@@ -145,3 +145,49 @@ def test_a_composition_refuses_metrics_over_tallies() -> None:
     assert discover().find("metric", "router")
     with pytest.raises(JobError, match="compose.metrics.load: router reads tallies of modules"):
         build_component("metric", None, "compose", {"metrics": {"load": {"name": "router"}}})
+
+
+def test_before_the_first_value_there_is_nothing_to_aggregate() -> None:
+    nothing = {"v": torch.zeros(0)}
+    assert of("sum", nothing) == 0
+    assert math.isnan(of("mean", nothing))
+    assert of("max", nothing) == -math.inf
+    assert of("min", nothing) == math.inf
+    hidden = {"v": VALUES, "m": torch.full((2,), -100)}
+    assert [of(name, hidden, mask="m") for name in ("sum", "max", "min")] == [0, -math.inf, math.inf]
+    assert math.isnan(of("mean", hidden, mask="m"))
+
+
+def test_a_mask_and_weights_leave_out_what_either_leaves_out() -> None:
+    observed = {"v": torch.tensor([1.0, 2.0, 4.0]), "w": torch.tensor([3.0, 1.0, 2.0]), "m": torch.tensor([1, 0, -100])}
+    assert of("weighted_mean", observed, weights="w", mask="m") == pytest.approx((3 * 1 + 1 * 2) / 4)
+    metric = made("weighted_mean", values="v", weights="w", mask="m", series="s")
+    for _ in range(2):
+        metric.update(observed)
+    assert {name: value.item() for name, value in metric.state().items()} == {"total": 10.0, "weight": 8.0}
+    assert list(metric.compute()) == ["s"]
+    assert metric.config.reads == {"v", "w", "m"}
+    assert made("max", values="v").config.reads == {"v"}
+
+
+def test_a_composition_goes_on_from_the_state_of_its_children() -> None:
+    fields = {"metrics": {"a": {"name": "sum", "values": "v"}, "b": {"name": "max", "values": "v"}}}
+    first, second = (build_component("metric", None, "compose", fields) for _ in range(2))
+    first.update({"v": torch.tensor([1.0, 5.0])})
+    assert first.reductions == {"a.total": "sum", "b.largest": "max"}
+    second.load_state(first.state())
+    second.update({"v": torch.tensor([2.0])})
+    assert {name: value.item() for name, value in second.compute().items()} == {"a/sum_v": 8, "b/max_v": 5}
+    second.reset()
+    assert {name: value.item() for name, value in second.compute().items()} == {"a/sum_v": 0, "b/max_v": -math.inf}
+
+
+def test_ranks_below_zero_are_no_targets() -> None:
+    metric = TokenAccuracy(TokenAccuracyConfig())
+    metric.update({"token_ranks": torch.tensor([0, 1, 4, 5, -1, -100])})
+    metric.update({"token_ranks": torch.tensor([0])})
+    assert {name: value.item() for name, value in metric.compute().items()} == {
+        "token_accuracy_top_1": pytest.approx(2 / 5), "token_accuracy_top_5": pytest.approx(4 / 5),
+    }  # fmt: skip
+    with pytest.raises(JobError, match="the task observes: nothing$"):
+        metric.update({})

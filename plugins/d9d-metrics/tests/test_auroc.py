@@ -86,3 +86,19 @@ def test_nan_scores_and_labels_that_are_no_class_are_noticed() -> None:
 def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(JobError, match=r"'class_logits' of shape \[3, 5\] and 'labels' of shape \[3\] do not fit"):
         measured(torch.zeros(3, 5), torch.zeros(3))
+
+
+def test_pairs_in_a_bin_count_half_and_are_the_bound() -> None:
+    # Bins of a quarter: positives 2, 0, 1, 1; negatives 1, 2, 0, 1.
+    scores = torch.tensor([0.0, 0.24, 0.5, 1.0, 0.1, 0.25, 0.49, 0.75])
+    targets = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0])
+    area, bound = measured(scores, targets, 4)
+    # Of 16 pairs, the negative of the first bin is below 2, those of the second below 2 each, and 3 are ties.
+    assert (area, bound) == ((2 + 4 + 3 / 2) / 16, 3 / 2 / 16)
+
+
+def test_labels_that_are_no_class_make_the_area_nan_and_ignored_ones_do_not() -> None:
+    scores, targets = torch.tensor([0.2, 0.8, 0.5]), torch.tensor([0, 1, 2])
+    assert torch.tensor(measured(scores, targets)[0]).isnan()
+    assert torch.tensor(measured(scores, torch.tensor([0, 1, -1]))[0]).isnan()
+    assert measured(scores, torch.tensor([0, 1, -100]))[0] == 1

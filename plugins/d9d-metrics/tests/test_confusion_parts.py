@@ -164,3 +164,53 @@ def test_observations_that_are_missing_are_named_with_what_there_is() -> None:
         with pytest.raises(JobError) as error:
             read(observed, "label", "m")
         assert str(error.value) == f"metrics: m reads {end}"
+
+
+def test_averages_are_weighted_by_what_occurs_and_undefined_statistics_have_a_value() -> None:
+    def computed(zero_division: str, **fields: Any) -> dict[str, Any]:
+        problem = {"kind": "multiclass", "num_classes": 3}
+        averages = ["micro", "macro", "weighted", "per_class"]
+        config = {"problem": problem, "statistics": ["precision"], "averages": averages, "prefix": "p/"}
+        metric = ConfusionMetric(ConfusionConfig.model_validate({**config, "zero_division": zero_division, **fields}))
+        # Class 0: 3 targets, 2 predicted, both right. Class 1: 1 target, 2 predicted, one right. Class 2: one target,
+        # never predicted, so its precision has no denominator.
+        metric.update({"class_logits": torch.tensor([0, 0, 1, 1, 1]), "labels": torch.tensor([0, 0, 0, 1, 2])})
+        found = dict(metric.compute())
+        each = found.pop("p/precision")
+        assert each.names == (fields.get("class_names") or ("0", "1", "2"))  # type: ignore[union-attr]
+        return {name: value.item() for name, value in found.items()} | {"each": each.values.tolist()}  # type: ignore[union-attr]
+
+    third = pytest.approx(1 / 3)
+    assert computed("zero") == {
+        "p/precision_micro": pytest.approx(3 / 5), "p/precision_macro": pytest.approx((1 + 1 / 3) / 3),
+        "p/precision_weighted": pytest.approx((3 + 1 / 3) / 5), "each": [1.0, third, 0.0],
+    }  # fmt: skip
+    assert computed("one", class_names=("a", "b", "c")) == {
+        "p/precision_micro": pytest.approx(3 / 5), "p/precision_macro": pytest.approx((1 + 1 / 3 + 1) / 3),
+        "p/precision_weighted": pytest.approx((3 + 1 / 3 + 1) / 5), "each": [1.0, third, 1.0],
+    }  # fmt: skip
+    found = computed("nan")
+    assert math.isnan(found.pop("each")[2])
+    assert found == {
+        "p/precision_micro": pytest.approx(3 / 5), "p/precision_macro": pytest.approx((1 + 1 / 3) / 2),
+        "p/precision_weighted": pytest.approx((3 + 1 / 3) / 4),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("top_k", "hits"), [(1, [1, 1, 0]), (2, [1, 1, 1])])
+def test_of_equal_scores_the_lower_class_ranks_higher(top_k: int, hits: list[int]) -> None:
+    scores = torch.tensor([[2.0, 2.0, 1.0], [1.0, 3.0, 1.0], [1.0, 1.0, 1.0], [5.0, 1.0, 5.0]])
+    targets = torch.tensor([0, 1, 2, 2])
+    counts = count_classes(scores, targets, 3, top_k)
+    assert counts["hits"].tolist() == hits  # in the last sample, class 2 is second
+    assert counts["actual"].tolist() == [1, 1, 2]
+
+
+def test_the_best_k_of_a_problem_are_fewer_than_its_classes() -> None:
+    problem = {"kind": "multiclass", "num_classes": 3}
+    assert ConfusionConfig.model_validate({"problem": {**problem, "top_k": 2}}).problem.top_k == 2  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="with 3 classes, the 3 highest are all of them; choose a smaller number"):
+        ConfusionConfig.model_validate({"problem": {**problem, "top_k": 3}})
+    for names, count in ((("a", "b"), 2), (("a", "b", "a"), 2), (("a", "b", "c", "a"), 3)):
+        with pytest.raises(ValueError, match=f"class_names has {count} different names for 3 classes"):
+            ConfusionConfig.model_validate({"problem": problem, "class_names": names})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import BuildError, D9dError
-from d9d_optim.optimizer.any_torch import TorchOptimizer, _accepted
+from d9d_optim.optimizer.any_torch import TorchOptimizer, _accepted, _Record
 from d9d_optim.optimizer.config import GroupRule, TorchConfig
 from torch import nn
 
@@ -149,3 +149,41 @@ def test_names_of_arguments_are_listed_without_positional_ones() -> None:
     def function(a: int, *more: int, b: int = 1, **others: int) -> None: ...
 
     assert _accepted(function) == ["a", "b", "**"]
+
+
+class WithoutRate(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+
+def test_classes_and_arguments_that_do_not_fit_are_named() -> None:
+    def refused(**fields: Any) -> str:
+        with pytest.raises(D9dError) as error:
+            TorchOptimizer(TorchConfig.model_validate({"lr": 0.1, **fields}), parameters())
+        return str(error.value)
+
+    assert refused(target=f"{__name__}.WithoutRate") == (
+        f"optimizer.target: {__name__}.WithoutRate takes no 'lr', so no schedule can set its learning rate"
+    )
+    assert refused(target=f"{__name__}.SHAPES").endswith("is not a subclass of torch.optim.Optimizer, but a dict")
+    assert refused(target="torch.optim.Rprop", arguments={"zzz": 1}) == (
+        "optimizer.arguments.zzz: torch.optim.Rprop takes no such argument; it takes: etas, step_sizes, capturable, "
+        "foreach, maximize, differentiable"
+    )
+    rule = {"match": "*bias", "weight_decay": 0.1}
+    assert refused(target="torch.optim.Rprop", groups=[rule]) == (
+        "optimizer.weight_decay: torch.optim.Rprop has no weight decay; remove it"
+    )
+
+
+def test_the_first_value_of_a_slot_is_its_initial_value() -> None:
+    record = _Record()
+    value = torch.tensor([1.0])
+    record["sum"] = value
+    value.add_(1.0)
+    record.update({"sum": torch.tensor([9.0]), "none": None}, count=3)
+    assert record.setdefault("late", torch.tensor([4.0])).item() == 4.0
+    assert record.setdefault("late", torch.tensor([5.0])).item() == 4.0
+    assert record.setdefault("count") == 3
+    assert {slot: first.tolist() for slot, first in record.first.items()} == {"sum": [1.0], "late": [4.0]}
+    assert record.unfit == {"count"}

@@ -60,3 +60,21 @@ def test_a_plot_shows_the_highest_rate_of_each_column() -> None:
 
 def test_a_picture_of_a_long_run_stays_small() -> None:
     assert len(svg_plot([1.0] * 1_000_000, "long")) < 100_000
+
+
+def test_a_job_without_a_schedule_has_a_constant_rate(job: Path) -> None:
+    job.write_text(JOB.replace("lr_schedule: {name: linear, warmup_steps: 2}", ""))
+    arguments = ["show", str(job), "--picture", "rate.svg", "--set", "steps=1200"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    lines = result.output.splitlines()
+    assert lines[0] == "constant, 1,200 steps"
+    assert lines[-2:] == ["first 0.5, highest 0.5 in step 0, last 0.5", "picture in rate.svg"]
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False).output)
+    assert (found["schedule"], found["picture"], found["lr"]) == ("constant", "rate.svg", [0.5] * 1200)
+    assert not Path("job-lr.svg").exists()
+
+
+def test_a_picture_that_cannot_be_written_is_an_error_of_its_option(job: Path) -> None:
+    with pytest.raises(JobError) as error:
+        CliRunner().invoke(app, ["show", str(job), "--picture", "absent/rate.svg"], catch_exceptions=False)
+    assert str(error.value) == "--picture absent/rate.svg: cannot be written: No such file or directory"

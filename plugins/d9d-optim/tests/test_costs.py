@@ -112,3 +112,51 @@ def test_products_of_muon_are_those_of_its_iterations() -> None:
         assert cost_of("muon", config, 2, name).flops * weight.numel() == pytest.approx(counter.get_total_flops())
     for name in ("norm.weight", "embedding.weight", "heads.causal_lm.weight"):
         assert cost_of("muon", config, 2, name).flops == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "width", "expected"),
+    [
+        # A fused update reads the gradient, and reads and writes the parameter and the moments.
+        ("adamw", {}, 4, OptimizerCost(8, 28)),
+        ("adamw", {}, 2, OptimizerCost(4, 14)),
+        ("adamw", {"amsgrad": True}, 4, OptimizerCost(12, 36)),
+        ("adamw", {"state_dtype": "float32"}, 2, OptimizerCost(8, 22)),
+        ("adamw", {"master_weights": True}, 2, OptimizerCost(10, 26)),
+        ("stochastic_adamw", {"state_dtype": "parameter"}, 2, OptimizerCost(4, 14)),
+        # torch's kernels leave the division of narrow gradients, and wide copies, to passes of their own.
+        ("adam", {}, 4, OptimizerCost(8, 28)),
+        ("adam", {}, 2, OptimizerCost(4, 14 + 4)),
+        ("adam", {"state_dtype": "float32"}, 2, OptimizerCost(8, 22 + 4 + 18, workspace_of_one=8)),
+        ("sgd", {}, 4, OptimizerCost(0, 12)),
+        ("sgd", {"momentum": 0.9}, 2, OptimizerCost(2, 10 + 4)),
+        ("sgd", {"momentum": 0.9, "dampening": 0.1}, 4, OptimizerCost(4, 24 * 4 + 8, workspace_of_one=12)),
+        ("lion", {}, 4, OptimizerCost(4, 23 * 4 + 8, workspace_of_one=12)),
+        ("lion", {}, 2, OptimizerCost(2, 23 * 2 + 4, workspace_of_one=6)),
+        ("lion", {"state_dtype": "float32"}, 2, OptimizerCost(4, 23 * 4 + 4 + 18, workspace_of_one=12)),
+        ("schedule_free", {"state_dtype": "parameter"}, 4, OptimizerCost(8, 43 * 4 + 8, workspace_of_one=20)),
+    ],
+)
+def test_an_update_costs_its_passes_over_memory(
+    name: str, fields: dict[str, Any], width: int, expected: OptimizerCost
+) -> None:
+    cost = SPECS[name].cost
+    assert cost is not None
+    assert cost.load()(SPECS[name].config.load()(lr=0.1, **fields), width) == expected
+
+
+def test_muon_costs_its_iterations_for_matrices_and_adamw_for_the_rest() -> None:
+    cost = SPECS["muon"].cost
+    assert cost is not None
+    config = SPECS["muon"].config.load()(lr=0.1, ns_steps=2, adamw={"match": ["*wide*"]})
+    found = cost.load()(config, 4)
+    assert (found.state, found.traffic, found.workspace_of_one) == (8, 28, 0)
+    # Of 3 x 5: an iteration has 2 * 2 * 3 * 3 * 5 + 2 * 3 * 3 * 3 FLOPs in 15 elements, and reads and writes X twice,
+    # the result once and four square matrices of 9 elements, in bfloat16.
+    matrix = OptimizerCost(
+        4, pytest.approx(8 + 21 * 4 + 14 + 2 * 2 * (3 + 36 / 15)), 4, 12, pytest.approx(2 * (180 + 54) / 15), 2
+    )
+    for shape in ((3, 5), (5, 3), (7, 3, 5)):
+        assert found.of_weight("proj.weight", shape) == matrix
+    for name, shape in (("proj.bias", (5,)), ("wide.weight", (3, 5)), ("conv.weight", (2, 3, 5, 7))):
+        assert found.of_weight(name, shape) == OptimizerCost(8, 28)

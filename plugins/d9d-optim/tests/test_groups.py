@@ -100,3 +100,34 @@ def test_impossible_adamw_values_are_refused(values: dict[str, object], text: st
 def test_nesterov_without_momentum_is_refused() -> None:
     with pytest.raises(ValidationError, match="nesterov needs a momentum"):
         SGDConfig(lr=0.1, nesterov=True)
+
+
+def test_groups_are_in_the_order_of_their_rules_and_labelled_by_them() -> None:
+    rules = (
+        GroupRule(match="*norm*", lr_scale=0.5, weight_decay=0.7),
+        GroupRule(match="*embed*", lr_scale=0.0),
+    )
+    groups = group_parameters(config(*rules), parameters())
+    assert [(group.label, group.lr_scale, group.weight_decay, group.names) for group in groups] == [
+        ("decay", 1.0, 0.3, ("model.layers.0.mlp.up.weight",)),
+        ("groups[0] '*norm*', weight_decay set", 0.5, 0.7, ("model.layers.0.norm.weight",)),
+        ("groups[1] '*embed*', decay", 0.0, 0.3, ("model.embed_tokens.weight",)),
+    ]
+
+
+def test_errors_of_rules_name_an_example_and_the_way_out() -> None:
+    with pytest.raises(BuildError) as error:
+        group_parameters(
+            config(GroupRule(match="*weight", lr_scale=2), GroupRule(match="*norm*", lr_scale=3)), parameters()
+        )
+    assert str(error.value) == (
+        "optimizer.groups[1]: the pattern '*norm*' applies to no parameter: earlier groups take all its matches, for "
+        "example model.layers.0.norm.weight (groups[0]); move it before them"
+    )
+    frozen = ("model.layers.0.norm.weight", "model.embed_tokens.weight")
+    with pytest.raises(BuildError) as error:
+        group_parameters(config(GroupRule(match="*e[mn]*", lr_scale=2)), parameters(frozen))
+    assert str(error.value) == (
+        "optimizer.groups[0]: the pattern '*e[mn]*' matches only frozen parameters, for example "
+        "model.embed_tokens.weight; remove the group"
+    )

@@ -245,3 +245,89 @@ def test_a_curve_is_a_built_in_name_or_an_import_path(curve: str) -> None:
     assert TypeAdapter(CurveName).validate_python(curve) == curve
     with pytest.raises(ValidationError, match="did you mean 'cosine'"):
         TypeAdapter(CurveName).validate_python("cosin")
+
+
+def test_warmup_stable_decay_decays_in_a_tenth_of_the_run_and_may_fill_it_whole() -> None:
+    schedule = warmup_stable_decay(WarmupStableDecayConfig(), 20)
+    assert [schedule(step) for step in (0, 17, 18, 19)] == [1.0, 1.0, 0.5, 0.0]
+    assert warmup_stable_decay(WarmupStableDecayConfig(min_factor=0.25), 3)(2) == 0.25  # one step at least
+    whole = warmup_stable_decay(WarmupStableDecayConfig(warmup_steps=2, decay_steps=2, curve="poly_late"), 4)
+    assert [whole(step) for step in range(5)] == [0.5, 1.0, 0.75, 0.0, 0.0]
+
+
+def test_presets_warm_up_as_long_as_the_run_lasts() -> None:
+    assert inverse_sqrt(InverseSqrtConfig(warmup_steps=10), 10)(9) == 1.0
+    schedule = linear(LinearConfig(warmup_steps=9), 10)
+    assert [schedule(step) for step in (0, 8, 9)] == [pytest.approx(1 / 9), 1.0, 0.0]
+    assert [linear(LinearConfig(), 4)(step) for step in range(4)] == [0.75, 0.5, 0.25, 0.0]
+    assert cosine(CosineConfig(), 4)(3) == 0.1
+
+
+def test_a_phase_ends_at_the_nearest_step_to_its_fraction() -> None:
+    assert chain(7, {"until": 0.5, "to": 1.0}, {"to": 0.0}) == pytest.approx([0.25, 0.5, 0.75, 1.0, 2 / 3, 1 / 3, 0.0])
+    assert chain(2, {"steps": 1, "to": 1.0}, {"until": 1.0, "to": 3.0}) == [1.0, 3.0]
+    with pytest.raises(JobError) as error:
+        chain(10, {"until": 0.04, "to": 1.0}, {"to": 0.0})
+    assert str(error.value) == (
+        "lr_schedule.phases[0] gets no step: it begins at step 0 and ends at step 0 of 10; shorten the phases before "
+        "it, remove it, or train longer"
+    )
+
+
+def half(_begin: float, _end: float, _progress: float) -> float:
+    return 0.5
+
+
+def zero(_begin: float, _end: float, _progress: float) -> float:
+    return 0.0
+
+
+def endless(_begin: float, _end: float, progress: float) -> float:
+    return math.inf if progress > 0.5 else 0.5
+
+
+def text(_begin: float, _end: float, _progress: float) -> str:
+    return "0.5"
+
+
+def test_a_users_curve_may_return_zero_but_nothing_that_is_no_factor() -> None:
+    assert chain(2, {"to": 1.0, "curve": f"{__name__}:zero"}) == [0.0, 1.0]
+    for curve, said in (("endless", "0.75) returns inf;"), ("text", "0.25) returns '0.5';")):
+        with pytest.raises(JobError) as error:
+            chain(4, {"to": 1.0, "curve": f"{__name__}:{curve}"})
+        assert said in str(error.value)
+
+
+def test_a_users_curve_is_tried_at_ten_thousand_points_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[float] = []
+    monkeypatch.setattr(curves, "_TRIALS", 4)
+    curves._try(lambda _b, _e, progress: tried.append(progress) or 0.0, Phase(to=1.0), 0.0, 3, "here")
+    assert tried == [pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]
+    tried.clear()
+    curves._try(lambda _b, _e, progress: tried.append(progress) or 0.0, Phase(to=1.0), 0.0, 5, "here")
+    assert tried == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_powers_are_two_and_floors_zero_unless_given() -> None:
+    assert curve_of(Phase(to=0.0, curve="poly"), 1.0, 4, "phase")(1.0, 0.0, 0.5) == 0.25
+    assert curve_of(Phase(to=0.0, curve="poly_late"), 1.0, 4, "phase")(1.0, 0.0, 0.25) == 1 - 0.0625
+    assert curve_of(Phase(to=4.0, curve="exponential"), 1.0, 4, "phase")(1.0, 4.0, 0.5) == 2.0
+    assert curve_of(Phase(to=0.0, curve="exponential", floor=0.25), 1.0, 4, "phase")(1.0, 0.0, 0.5) == 0.5
+    # The start is below the floor, too.
+    assert curves.exponential(0.0, 1.0, 0.5, floor=0.25) == 0.5
+    assert [curves.exponential(0.0, 1.0, end, floor=0.25) for end in (0.0, 1.0)] == [0.0, 1.0]
+    assert [curves.inverse_sqrt(2.0, 1.0, end) for end in (0.0, 1.0)] == [2.0, 1.0]
+
+
+def test_a_builder_starts_where_it_is_told_and_knows_its_length() -> None:
+    builder = piecewise_schedule(0.5, 4).for_steps(2, 1.0).fill_rest(0.0)
+    assert [builder.build()(step) for step in range(4)] == [0.75, 1.0, 0.5, 0.0]
+    assert builder.build(3)(2) == 0.0
+    assert builder.config().start == 0.5
+    with pytest.raises(JobError) as error:
+        piecewise_schedule().for_steps(0, -1.0)
+    assert str(error.value) == (
+        "piecewise_schedule, phase 0: steps: Input should be greater than or equal to 1; to: Input should be greater "
+        "than or equal to 0"
+    )
+    piecewise_schedule().for_steps(1, 1.0).until_fraction(0.5, 1.0).for_steps(1, 0.5)  # each has a length

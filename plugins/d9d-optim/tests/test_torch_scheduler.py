@@ -77,3 +77,29 @@ def test_what_is_no_schedule_is_an_error(target: str, arguments: dict[str, Any],
 def test_a_negative_learning_rate_is_an_error() -> None:
     with pytest.raises(JobError, match="returns -1.0 in step 1"):
         factors("LambdaLR", 4, lr_lambda=f"{__name__}:climbing")
+
+
+def test_after_its_last_step_a_scheduler_keeps_its_factor() -> None:
+    schedule = torch_scheduler(TorchScheduleConfig(target=f"{WHERE}.OneCycleLR", arguments={"max_lr": 2.0}), 4)
+    assert schedule(100) == schedule(3)
+    halves = torch_scheduler(
+        TorchScheduleConfig(target=f"{WHERE}.LambdaLR", arguments={"lr_lambda": f"{__name__}:halved"}), 3
+    )
+    assert [halves(step) for step in (2, 0, 1, 5)] == [0.25, 1.0, 0.5, 0.25]
+
+
+def test_the_length_of_a_one_cycle_may_be_given_in_epochs() -> None:
+    known = stepped("OneCycleLR", 6, max_lr=2.0, epochs=2, steps_per_epoch=3, cycle_momentum=False)
+    assert factors("OneCycleLR", 6, max_lr=2.0, epochs=2, steps_per_epoch=3) == known
+    assert factors("OneCycleLR", 6, max_lr=2.0, total_steps=6, cycle_momentum=False) == known
+
+
+def test_an_argument_like_no_other_is_refused_with_all_that_there_are() -> None:
+    with pytest.raises(JobError) as error:
+        factors("StepLR", 4, step_size=2, zzz=1)
+    assert str(error.value) == (
+        "lr_schedule.arguments.zzz: torch.optim.lr_scheduler.StepLR takes no such argument; it takes: step_size, "
+        "gamma, last_epoch"
+    )
+    with pytest.raises(JobError, match="LRScheduler is not a subclass of"):
+        torch_scheduler(TorchScheduleConfig(target=f"{WHERE}.LRScheduler"), 10)
