@@ -66,6 +66,11 @@ def test_every_kind_of_slip_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (8, "off by one") not in {(line, kind) for line, kind, _ in found}
 
 
+@pytest.mark.parametrize("line", ["generator.manual_seed(1)", "dtype = torch.promote_types(query.dtype, key.dtype)"])
+def test_changes_without_an_effect_are_left_out(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {slip.kind for slip in slips_of(tmp_path, monkeypatch, f"{line}\n")} <= {"dropped line"}
+
+
 def test_a_slip_changes_its_own_stretch_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for slip in slips_of(tmp_path, monkeypatch, SOURCE.replace("Doc", "Müller")):
         source = SOURCE.replace("Doc", "Müller")

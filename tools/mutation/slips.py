@@ -37,7 +37,10 @@ GROUPS = {
     ),
 }  # fmt: skip
 #: Calls in which the order of two arguments is irrelevant, or is checked by types alone.
-_UNORDERED = {"isinstance", "issubclass", "cast", "max", "min", "maximum", "minimum", "hasattr", "getattr", "setattr"}
+_UNORDERED = {
+    "isinstance", "issubclass", "cast", "max", "min", "maximum", "minimum", "hasattr", "getattr", "setattr",
+    "promote_types", "gcd", "lcm", "equal",
+}  # fmt: skip
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -204,7 +207,7 @@ class _Finder:
         todo: list[ast.AST] = [top]
         while todo:
             node = todo.pop()
-            if isinstance(node, ast.JoinedStr):
+            if isinstance(node, ast.JoinedStr) or _seeds(node):
                 continue
             if isinstance(node, ast.expr):
                 for kind, other in _expression_slips(node):
@@ -295,6 +298,11 @@ def _with(node: _Node, change: Callable[[_Node], object]) -> _Node:
     new = copy.deepcopy(node)
     change(new)
     return new
+
+
+def _seeds(node: ast.AST) -> bool:
+    """Whether a call only seeds a generator: another seed is as good."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "manual_seed"
 
 
 def _textual(node: ast.BinOp) -> bool:
