@@ -226,3 +226,48 @@ def test_tolerances_widen_with_narrower_dtypes() -> None:
         values = [getattr(TOLERANCES[dtype], name) for dtype in dtypes]
         assert values == sorted(values)
         assert values[0] < values[-1]
+
+
+def rounded(*seeds: int, times: float = 1.0) -> list[Measurement]:
+    """Runs with the gradient ``a`` and a gradient ``zero`` that is only rounding, of random directions."""
+    runs = []
+    for seed in seeds:
+        run = measured(2)
+        for step in (0, 1):
+            noise = torch.randn(64, generator=torch.Generator().manual_seed(seed * 2 + step))
+            run.tensors[f"{step}/gradients/zero"] = 1e-3 * times * noise / noise.norm()
+            run.tensors[f"{step}/model/zero"] = torch.zeros(64)
+        run.tensors["start/model/zero"] = torch.zeros(64)
+        runs.append(run)
+    return runs
+
+
+def test_a_gradient_that_is_only_rounding_is_compared_by_its_length_and_widens_no_limit() -> None:
+    reference, *sound = rounded(1, 2, 3)
+    limits = Limits.of(torch.float32, reference, sound)
+    assert limits.noise == {"zero": pytest.approx(1e-3)}
+    assert limits.allowed(Deviation("angle", "a", 0, 0.0)) == FLOORS[torch.float32]["angle"]
+    for times in (0.1, 9.0, 11.0):
+        (other,) = rounded(4, times=times)
+        found = [d for d in deviations(other, reference, limits.noise) if d.name == "zero" and d.size]
+        assert {(d.kind, d.step, round(d.size, 4)) for d in found} == {("noise", 0, times), ("noise", 1, times)}
+        assert [d.size <= limits.allowed(d) for d in found] == [times < 10] * 2
+
+
+def test_a_gradient_with_a_direction_is_no_rounding() -> None:
+    reference, *sound = rounded(1, 1, 1)
+    assert Limits.of(torch.float32, reference, sound).noise == {}
+    assert Limits.of(torch.float32, reference).noise == {}
+
+
+def test_a_gradient_of_less_than_a_bit_of_the_norm_of_all_is_zero() -> None:
+    bit = torch.finfo(torch.float32).eps
+    (one,) = rounded(1, times=5e2 * bit)
+    (other,) = rounded(2, times=9e2 * bit)
+    for run in (one, other):
+        run.numbers |= {"0/grad_norm": 1.0, "1/grad_norm": 1.0}
+    assert [d for d in deviations(one, other) if d.name == "zero" and d.size] == []
+    other.numbers["1/grad_norm"] = 0.5
+    assert {(d.kind, d.step) for d in deviations(one, other) if d.name == "zero" and d.size} == {
+        ("angle", 1), ("length", 1),
+    }  # fmt: skip

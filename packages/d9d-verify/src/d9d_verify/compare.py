@@ -65,7 +65,7 @@ def compare(layout: str, measured: Measurement, reference: Measurement, limits: 
     """
     if problem := _other_names(measured, reference):
         return Verdict.failure(layout, problem)
-    found = list(deviations(measured, reference))
+    found = list(deviations(measured, reference, limits.noise))
     return Verdict(
         layout=layout,
         loss=_largest(found, "loss")[0],
@@ -115,8 +115,8 @@ def _first_divergence(
 
 
 def _path(deviation: Deviation) -> str:
-    kinds: dict[Kind, str] = {"angle": "gradients", "length": "gradients", "update": "model", "weight": "model"}
-    kinds |= {"buffer": "model", "state": "optimizer"}
+    kinds: dict[Kind, str] = dict.fromkeys(("angle", "length", "noise"), "gradients")
+    kinds |= {"update": "model", "weight": "model", "buffer": "model", "state": "optimizer"}
     return f"{deviation.step}/{kinds.get(deviation.kind, deviation.kind)}/{deviation.name}"
 
 
@@ -128,6 +128,7 @@ def _described(deviation: Deviation, limits: Limits, beyond: Sequence[Deviation]
         "grad_norm": f"the gradient norm is off by {size} (allowed {allowed})",
         "angle": f"the gradient of {name}: 1-cos {size} (allowed {allowed})",
         "length": f"the gradient of {name}: length off by {size} (allowed {allowed})",
+        "noise": f"the gradient of {name}, only rounding in correct runs, is {size} times longer (allowed {allowed})",
         "lr": f"the learning rate is off by {size}",
         "update": f"the update of {name} from equal gradients is off by {size} (allowed {allowed})",
         "weight": f"the length of {name} after an update from equal gradients is off by {size} (allowed {allowed})",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
@@ -20,10 +20,17 @@ from torch import Tensor
 from d9d_verify.measurement import Measurement
 from d9d_verify.tolerances import compare_directions
 
-Kind = Literal["loss", "tokens", "grad_norm", "angle", "length", "lr", "update", "weight", "buffer", "state", "series"]
+Kind = Literal[
+    "loss", "tokens", "grad_norm", "angle", "length", "noise", "lr", "update", "weight", "buffer", "state", "series",
+]  # fmt: skip
 
 #: Allowed deviation, in multiples of the largest deviation of a correct run in any step.
 MARGIN = 3.0
+
+#: Mean ``1 - cos`` between correct runs from which on a gradient is only rounding; random directions have 1.
+NOISY = 0.3
+#: Allowed length of such a gradient, in multiples of its largest length in correct runs.
+LOUDEST = 10.0
 
 #: dtype -> smallest allowed deviations. In float32, correct runs deviate by at most 3e-7, in bfloat16 by 5e-5 (loss),
 #: 6e-4 (norm), 5e-3 (length). Updates are made from equal gradients, so they differ by their own rounding only.
@@ -54,7 +61,8 @@ class Deviation:
         kind: kind of the value, which selects the limit.
         name: name of the parameter, buffer or series; empty for loss, gradient norm and learning rate.
         step: 0-based step; the number of steps for values at the end.
-        size: relative deviation; infinite if only one value is finite, or the reference is zero.
+        size: relative deviation; infinite if only one value is finite, or the reference is zero. For ``noise``: the
+            length of a gradient, relative to its length in correct runs.
     """
 
     kind: Kind
@@ -70,10 +78,12 @@ class Limits:
     Attributes:
         floors: kind -> smallest limit.
         seen: (kind, name) -> largest deviation between correct runs of the reference.
+        noise: name of each gradient that is only rounding -> its largest length in correct runs.
     """
 
     floors: Mapping[Kind, float]
     seen: Mapping[tuple[Kind, str], float]
+    noise: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, dtype: torch.dtype, reference: Measurement, sound: Sequence[Measurement] = ()) -> Limits:
@@ -85,14 +95,17 @@ class Limits:
             sound: measurements of further correct runs with other rounding.
         """
         seen: dict[tuple[Kind, str], float] = {}
+        noise = _noise(reference, sound)
         for run in sound:
-            for found in deviations(run, reference):
+            for found in deviations(run, reference, noise):
                 key = found.kind, found.name
                 seen[key] = max(seen.get(key, 0.0), found.size if math.isfinite(found.size) else 0.0)
-        return cls(FLOORS[dtype], seen)
+        return cls(FLOORS[dtype], seen, noise)
 
     def allowed(self, deviation: Deviation) -> float:
         """Largest size that counts as rounding."""
+        if deviation.kind == "noise":
+            return LOUDEST
         own = MARGIN * self.seen.get((deviation.kind, deviation.name), 0.0)
         # A token that goes to another expert affects different parameters in different runs, so use the largest of the
         # kind.
@@ -100,8 +113,35 @@ class Limits:
         return max(self.floors[deviation.kind], own, anywhere)
 
 
-def deviations(measured: Measurement, reference: Measurement) -> Iterator[Deviation]:
-    """Deviations of two measurements with equal names and shapes, in the order of computation."""
+def _noise(reference: Measurement, sound: Sequence[Measurement]) -> dict[str, float]:
+    """Gradients without a direction of their own, whose true value is zero: name -> largest length.
+
+    Examples are biases of keys, on which attention weights do not depend, and queries that see one key only. Their
+    directions differ freely between correct runs, so they must not widen the limits of other gradients.
+    """
+    angles: dict[str, list[float]] = {}
+    lengths: dict[str, float] = {}
+    for run in sound:
+        for step in range(reference.steps):
+            found = run.under(f"{step}/gradients")
+            here, there = (_before_clipping(of, step) for of in (run, reference))
+            for name, expected in reference.under(f"{step}/gradients").items():
+                angles.setdefault(name, []).append(compare_directions(found[name], expected)[0])
+                longest = max(_length(found[name]) * here, _length(expected) * there)
+                lengths[name] = max(lengths.get(name, 0.0), longest)
+    return {name: lengths[name] for name, each in angles.items() if sum(each) / len(each) > NOISY}
+
+
+def deviations(
+    measured: Measurement, reference: Measurement, noise: Mapping[str, float] = MappingProxyType({})
+) -> Iterator[Deviation]:
+    """Deviations of two measurements with equal names and shapes, in the order of computation.
+
+    Args:
+        measured: measurement to compare.
+        reference: measurement of one process.
+        noise: :attr:`Limits.noise`; these gradients are compared by their length only.
+    """
     parameters = {name for step in range(reference.steps) for name in reference.under(f"{step}/gradients")}
     for step in range(reference.steps):
         yield Deviation("loss", "", step, _of_number(f"{step}/loss", measured, reference))
@@ -113,7 +153,14 @@ def deviations(measured: Measurement, reference: Measurement) -> Iterator[Deviat
         yield Deviation("grad_norm", "", step, _of_number(f"{step}/grad_norm", measured, reference))
         found = measured.under(f"{step}/gradients")
         here, there = (_before_clipping(of, step) for of in (measured, reference))
+        # Shorter gradients are zeros that a kernel rounds, such as queries that see one key only.
+        shortest = torch.finfo(torch.float32).eps * reference.numbers[f"{step}/grad_norm"]
         for name, expected in reference.under(f"{step}/gradients").items():
+            if max(_length(found[name]) * here, _length(expected) * there) <= shortest:
+                continue
+            if name in noise:
+                yield Deviation("noise", name, step, _length(found[name]) * here / noise[name])
+                continue
             angle, length = compare_directions(found[name] * here, expected * there)
             yield Deviation("angle", name, step, angle)
             yield Deviation("length", name, step, length)
@@ -194,6 +241,10 @@ def _difference(actual: Tensor, expected: Tensor) -> Tensor:
         # int16 holds the lower bits of master weights, whose differences wrap around when the upper bits change.
         return (actual - expected).double()
     return actual.double() - expected.double()
+
+
+def _length(tensor: Tensor) -> float:
+    return float(tensor.double().norm().item())
 
 
 def _net(value: float, spare: float) -> float:
