@@ -37,7 +37,7 @@ def select(names: Collection[str], patterns: Sequence[str], where: str, what: st
 
 def _nearest(pattern: str, names: Collection[str]) -> str:
     last = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-    near = get_close_matches(pattern, [*last, *names], n=3, cutoff=0.6)
+    near = get_close_matches(pattern, list(dict.fromkeys([*last, *names])), n=3, cutoff=0.6)
     if near:
         return f"did you mean {' or '.join(repr(name) for name in near)}?"
     shown = ", ".join(last[:_SHOWN]) + (", ..." if len(last) > _SHOWN else "")
