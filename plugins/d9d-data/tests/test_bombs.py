@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from d9d_core.errors import DataError
+from d9d_data.sources.opening import SourceFile
 from d9d_data.sources.records import read_records
+from d9d_data.sources.table_sizes import parquet_sizes
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -25,7 +27,9 @@ import pyarrow, pyarrow.compute, pyarrow.parquet
 from d9d_core.errors import DataError
 from d9d_data.sources.document import Piece, texts_of
 from d9d_data.sources.opening import SourceFile
+from d9d_data.sources.opening import SourceFile
 from d9d_data.sources.records import read_records
+from d9d_data.sources.table_sizes import parquet_sizes
 name = sys.argv[1]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
@@ -112,3 +116,17 @@ def test_offsets_that_lead_outside_of_a_batch_are_refused(tmp_path: Path) -> Non
     (tmp_path / "a.arrow").write_bytes(data.replace(sound, struct.pack("<3i", 0, 1 << 30, 4)))
     with pytest.raises(DataError, match=r"a\.arrow"):
         list(read_records(tmp_path / "a.arrow"))
+
+
+@pytest.mark.parametrize(("length", "rows"), [(1, 256), (1 << 18, 256), ((1 << 18) + 1, 255), (1 << 20, 64)])
+def test_a_batch_holds_64_mib_of_texts_of_fixed_length(tmp_path: Path, length: int, rows: int) -> None:
+    path = tmp_path / "fixed.parquet"
+    texts = pa.array([b"x" * length], pa.binary(length))
+    pq.write_table(pa.table({"a": texts, "b": [1]}), path, use_dictionary=False)
+    with path.open("rb") as content:
+        metadata = pq.ParquetFile(path).metadata
+        found = parquet_sizes(SourceFile.of(str(path)), content, metadata, [0], ["a"])
+        assert (found.rows, found.as_dictionary) == (rows, [])
+        assert parquet_sizes(SourceFile.of(str(path)), content, metadata, [0], ["b"]).rows == 256
+        assert parquet_sizes(SourceFile.of(str(path)), content, metadata, [0], None).rows <= rows
+        assert parquet_sizes(SourceFile.of(str(path)), content, metadata, [], None).rows == 256

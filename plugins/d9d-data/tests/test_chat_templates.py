@@ -237,6 +237,30 @@ def test_a_directory_without_template_is_an_error(tmp_path: Path, config: dict[s
         ChatTemplate.load(tmp_path)
 
 
+@pytest.mark.parametrize("value", [3, {}, ["a"], [{"name": "a"}], [{"name": "a", "template": "b"}, "c"]])
+def test_a_template_that_is_neither_a_text_nor_named_texts_is_to_be_repaired(tmp_path: Path, value: object) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    with pytest.raises(DataError) as error:
+        ChatTemplate.load(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    assert str(error.value) == f"{file}: chat_template is neither a text nor a list of named texts; repair it"
+
+
+def test_a_directory_without_any_template_is_told_what_to_write(tmp_path: Path) -> None:
+    for content in ("{}", '{"chat_template": null}', '{"chat_template": []}'):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        if "[]" in content:
+            with pytest.raises(DataError, match="chat_template is neither a text nor a list"):
+                ChatTemplate.load(tmp_path)
+            continue
+        with pytest.raises(DataError) as error:
+            ChatTemplate.load(tmp_path)
+        assert str(error.value) == (
+            f"{tmp_path} has no chat template: neither a chat_template.jinja nor a field 'chat_template' in "
+            "tokenizer_config.json; use the tokenizer files of a model trained for conversations, or write that file"
+        )
+
+
 def test_a_template_that_is_no_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"a\xff")
     with pytest.raises(DataError, match=r"chat_template.jinja is not UTF-8 text \(byte 1"):

@@ -249,7 +249,9 @@ class MixturePacks:
 
     def _lost(self, part: int, place: int) -> Lost:
         source = self.sources[part]
-        return source.lost_at(place)[0] if isinstance(source, TellsLosses) else [[]] * len(source.pack_at(place)[0])
+        if isinstance(source, TellsLosses):
+            return source.lost_at(place)[0]
+        return [[]] * len(source.pack_at(place)[0].get("tokens", ()))  # one for each row
 
     def completed(self, sample: Sample, part: int) -> Sample:
         """Sample of a part with all fields of a mixed sample."""
