@@ -93,7 +93,8 @@ def test_pairs_in_a_bin_count_half_and_are_the_bound() -> None:
     scores = torch.tensor([0.0, 0.24, 0.5, 1.0, 0.1, 0.25, 0.49, 0.75])
     targets = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0])
     area, bound = measured(scores, targets, 4)
-    # Of 16 pairs, the negative of the first bin is below 2, those of the second below 2 each, and 3 are ties.
+    # Of 16 pairs, the negative in the first bin is below 2, both negatives in the second bin are below 2,
+    # and 3 are ties.
     assert (area, bound) == ((2 + 4 + 3 / 2) / 16, 3 / 2 / 16)
 
 

@@ -112,7 +112,7 @@ def tensor(
 def test_sites_exchange_hidden_states_and_their_gradients() -> None:
     sites = Site("a", "all_gather", "reduce_scatter", 7), Site("", "reduce_scatter", None, None)
     size, ranks = 2 * 5 * 2 * 7, (4, 5, 6)
-    # A site that does not declare its features has those of the first that does.
+    # A site that declares no features has as many as the first site that does.
     assert tensor(*sites) == [
         ("all_gather", "tp", ranks, size, 2, "hidden states at a, forward", "a", False),
         ("reduce_scatter", "tp", ranks, size, 1, "hidden states at a, backward", None, False),
