@@ -226,7 +226,8 @@ def test_texts_of_paths_and_addresses() -> None:
     path, address = TypeAdapter(PathText), TypeAdapter(PathOrAddress)
     assert (path.validate_python("a/b"), address.validate_python("a/b")) == ("a/b", "a/b")
     assert address.validate_python("memory://x") == "memory://x"
-    assert address.validate_python("zip://a::memory://x") == "zip://a::memory://x"
+    for text in ("zip://a::memory://x", "simplecache::memory://x", "unheard::memory://x"):
+        assert address.validate_python(text) == text
     with pytest.raises(ValidationError):
         path.validate_python("memory://x")
     with pytest.raises(ValidationError, match="no driver for addresses of 'memry://'; did you mean 'memory://'"):

@@ -1,0 +1,78 @@
+"""The thread of a launched process that passes stop requests and signals on, and ends with the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from d9d_engine.launch import process
+
+
+class Link:
+    """Link to a launcher: one byte of the pipe is one message; its end is that of the launcher."""
+
+    def __init__(self) -> None:
+        self.reading, self.writing = os.pipe()
+        self.connection = SimpleNamespace(fileno=lambda: self.reading)
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, **message: Any) -> None:
+        self.sent.append(message)
+
+    def receive(self) -> list[dict[str, str]]:
+        content = os.read(self.reading, 64)
+        if not content:
+            raise EOFError
+        return [{"stop": chr(byte)} for byte in content]
+
+
+def wait_for(found: list[Any], count: int) -> None:
+    end = time.monotonic() + 10
+    while len(found) < count and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: Any = Link()
+    made.wakeup, made.ended, made.forks = [], [], []
+    monkeypatch.setattr(signal, "set_wakeup_fd", lambda descriptor, **more: made.wakeup.append((descriptor, more)))
+    monkeypatch.setattr(os, "register_at_fork", lambda **given: made.forks.append(given))
+    monkeypatch.setattr(os, "_exit", made.ended.append)
+    yield made
+    if not made.ended:
+        os.close(made.writing)
+        wait_for(made.ended, 1)
+
+
+def test_requests_and_signals_are_passed_on_until_the_launcher_ends(link: Any) -> None:
+    requests: list[str] = []
+    interrupts: Any = SimpleNamespace(request=requests.append, entered=None)
+    process._follow(link, interrupts)
+    os.write(link.writing, b"a")
+    wait_for(requests, 1)
+    os.write(link.writing, b"bc")
+    wait_for(requests, 3)
+    assert requests == ["a", "b", "c"]
+    ((descriptor, more),) = link.wakeup
+    assert more == {"warn_on_full_buffer": False}
+    assert not os.get_blocking(descriptor)
+    os.write(descriptor, bytes([signal.SIGINT, signal.SIGUSR1, signal.SIGTERM]))
+    wait_for(link.sent, 2)
+    assert link.sent == [{"asked": "SIGINT"}, {"asked": "SIGTERM"}]
+    interrupts.entered()
+    assert link.sent[2:] == [{"training": True}]
+    (watch,) = [thread for thread in threading.enumerate() if thread.name == "d9d-launcher-watch"]
+    assert watch.daemon
+    link.forks[0]["after_in_child"]()
+    assert link.wakeup[1] == (-1, {})
+    os.close(link.writing)
+    wait_for(link.ended, 1)
+    assert link.ended == [process.ENDED]
+    watch.join(10)
