@@ -220,6 +220,8 @@ def test_a_varied_run_rounds_equal_gradients_in_another_way() -> None:
     trainer = Trainer(Model(a=[0.0] * 128), {"a": [8.0] * 128})
     record = measured(trainer, 1, guide=guide, elsewhere=True)
     assert record.windows["0/gradients/a@0"].tolist() == [8.0] * 128
+    other = measured(Trainer(Model(a=[0.0] * 128), {"a": [8.0] * 128}), 1, guide=guide, elsewhere=True, seed=1)
+    assert not torch.equal(other.windows["0/model/a@0"], record.windows["0/model/a@0"])
     bits = (-record.windows["0/model/a@0"] - torch.tensor(values)) / torch.finfo(torch.float32).eps
     assert bits.unique().tolist() == [-1.0, 0.0, 1.0]  # half a bit, rounded
 
@@ -337,9 +339,9 @@ def test_the_reference_clips_at_half_of_its_gradient_norm_and_guides_its_variant
     assert probe_call == ("probe", "job.json", None, steps)
     assert reference == ("job.json", norm, steps, {"rate": Rate(2.0, 3), "resume": resume})
     assert [call[:3] for call in variants] == [(f"sound-{index}.json", norm, steps) for index in range(2)]
-    for call in variants:
+    for index, call in enumerate(variants):
         assert call[3].numbers == {"0/loss": 1.0, "start/of": 2.0}
-        assert call[4:] == (Rate(2.0, 3), {"elsewhere": True})
+        assert call[4:] == (Rate(2.0, 3), {"elsewhere": True, "seed": index})
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert settings == {"rate": {"factor": 2.0, "first": 3}, "max_norm": norm}
     assert Record.read(tmp_path, 0).numbers["start/of"] == 2.0

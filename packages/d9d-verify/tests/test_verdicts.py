@@ -546,7 +546,7 @@ def test_a_layout_that_passes_and_saves_another_state_fails_at_the_step_of_the_s
     monkeypatch.setattr(run, "ops_of", lambda *_: ["rope"])
     monkeypatch.setattr(run, "scaled_model", lambda *_: torch.nn.Identity())
     monkeypatch.setattr(run, "_check", lambda *_: None)
-    monkeypatch.setattr(run, "_reference", lambda *_: (two_steps(), []))
+    monkeypatch.setattr(run, "_reference", lambda *_, **_named: (two_steps(), []))
     monkeypatch.setattr(run, "_run", lambda *_: two_steps())
     monkeypatch.setattr(run, "_settings", lambda *_: "settings")
     monkeypatch.setattr(run, "_checkpoint", lambda _directory: saved())
@@ -554,3 +554,33 @@ def test_a_layout_that_passes_and_saves_another_state_fails_at_the_step_of_the_s
     monkeypatch.setattr(run, "unlike_state", lambda *_: "another position")
     (verdict,) = run.verify(cast("Job", None), [Layout("x", {"dp_shard": 2}, [])], steps, lambda _text: None)
     assert verdict.diverged == (None if steps == 1 else (steps // 2 - 1, "another position"))
+
+
+@pytest.mark.parametrize(
+    ("own", "layout", "routes", "expected"),
+    [
+        ("float32", "float32", True, 2),
+        ("bfloat16", "bfloat16", False, 2),
+        ("bfloat16", "bfloat16", True, 4),
+        ("float32", "bfloat16", False, 3),
+        ("float32", "bfloat16", True, 5),
+    ],
+)
+def test_there_are_more_correct_runs_where_rounding_moves_tokens_between_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, layout: str, routes: bool, expected: int
+) -> None:
+    def values_of(values: Any, chosen: Layout, _ops: Any) -> dict[str, Any]:
+        dtype = own if chosen is REFERENCE_LAYOUT else layout
+        return {**values, "precision": {"parameters": own}, "parallel": [{"name": "fsdp", "compute_dtype": dtype}]}
+
+    counts = []
+    monkeypatch.setattr(run, "layout_values", values_of)
+    monkeypatch.setattr(run, "read_all", lambda *_: two_steps())
+    monkeypatch.setattr(run, "_run", lambda *_, sound: counts.append(sound) or two_steps())
+    values = {"run": {"dir": str(tmp_path)}, "checkpoint": {}, "kernels": {"rope": "x"}}
+    layouts = [Layout("x", {"dp_shard": 2}, ["fsdp"])]
+    _, sound = run._reference(values, [], layouts, 2, tmp_path / "r", lambda *_: None, routes=routes)
+    assert (len(sound), counts) == (expected, [expected])
+    variants = [json.loads((tmp_path / "r" / f"sound-{index}.json").read_text()) for index in range(expected)]
+    if layout != own:  # further variants compute in the narrow dtype, too
+        assert {variant["precision"].get("autocast") for variant in variants[2:]} == {"bfloat16"}

@@ -129,10 +129,14 @@ class Jitter:
 
     Correct kernels, layouts and summation orders differ by that much, so consequences, such as a token that goes to
     another expert, or another rounding in the matrix products of Muon, are no errors.
+
+    Args:
+        seed: seed of the perturbations.
     """
 
-    def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(0)  # a separate generator, so that dropout is unchanged
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._generator = torch.Generator().manual_seed(seed)  # a separate generator, so that dropout is unchanged
         self._stage: nn.Module | None = None
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
@@ -156,7 +160,7 @@ class Jitter:
             if parameter.grad is not None:
                 own = local(parameter.grad)
                 # A generator for each parameter, so that ranks with the same gradient perturb it in the same way.
-                own.copy_(_perturbed(own, torch.Generator().manual_seed(zlib.crc32(name.encode()))))
+                own.copy_(_perturbed(own, torch.Generator().manual_seed(self._seed + zlib.crc32(name.encode()))))
 
 
 def _perturbed(values: Tensor, generator: torch.Generator) -> Tensor:
@@ -173,6 +177,7 @@ def measure(
     rate: Rate | None = None,
     resume: Resume | None = None,
     elsewhere: bool = False,
+    seed: int = 0,
 ) -> Record:
     """Measure the first steps of a job, then its metrics and its evaluation, without logs or export.
 
@@ -187,12 +192,13 @@ def measure(
         resume: a save, and optionally a load, between two steps.
         elsewhere: whether to vary the rounding as a correct run might (see :class:`Jitter`), and, with a single
             pipeline stage, to reverse the order of microbatches.
+        seed: seed of the varied rounding.
 
     Raises:
         D9dError: the job cannot run.
     """
     witness = Witness(guide)
-    observers: list[Subscriber] = [witness, Jitter()] if elsewhere else [witness]
+    observers: list[Subscriber] = [witness, Jitter(seed)] if elsewhere else [witness]
     trainer: Trainer = job.build(lambda _text: None, topology, observers=observers)
     if rate is not None:
         trainer.step.lr_schedule = rate.on(trainer.step.lr_schedule)

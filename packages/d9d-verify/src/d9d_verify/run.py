@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from d9d_core.errors import D9dError, JobError, TrainingError
+from d9d_core.traits import HasExperts, modules_with
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.job import Job
@@ -29,6 +30,9 @@ from d9d_verify.layouts import (
     scaled_values,
 )
 from d9d_verify.measurement import Measurement, read_all
+
+#: Number of further variants of a job with experts in a narrow dtype.
+_MORE = 2
 
 #: Function that starts processes of :mod:`d9d_verify.worker` in a directory; returns the cause of a failure, or
 #: ``None``.
@@ -72,12 +76,14 @@ def verify(
     ops = ops_of(job, values)
     for layout in layouts:
         _check(job, layout_values(values, layout, ops), layout)
-    for reason in layout_dependence(scaled_model(job, values)):
+    model = scaled_model(job, values)
+    for reason in layout_dependence(model):
         note(f"this model computes differently in different layouts by design: {reason}")
     with tempfile.TemporaryDirectory(prefix="d9d-verify-") as temporary:
         directory = Path(temporary)
         note(f"reference: one process, {steps} steps, batch {values['batch']['size']}")
-        reference, sound = _reference(values, ops, layouts, steps, directory / "reference", launch)
+        routes = bool(modules_with(model, HasExperts))
+        reference, sound = _reference(values, ops, layouts, steps, directory / "reference", launch, routes=routes)
         verdicts = []
         for index, layout in enumerate(layouts):
             note(f"{layout.name}: {layout.ranks} process{'es' if layout.ranks > 1 else ''}")
@@ -184,8 +190,13 @@ def _reference(
     steps: int,
     directory: Path,
     launch: Launch,
+    *,
+    routes: bool,
 ) -> tuple[Measurement, list[Measurement]]:
     """Measure the reference, and correct variants with other rounding, kernels and dtypes.
+
+    If a router chooses experts for tokens, in a narrow dtype, there are more variants: a token that goes to another
+    expert changes the largest load at once by more than rounding, and only some variants move one.
 
     Raises:
         TrainingError: the reference could not be measured.
@@ -195,6 +206,8 @@ def _reference(
     narrow = any(narrowest_dtype(layout_values(values, layout, ops)) == torch.bfloat16 for layout in layouts)
     if narrow and narrowest_dtype(own) != torch.bfloat16:  # a strategy uses bfloat16
         variants.append(own | {"precision": {**own["precision"], "autocast": "bfloat16"}})
+    if narrow and routes:
+        variants += variants[-1:] * _MORE
     directory.mkdir()
     for index, variant in enumerate(variants):
         apart = directory / f"runs-{index}"

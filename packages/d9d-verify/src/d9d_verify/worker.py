@@ -61,7 +61,8 @@ def _reference(directory: Path, topology: Topology, steps: int, sound: int) -> N
     for index in range(sound):
         variant = _clipped(Job.load(directory / f"sound-{index}.json"), max_norm)
         (directory / f"sound-{index}").mkdir()
-        measure(variant, topology, steps, reference, rate, elsewhere=True).write(directory / f"sound-{index}", 0)
+        found = measure(variant, topology, steps, reference, rate, elsewhere=True, seed=index)
+        found.write(directory / f"sound-{index}", 0)
 
 
 def _layout(directory: Path, topology: Topology, steps: int, reference: Path) -> None:
