@@ -8,13 +8,15 @@ from typing import Any, Literal
 import d9d_testing.toy.plugin as toy
 import pytest
 from d9d_core.config import PluginConfig
-from d9d_core.errors import D9dError
+from d9d_core.errors import BuildError, D9dError, JobError
 from d9d_core.job import JobFile
 from d9d_core.job_file.document import Document
 from d9d_core.job_file.job import Batch, Mesh
 from d9d_core.job_file.resolve import select_parts
+from d9d_core.layout import report
 from d9d_core.layout.auto import settle
 from d9d_core.layout.check import (
+    Problem,
     _divisors,
     _either,
     _nearest,
@@ -362,3 +364,15 @@ def test_all_problems_are_one_error_with_requirements_and_an_edit() -> None:
     assert caught.value.__notes__ == ["to correct it, write in job:\nbatch: {size: 2}"]
     fitting = job(mesh={"dp_shard": 2}, parallel=["shards", "toy_pipeline_strategy"], batch={"size": 4})
     check_layout(fitting, select_parts(fitting, REGISTRY), REGISTRY, 2, fitting.source)
+
+
+def test_an_only_problem_that_a_schedule_raised_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, made = BuildError("too few microbatches"), job()
+    problems = [Problem(("pipeline",), "too few microbatches", own)]
+    monkeypatch.setattr(report, "layout_problems", lambda *_: problems)
+    with pytest.raises(BuildError) as caught:
+        check_layout(made, select_parts(made, REGISTRY), REGISTRY, 1, made.source)
+    assert caught.value is own
+    problems.append(Problem(("mesh",), "another"))
+    with pytest.raises(JobError, match="job: too few microbatches\njob: another$"):
+        check_layout(made, select_parts(made, REGISTRY), REGISTRY, 1, made.source)
