@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,9 +58,9 @@ def test_the_watch_does_not_itself_keep_the_process_and_ends_it_with_its_childre
 
     monkeypatch.setattr(ending.threading, "main_thread", Main)
     monkeypatch.setattr(ending.time, "sleep", done.append)
-    monkeypatch.setattr(ending.os, "write", lambda *given: done.append(given))
     monkeypatch.setattr(ending, "_children", lambda: [Child()])
-    monkeypatch.setattr(ending.os, "_exit", lambda status: done.append(("exit", status)))
+    calls = {"write": lambda *given: done.append(given), "_exit": lambda status: done.append(("exit", status))}
+    monkeypatch.setattr(ending, "os", SimpleNamespace(**calls))
     run: Callable[[], None] = watch["target"]
     run()
     text = b"warning: all was done 30 s ago, but thread a, process b still runs; this process ends without it\n"

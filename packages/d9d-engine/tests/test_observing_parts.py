@@ -462,3 +462,18 @@ def test_flops_count_two_products_for_the_backward_of_attention() -> None:
 
     blocks = [SimpleNamespace(count=3, ops=[op("product", 1, 2), op("attention", 10, 25), op("attention", 100, 0)])]
     assert flops._flops(cast("Any", [SimpleNamespace(blocks=blocks)] * 2)) == 2 * 3 * (3 + 30 + 100)
+
+
+def test_early_stopping_keeps_its_count_only_with_the_same_series_and_whole_numbers() -> None:
+    from d9d_engine.subscribers.config import EarlyStoppingConfig
+    from d9d_engine.subscribers.early_stopping import EarlyStopping
+
+    good = {"series": "eval/loss", "mode": "min", "best": 2.0, "since": 2}
+    start = {"series": "eval/loss", "mode": "min", "best": None, "since": 0}
+    for changes, kept in (
+        ({}, True), ({"best": None}, True), ({"series": "loss"}, False), ({"mode": "max"}, False),
+        ({"best": 2}, False), ({"best": "x"}, False), ({"since": "2"}, False), ({"since": None}, False),
+    ):  # fmt: skip
+        stopping = EarlyStopping(EarlyStoppingConfig(series="eval/loss"))
+        stopping.load_state({**good, **changes})
+        assert stopping.state() == ({**good, **changes} if kept else start)
