@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import os
 import py_compile
 from pathlib import Path
@@ -72,6 +73,15 @@ def test_manifests_name_both_versions() -> None:
     assert a.differences(b, "rank 0", "rank 1") == ["moe: rank 0 0.1.0, rank 1 0.1.1"]
     assert a.differences(Manifest({}), "checkpoint", "now") == ["moe: checkpoint 0.1.0, now not loaded"]
     assert a.differences(a, "x", "y") == []
+
+
+def test_the_digest_of_a_manifest_is_that_of_its_sorted_json() -> None:
+    facts = {"version": "0.1.0", "editable": False, "sha256": ""}
+    text = (
+        '{"a": {"editable": false, "sha256": "", "version": "0.1.0"}, '
+        '"b": {"editable": false, "sha256": "", "version": "0.1.0"}}'
+    )
+    assert Manifest({"b": facts, "a": facts}).digest == hashlib.sha256(text.encode()).hexdigest()
 
 
 FILE = """
