@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from d9d_core.job_file.reading import read_yaml, write_yaml
 from d9d_core.job_file.resolve import observations_read, resolve, select, tensors_given
 from d9d_core.job_file.saved_job import SavedJob, code_mark
 from d9d_core.job_file.schema import job_schema
+from d9d_core.job_file.sections.plugins import Plugins
 from d9d_core.job_file.sections.profiling import Profiling
 from d9d_core.model import Stage
 from d9d_core.plugin import (
@@ -688,3 +690,25 @@ def test_after_an_interrupt_no_further_one_is_raised_at_the_end(
     monkeypatch.setattr(app_module, "run", lambda: run(TrainingError("x")))
     with pytest.raises(TrainingError):
         main_module._main()
+
+
+def test_the_level_of_torchs_log_comes_back_after_a_gather() -> None:
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        with tensors_module._without_gather_warning():
+            assert logger.level == logging.ERROR
+        assert logger.level == logging.INFO
+    finally:
+        logger.setLevel(before)
+
+
+def test_names_of_distributions_in_a_job_are_read_like_packaging_tools_read_them() -> None:
+    policy = Plugins(allow=["Acme_Moe"], block=["Other.One"], require=["Acme_Moe"], autoload=False).policy()
+    assert policy.allow is not None
+    assert "acme-moe" in policy.allow
+    assert "other-one" in policy.block
+    assert ("acme-moe" in policy.require, policy.autoload) == (True, False)
+    assert Plugins().policy().allow is None
+    assert Plugins().policy().autoload

@@ -376,3 +376,12 @@ def test_an_only_problem_that_a_schedule_raised_is_raised_as_it_is(monkeypatch: 
     problems.append(Problem(("mesh",), "another"))
     with pytest.raises(JobError, match="job: too few microbatches\njob: another$"):
         check_layout(made, select_parts(made, REGISTRY), REGISTRY, 1, made.source)
+
+
+def test_an_axis_that_no_installed_strategy_uses_gets_one_rank() -> None:
+    bare = Registry.of(toy)
+    made = JobFile.from_values({**JOB, "mesh": {"tp": 2}}, registry=bare)
+    fitting = mended(made, bare, 1)
+    assert fitting is not None
+    assert edit(made, fitting) == "mesh: {}"
+    assert mended(made, bare, 2) is None
