@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from d9d_core.data import DataContext
 from d9d_core.errors import DataError
+from d9d_data.corpus.encoding import Encoding
 from d9d_data.corpus.fit import NONE, Limit, Tally, TooLongError, Words, losses, nothing_left, readings, stops
 from d9d_data.corpus.plan import Shard, plan_shards
+from d9d_data.corpus.prepare import WHOLE, Corpus, Ends, _amount
 from d9d_data.corpus.shards import Skips, read_shard, token_dtype, write_shard
 from d9d_data.fields.label_table import Classes, LabelTable
 from d9d_data.order.layout import Layout
@@ -24,6 +26,7 @@ from d9d_data.order.windows import WindowOrder
 from d9d_data.sources.document import Piece
 from d9d_data.sources.opening import SourceFile
 from d9d_data.sources.place import Place
+from d9d_data.stream.base import PackStream, facts_of
 from d9d_data.stream.documents import _window
 
 RECORDS = Words("records", "a reply was cut")
@@ -313,3 +316,109 @@ def test_packs_of_a_window_are_sorted_and_cross_epochs() -> None:
     assert [cut(2 * pack).tolist() for pack in range(2)] == [[1, 0], [2, 3]]
     assert cut.of_sizes(2, 2)(0).tolist() == [1, 0]
     assert cut.of_sizes(2, 2).window == 2
+
+
+def corpus_of(*lengths: int, **fields: Any) -> Corpus:
+    """Corpus of documents of some lengths, whose token i is i."""
+    starts = np.cumsum([0, *lengths])
+    return Corpus(np.arange(starts[-1]), starts, 99, "words", 1.5, "digest", None, **fields)
+
+
+def test_a_corpus_predicts_and_learns_all_tokens_unless_it_says_otherwise() -> None:
+    corpus = corpus_of(3, 5)
+    assert (corpus.predicts, corpus.ends, corpus.skipped, corpus.learned, corpus.num_classes) == (
+        True, Ends(1, False, False), 0, 0, 0,
+    )  # fmt: skip
+    assert (corpus.weights, corpus.scales, corpus.labels, corpus.lost, corpus.limit) == (None,) * 5
+    assert (Ends(), WHOLE) == (Ends(0, False, False),) * 2
+    assert (corpus.texts, corpus.documents_per_sample, corpus.samples) == ((), 1, 2)
+    assert corpus.documents_of(np.asarray([1, 0])).tolist() == [1, 0]
+    assert corpus.positions_of(np.asarray([1, 0])).tolist() == [4, 2]
+    assert corpus_of(3, 5, ends=WHOLE).positions_of(np.asarray([1, 0])).tolist() == [5, 3]
+
+
+def test_samples_of_several_documents_are_consecutive() -> None:
+    corpus = corpus_of(1, 2, 3, 4, 5, 6, encoding=Encoding("pairs", {}, texts=("query", "positive", "negative")))
+    assert (corpus.documents_per_sample, corpus.samples) == (3, 2)
+    assert corpus.documents_of(np.asarray([1, 0, 1])).tolist() == [3, 4, 5, 0, 1, 2, 3, 4, 5]
+
+
+def test_tokens_lost_in_preparation_and_in_the_stream_add_up() -> None:
+    both = np.asarray([0, 1, 2])
+    assert corpus_of(3, 5, 8).lost_of(both).tolist() == [0, 0, 0]
+    lost = np.asarray([7, 0, 2])
+    assert corpus_of(3, 5, 8, lost=lost).lost_of(both).tolist() == [7, 0, 2]
+    assert corpus_of(3, 5, 8, limit=Limit(4)).lost_of(both).tolist() == [0, 1, 4]
+    assert corpus_of(3, 5, 8, limit=Limit(4), lost=lost).lost_of(both[::-1]).tolist() == [6, 1, 7]
+    assert corpus_of(3, 5, 8, limit=Limit(5)).lost_of(both).tolist() == [0, 0, 3]
+
+
+def test_losses_are_counted_by_the_preparation_or_by_the_stream() -> None:
+    tally = Tally(records=100, cut=2, longest=50, dropped=1)
+    uncut = Tally(records=100, longest=50, dropped=1)
+    assert corpus_of(3, 5, 8, tally=tally, limit=Limit(4)).losses() is tally
+    assert corpus_of(3, 5, 8, tally=uncut).losses() is uncut
+    assert corpus_of(3, 5, 8, tally=uncut, limit=Limit(8)).losses() is uncut
+    assert corpus_of(3, 5, 8, tally=uncut, limit=Limit(4)).losses() == Tally(records=3, cut=2, longest=8, dropped=1)
+
+
+def test_a_corpus_says_its_sizes() -> None:
+    sizes = {"vocab_size": 99, "tokens": 8, "documents": 2, "tokenizer": "words", "skipped": 3}
+    plain = {"eos_token_id": 7, "unigram_entropy": 1.5}
+    assert facts_of(corpus_of(3, 5, skipped=3)) == {**sizes, **plain}
+    assert facts_of(corpus_of(3, 5, skipped=3, limit=Limit(4))) == {**sizes, **plain, "cut_documents": 1, "longest": 5}
+    assert facts_of(corpus_of(3, 5, skipped=3, limit=Limit(5))) == {**sizes, **plain, "cut_documents": 0}
+    tally = Tally(records=9, longest=20, cut=2, incomplete=1, dropped=4, stops={"a": 2, "b": 3})
+    counted = {"cut_documents": 2, "longest": 20, "incomplete": 1, "dropped": 4}
+    weights, stop = np.ones(8, dtype=np.bool_), {"stop_learned": 5, "stop_token_ids": [5, 6]}
+    learned: dict[str, Any] = {"weights": weights, "learned": 6, "stop_token_ids": (5, 6), "tally": tally}
+    assert facts_of(corpus_of(3, 5, skipped=3, limit=Limit(9), **learned)) == {
+        **sizes, **counted, "learned_tokens": 6, **stop,
+    }  # fmt: skip
+    pairs = Encoding("pairs", {}, texts=("a", "b"), targets=False)
+    assert facts_of(corpus_of(3, 5, skipped=3, encoding=pairs)) == {**sizes, "texts": ["a", "b"], "texts_per_sample": 2}
+    labels = np.zeros(8, dtype=np.int32)
+    classes = {**sizes, "num_classes": 2}
+    assert facts_of(corpus_of(3, 5, skipped=3, labels=labels, num_classes=2)) == classes
+    named = corpus_of(3, 5, skipped=3, labels=labels, num_classes=2, label_names=("n", "y"))
+    assert facts_of(named) == {**classes, "labels": ["n", "y"]}
+
+
+def test_files_that_hold_a_document_each_are_counted_as_documents() -> None:
+    texts, lines = SourceFile("a.txt", "text"), SourceFile("a.jsonl", "jsonl")
+    assert [_amount(files) for files in ([texts], [texts] * 1234, [lines], [texts, lines])] == [
+        "1 document", "1,234 documents", "1 file", "2 files",
+    ]  # fmt: skip
+
+
+class Packs:
+    """Source of packs with the number of consumed samples."""
+
+    def pack_at(self, consumed: int) -> Any:
+        return [{"n": np.asarray([consumed])}]
+
+
+def test_streams_continue_at_a_state_of_the_same_data_only() -> None:
+    def opened(identity: str = "a") -> PackStream:
+        return PackStream(Packs(), 4, 0, identity, "x and y")
+
+    stream = opened()
+    read = [int(stream.next_pack()[0]["n"][0]) for _ in range(3)]
+    state = stream.state()
+    assert (read, state["consumed"], len(state["fingerprint"]), set(state)) == (
+        [0, 4, 8], 12, 16, {"consumed", "fingerprint", "tokenisation"},
+    )  # fmt: skip
+    again = opened()
+    again.load_state(state)
+    assert int(again.next_pack()[0]["n"][0]) == 12
+    again.load_state({**state, "consumed": 0})
+    assert int(again.next_pack()[0]["n"][0]) == 0
+    for wrong in (-1, None, 1.5):
+        with pytest.raises(DataError, match=f"is damaged: consumed is {wrong}"):
+            again.load_state({**state, "consumed": wrong})
+    with pytest.raises(DataError, match=r"now it is \w+\); x and y must stay unchanged"):
+        opened("b").load_state(state)
+    with pytest.raises(DataError, match="another version of d9d-data saved it"):
+        opened("b").load_state({**state, "tokenisation": -1})
+    with pytest.raises(DataError, match="another version of d9d-data saved it"):
+        opened("b").load_state({"consumed": 0, "fingerprint": "x"})

@@ -1,0 +1,262 @@
+"""Parts of strategies without other ranks: reductions by microbatch, shards of experts, blocks, kept outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.errors import BuildError
+from d9d_parallel.activation_checkpointing import operators
+from d9d_parallel.activation_checkpointing.operators import (
+    KeepOutputs,
+    WarnOfUnmet,
+    contexts_of,
+    find_operators,
+    unknown_operators,
+)
+from d9d_parallel.activation_checkpointing.recompute import Recomputed, checkpoint_module, is_checkpointed
+from d9d_parallel.activation_checkpointing.strategy import choose
+from d9d_parallel.blocks import blocks_of, find_blocks
+from d9d_parallel.compile.strategy import _check_backend, _graph_options
+from d9d_parallel.data_parallel import reducer
+from d9d_parallel.data_parallel.experts import ShardDimension, find_banks, is_spread
+from d9d_parallel.data_parallel.reducer import FsdpReducer
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+class Root:
+    """Stage of FSDP2 that writes down its settings."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        monkeypatch.setattr(reducer, "reduce_fsdp_gradients", lambda root: self.calls.append(("reduce", root is self)))
+        monkeypatch.setattr(reducer, "keep_fsdp_gradients", lambda root: self.calls.append(("keep", root is self)))
+
+    def set_is_last_backward(self, last: bool) -> None:
+        self.calls.append(("last", last))
+
+    def set_requires_gradient_sync(self, on: bool) -> None:
+        self.calls.append(("sync", on))
+
+    def set_requires_all_reduce(self, on: bool) -> None:
+        self.calls.append(("all", on))
+
+    def taken(self) -> list[tuple[str, Any]]:
+        taken, self.calls = self.calls, []
+        return taken
+
+
+@pytest.mark.parametrize(
+    ("defer", "first", "last", "then"),
+    [
+        ("nothing", [("last", False)], [("last", True)], [("last", True), ("reduce", True)]),
+        (
+            "all_reduce",
+            [("last", False), ("all", False)],
+            [("last", True), ("all", True)],
+            [("last", True), ("all", True), ("reduce", True)],
+        ),
+        (
+            "everything",
+            [("last", False), ("sync", False)],
+            [("last", True), ("sync", True)],
+            [("last", True), ("reduce", True)],
+        ),
+    ],
+)
+def test_reductions_wait_for_the_last_microbatch(
+    monkeypatch: pytest.MonkeyPatch, defer: Any, first: Any, last: Any, then: Any
+) -> None:
+    root: Any = Root(monkeypatch)
+    reduces = FsdpReducer(root, defer)
+    for _ in range(2):  # two steps
+        reduces.before_backward(False)
+        assert root.taken() == first
+        reduces.before_backward(False)
+        assert root.taken() == [call for call in first if call[0] != "sync"]
+        reduces.before_backward(True)
+        assert root.taken() == last
+    reduces.after_weights()
+    assert root.taken() == [("keep", True)]
+    reduces.reduce()
+    assert root.taken() == then
+
+
+@pytest.mark.parametrize("defer", ["nothing", "everything"])
+def test_an_incomplete_backward_defers_everything_until_the_reduction(
+    monkeypatch: pytest.MonkeyPatch, defer: Any
+) -> None:
+    root: Any = Root(monkeypatch)
+    reduces = FsdpReducer(root, defer)
+    reduces.before_backward(False, complete=False)
+    assert root.taken() == [("last", False), ("sync", False)]
+    reduces.before_backward(True)
+    assert root.taken() == [("last", False)]
+    reduces.reduce()
+    assert root.taken() == [("last", True), ("sync", True), ("reduce", True)]
+    reduces.before_backward(True)
+    assert root.taken() == [("last", True)]
+
+
+class Bank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 3, 2))
+
+
+class Layer(nn.Module):
+    """Layer with a bank of experts, and a block that it shares with its owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.bank = nn.Linear(2, 2), Bank()
+        self.dispatcher: Any = None
+
+    def expert_banks(self) -> Mapping[str, nn.Module]:
+        return {"bank": self.bank}
+
+
+class Chain(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): Layer() for number in range(count)})
+        self.norm = nn.LayerNorm(2)
+
+    def blocks(self) -> Mapping[str, nn.Module]:
+        return {f"layers.{name}": block for name, block in self.layers.items()}
+
+
+class Model(nn.Module):
+    """Model that returns the blocks of its backbone."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.head, self.backbone = nn.Linear(2, 2), Chain(count)
+
+    def blocks(self) -> Mapping[str, nn.Module]:
+        return {f"backbone.{name}": block for name, block in self.backbone.blocks().items()}
+
+
+def test_blocks_and_banks_are_found_once_by_their_whole_names() -> None:
+    model = Model(2)
+    assert list(blocks_of(model)) == ["backbone.layers.0", "backbone.layers.1"]
+    assert find_blocks(model, "s")["backbone.layers.1"] is model.backbone.layers["1"]
+    assert list(find_banks(model)) == ["backbone.layers.0.bank", "backbone.layers.1.bank"]
+    assert not is_spread(model.backbone.layers["0"])
+    assert blocks_of(nn.Linear(1, 1)) == {}
+    with pytest.raises(BuildError, match=r"'s' found no block: '' \(Model\), 'backbone' \(Chain\) has none"):
+        find_blocks(Model(0), "s")
+    with pytest.raises(BuildError, match="'s' needs model trait 'blocks', which no module of Linear has"):
+        find_blocks(nn.Linear(1, 1), "s")
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dimension"),
+    [((4, 6, 10), 2, 0), ((4, 6, 10), 4, 0), ((4, 6, 10), 3, 1), ((4, 6, 10), 5, 2), ((1, 4, 4), 4, 1), ((3, 5), 1, 0)],
+)
+def test_experts_are_sharded_in_the_first_dimension_that_ranks_divide(
+    shape: tuple[int, ...], ranks: int, dimension: int
+) -> None:
+    topology: Any = SimpleNamespace(grid=lambda view: SimpleNamespace(sizes={"expert_fsdp": ranks, view: 99}))
+    assert ShardDimension(topology, "s")(nn.Parameter(torch.zeros(shape))) == Shard(dimension)
+
+
+def test_experts_that_no_dimension_divides_are_refused() -> None:
+    topology: Any = SimpleNamespace(grid=lambda _view: SimpleNamespace(sizes={"expert_fsdp": 7}))
+    with pytest.raises(BuildError, match=r"'s': experts of shape \[6, 10\], 4 of them on each rank of ep, cannot"):
+        ShardDimension(topology, "s")(nn.Parameter(torch.zeros(4, 6, 10)))
+
+
+def test_every_second_of_the_matched_blocks_is_chosen_from_the_first_on() -> None:
+    names = [f"layers.{number}" for number in range(12)]
+    assert choose(names, ("*",), 1) == (names, {})
+    assert choose(names, ("layers.1?",), 1)[0] == ["layers.10", "layers.11"]
+    assert choose(names, ("layers.?",), 3)[0] == ["layers.0", "layers.3", "layers.6", "layers.9"]
+    assert choose(names, ("layers.3", "layers.1"), 1)[0] == ["layers.1", "layers.3"]
+    assert choose(names, ("LAYERS.3", "layers.1"), 2)[0] == ["layers.1"]
+    _, unmatched = choose(names, ("head", "layers.1", "Layers.*"), 1)
+    assert list(unmatched) == ["head", "Layers.*"]
+    assert unmatched["head"].endswith("blocks: layers.0, layers.1, layers.2, layers.3, ...")
+    assert choose(names[:4], ("head",), 1)[1]["head"].endswith("blocks: layers.0, layers.1, layers.2, layers.3")
+
+
+def slot(op: str, patterns: tuple[str, ...], backend: str = "torch") -> Any:
+    return SimpleNamespace(op=op, operators=patterns, backend=backend)
+
+
+def test_outputs_of_an_op_or_of_a_pattern_are_stored_and_others_recomputed() -> None:
+    mm, add = torch.ops.aten.mm.default, torch.ops.aten.add.Tensor
+    context: Any = None
+    policy = KeepOutputs(("norm", "aten.add"), [slot("norm", ("aten.mm",)), slot("other", ("aten.mul",))])
+    assert policy.unmet() == []
+    assert policy(context, torch.ops.aten.mul.Tensor) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert policy.unmet() == ["norm", "aten.add"]
+    assert policy(context, mm, 1, a=2) == CheckpointPolicy.MUST_SAVE
+    assert policy.unmet() == ["aten.add"]
+    assert policy(context, add) == CheckpointPolicy.MUST_SAVE
+    assert policy.unmet() == []
+    nothing = KeepOutputs(())
+    assert nothing(context, mm) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert contexts_of(policy).args == (policy,)  # type: ignore[attr-defined]
+    assert isinstance(operators.KEEPING_NOTHING()[0], torch.utils._python_dispatch.TorchDispatchMode)
+
+
+def test_a_saved_op_needs_a_kernel_with_operators() -> None:
+    KeepOutputs(("a",), [slot("a", ("aten.mm",)), slot("b", ())]).check()
+    with pytest.raises(BuildError, match="'a' in 'save': its kernel 'fast' has no operators"):
+        KeepOutputs(("a",), [slot("a", (), "fast")]).check()
+
+
+def test_ops_and_names_of_packages_are_known_before_operators_are_registered() -> None:
+    assert unknown_operators(("attention", "aten.mm", "torch.later"), {"attention"}) == {}
+    unknown = unknown_operators(("attentio",), {"attention", "norm"})
+    assert list(unknown) == ["attentio"]
+    assert unknown["attentio"].endswith("did you mean 'attention'? (ops of its blocks: attention, norm)")
+    with pytest.raises(BuildError, match=r"'no_such_package.op' in 'save' matches no operator"):
+        unknown_operators(("no_such_package.op",), ())
+    assert torch.ops.aten.mm.default in find_operators("aten.mm")
+    assert set(find_operators("aten.m?")) >= {torch.ops.aten.mm.default, torch.ops.aten.mv.default}
+
+
+def test_the_second_forward_warns_once_of_unmet_entries(caplog: pytest.LogCaptureFixture) -> None:
+    policy: Any = SimpleNamespace(unmet=lambda: ["a", "b"])
+    hook = WarnOfUnmet(policy)
+    counts = []
+    for _ in range(4):
+        hook(nn.Linear(1, 1), ())
+        counts.append(len(caplog.records))
+    assert counts == [0, 1, 1, 1]
+    assert "stores nothing for 'a', 'b' in 'save'" in caplog.text
+
+
+def test_a_checkpointed_module_keeps_its_forward_and_settings() -> None:
+    layer = nn.Linear(2, 2)
+    assert not is_checkpointed(layer)
+    checkpoint_module(layer)
+    forward: Any = layer.forward
+    assert isinstance(forward, Recomputed)
+    assert is_checkpointed(layer)
+    bound: Any = forward.forward
+    assert (forward.preserve_rng_state, forward.contexts, bound.__self__) == (True, None, layer)
+    other = nn.Linear(2, 2)
+    checkpoint_module(other, preserve_rng_state=False, contexts=operators.KEEPING_NOTHING)
+    forward = other.forward
+    assert (forward.preserve_rng_state, forward.contexts) == (False, operators.KEEPING_NOTHING)
+
+
+def test_graphs_are_recorded_or_refused_in_addition_to_the_options_of_a_mode() -> None:
+    recorded = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
+    assert _graph_options(None) == recorded
+    most = _graph_options("max-autotune")
+    assert most == {**most, **recorded, "max_autotune": True}
+    for known in ("inductor", "eager", "aot_eager"):
+        _check_backend(known)
+    with pytest.raises(BuildError, match="unknown backend 'inducter'; did you mean 'inductor'"):
+        _check_backend("inducter")
+    with pytest.raises(BuildError, match="unknown backend 'zzzzzzzz'; torch knows: "):
+        _check_backend("zzzzzzzz")
