@@ -405,7 +405,7 @@ def test_streams_continue_at_a_state_of_the_same_data_only() -> None:
     stream = opened()
     read = [int(stream.next_pack()[0]["n"][0]) for _ in range(3)]
     state = stream.state()
-    assert (read, state["consumed"], len(state["fingerprint"]), set(state)) == (
+    assert (read, state["consumed"], len(str(state["fingerprint"])), set(state)) == (
         [0, 4, 8], 12, 16, {"consumed", "fingerprint", "tokenisation"},
     )  # fmt: skip
     again = opened()
