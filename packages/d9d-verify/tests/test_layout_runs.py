@@ -48,9 +48,11 @@ def read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "read_all", lambda directory, ranks: (directory.name, ranks))
 
 
-def reference(tmp_path: Path, launch: Launches, *more: Layout, values: dict[str, Any] = VALUES) -> Any:
-    plain = Layout("x", {"dp_shard": 2}, [])
-    return run._reference(values, ["rope", "norm"], [plain, *more], 3, tmp_path / "reference", launch)
+def reference(
+    tmp_path: Path, launch: Launches, *more: Layout, values: dict[str, Any] = VALUES, routes: bool = False
+) -> Any:
+    several = [Layout("x", {"dp_shard": 2}, []), *more]
+    return run._reference(values, ["rope", "norm"], several, 3, tmp_path / "reference", launch, routes=routes)
 
 
 @pytest.mark.usefixtures("read")
@@ -83,6 +85,19 @@ def test_a_strategy_that_uses_bfloat16_adds_a_variant_in_bfloat16(tmp_path: Path
     all_narrow = {**VALUES, "precision": {"autocast": None, "parameters": "bfloat16"}}
     (tmp_path / "second").mkdir()
     reference(tmp_path / "second", launch, values=all_narrow)
+    assert launch.plans[1][2]["sound"] == 2
+
+
+@pytest.mark.usefixtures("read")
+def test_a_model_that_routes_in_bfloat16_has_more_variants_of_the_narrowest_kind(tmp_path: Path) -> None:
+    launch = Launches()
+    narrow = Layout("y", {"dp_shard": 2}, [{"name": "fsdp", "reduce": "bfloat16"}])
+    reference(tmp_path, launch, narrow, routes=True)
+    assert launch.plans[0][2]["sound"] == 5
+    third, last = ((tmp_path / "reference" / f"sound-{index}.json").read_text() for index in (2, 4))
+    assert json.loads(third)["precision"] == json.loads(last)["precision"]
+    (tmp_path / "wide").mkdir()
+    reference(tmp_path / "wide", launch, routes=True)
     assert launch.plans[1][2]["sound"] == 2
 
 
@@ -141,9 +156,9 @@ def test_each_layout_is_told_run_and_judged(monkeypatch: pytest.MonkeyPatch) -> 
         "scaled_values": lambda _job, _layouts, steps: {**VALUES, "batch": {"size": steps}},
         "ops_of": lambda *_: ["rope"],
         "_check": lambda *given: ran.append(("checked", given[2].name)),
-        "scaled_model": lambda *_: None,
+        "scaled_model": lambda *_: torch.nn.Identity(),
         "layout_dependence": lambda _model: ["it draws"],
-        "_reference": lambda *given: ("measured", ["sound"]),
+        "_reference": lambda *_, routes: ("measured" if not routes else "routed", ["sound"]),
         "_run": measured,
         "Limits": limits,
         "compare": compare,
