@@ -8,15 +8,18 @@ from typing import Any, Literal
 import pytest
 import torch
 from d9d_core.errors import JobError
+from d9d_core.kernel import OpSignature
 from d9d_core.strategy import StepShape
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.decoder.block import DecoderBlock, grouped_query_attention, swiglu
 from d9d_nn.decoder.config import DenseConfig
 from d9d_nn.distillation import task as distillation
+from d9d_nn.embedding import TokenEmbedding
 from d9d_nn.heads.causal_lm import RANKS, CausalLMHead
 from d9d_nn.linear import Linear, is_plain
 from d9d_nn.ops import attention_inputs, normed_rope
 from d9d_nn.ops import swiglu as swiglu_op
+from d9d_nn.ops.attention.sdpa_pinned import CUDNN, FLASH, PinnedKernel
 from d9d_nn.swiglu import SwiGLU
 from torch import nn
 
@@ -182,3 +185,28 @@ def test_a_teacher_has_trained_weights_and_enough_words(
     with pytest.raises(JobError) as caught:
         task.check(None, {})
     assert str(caught.value).splitlines() == problems
+
+
+def signature(documents: bool | None, dtype: str = "bfloat16") -> OpSignature:
+    static = {"head_dim": 64, "window": None, "query_heads": 8, "key_heads": 8}
+    return OpSignature("attention", "cuda", dtype, static, documents=documents)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "documents", "warns"),
+    [(FLASH, None, True), (FLASH, False, False), (CUDNN, None, False), (CUDNN, False, False)],
+)
+def test_a_kernel_without_masks_says_that_documents_are_an_error_where_they_may_come(
+    monkeypatch: pytest.MonkeyPatch, kernel: PinnedKernel, documents: bool | None, warns: bool
+) -> None:
+    monkeypatch.setattr(PinnedKernel, "_refusal", lambda *_: None)
+    found = kernel.supports(signature(documents))
+    assert found.accept
+    assert found.reason.startswith(f"only {kernel.name}; only by name, as sdpa chooses among all kernels")
+    assert ("; a call with documents is an error, as it has no mask" in found.reason) == warns
+
+
+def test_an_embedding_has_a_row_for_each_token_id() -> None:
+    made = TokenEmbedding(11, 3, std=0.5)
+    assert (made.weight.shape, made.num_embeddings, made.embedding_dim) == ((11, 3), 11, 3)
+    assert made(torch.tensor([[10, 0]])).shape == (1, 2, 3)
