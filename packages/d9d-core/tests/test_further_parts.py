@@ -627,6 +627,7 @@ def test_a_kernel_is_of_an_op_and_deterministic_unless_it_says_otherwise() -> No
     assert kernel.operators == ()
 
 
+@pytest.mark.thorough
 def test_commands_without_words_print_their_help() -> None:
     for words in ([], ["plugins"]):
         result = CliRunner().invoke(app, words)

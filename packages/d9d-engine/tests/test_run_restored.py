@@ -179,6 +179,7 @@ def test_labels_are_at_even_steps_from_the_first_cell(cells: int, room: int, tic
     assert set_ == [([tick + 0.5 for tick in ticks], [f"cell {tick}" for tick in ticks])]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("values", "neutral", "norm"),
     [

@@ -214,7 +214,7 @@ def test_directions_differ_by_angle_and_by_length(one: Any, other: Any, by: Any,
 
 def test_tiny_angles_are_exact() -> None:
     angle, _ = compare_directions(torch.tensor([1.0, 1e-9]), torch.tensor([1.0, 0.0]))
-    assert angle == pytest.approx(5e-19, rel=1e-6)
+    assert angle == pytest.approx(5e-19, rel=1e-6, abs=0)
     # Beyond 60 degrees, one minus the cosine is exact and half the squared distance is the same.
     angle, _ = compare_directions(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.0]))
     assert angle == pytest.approx(1 - 1 / math.sqrt(10))
