@@ -150,7 +150,8 @@ class Ia3:
 
     def _fold(self, layer: str, has_bias: bool) -> Mapper:
         of_inputs = any(_matches(layer, pattern) for pattern in self._config.feedforward)
-        names = {"weight": f"{layer}{_WEIGHT}"} | ({"bias": f"{layer}{_BIAS}"} if has_bias else {})
+        # A scale of inputs leaves the bias as it is.
+        names = {"weight": f"{layer}{_WEIGHT}"} | ({"bias": f"{layer}{_BIAS}"} if has_bias and not of_inputs else {})
         vector = f"{layer}{_VECTOR}"
 
         def merged(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
