@@ -21,6 +21,10 @@ from d9d_parallel.activation_checkpointing.recompute import Recomputed, checkpoi
 from d9d_parallel.activation_checkpointing.strategy import choose
 from d9d_parallel.blocks import blocks_of, find_blocks
 from d9d_parallel.compile.strategy import _check_backend, _graph_options
+from d9d_parallel.context_parallel import strategy
+from d9d_parallel.context_parallel.communication import Heads
+from d9d_parallel.context_parallel.config import ContextParallelConfig
+from d9d_parallel.context_parallel.strategy import ContextParallel
 from d9d_parallel.data_parallel import reducer
 from d9d_parallel.data_parallel.experts import ShardDimension, find_banks, is_spread
 from d9d_parallel.data_parallel.reducer import FsdpReducer
@@ -260,3 +264,93 @@ def test_graphs_are_recorded_or_refused_in_addition_to_the_options_of_a_mode() -
         _check_backend("inducter")
     with pytest.raises(BuildError, match="unknown backend 'zzzzzzzz'; torch knows: "):
         _check_backend("zzzzzzzz")
+
+
+class Core(nn.Module):
+    """Attention core that shares its attention, with or without a slot."""
+
+    def __init__(self, slots: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.slots, self.function = slots, None
+
+    def op_slots(self) -> Mapping[str, Any]:
+        return self.slots
+
+    def attention_heads(self) -> tuple[int, int]:
+        return 4, 2
+
+    def head_features(self) -> int:
+        return 8
+
+    def see_queries(self, share: Any) -> None:
+        self.function = share
+
+    def attend_by(self, function: Any) -> None:
+        self.function = function
+
+
+class Router(nn.Module):
+    """Module that sees the context and may state its collectives."""
+
+    def see_context(self, share: Any) -> None:
+        self.share = share
+
+
+class Stating(Router):
+    def context_collectives(self, _step: Any) -> list[Any]:
+        return []
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Core({}), Core({"attention_block": None})
+        self.router, self.stating = Router(), Stating()
+        self.share: Any = None
+
+    def attention_cores(self) -> Mapping[str, nn.Module]:
+        return {"a": self.a, "b": self.b}
+
+    def split_context(self, share: Any) -> None:
+        self.share = share
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
+def test_context_parallelism_tells_what_it_changed_and_what_states_nothing(
+    monkeypatch: pytest.MonkeyPatch, method: Any
+) -> None:
+    ranks = SimpleNamespace(rank=1, size=2, numbers=(0, 1), group="group", name="ranks")
+    monkeypatch.setattr(strategy, "Ranks", lambda _group: ranks)
+    topology: Any = SimpleNamespace(axes_group=lambda axis: axis, sizes={"tp": 2})
+    stage = Attention()
+    applied = ContextParallel(ContextParallelConfig(method=method)).apply(stage, topology)
+    assert applied.modules == ("", "a", "b", "router", "stating")
+    plain = ("a: declares no slot of attention_block, so it is computed in plain PyTorch",)
+    silent = ("router (Router) does not declare its communication: context_collectives()",)
+    assert applied.notes == (plain if method == "ring" else ()) + silent
+    assert (stage.share.all_ranks, stage.share.ranks, stage.router.share) == (ranks, 2, stage.share)
+    communication: Any = applied.collectives
+    assert communication.cores == {"a": Heads(2, 1, 8), "b": Heads(2, 1, 8)}
+    assert list(communication.alone) == ["stating"]
+    functions = [core.function for core in (stage.a, stage.b)]
+    replaced = "forward" in vars(stage.a)
+    if method == "ring":
+        assert [type(function).__name__ for function in functions] == ["RingAttention"] * 2
+    else:
+        assert functions == [stage.share if method == "all_gather" else None] * 2
+    assert replaced == (method != "ring")
+
+
+def test_ranks_of_a_part_make_the_groups_of_all_parts() -> None:
+    made: list[tuple[str, list[int]]] = []
+
+    def group(axis: str, part: Any) -> str:
+        made.append((axis, list(part)))
+        return f"group {len(made)}"
+
+    topology: Any = SimpleNamespace(coordinate={"cp": 3}, positions_group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strategy, "Ranks", lambda one: one)
+        mine: Any = strategy._ranks(topology, [range(2), range(2, 4), range(4, 6)])
+    assert mine == "group 2"
+    assert made == [("cp", [0, 1]), ("cp", [2, 3]), ("cp", [4, 5])]
