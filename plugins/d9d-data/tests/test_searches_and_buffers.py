@@ -125,10 +125,8 @@ def test_items_of_a_buffer_are_sorted_and_an_incomplete_pack_stays_last() -> Non
     shuffled = BufferSortedDataset(dataset, 6, 2, 3)
     packs = [[1, 3], [2, 0], [5, 4]]
     order = Permutation(3, "seed 3 packs of buffer 0")(np.arange(3)).tolist()
-    assert [shuffled.place_of(index) for index in range(7)] == [
-        *functools.reduce(operator.iadd, (packs[pack] for pack in order), []),
-        6,
-    ]
+    expected = [place for pack in order for place in packs[pack]]
+    assert [shuffled.place_of(index) for index in range(7)] == [*expected, 6]
 
 
 def test_equal_sizes_keep_their_order_and_few_items_are_only_sorted() -> None:
