@@ -156,7 +156,7 @@ def test_options_of_the_command_line_restrict_plugins(tmp_path: Path, monkeypatc
 
 
 class Kind:
-    """Stand-in of a class of jobs: what it was loaded with."""
+    """Stand-in of a class of jobs: its arguments."""
 
     registry = SimpleNamespace(problems=["one", "two"])
 

@@ -1,4 +1,4 @@
-"""Components that do not keep the protocol of their kind, and what the errors say."""
+"""Components that do not keep the protocol of their kind, and their errors."""
 
 from __future__ import annotations
 

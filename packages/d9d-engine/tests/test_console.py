@@ -154,9 +154,9 @@ def test_a_second_ctrl_c_says_what_it_costs(tmp_path: Path) -> None:
 def test_a_description_is_printed_first_and_each_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[Any] = []
     monkeypatch.setattr("builtins.print", lambda *given, **more: lines.append((*given, more)))
-    run = ConsoleTracker(ConsoleConfig()).open(RunInfo("test", Path(), "what it is for", {}, 300, 0), None)
+    run = ConsoleTracker(ConsoleConfig()).open(RunInfo("test", Path(), "the purpose", {}, 300, 0), None)
     run.write(7, {"loss": 999.96, "a": 1000.4, "b": -1000.0, "lr": 2e-4, "tokens_per_second": 1234.0, "tokens": 8.0})
     assert lines == [
-        ("test: what it is for", {"flush": True}),
+        ("test: the purpose", {"flush": True}),
         ("step   7/300  loss 1000  a 1,000  b -1,000  lr 2.00e-04  1,234 tokens/s", {"flush": True}),
     ]

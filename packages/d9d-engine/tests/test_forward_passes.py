@@ -30,7 +30,7 @@ def _without_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Forward:
-    """A forward pass with what it did."""
+    """A forward pass that keeps its calls."""
 
     def __init__(self, packed: bool | None = None, cp: int = 1, **sizes: int) -> None:
         self.did: list[Any] = []

@@ -15,7 +15,7 @@ from d9d_engine.launch import process
 
 
 class Link:
-    """Link to a launcher: one byte of the pipe is one message; its end is that of the launcher."""
+    """Link to a launcher: one byte of the pipe is one message; it ends with the launcher."""
 
     def __init__(self) -> None:
         self.reading, self.writing = os.pipe()

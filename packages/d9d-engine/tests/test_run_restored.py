@@ -18,7 +18,7 @@ from d9d_engine.trackers import picture_table
 
 
 class Run:
-    """A life cycle at a step of a run, with what it did."""
+    """A life cycle at a step of a run, with its calls."""
 
     def __init__(
         self,

@@ -134,7 +134,7 @@ def test_a_mesh_gets_a_strategy_for_each_of_its_axes() -> None:
     assert settings(options().parallel(Mesh(tp=2, cp=2, ep=2), waits=True)) == [
         [("tensor", 1), ("ring", 1), ("experts", 1)]
     ]
-    # Settings of inner axes vary only if the job has their strategy, those of data only with several microbatches.
+    # Settings of inner axes vary only if the job has their strategy, settings of data only with several microbatches.
     assert settings(options(named("tensor", degree=9)).parallel(Mesh(tp=2), waits=False)) == [
         [("tensor", 9)],
         [("tensor", 2)],
@@ -158,7 +158,7 @@ def test_data_parallel_axes_get_one_strategy_for_all_of_them_without_further_axe
     assert settings(options().parallel(Mesh(dp_shard=2, dp_replicate=2), waits=True)) == [[("both", 1)]]
     assert settings(options().parallel(Mesh(dp_replicate=2), waits=True)) == [[("copies", 1)]]
     assert settings(options(named("both", degree=4)).parallel(Mesh(dp_shard=2), waits=True)) == [[("both", 4)]]
-    # A strategy of the job for another axis is no reason to leave out those of this one.
+    # A strategy of the job for another axis is no reason to leave out the settings of this one.
     assert settings(options(named("copies", degree=4)).parallel(Mesh(dp_shard=2), waits=False)) == [[("shards", 1)]]
 
 
