@@ -1,4 +1,4 @@
-"""Composition of inference runs and evaluations: what is refused, built, loaded and counted. Parts are stand-ins."""
+"""Composition of inference runs and evaluations: refusals, parts, loaded weights and counts. Parts are stand-ins."""
 
 from __future__ import annotations
 
@@ -616,3 +616,12 @@ def test_a_checkpoint_is_exported_with_the_tokenizer_of_its_run(
     monkeypatch.setattr(model_files, "convert_state", fails)
     with pytest.raises(CheckpointError, match="^checkpoint cannot be exported: no tensors$"):
         model_files._export("checkpoint", tmp_path / "target", registry, print)
+
+
+def test_an_inference_job_is_built_from_its_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compose, "build_inference", lambda *given: given)
+    job: Any = InferenceJob.model_construct()
+    monkeypatch.setattr(InferenceJob, "composed", lambda _job, *given: nullcontext(("root", *given)))
+    assert job.build("note", "topology", "observers", "interrupts", True) == (
+        ("root", "note", "topology"), "observers", "interrupts", True,
+    )  # fmt: skip

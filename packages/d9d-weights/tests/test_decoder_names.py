@@ -11,6 +11,7 @@ from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
 from d9d_weights.graph.base import Parallel
 from d9d_weights.graph.graph import StateGraph
+from d9d_weights.graph.merging import Chunk
 from d9d_weights.hugging_face.names import exporter, importer, layer_names
 
 LAYERS = list(layer_names({"mlp.up_proj": "ffn.up_proj"}))
@@ -185,3 +186,19 @@ def test_biases_have_the_names_of_their_weights() -> None:
         "layers.7.attention.q_proj.bias": names[1],
         "layers.7.ffn.up.weight": names[2],
     }
+
+
+@pytest.mark.parametrize(
+    ("dim", "sizes", "wanted"),
+    [
+        (1, None, "2 equal parts"),
+        (3, None, "2 equal parts"),
+        (-1, None, "2 equal parts"),
+        (3, (0, 1), "parts of [0, 1]"),
+    ],
+)
+def test_a_dimension_that_cannot_be_cut_is_named(dim: int, sizes: Any, wanted: str) -> None:
+    tensors = {"x": TensorSpec((4, 3), torch.float32)}
+    with pytest.raises(CheckpointError) as caught:
+        StateGraph(Chunk("x", ("a", "b"), dim, sizes), tensors)
+    assert f"dimension {dim} of [4, 3] cannot be cut into {wanted}" in str(caught.value)
