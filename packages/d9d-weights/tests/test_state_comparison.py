@@ -15,9 +15,12 @@ import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
 from d9d_weights.checkpoint.tensors import CheckpointTensors
+from d9d_weights.progress import SampleBar
 from d9d_weights.state import tensors as module
+from d9d_weights.state.command import app
 from d9d_weights.state.tensors import _print_tensors, _refuse_taken, _taken_over, diff_states, parse_dtype, parse_size
 from torch import Tensor
+from typer.testing import CliRunner
 
 
 @pytest.mark.parametrize(
@@ -225,3 +228,18 @@ def test_a_file_that_cannot_be_read_is_named() -> None:
     made._file = lambda _name: SimpleNamespace(read=fails)
     with pytest.raises(CheckpointError, match="there/2-2 cannot be read: no space"):
         made.read("w", (3, 5), torch.empty(1, 1))
+
+
+@pytest.mark.parametrize(("same", "status"), [(True, 0), (False, 1)])
+def test_different_states_end_the_command_with_one(monkeypatch: pytest.MonkeyPatch, same: bool, status: int) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(module, "diff_states", lambda *given: asked.append(given) or same)
+    assert CliRunner().invoke(app, ["diff", "a", "b", "--tolerance", "0.5", "--json"]).exit_code == status
+    assert asked == [("a", "b", 0.5, True)]
+
+
+def test_a_bar_counts_what_was_added() -> None:
+    with SampleBar("samples", 10, shown=False) as bar:
+        bar.add(3)
+        bar.add(4)
+        assert bar.done == 7
