@@ -17,6 +17,7 @@ from d9d_engine.compose.parts import data, evaluator, series, statistics
 from d9d_engine.compose.parts.data import count_steps, documents_of, open_data, split_of
 from d9d_engine.compose.parts.statistics import build_statistics, unique_name
 from d9d_engine.compose.root import Root, build_task, circumstances
+from d9d_engine.step.metrics import Statistics
 
 
 def test_documents_are_those_of_all_datasets() -> None:
@@ -293,3 +294,23 @@ def test_data_is_opened_by_one_process_of_a_machine_first(monkeypatch: pytest.Mo
     root: Any = Root(job, None, topology, resolution, print)  # type: ignore[arg-type]
     assert root.open_data(True, "whole") == ("stream", "2.3 s")
     assert did == [True, (job, topology, "chosen", "config", print, True, "whole")]
+
+
+def test_an_error_of_a_metric_names_the_metric_and_its_method() -> None:
+    class Metric:
+        reductions = {"a": "sum"}
+
+        def state(self) -> dict[str, torch.Tensor]:
+            return {"a": torch.ones(1)}
+
+        def load_state(self, state: Any) -> None: ...
+
+        def reset(self) -> None: ...
+
+        def update(self, _observations: Any) -> None:
+            raise ValueError("x")
+
+    made: Any = Statistics({"mine": Metric()}, gated=False, group=None, device=torch.device("cpu"))  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="x") as caught:
+        made.update({})
+    assert caught.value.__notes__ == ["raised in update() of metric 'mine'"]
