@@ -129,7 +129,7 @@ class Trainer:
         self.did.append(("step", step))
         for name, parameter in self.stage.named_parameters():
             if name in self.gradients:
-                parameter.grad = torch.tensor(self.gradients[name])
+                parameter.grad = torch.tensor(self.gradients[name], dtype=parameter.dtype)
         self.emit(ev.OptimizerStepStarts, step=step)
         with torch.no_grad():
             for parameter in self.stage.parameters():
@@ -283,6 +283,19 @@ def test_a_job_whose_parameters_do_not_change_keeps_its_learning_rate() -> None:
     assert probed(Trainer(Model(a=[1.0]), {"a": [float("nan")]}), 1)[0] == Rate(1.0, 0)
 
 
+def test_bfloat16_weights_take_one_more_step_that_moves_a_weight_of_one() -> None:
+    model = Model(a=[1.0], b=[2.0])
+    assert not probed(Trainer(model, {"a": [0.5], "b": [0.5]}), 1)[0].loud
+    model.b = nn.Parameter(torch.tensor([2.0], dtype=torch.bfloat16))
+    assert probed(Trainer(model, {"a": [0.5], "b": [0.5]}), 1)[0].loud
+    trainer = Trainer(Model(a=[1.0]), {"a": [0.25]})
+    record = measured(trainer, 2, rate=Rate(0.5, 3, loud=True), resume=Resume(1))
+    found = [record.windows[f"{step}/model/a@0"].item() for step in range(3)]
+    assert found == [0.875, 0.75, 0.75 - module.LOUD * 0.125]
+    assert record.numbers["end/eval/loss"] == 7.5
+    assert trainer.did[-3:] == [("step", 2), "end of data", "closed"]
+
+
 class Jobs:
     """Jobs by file, as a worker loads them."""
 
@@ -343,7 +356,7 @@ def test_the_reference_clips_at_half_of_its_gradient_norm_and_guides_its_variant
         assert call[3].numbers == {"0/loss": 1.0, "start/of": 2.0}
         assert call[4:] == (Rate(2.0, 3), {"elsewhere": True, "seed": index})
     settings = json.loads((tmp_path / "settings.json").read_text())
-    assert settings == {"rate": {"factor": 2.0, "first": 3}, "max_norm": norm}
+    assert settings == {"rate": {"factor": 2.0, "first": 3, "loud": False}, "max_norm": norm}
     assert Record.read(tmp_path, 0).numbers["start/of"] == 2.0
     assert [Record.read(tmp_path / f"sound-{index}", 0).numbers["start/of"] for index in range(2)] == [3.0, 4.0]
 

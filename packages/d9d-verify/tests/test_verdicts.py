@@ -18,7 +18,7 @@ from d9d_verify.command import _print, app, verify_job
 from d9d_verify.compare import Verdict, compare, compared
 from d9d_verify.deviations import FLOORS, Limits
 from d9d_verify.layouts import REFERENCE_LAYOUT, Layout, layout_values, own_layout, parse_layout
-from d9d_verify.measure import Jitter, Rate, _backwards, _here, _numbers
+from d9d_verify.measure import LOUD, Jitter, Rate, _backwards, _here, _numbers
 from d9d_verify.measurement import Measurement, Record, fill, read_all, when
 from d9d_verify.run import _job, _settings, launch_processes, narrowest_dtype, unlike_saved, unlike_state
 from torch import nn
@@ -317,8 +317,8 @@ def test_a_record_is_a_copy_in_host_memory() -> None:
 
 
 def test_a_rate_goes_on_from_a_step_of_the_schedule() -> None:
-    assert Rate(2.0, 10).on(float)(3) == 26.0
-    assert Rate().on(float)(3) == 3.0
+    assert [Rate(2.0, 10).on(float, 4)(step) for step in (3, 4)] == [26.0, 28.0 * LOUD]
+    assert Rate().on(float, 4)(3) == 3.0
 
 
 def test_jitter_moves_outputs_of_layers_by_at_most_half_of_the_last_bit() -> None:

@@ -29,6 +29,8 @@ from d9d_verify.measurement import Measurement, Record, fill
 
 #: Relative change of the median parameter in a measured step.
 VISIBLE = 0.05
+#: Factor of the learning rate in one more step of bfloat16 weights: a weight of one, as in norms, moves by 2^-8 or not.
+LOUD = 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,16 @@ class Rate:
     Attributes:
         factor: multiplier of the schedule's factors.
         first: step of the schedule that is used for the first measured step.
+        loud: whether one more step follows, with :data:`LOUD` times the learning rate.
     """
 
     factor: float = 1.0
     first: int = 0
+    loud: bool = False
 
-    def on(self, schedule: LrSchedule) -> LrSchedule:
+    def on(self, schedule: LrSchedule, steps: int) -> LrSchedule:
         """Schedule for the measured steps."""
-        return lambda step: self.factor * schedule(self.first + step)
+        return lambda step: self.factor * (LOUD if step >= steps else 1.0) * schedule(self.first + step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +205,7 @@ def measure(
     observers: list[Subscriber] = [witness, Jitter(seed)] if elsewhere else [witness]
     trainer: Trainer = job.build(lambda _text: None, topology, observers=observers)
     if rate is not None:
-        trainer.step.lr_schedule = rate.on(trainer.step.lr_schedule)
+        trainer.step.lr_schedule = rate.on(trainer.step.lr_schedule, steps)
     executor = trainer.step.executor
     if elsewhere and len(executor.pipeline.hosts) == 1:
         executor.pipeline = replace(executor.pipeline, schedule=_backwards(executor.pipeline.schedule), _programs={})
@@ -210,11 +214,13 @@ def measure(
             if resume is not None and step == resume.step:
                 _resume(trainer, resume)
             trainer.step(step, prefetcher.next())
-    for series, value in trainer.step.statistics.compute().items():
-        witness.record.numbers |= _numbers(f"end/{series}", value)
-    if trainer.evaluator is not None:
-        with trainer.step.evaluation_weights():
-            witness.record.numbers |= {f"end/{series}": value for series, value in trainer.evaluator.run().items()}
+        for series, value in trainer.step.statistics.compute().items():
+            witness.record.numbers |= _numbers(f"end/{series}", value)
+        if trainer.evaluator is not None:
+            with trainer.step.evaluation_weights():
+                witness.record.numbers |= {f"end/{series}": value for series, value in trainer.evaluator.run().items()}
+        if rate is not None and rate.loud:
+            trainer.step(steps, prefetcher.next())
     return witness.record
 
 
@@ -232,12 +238,19 @@ def probe(job: Job, topology: Topology, steps: int) -> tuple[Rate, float]:
     with trainer.prefetcher as prefetcher:
         trainer.step(0, prefetcher.next())
     found = Measurement.of([witness.record])
-    before, after = found.under("start/model"), found.under("0/model")
-    lengths = [(before[name].double(), after[name].double()) for name in found.under("0/gradients")]
-    ratios = sorted(((b - a).norm() / a.norm()).item() for a, b in lengths if a.norm() > 0 and not a.equal(b))
+    values = [(a.double(), b.double()) for a, b in _parameters(found)]
+    ratios = sorted(((b - a).norm() / a.norm()).item() for a, b in values if a.norm() > 0 and not a.equal(b))
     middle = ratios[len(ratios) // 2] if ratios else 0.0
     usable = math.isfinite(middle) and middle * factors[first] > 0
-    return Rate(VISIBLE / (middle * factors[first]) if usable else 1.0, first), found.numbers["0/grad_norm"]
+    loud = usable and any(after.dtype == torch.bfloat16 for _, after in _parameters(found))
+    factor = VISIBLE / (middle * factors[first]) if usable else 1.0
+    return Rate(factor, first, loud), found.numbers["0/grad_norm"]
+
+
+def _parameters(found: Measurement) -> list[tuple[Tensor, Tensor]]:
+    """Trained parameters before and after the first step."""
+    before, after = found.under("start/model"), found.under("0/model")
+    return [(before[name], after[name]) for name in found.under("0/gradients")]
 
 
 def _resume(trainer: Trainer, resume: Resume) -> None:
