@@ -63,7 +63,7 @@ def test_every_page_is_there_with_its_content(site: Path) -> None:
     for readme in [*ROOT.glob("packages/*/README.md"), *ROOT.glob("plugins/*/README.md")]:
         assert (site / readme.parent.parent.name / f"{readme.parent.name}.html").exists()
     assert "--max-restarts" in (site / "command-line.html").read_text()
-    assert "fsdp 4, ep 2, checkpointed" in (site / "layouts.html").read_text()
+    assert "forgotten_reduction" in (site / "layouts.html").read_text()
 
 
 def test_the_reference_has_every_public_name(site: Path) -> None:
