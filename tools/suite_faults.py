@@ -35,17 +35,20 @@ KINDS: Mapping[str, tuple[str, str, str]] = {
     "metrics": ("metrics", "Sound", "FAULTS"),
     "datasets": ("datasets", "Sound", "FAULTS"),
     "tasks": ("tasks", "Sound", "FAULTS"),
+    "tasks of groups": ("task_groups", "Sound", "FAULTS"),
     "inference tasks": ("inference_tasks", "Sound", "FAULTS"),
     "writers": ("writers", "Sound", "FAULTS"),
     "trackers": ("trackers", "Sound", "FAULTS"),
     "kernels": ("kernels", "Sound", "FAULTS"),
     "subscribers": ("subscribers", "Sound", "FAULTS"),
+    "subscribers with files": ("file_subscribers", "Sound", "FAULTS"),
     "fine-tuning methods": ("peft_methods", "Sound", "FAULTS"),
     "models": ("models", "Sound", "FAULTS"),
     "strategies": ("earlier_suites", "SoundStrategy", "STRATEGIES"),
     "pipeline schedules": ("earlier_suites", "SoundSchedule", "SCHEDULES"),
     "dispatchers": ("moe_suites", "SoundDispatcher", "DISPATCHERS"),
     "routers": ("moe_suites", "SoundRouter", "ROUTERS"),
+    "plugins": ("plugins", "Sound", "FAULTS"),
 }
 #: Kinds whose faults take long, because most of them show only with several processes.
 LONG = ("strategies", "dispatchers")

@@ -223,6 +223,49 @@ class LacksWhatItsRecordGives(Faulty):
         return [{name: tensor for name, tensor in m.items() if name != "targets"} for m in super().next_pack()]
 
 
+class ForgetsItsEpoch(Faulty):
+    """Saves its place inside an epoch of three packs only."""
+
+    def state(self) -> State:
+        return {**super().state(), "packs": self._packs % 3}
+
+
+class OrdersByHash(Faulty):
+    """``hash`` of a text is another number in each process."""
+
+    def next_pack(self) -> Pack:
+        shift = hash(f"pack {self._packs}") % self._config.vocab_size
+        size = self._config.vocab_size
+        return [{**m, "tokens": (m["tokens"] + shift) % size} for m in super().next_pack()]
+
+
+class GivesOutItsLiveState(Faulty):
+    """The state that a checkpoint took changes with the next pack."""
+
+    def __init__(self, config: ToyTokensConfig, context: DataContext) -> None:
+        super().__init__(config, context)
+        self._live: dict[str, Any] = dict(super().state())
+
+    def next_pack(self) -> Pack:
+        pack = super().next_pack()
+        self._live["packs"] = self._packs
+        return pack
+
+    def state(self) -> State:
+        return self._live
+
+    def load_state(self, state: State) -> None:
+        super().load_state(state)
+        self._live = dict(super().state())
+
+
+class NarrowTokens(Faulty):
+    """Token ids as the file holds them: int32, although the name ``tokens`` stands for int64."""
+
+    def next_pack(self) -> Pack:
+        return [{**m, "tokens": m["tokens"].int()} for m in super().next_pack()]
+
+
 class Sound(DatasetSuite):
     target = "toy_tokens"
     plugin = "d9d_testing.toy.plugin"
@@ -263,5 +306,9 @@ FAULTS = {
     "rows depend on the rank": ({"made_of": RowsOfTheRank}, ""),
     "cuts in silence": ({"made_of": CutsInSilence}, "the facts do not count them"),
     "says once what it cuts": ({"made_of": SaysOnceWhatItCuts}, "at the second start no line"),
+    "forgets its epoch": ({"made_of": ForgetsItsEpoch}, ""),
+    "order depends on a hash": ({"made_of": OrdersByHash}, ""),
+    "gives out its live state": ({"made_of": GivesOutItsLiveState}, ""),
+    "tokens are int32": ({"made_of": NarrowTokens}, ""),
     "epochs have no samples": ({"made_of": EmptyEpochs}, "give a whole number above 0"),
 }

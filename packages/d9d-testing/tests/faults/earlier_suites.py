@@ -47,6 +47,9 @@ SCHEDULES = _settings(
     "takes anything",
     "prints nothing",
     "one at a time",
+    "reduces early",
+    "crosses messages",
+    "needs a microbatch for each rank",
 )
 STRATEGIES = _settings(
     "sums_nothing",
@@ -66,4 +69,6 @@ STRATEGIES = _settings(
     "hides_a_collective",
     "invents_a_collective",
     "miscounts_a_collective",
+    "sums_gradients_too",
+    "acts_in_every_second_forward",
 )

@@ -59,6 +59,17 @@ def remembering(self: Any, kept: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"row": kept["rows"].tolist(), "mean": [value + self.seen for value in kept["mean"].tolist()]}
 
 
+def checking(self: Means, outputs: Mapping[str, Tensor], microbatch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if outputs["y"].isnan().any():
+        raise ValueError("the model returns NaN")
+    return Means.process(self, outputs, microbatch)
+
+
+def by_class(self: Means, rows: Any) -> dict[str, float]:
+    classes = [int(value > 0) for value in rows["mean"]]
+    return {**Means.tally(self, rows), **{f"of_{kind}": float(classes.count(kind)) for kind in set(classes)}}
+
+
 FAULTS = {
     "no column of rows": (with_(columns={"mean": "mean"}), "the first one must be 'row'"),
     "a column without words": (with_(columns={"row": "number", "mean": " "}), "has no description"),
@@ -87,5 +98,11 @@ FAULTS = {
         with_(tally=lambda self, rows: {"mean": sum(rows["mean"]) / len(rows["mean"])}), "return sums, not means",
     ),
     "the tally is no float": (with_(tally=lambda self, rows: {"rows": len(rows["row"])}), "not a float"),
+    "looks for NaN on the host": (with_(process=checking), ""),
+    "tallies name the classes that occur": (with_(tally=by_class), ""),
+    "values are tensors": (
+        with_(rows=lambda self, kept: {"row": kept["rows"].tolist(), "mean": list(kept["mean"])}),
+        "",
+    ),
     "the final value is a text": (with_(finalize=lambda self, sums: {"mean": str(sums["mean"])}), "as a str"),
 }  # fmt: skip

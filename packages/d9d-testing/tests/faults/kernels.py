@@ -52,6 +52,66 @@ class _NeedsAPlainGradient(torch.autograd.Function):
         return (*torch.autograd.grad(out, (x, weight), grad), None)  # type: ignore[return-value]
 
 
+class _ReusesItsOutput(torch.autograd.Function):
+    """Writes each output of a shape to the same memory."""
+
+    memory: ClassVar[dict[Any, Tensor]] = {}
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        out = sound(x, weight, eps)
+        return _ReusesItsOutput.memory.setdefault((out.shape, out.dtype), torch.empty_like(out)).copy_(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return (*_gradients(ctx, grad), None)  # type: ignore[return-value]
+
+
+class _WritesIntoTheGradient(torch.autograd.Function):
+    """Scales the incoming gradient in place, where another consumer may still read it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return sound(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        found = _gradients(ctx, grad.clone())
+        grad.contiguous().mul_(0.5)
+        return (*found, None)  # type: ignore[return-value]
+
+
+class _SumsTheWeightNarrowly(torch.autograd.Function):
+    """Adds up the gradient of the weight row by row, in its own dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return sound(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        to_x, _ = _gradients(ctx, grad)
+        x, weight = ctx.saved_tensors
+        scaled = sound(x, torch.ones_like(weight), ctx.eps) * grad
+        total = torch.zeros_like(weight)
+        for row in scaled.reshape(-1, x.shape[-1]):
+            total += row.to(weight.dtype)
+        return to_x, total, None
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+    with torch.enable_grad():
+        out = sound(x, weight, ctx.eps)
+    return torch.autograd.grad(out, (x, weight), grad)
+
+
 def wrong_eps(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return sound(x, weight, 0.1)
 
@@ -144,6 +204,9 @@ FAULTS = {
     "takes gradients for contiguous": _fault(_NeedsAPlainGradient.apply, "expanded gradient"),
     "frozen inputs break it": _fault(detaches_frozen, ""),
     "overflows for large inputs": _fault(overflows, ""),
+    "reuses the memory of its output": _fault(_ReusesItsOutput.apply, ""),
+    "writes into the gradient": _fault(_WritesIntoTheGradient.apply, ""),
+    "sums the weight's gradient in its dtype": _fault(_SumsTheWeightNarrowly.apply, ""),
     "fails without rows": _fault(fails_without_rows, "no rows"),
     "accepts everything": _answers(lambda _s: Decision(True, "runs everywhere"), "supports() accepts"),
     "refuses without a reason": _answers(

@@ -49,6 +49,16 @@ def table(_self: object, total: int) -> Schedule:
     return lambda step: factors[step]
 
 
+def linear_of_last_step(_self: object, total: int) -> Schedule:
+    """Reaches zero in the last step, which a run of one step does not have."""
+    return lambda step: max(0.0, 1 - step / (total - 1))
+
+
+def polynomial(_self: object, total: int) -> Schedule:
+    """The root of a negative number is complex."""
+    return lambda step: (1 - step / total) ** 0.9
+
+
 FAULTS = {
     "counts its calls": ({"make": counting}, "without state"),
     "remembers the lowest factor": ({"make": stateful}, "without state"),
@@ -72,5 +82,7 @@ FAULTS = {
         "",
     ),
     "returns tensors": ({"make": lambda _s, total: lambda step: torch.tensor(1 - step / total)}, "return a float"),
+    "complex past the end": ({"make": polynomial}, ""),
+    "divides by zero in a run of one step": ({"make": linear_of_last_step}, ""),
     "zero in every step": ({"make": lambda _s, _t: lambda _step: 0.0}, "nothing is trained"),
 }

@@ -185,6 +185,50 @@ class CountsInFloat32(Statistics):
         self.values["count"] = torch.zeros(())
 
 
+class SumsNarrowly(Statistics):
+    """Sums in bfloat16, as the observations are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values["sum"] = torch.zeros((), dtype=torch.bfloat16)
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        before = self.values["sum"]
+        super().update(observations)
+        self.values["sum"] = before + observations["absolute"].bfloat16().sum()
+
+
+class MovingAverage(Statistics):
+    """An average over the last updates, which ranks cannot merge."""
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        before = self.values
+        super().update(observations)
+        mean = observations["absolute"].double().sum() / max(observations["absolute"].numel(), 1)
+        self.values["sum"] = torch.where(before["count"] > 0, 0.9 * before["sum"] + 0.1 * mean, mean)
+
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
+        return {"mean": self.values["sum"], "largest": self.values["largest"]}
+
+
+class MinimumFromZero(Statistics):
+    """The smallest value, which starts from 0 and so is always 0."""
+
+    reductions = {**Statistics.reductions, "smallest": "min"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values["smallest"] = torch.zeros((), dtype=torch.float64)
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        before = self.values["smallest"]
+        super().update(observations)
+        self.values["smallest"] = torch.minimum(before, observations["absolute"].double().min())
+
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
+        return {**super().compute(), "smallest": self.values["smallest"].clone()}
+
+
 class Sound(MetricSuite):
     target = "statistics"
     made_of: type[Statistics] = Statistics
@@ -213,5 +257,8 @@ FAULTS = {
     "writes into observations": ({"made_of": WritesIntoObservations}, ""),
     "loads half of the state": ({"made_of": LoadsHalf}, ""),
     "counts in float32": ({"made_of": CountsInFloat32}, ""),
+    "sums in bfloat16": ({"made_of": SumsNarrowly}, ""),
+    "keeps a moving average": ({"made_of": MovingAverage}, ""),
+    "a minimum starts from zero": ({"made_of": MinimumFromZero}, ""),
     "unknown reduction": ({"made_of": UnknownReduction}, ""),
 }

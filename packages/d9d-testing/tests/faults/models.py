@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from d9d_core.plugin import ModelSpec, Ref
 from d9d_core.traits import HasOps, modules_with
 from d9d_testing.suites.model import ModelSuite
@@ -110,6 +111,38 @@ def reads_a_value(model: nn.Module) -> None:
         block.register_forward_pre_hook(read)
 
 
+def keeps_documents(model: nn.Module) -> None:
+    """A cache with the shape as its key: later microbatches get the documents of the first one."""
+    first: dict[Any, Tensor] = {}
+
+    def remember(_module: nn.Module, inputs: Any, named: dict[str, Any]) -> Any:
+        documents = named.get("documents")
+        if documents is None:
+            return None
+        key = (documents.shape, documents.device)
+        return inputs, {**named, "documents": first.setdefault(key, documents)}
+
+    model.register_forward_pre_hook(remember, with_kwargs=True)
+
+
+def drops_out_in_evaluation(model: nn.Module) -> None:
+    for block in _blocks(model):
+        block.register_forward_hook(lambda _m, _i, out: functional.dropout(out, 0.05))
+
+
+def norms_are_narrow(model: nn.Module) -> None:
+    """Norms compute in the dtype of their input."""
+
+    def narrow(x: Tensor, norm: Any) -> Tensor:
+        mean = (x * x).cumsum(-1)[..., -1:] / x.shape[-1]  # each partial sum is rounded
+        out: Tensor = x * torch.rsqrt(mean + norm.eps) * norm.weight
+        return out
+
+    for module in model.modules():
+        if type(module).__name__ == "RMSNorm":
+            module.forward = lambda x, norm=module: narrow(x, norm)
+
+
 class _Format:
     """The format of Qwen3 with one fault."""
 
@@ -171,6 +204,9 @@ FAULTS = {
     "sees other documents": _model(sees_other_documents, ""),
     "a norm is idle": _model(skips_a_norm, "without gradient"),
     "mixes samples": _model(mixes_samples, ""),
+    "keeps the documents of its first microbatch": _model(keeps_documents, ""),
+    "drops out in evaluation": _model(drops_out_in_evaluation, ""),
+    "norms are narrow": _model(norms_are_narrow, ""),
     "reads a value on the host": _model(reads_a_value, ""),
     "config.json lacks some fields": _part("", hugging_face=ForgetsAField),
     "counts ten times the FLOPs": _part("", flops=lambda config, length: 10.0 * 6 * 40_000),

@@ -43,6 +43,8 @@ DISPATCHERS = {
     "counts too many": _dispatcher("CountsTooMany"),
     "returns a wider dtype": _dispatcher("Widens"),
     "leaves things to chance": _dispatcher("LeavesThingsToChance"),
+    "has a buffer of few rows": _dispatcher("HasABufferOfFewRows"),
+    "keeps the last handle": _dispatcher("KeepsTheLastHandle"),
 }
 ROUTERS = {
     fault: ({"fault": fault}, "")
@@ -59,5 +61,7 @@ ROUTERS = {
         "exceeds its capacity",
         "counts drops wrong",
         "state is not saved",
+        "draws noise",
+        "teaches the best expert only",
     )
 }

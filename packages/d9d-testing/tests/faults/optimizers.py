@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
@@ -208,6 +209,45 @@ class EvaluatesTrainingWeights(Faulty):
         yield
 
 
+class DrawsItsInitialState(Faulty):
+    """Momentum starts with random numbers of this process."""
+
+    def init_state(self) -> None:
+        super().init_state()
+        generator = torch.Generator().manual_seed(os.getpid())
+        for tensor in self._momentum.values():
+            if not tensor.is_meta:
+                mine = local(tensor)
+                mine.copy_(torch.rand(mine.shape, generator=generator))
+
+
+class SeedsByHash(Faulty):
+    """The rate of a parameter depends on ``hash`` of its name, which is another number in each process."""
+
+    def step(self, gate: Tensor) -> None:
+        lr, everything = self._lr, self._parameters
+        for name, parameter in everything.items():
+            self._lr, self._parameters = lr * (1 + hash(name) % 97 / 97), {name: parameter}
+            super().step(gate)
+        self._lr, self._parameters = lr, everything
+
+
+class ReportsTheBaseRate(Faulty):
+    @property
+    def lr(self) -> float:
+        return self._base
+
+
+class SharesStateByShape(Faulty):
+    """Parameters of one shape have one buffer."""
+
+    def init_state(self) -> None:
+        super().init_state()
+        first: dict[Any, Tensor] = {}
+        for name, tensor in self._momentum.items():
+            self._momentum[name] = first.setdefault((tensor.shape, tensor.device), tensor)
+
+
 def build(config: FaultyConfig, parameters: Mapping[str, nn.Parameter]) -> Faulty:
     """The optimizer with the fault."""
     kinds: dict[str, type[Faulty]] = {kind.__name__: kind for kind in Faulty.__subclasses__()}
@@ -256,4 +296,8 @@ FAULTS = {
     "keeps the weights of an evaluation": _fault(KeepsEvaluationWeights, "evaluation_weights() does not restore"),
     "evaluates the weights of training": _fault(EvaluatesTrainingWeights, "have their training values"),
     "state changes its dtype": _fault(NarrowsState, ""),
+    "draws its initial state in each process": _fault(DrawsItsInitialState, ""),
+    "seeds by the hash of a name": _fault(SeedsByHash, ""),
+    "reports the base rate": _fault(ReportsTheBaseRate, ""),
+    "shares state between parameters": _fault(SharesStateByShape, ""),
 }

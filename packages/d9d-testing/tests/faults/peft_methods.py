@@ -12,8 +12,9 @@ from d9d_core.plugin import PeftSpec, Ref, hookimpl
 from d9d_testing.suites.peft import PeftSuite
 from d9d_testing.toy.adapter import AdaptedLinear, LowRank, ToyAdapter
 from d9d_testing.toy.config import ToyAdapterConfig
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
+from torch.nn import functional
 
 
 class FaultyConfig(PluginConfig):
@@ -196,6 +197,44 @@ class ComesBackInside(Faulty):
             linear.adapter_off = False
 
 
+class SwitchesOffTheFirst(Faulty):
+    """Switches off the first adapted layer only."""
+
+    @contextmanager
+    def off(self, stage: nn.Module) -> Iterator[None]:
+        first = next(adapted(stage))
+        before = first.adapter_off
+        first.adapter_off = True
+        try:
+            yield
+        finally:
+            first.adapter_off = before
+
+
+class DropsOutInEvaluation(Faulty):
+    """``functional.dropout`` drops out in evaluation too, unless it is told not to."""
+
+    def inject(self, stage: nn.Module) -> frozenset[str]:
+        named = super().inject(stage)
+        for linear in adapted(stage):
+            linear.adapter.forward = lambda x, a=linear.adapter: LowRank.forward(a, functional.dropout(x, 0.1))  # type: ignore[method-assign,misc]
+        return named
+
+
+class PassesNoGradientOn(Faulty):
+    """The update reads a detached input: earlier layers get a part of their gradient only."""
+
+    def inject(self, stage: nn.Module) -> frozenset[str]:
+        named = super().inject(stage)
+        for linear in adapted(stage):
+            linear.adapter.forward = lambda x, a=linear.adapter: without_gradient(a, x)  # type: ignore[method-assign,misc]
+        return named
+
+
+def without_gradient(adapter: LowRank, x: Tensor) -> Tensor:
+    return LowRank.forward(adapter, x.detach())
+
+
 def ones(linear: nn.Linear) -> None:
     for parameter in (linear.weight, linear.bias):
         nn.init.ones_(parameter)
@@ -245,5 +284,8 @@ FAULTS = {
     "stays on when it is switched off": _fault(StaysOn, "the output inside off()"),
     "stays off": _fault(StaysOff, "the output after off()"),
     "comes back inside of a block": _fault(ComesBackInside, "after a second block"),
+    "switches off the first layer only": _fault(SwitchesOffTheFirst, ""),
+    "drops out in evaluation": _fault(DropsOutInEvaluation, ""),
+    "passes no gradient on": _fault(PassesNoGradientOn, ""),
     "changes the layer itself": _fault(ChangesTheLayer, "have other initial values"),
 }

@@ -126,6 +126,60 @@ class NeedsLessThanItsRecordReads(ToyTask):
         return {"mask": torch.ones(len(microbatch["x"])), **microbatch}
 
 
+class ForgetsItsCoefficient(ToyTask):
+    """A coefficient that halves with each step; load_state() is empty."""
+
+    steps = 0
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        return {**super().coefficients, "decay": 0.1 * 0.5**self.steps}
+
+    def begin_step(self, step: int) -> None:
+        self.steps += 1
+
+    def state(self) -> State:
+        return {"steps": self.steps}
+
+    def load_state(self, state: State) -> None:
+        pass
+
+
+class CountsItsSteps(ToyTask):
+    """A coefficient that halves with each call of begin_step(), and no state."""
+
+    steps = 0
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        return {**super().coefficients, "decay": 0.1 * 0.5**self.steps}
+
+    def begin_step(self, step: int) -> None:
+        self.steps += 1
+
+
+class SumsNarrowly(ToyTask):
+    """Squares and sums in the dtype of the outputs."""
+
+    def losses(self, outputs: Tensors, microbatch: Microbatch) -> Tensors:
+        error = (outputs["y"] - microbatch["y"].to(outputs["y"].dtype)).square().mean(-1)
+        decay = outputs["y"].square().mean(-1).sum()
+        return {"error": (error * microbatch["mask"].to(error.dtype)).sum().float(), "decay": decay.float()}
+
+
+class KeepsItsLosses(ToyTask):
+    """Keeps each loss with its graph, for an average."""
+
+    def __init__(self, config: ToyTaskConfig) -> None:
+        super().__init__(config)
+        self.history: list[Tensor] = []
+
+    def losses(self, outputs: Tensors, microbatch: Microbatch) -> Tensors:
+        losses = super().losses(outputs, microbatch)
+        self.history.append(losses["error"])
+        return losses
+
+
 class Sound(TaskSuite):
     target = "toy_task"
     plugin = "d9d_testing.toy.plugin"
@@ -156,6 +210,10 @@ FAULTS = {
     "observes something else": ({"made_of": ObservesSomethingElse}, "declared ['absolute']"),
     "writes into the microbatch": ({"made_of": WritesIntoTheMicrobatch}, "writes into ['x']"),
     "needs less than its record reads": ({"made_of": NeedsLessThanItsRecordReads}, "works without mask"),
+    "forgets its state": ({"made_of": ForgetsItsCoefficient}, ""),
+    "counts its steps": ({"made_of": CountsItsSteps}, ""),
+    "sums in the dtype of the outputs": ({"made_of": SumsNarrowly}, ""),
+    "keeps its losses": ({"made_of": KeepsItsLosses}, ""),
     "check takes everything": ({"made_of": TakesEverything}, "DID NOT RAISE"),
     "check needs facts": ({"made_of": NeedsFacts}, "KeyError"),
 }

@@ -1,15 +1,20 @@
-"""Trackers with one fault each: one line of JSON per write, in a file of the run's directory."""
+"""Trackers with one fault each: one line of JSON per write, in a file of the run's directory.
+
+A single-file plugin, so that other processes find them.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+from d9d_core.config import PluginConfig
 from d9d_core.metric import Table
+from d9d_core.plugin import Ref, TrackerSpec, hookimpl
 from d9d_core.tracker import Histogram, RunInfo, split_tags
 from d9d_core.types import State
 from d9d_testing.suites.tracker import Logged, TrackerSuite, by_step
@@ -19,8 +24,10 @@ from torch import Tensor
 class Tracker:
     """Sound."""
 
-    def __init__(self, **fields: Any) -> None:
-        self.fields = fields
+    @staticmethod
+    def backend(directory: Path) -> list[dict[str, Any]]:
+        """Read the lines of a run, as a user of the tracker does."""
+        return [json.loads(line) for line in (directory / "log").read_text().splitlines()]
 
     def open(self, run: RunInfo, state: State | None) -> Tracker:
         self.run = run
@@ -216,6 +223,59 @@ class WritesTwice(Tracker):
         super().write(step, values)
 
 
+class LosesWhatItsProcessHolds(Tracker):
+    """A client with a cache: it is written at the end, and the process itself reads its cache."""
+
+    cache: ClassVar[dict[Path, list[dict[str, Any]]]] = {}
+
+    @classmethod
+    def backend(cls, directory: Path) -> list[dict[str, Any]]:
+        found = cls.cache.get(directory / "log")
+        return Tracker.backend(directory) if found is None else found
+
+    def read(self) -> list[dict[str, Any]]:
+        return list(self.cache.get(self.path) or super().read())
+
+    def save(self) -> None:
+        self.cache[self.path] = self.lines
+
+    def close(self, status: str) -> None:
+        super().save()
+        super().close(status)
+
+
+class KeepsTheLastStep(Tracker):
+    """Writes a step when the next one begins."""
+
+    def save(self) -> None:
+        kept, last = self.lines, max((line["step"] for line in self.lines), default=0)
+        self.lines = [line for line in kept if line["step"] < last]
+        super().save()
+        self.lines = kept
+
+    def close(self, status: str) -> None:
+        super().save()
+        super().close(status)
+
+
+class SharesItsLines(Tracker):
+    """All runs of a process have one list."""
+
+    shared: ClassVar[list[dict[str, Any]]] = []
+
+    def open(self, run: RunInfo, state: State | None) -> Tracker:
+        super().open(run, state)
+        self.shared += [line for line in self.lines if line not in self.shared]
+        self.lines = self.shared
+        return self
+
+
+class KnowsTwoStatuses(Tracker):
+    def close(self, status: str) -> None:
+        code = {"finished": 0, "failed": 1}[status]
+        super().close(str(code))
+
+
 class ChangesValues(Tracker):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         super().write(step, {name.replace("/", "_"): value for name, value in values.items()})
@@ -223,21 +283,50 @@ class ChangesValues(Tracker):
             values["step"] = step
 
 
+class FaultyConfig(PluginConfig):
+    """Lines of JSON with a fault."""
+
+    name: Literal["faulty"] = "faulty"
+    """Selects the tracker."""
+    fault: str = ""
+    """Fault of the tracker."""
+
+
+def build(config: FaultyConfig) -> Tracker:
+    """The tracker with the fault."""
+    kinds: dict[str, type[Tracker]] = {kind.__name__: kind for kind in Tracker.__subclasses__()}
+    return kinds.get(config.fault, Tracker)()
+
+
+@hookimpl
+def d9d_trackers() -> Iterator[TrackerSpec]:
+    """The faulty one."""
+    yield TrackerSpec(
+        name="faulty",
+        summary="Lines of JSON with a fault.",
+        config=Ref(f"{__name__}:FaultyConfig"),
+        build=Ref(f"{__name__}:build"),
+    )
+
+
 class Sound(TrackerSuite):
+    plugin = __file__
     target = "faulty"
     patience = 0.3
-    made_of: type[Tracker] = Tracker
+    backend: Any = Tracker.backend
 
-    def build(self, *arguments: Any, **fields: Any) -> Tracker:
-        return self.made_of(**fields)
+    def build(self, *arguments: Any, **fields: Any) -> Any:
+        made = super().build(*arguments, **fields)
+        self.backend = made.backend
+        return made
 
     def logged(self, directory: Path) -> Logged:
-        lines = [line for line in _lines(directory) if "values" in line]
+        lines = [line for line in self.backend(directory) if "values" in line]
         return by_step((line["step"], name, value) for line in lines for name, value in line["values"].items())
 
     def logged_kind(self, directory: Path, kind: str) -> Mapping[int, Sequence[str]]:
         found: dict[int, list[str]] = {}
-        for line in _lines(directory):
+        for line in self.backend(directory):
             if kind in line:
                 found.setdefault(line["step"], []).append(line[kind])
         return found
@@ -247,36 +336,40 @@ class Sound(TrackerSuite):
 
     def logged_tables(self, directory: Path) -> Mapping[int, Sequence[str]]:
         found: dict[int, list[str]] = {}
-        for line in _lines(directory):
+        for line in self.backend(directory):
             if "table" in line:
                 found.setdefault(line["step"], []).append(line["table"])
         return found
 
 
-def _lines(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "log").read_text().splitlines()]
+def _fault(kind: type[Tracker], text: str) -> tuple[dict[str, Any], str]:
+    return {"config": {"fault": kind.__name__}}, text
 
 
 FAULTS = {
-    "keeps steps after the checkpoint": ({"made_of": KeepsLaterSteps}, ""),
-    "cuts one step too many": ({"made_of": CutsOneStepTooMany}, "remove entries after RunInfo.resumed_step"),
-    "always starts anew": ({"made_of": AlwaysStartsAnew}, "remove entries after RunInfo.resumed_step"),
-    "never starts anew": ({"made_of": NeverStartsAnew}, "must start empty"),
-    "forgets the run's identity": ({"made_of": ForgetsTheRunsIdentity}, "continue the run whose state"),
-    "refuses NaN": ({"made_of": RefusesNan}, "refuses the number 'eval/loss', which is no longer sent"),
-    "keeps the mapping it was given": ({"made_of": KeepsTheMapping}, "logged are"),
-    "flush keeps nothing": ({"made_of": FlushesNothing}, "write out buffers"),
-    "writes after close": ({"made_of": WritesAfterClose}, "after close(), writes change"),
-    "state is no JSON": ({"made_of": StateIsNoJson}, ""),
-    "exits where the backend fails": ({"made_of": ExitsOnFailure}, "raises SystemExit"),
-    "waits for a backend that fails": ({"made_of": WaitsForever}, "the run waits for it at its end"),
-    "changes tables": ({"made_of": ChangesTables}, "changes the table"),
-    "changes values": ({"made_of": ChangesValues}, "changes the values it is given"),
-    "changes histograms": ({"made_of": ChangesHistograms}, "changes its argument"),
-    "loses pictures": ({"made_of": LosesPictures}, "pictures are {}"),
-    "keeps texts of later steps": ({"made_of": KeepsTextsOfLaterSteps}, "texts are"),
-    "drops tags": ({"made_of": DropsTags}, "logged are"),
-    "moves files": ({"made_of": MovesFiles}, "moves the file"),
-    "links to files": ({"made_of": LinksFiles}, "copy it"),
-    "writes each value twice": ({"made_of": WritesTwice}, "has step 1 twice"),
+    "keeps steps after the checkpoint": _fault(KeepsLaterSteps, ""),
+    "cuts one step too many": _fault(CutsOneStepTooMany, "remove entries after RunInfo.resumed_step"),
+    "always starts anew": _fault(AlwaysStartsAnew, "remove entries after RunInfo.resumed_step"),
+    "never starts anew": _fault(NeverStartsAnew, "must start empty"),
+    "forgets the run's identity": _fault(ForgetsTheRunsIdentity, "continue the run whose state"),
+    "refuses NaN": _fault(RefusesNan, "refuses the number 'eval/loss', which is no longer sent"),
+    "keeps the mapping it was given": _fault(KeepsTheMapping, "logged are"),
+    "flush keeps nothing": _fault(FlushesNothing, "write out buffers"),
+    "writes after close": _fault(WritesAfterClose, "after close(), writes change"),
+    "state is no JSON": _fault(StateIsNoJson, ""),
+    "exits where the backend fails": _fault(ExitsOnFailure, "raises SystemExit"),
+    "waits for a backend that fails": _fault(WaitsForever, "the run waits for it at its end"),
+    "changes tables": _fault(ChangesTables, "changes the table"),
+    "changes values": _fault(ChangesValues, "changes the values it is given"),
+    "changes histograms": _fault(ChangesHistograms, "changes its argument"),
+    "loses pictures": _fault(LosesPictures, "pictures are {}"),
+    "keeps texts of later steps": _fault(KeepsTextsOfLaterSteps, "texts are"),
+    "drops tags": _fault(DropsTags, "logged are"),
+    "moves files": _fault(MovesFiles, "moves the file"),
+    "links to files": _fault(LinksFiles, "copy it"),
+    "loses records when its process is killed": _fault(LosesWhatItsProcessHolds, ""),
+    "keeps the last step back": _fault(KeepsTheLastStep, ""),
+    "runs share their lines": _fault(SharesItsLines, ""),
+    "knows two statuses only": _fault(KnowsTwoStatuses, ""),
+    "writes each value twice": _fault(WritesTwice, "has step 1 twice"),
 }

@@ -67,6 +67,19 @@ def sorted_by_name(self: Lines, parts: Sequence[Path], path: Path) -> None:
     Lines.join(self, sorted(parts, key=lambda part: part.name), path)
 
 
+def in_ascii(self: Lines, path: Path, rows: Any) -> None:
+    plain = {
+        name: [value.encode("ascii", "ignore").decode() if isinstance(value, str) else value for value in values]
+        for name, values in rows.items()
+    }
+    Lines.write(self, path, plain)
+
+
+def with_leftovers(self: Lines, path: Path, rows: Any) -> None:
+    Lines.write(self, path.with_suffix(".tmp"), rows)
+    path.write_bytes(path.with_suffix(".tmp").read_bytes())
+
+
 FAULTS = {
     "the suffix has no dot": (with_(suffix="jsonl"), "begin it with a dot"),
     "each part has a header": (with_(write=headed), "other bytes"),
@@ -77,5 +90,7 @@ FAULTS = {
         with_(join=lambda self, parts, path: Lines.join(self, parts[:1], path)),
         "rows are missing, doubled or moved",
     ),
+    "texts lose what ASCII lacks": (with_(write=in_ascii), ""),
+    "leaves temporary files": (with_(write=with_leftovers), ""),
     "a disk that fails is not told": (with_(write=silent), "raised no OSError"),
 }

@@ -82,6 +82,27 @@ class Widens(Broken):
         return total.double()
 
 
+class HasABufferOfFewRows(Broken):
+    """Enough rows for an even routing, and nothing says when more arrive."""
+
+    def arrived(self, sent: Dispatched) -> Dispatched:
+        rows = torch.arange(len(sent.tokens))
+        return sent._replace(tokens=torch.where((rows < 24)[:, None], sent.tokens, 0 * sent.tokens))
+
+
+class KeepsTheLastHandle(Broken):
+    """Combines with the handle of the last dispatch, also where two microbatches are under way."""
+
+    last: Any = None
+
+    def arrived(self, sent: Dispatched) -> Dispatched:
+        self.last = sent.handle
+        return sent
+
+    def combine(self, outputs: Tensor, handle: Any) -> CompletedTransfer[Tensor]:
+        return super().combine(outputs, self.last)
+
+
 class LeavesThingsToChance(Broken):
     def summed(self, total: Tensor) -> Tensor:
         return total * (1 + 1e-3 * torch.rand(1))

@@ -24,6 +24,8 @@ class Router(nn.Module):
         wide = tokens.dtype if fault == "narrow scores" else torch.float32
         with torch.autocast("cpu", enabled=False):
             logits = tokens.to(wide) @ self.weight.to(wide).T
+        if fault == "draws noise":
+            logits = logits + 0.1 * torch.randn_like(logits)
         if fault == "overflows":
             logits = logits.exp()
         if fault == "state is not saved":
@@ -40,6 +42,8 @@ class Router(nn.Module):
             weights = (weights + 1) / (weights + 1).sum(1, keepdim=True)
         if fault == "teaches nothing":
             weights = weights.detach() + 0 * weights
+        if fault == "teaches the best expert only":
+            weights = torch.cat([weights[:, :1], weights[:, 1:].detach()], 1)
         limit = None
         if self.capacity is not None:
             limit = 1

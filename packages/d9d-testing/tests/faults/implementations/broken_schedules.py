@@ -22,6 +22,9 @@ Fault = Literal[
     "takes anything",
     "prints nothing",
     "one at a time",
+    "reduces early",
+    "crosses messages",
+    "needs a microbatch for each rank",
 ]
 
 
@@ -51,6 +54,8 @@ def build(config: ByHandConfig) -> Callable[[int, int], Sequence[Program]]:
 def by_hand(fault: Fault, ranks: int, microbatches: int) -> Sequence[Program]:
     if microbatches < 1 and fault != "takes anything":
         raise ValueError("at least 1 microbatch")
+    if fault == "needs a microbatch for each rank" and microbatches < ranks:
+        raise IndexError("list index out of range")
     stages = ranks - 1 if fault == "an idle rank" else ranks
     lines = [line(stage, stages, microbatches, fault) for stage in range(stages)]
     if fault == "one program too few":
@@ -75,8 +80,13 @@ def line(stage: int, stages: int, microbatches: int, fault: str) -> str:
         backwards.append(" ".join(["" if last else f"R<{name}", f"B{name}", "" if first else f"S<{name}"]))
     if fault == "forgets a backward":
         backwards[-1] = backwards[-1].replace(f"B{stage}.{microbatches - 1}", "")
+    if fault == "reduces early":
+        backwards.insert(-1, f"R{stage}")
+    if fault == "crosses messages" and not first and microbatches > 1:
+        forwards[0], forwards[1] = forwards[1], forwards[0]
     pairs = [action for pair in zip(forwards, backwards, strict=True) for action in pair]
-    return " ".join([*(pairs if alternate else forwards + backwards), f"R{stage}"])
+    last_action = [] if fault == "reduces early" else [f"R{stage}"]
+    return " ".join([*(pairs if alternate else forwards + backwards), *last_action])
 
 
 @hookimpl

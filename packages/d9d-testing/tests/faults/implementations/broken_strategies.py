@@ -33,6 +33,8 @@ Fault = Literal[
     "hides_a_collective",
     "invents_a_collective",
     "miscounts_a_collective",
+    "sums_gradients_too",
+    "acts_in_every_second_forward",
 ]
 
 
@@ -54,6 +56,33 @@ class Inner(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.inner(x)
+
+
+class SumsGradients:
+    """Sums a gradient over ranks, although core's synchroniser sums it again."""
+
+    ready = False
+
+    def __call__(self, module: nn.Module, _inputs: object) -> None:
+        weight = module.get_parameter("weight")
+        if not self.ready and not weight.is_meta and weight.requires_grad:
+            weight.register_hook(self.summed)
+            self.ready = True
+
+    def summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class EverySecond:
+    """Changes the output of every second call, as a cache with a wrong key does."""
+
+    calls = 0
+
+    def __call__(self, _module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor | None:
+        self.calls += not output.is_meta
+        return None if self.calls % 2 else output * 1.01
 
 
 def sum_zeros(*_: object) -> None:
@@ -115,6 +144,10 @@ class ByHand:
                 layers["0"].register_forward_hook(sum_zeros)
                 layers["1"].register_forward_hook(sum_zeros)
                 collectives = declared
+            case "sums_gradients_too":
+                layers["0"].register_forward_pre_hook(SumsGradients())
+            case "acts_in_every_second_forward":
+                layers["0"].register_forward_hook(EverySecond())
             case _:
                 layers["0"].register_forward_hook(lambda *_: None)
         return Applied(modules, tuple(gradients), collectives=collectives)
