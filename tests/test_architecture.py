@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import packages_distributions, version
@@ -24,6 +23,7 @@ from typing import Any
 import grimp
 import pytest
 from d9d_testing.suites.fresh import import_fresh
+from d9d_testing.suites.support.imports import declared, imported_modules, references, undeclared
 
 ROOT = Path(__file__).parents[1]
 
@@ -82,8 +82,6 @@ LAYERS = {
     ),
     "d9d_reports": ({"runs"}, {"report"}, {"commands"}, {"plugin"}),
 }
-#: The outer ring: tools around the loop, which may import the modules of the foundation; nothing there imports them.
-OUTER = ("d9d_inference", "d9d_planner", "d9d_reports", "d9d_verify")
 #: Members of the foundation may import each other's modules, downwards; all others only the declared modules.
 FOUNDATION = ("d9d_core", "d9d_weights", "d9d_engine")
 #: Imports that the tests of every member may make besides: d9d-testing, and its dependencies.
@@ -100,25 +98,7 @@ TEST_TOOLS = {
     *FOUNDATION,
 }
 #: Declared module -> its names, as tools/public_surface.py writes them down; tests/test_public_surface.py compares.
-DECLARED: dict[str, list[str]] = json.loads((ROOT / "tests" / "public_surface.json").read_text("utf-8"))["names"]
-#: Declared modules for conformance suites only.
-FOR_SUITES = {
-    "d9d_core.components.instantiate",
-    "d9d_core.failures",
-    "d9d_core.job_file.document",
-    "d9d_core.job_file.inner",
-    "d9d_core.job_file.resolve",
-    "d9d_core.registry.capabilities",
-    "d9d_core.registry.installed",
-    "d9d_core.registry.known",
-    "d9d_core.registry.single_file",
-    "d9d_engine.compose.initialise",
-    "d9d_engine.distributed.devices",
-    "d9d_engine.distributed.packed_reduction",
-    "d9d_engine.distributed.simulate",
-    "d9d_engine.step.metrics",
-    "d9d_engine.trackers.hub",
-}
+DECLARED = declared().names
 #: Declared modules of core that compute with tensors; all others load without torch.
 WITH_TENSORS = {"d9d_core.accumulators", "d9d_core.deferral", "d9d_core.tensors"}
 #: Declared although no source file imports it: distribution -> why.
@@ -238,33 +218,6 @@ def test_the_foundation_imports_downwards_only(imports: grimp.ImportGraph) -> No
         assert upwards & imported_by(imports, package).keys() == set(), package
 
 
-def imported_modules(source: str) -> Iterator[tuple[str, str]]:
-    """Module and name of each import in a source; the name is empty for ``import module``."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield from ((node.module, alias.name) for alias in node.names)
-
-
-def references(source: str) -> Iterator[tuple[str, str]]:
-    """Module and name of each ``"module:name"``, as declarations refer to components."""
-    yield from re.findall(r'"(d9d_\w+(?:\.\w+)*):(\w+)', source)
-
-
-def undeclared(uses: Iterable[tuple[str, str]], own: str = "", suites: bool = False) -> list[str]:
-    """Uses of other packages than ``own`` that are no names of their declared modules."""
-    allowed = {module: names for module, names in DECLARED.items() if suites or module not in FOR_SUITES}
-    packages = {member.package for member in MEMBERS} - {own, *(FOUNDATION if own in OUTER else ())}
-    return [
-        f"{name or 'all'} of {module}"
-        for module, name in uses
-        if module.partition(".")[0] in packages
-        and (module not in allowed if name in ("", "*") else name not in allowed.get(module, []))
-        and f"{module}.{name}" not in allowed
-    ]
-
-
 def sources_bound_to_declared_modules() -> Iterator[Path]:
     for member in MEMBERS:
         if member.package not in FOUNDATION:
@@ -281,7 +234,7 @@ def test_packages_use_each_other_by_the_names_of_their_declared_modules(house: s
             source = path.read_text("utf-8")
             own = path.relative_to(ROOT).parts[1].replace("-", "_")
             uses = [*imported_modules(source), *references(source)]
-            found[str(path.relative_to(ROOT))] = undeclared(uses, own, suites=house == "d9d-testing")
+            found[str(path.relative_to(ROOT))] = undeclared(uses, declared().exempt(own), suites=house == "d9d-testing")
     assert {path: uses for path, uses in found.items() if uses} == {}
 
 
@@ -338,12 +291,12 @@ def test_configs_of_a_plugin_are_declared(member: Member) -> None:
     ],
 )
 def test_undeclared_imports_are_recognised(source: str) -> None:
-    assert undeclared(imported_modules(source), own="d9d_qwen3") != []
+    assert undeclared(imported_modules(source), {"d9d_qwen3"}) != []
 
 
 def test_own_modules_and_declared_names_are_not_undeclared() -> None:
     source = "from d9d_nn.swiglu import SwiGLU\nimport torch\nfrom d9d_qwen3.block import anything"
-    assert undeclared(imported_modules(source), own="d9d_qwen3") == []
+    assert undeclared(imported_modules(source), {"d9d_qwen3"}) == []
 
 
 @pytest.mark.thorough

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import http.server
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from d9d_testing.suites.support.imports import declared
 
 from tests.browser import chromium, find_chromium
 
@@ -36,7 +36,7 @@ PARTS = (
 #: Declared module of the foundation -> its names.
 DECLARED = {
     module: names
-    for module, names in json.loads((ROOT / "tests" / "public_surface.json").read_text("utf-8"))["names"].items()
+    for module, names in declared().names.items()
     if module.startswith(("d9d_core.", "d9d_weights.", "d9d_engine."))
 }
 

@@ -1,10 +1,10 @@
 """Records the public surface, so that reviews show its changes.
 
-    uv run python tools/public_surface.py           write tests/public_surface.json
-    uv run python tools/public_surface.py --check   exit with 1 if it is out of date
+    uv run python tools/public_surface.py           write tests/public_surface.json and the list of declared modules
+    uv run python tools/public_surface.py --check   exit with 1 if one of them is out of date
 
-It covers the names of the declared modules, hooks and record fields, protocols, traits, events, the job file's fields,
-and the command line.
+The surface covers hooks and record fields, protocols, traits, events, the job file's fields, and the command line. The
+names of the declared modules are in d9d-testing's package, because its conformance suite of plugins reads them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,29 @@ from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "public_surface.json"
+NAMES = ROOT / "packages" / "d9d-testing" / "src" / "d9d_testing" / "suites" / "support" / "declared.json"
 #: Packages in which modules with ``__all__`` are declared.
 FOUNDATION = ("d9d_core", "d9d_weights", "d9d_engine")
+#: Tools around the loop, which may import the modules of the foundation.
+OUTER = ("d9d_inference", "d9d_planner", "d9d_reports", "d9d_verify")
+#: Declared modules for conformance suites only.
+FOR_SUITES = (
+    "d9d_core.components.instantiate",
+    "d9d_core.failures",
+    "d9d_core.job_file.document",
+    "d9d_core.job_file.inner",
+    "d9d_core.job_file.resolve",
+    "d9d_core.registry.capabilities",
+    "d9d_core.registry.installed",
+    "d9d_core.registry.known",
+    "d9d_core.registry.single_file",
+    "d9d_engine.compose.initialise",
+    "d9d_engine.distributed.devices",
+    "d9d_engine.distributed.packed_reduction",
+    "d9d_engine.distributed.simulate",
+    "d9d_engine.step.metrics",
+    "d9d_engine.trackers.hub",
+)
 
 
 def declared_in(package: str) -> list[str]:
@@ -105,13 +126,24 @@ def surface() -> dict[str, Any]:
 
     return {
         "plugin_api": API_VERSION,
-        "names": {module: _names(module) for module in DECLARED},
         "hooks": {kind.hook: _fields(kind.record) for kind in KINDS},
         "protocols": {name: _members(value) for name, value in sorted(_contracts().items())},
         "traits": {token: trait.__name__ for token, trait in TRAITS.items()},
         "events": {event.__name__: _fields(event) for event in CATALOGUE},
         "job file": _sections(),
         "command line": _commands(),
+    }
+
+
+def declarations() -> dict[str, Any]:
+    """Packages and declared modules, for :mod:`d9d_testing.suites.support.imports`."""
+    members = [path.parent.name for house in ("packages", "plugins") for path in ROOT.glob(f"{house}/*/pyproject.toml")]
+    return {
+        "packages": sorted(member.replace("-", "_") for member in members if member != "d9d-all"),
+        "foundation": sorted(FOUNDATION),
+        "outer": sorted(OUTER),
+        "for_suites": sorted(FOR_SUITES),
+        "names": {module: _names(module) for module in DECLARED},
     }
 
 
@@ -181,14 +213,18 @@ def _commands() -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the file, or check it."""
-    text = json.dumps(surface(), indent=1, sort_keys=True) + "\n"
+    """Write the files, or check them."""
+    texts = {
+        file: json.dumps(values, indent=1, sort_keys=True) + "\n"
+        for file, values in ((FILE, surface()), (NAMES, declarations()))
+    }
     if arguments == ["--check"]:
-        if FILE.read_text("utf-8") == text:
+        if all(file.read_text("utf-8") == text for file, text in texts.items()):
             return 0
         print("the public surface changed; if intended, run: uv run python tools/public_surface.py", file=sys.stderr)
         return 1
-    FILE.write_text(text, encoding="utf-8", newline="\n")
+    for file, text in texts.items():
+        file.write_text(text, encoding="utf-8", newline="\n")
     return 0
 
 

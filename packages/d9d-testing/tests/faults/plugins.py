@@ -136,6 +136,6 @@ FAULTS = {
     "a union reads back as another variant": _fault("", body='pause: Short | Long = Long()\n    """A pause."""'),
     "inner components of an unknown kind": _fault("", kind="datasets"),
     "inner components, but not composite": _fault("", composite=False),
-    "imports a private module": _fault("", imports="from d9d_core.job_file.lookup import load_config"),
+    "imports a private module": _fault("", imports="from d9d_engine.subscribers.early_stopping import EarlyStopping"),
     "imports a private name": _fault("", imports="from d9d_core.tracker import LONGEST_NAME"),
 }

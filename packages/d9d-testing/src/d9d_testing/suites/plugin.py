@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, get_args
 
 import pytest
 from d9d_core.plugin import CapabilitySpec, ConfiguredSpec, ModelSpec, Spec
 from d9d_core.registry.capabilities import MESH_AXES, MODEL_TRAITS
 from d9d_core.registry.entries import Entry
-from d9d_core.registry.hooks import API_VERSION
+from d9d_core.registry.hooks import API_VERSION, KINDS
 from d9d_core.registry.registry import Registry
 
 from d9d_testing.suites.fresh import import_fresh
+from d9d_testing.suites.support.imports import declared, imported_modules, references, undeclared
 
 _SUMMARY_LENGTH = 100
 _CORE_NAMESPACES = frozenset({"mesh", "model", "strategy", "device", "import"})
@@ -33,6 +36,8 @@ class PluginSuite:
         plugin: module of the entry point.
         examples: record name -> required fields of its config. Models have their ``tiny`` config instead.
         builds_on: declaration modules of the plugins whose capability tokens this plugin uses.
+        imports_undeclared: undeclared modules of d9d's packages that the plugin imports all the same, for example
+            because it is released together with them.
     """
 
     pytestmark = pytest.mark.smoke
@@ -40,6 +45,7 @@ class PluginSuite:
     plugin: ClassVar[str]
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     builds_on: ClassVar[tuple[str, ...]] = ()
+    imports_undeclared: ClassVar[tuple[str, ...]] = ()
 
     def test_declaration_imports_nothing_heavy(self, record_property: Callable[[str, object], None]) -> None:
         """The declaration loads without torch and pydantic; its time is recorded in the report (aim: under 100 ms)."""
@@ -81,8 +87,26 @@ class PluginSuite:
         _none(f"{name} imports torch; import it inside functions" for name in found if "torch" in found[name].modules)
 
     def test_configs_belong_to_their_records(self) -> None:
-        """Each config is a frozen, strict ``PluginConfig`` whose ``name`` is the record's."""
+        """Each config is a frozen, strict ``PluginConfig`` whose ``name`` is the record's; nested ones are strict."""
         _none(problem for entry, config in self._configs() for problem in _config_problems(entry, config))
+
+    def test_open_unions_and_composite_records_belong_together(self) -> None:
+        """A record is composite exactly if its config holds configs of other plugins, of existing kinds."""
+        kinds = {kind.name for kind in KINDS}
+        for entry, config in self._configs():
+            unions = {kind for model in _models(config) for kind in _open_unions(model)}
+            unknown = sorted(unions - kinds)
+            assert not unknown, f"{entry}: there is no kind {unknown[0]!r} for Named(); kinds are {sorted(kinds)}"
+            composite = isinstance(entry.spec, ConfiguredSpec) and entry.spec.composite
+            # The training loop itself builds the model of a task's first pass.
+            assert composite or not unions - {"model"}, (
+                f"{entry}: {config.__name__} holds configs of the kinds {sorted(unions)}, but the record does not "
+                "build their components; write composite=True in the record, and let build take build_inner last"
+            )
+            assert unions or not composite, (
+                f"{entry}: the record is composite, but {config.__name__} has no field "
+                'Annotated[PluginConfig, Named("kind")]; remove composite=True'
+            )
 
     def test_every_config_field_is_documented(self) -> None:
         """Each field, nested ones included, has a docstring below it; it becomes help in editors."""
@@ -98,6 +122,9 @@ class PluginSuite:
             text = json.dumps(config.model_dump(mode="json"))
             again = type(config).model_validate_json(text, context=self._names())
             assert again == config, f"{entry}: {config!r} reads back as {again!r} from {text}"
+        for entry, config in self._configs():
+            for model in _models(config) - {config}:
+                _nested_round_trip(entry, model, self._names())
 
     def test_config_schemas_export(self) -> None:
         """The JSON schema of each config exists and fixes ``name``."""
@@ -117,6 +144,40 @@ class PluginSuite:
             for token in sorted(_spec(entry).requires | _spec(entry).provides | _spec(entry).conflicts)
             if not (_is_core_token(token) or token in declared)
         )
+
+    def test_imports_of_other_packages_are_declared(self) -> None:
+        """The plugin's sources use d9d's packages by the names of declared modules only; other names may change."""
+        own = self.plugin.partition(".")[0]
+        exempt, suites = declared().exempt(own), own == "d9d_testing"
+        problems = []
+        for file in self._sources():
+            source = file.read_text("utf-8")
+            uses = [use for use in (*imported_modules(source), *references(source)) if not self._allows(use[0])]
+            problems += [f"{file.name} uses {use}" for use in undeclared(uses, exempt, suites=suites)]
+        assert not problems, (
+            "\n".join(problems)
+            + "\nThese names are not declared and may change in any release. Use the names in __all__ "
+            "of declared modules (d9d_testing/suites/support/declared.json lists them), or state the modules in "
+            f"{type(self).__name__}.imports_undeclared"
+        )
+
+    def _allows(self, module: str) -> bool:
+        return module in (*self.imports_undeclared, *self.builds_on)
+
+    def _sources(self) -> list[Path]:
+        """Source files of the plugin: the packages, or single modules, of its declaration and of its references."""
+        references = [ref for entry in self._specs() for ref in _spec(entry).refs().values()]
+        own = self.plugin.partition(".")[0]
+        names = {own, *(str(ref).partition(":")[0].partition(".")[0] for ref in references)}
+        files: set[Path] = set()
+        for name in {own} | (names - declared().packages):
+            spec = find_spec(name)
+            if spec is None:
+                continue
+            files.update(file for place in spec.submodule_search_locations or () for file in Path(place).rglob("*.py"))
+            if spec.origin is not None and spec.origin.endswith(".py"):
+                files.add(Path(spec.origin))
+        return sorted(files)
 
     def _module(self) -> Any:
         return importlib.import_module(self.plugin)
@@ -190,6 +251,54 @@ def _config_problems(entry: Entry, config: Any) -> Iterator[str]:
     settings = config.model_config
     if not settings.get("frozen") or settings.get("extra") != "forbid":
         yield f"{entry}: {config.__name__} must stay frozen and refuse unknown fields, as its base class does"
+    for model in _models(config) - {config}:
+        where = f"{entry}: {model.__name__}, which is nested in {config.__name__},"
+        if model.model_config.get("extra") != "forbid":
+            yield f"{where} takes unknown fields, such as misspelt ones; derive it from d9d_core.config.Section"
+        if not model.model_config.get("frozen"):
+            yield f"{where} can be changed; derive it from d9d_core.config.Section, which is frozen"
+
+
+def _models(config: Any) -> set[Any]:
+    """A config and all configs that its fields can hold: nested ones, items of lists, values, variants of unions."""
+    from pydantic import BaseModel
+
+    found: set[Any] = set()
+    waiting = [config]
+    while waiting:
+        part = waiting.pop()
+        if not (isinstance(part, type) and issubclass(part, BaseModel)):
+            waiting += get_args(part)
+        elif part not in found and part.__module__ != "d9d_core.config":
+            found.add(part)
+            waiting += [field.annotation for field in part.model_fields.values()]
+    return found
+
+
+def _open_unions(model: Any) -> Iterator[str]:
+    """Kinds of the open unions among the fields of a config, also in lists and other unions."""
+    from d9d_core.job_file.open_union import Named
+
+    waiting = [part for field in model.model_fields.values() for part in (field.annotation, *field.metadata)]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Named):
+            yield part.kind
+        waiting += get_args(part)
+        waiting += getattr(part, "__metadata__", ())
+
+
+def _nested_round_trip(entry: Entry, model: Any, context: Mapping[str, Any]) -> None:
+    """Check that a nested config with default values reads back equal; one that needs values is not checked."""
+    from pydantic import ValidationError
+
+    try:
+        value = model()
+    except ValidationError:
+        return
+    text = json.dumps(value.model_dump(mode="json"))
+    again = model.model_validate_json(text, context=context)
+    assert again == value, f"{entry}: {value!r}, which its config may hold, reads back as {again!r} from {text}"
 
 
 def _undocumented(schema: Mapping[str, Any], owner: str) -> Iterator[tuple[str, str]]:
