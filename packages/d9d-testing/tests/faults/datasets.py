@@ -1,14 +1,16 @@
-"""Datasets with one fault each, over the toy tokens."""
+"""Datasets with one fault each, over the toy tokens. A single-file plugin, so that other processes find them."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from d9d_core.data import DataContext
 from d9d_core.errors import DataError
+from d9d_core.plugin import DatasetSpec, Ref, hookimpl
 from d9d_core.types import Pack, State
 from d9d_testing.suites.dataset import DatasetSuite
 from d9d_testing.toy.config import ToyTokensConfig
@@ -266,49 +268,78 @@ class NarrowTokens(Faulty):
         return [{**m, "tokens": m["tokens"].int()} for m in super().next_pack()]
 
 
+class FaultyConfig(ToyTokensConfig):
+    """Random tokens with a fault."""
+
+    name: Literal["faulty"] = "faulty"  # type: ignore[assignment]
+    """Selects the dataset."""
+    fault: str = ""
+    """Fault of the dataset."""
+
+
+def build(config: FaultyConfig, context: DataContext) -> Faulty:
+    """The dataset with the fault."""
+    kinds: dict[str, type[Faulty]] = {
+        kind.__name__: kind for kind in (*Faulty.__subclasses__(), *InOnePass.__subclasses__())
+    }
+    return kinds.get(config.fault, Faulty)(config, context)
+
+
+@hookimpl
+def d9d_datasets() -> Iterator[DatasetSpec]:
+    """The faulty one."""
+    yield DatasetSpec(
+        name="faulty",
+        summary="Random tokens with a fault.",
+        config=Ref(f"{__name__}:FaultyConfig"),
+        build=Ref(f"{__name__}:build"),
+        gives={"tokens": 2, "targets": 2},
+    )
+
+
 class Sound(DatasetSuite):
-    target = "toy_tokens"
-    plugin = "d9d_testing.toy.plugin"
+    target = "faulty"
+    plugin = __file__
     other = {"vocab_size": 32}
     too_long = {"sequence_length": 4}
     workers = None
-    made_of: type[Faulty] = Faulty
 
     def packs_documents(self, directory: Path) -> bool | None:
         return False
 
-    def build(self, *arguments: Any, **fields: Any) -> Faulty:
-        return self.made_of(ToyTokensConfig(**fields), *arguments)
+
+def _fault(kind: type[Faulty], text: str) -> tuple[dict[str, Any], str]:
+    return {"config": {"fault": kind.__name__}}, text
 
 
 FAULTS = {
-    "draws from the global generator": ({"made_of": DrawsFromTheGlobalGenerator}, ""),
-    "ignores the seed": ({"made_of": IgnoresTheSeed}, "another seed gives the same order"),
-    "depends on the process": ({"made_of": DependsOnTheProcess}, "opened again with the same seed"),
-    "every rank reads the same": ({"made_of": EveryRankTheSame}, "form packs globally"),
-    "shuffles per rank": ({"made_of": ShufflesPerRank}, "form packs globally"),
-    "depends on the microbatch": ({"made_of": OrderDependsOnTheMicrobatch}, "form packs globally"),
-    "resumes one pack late": ({"made_of": ResumesOnePackLate}, ""),
-    "forgets its place": ({"made_of": ForgetsItsPlace}, ""),
-    "only goes forward": ({"made_of": OnlyGoesForward}, "back at pack"),
-    "state has tensors": ({"made_of": StateWithTensors}, "must be JSON values"),
-    "state is of one rank": ({"made_of": StateOfTheRank}, "has state"),
-    "takes the state of other data": ({"made_of": TakesOtherState}, "keep what identifies the data in state()"),
-    "denies that it packs documents": ({"made_of": DeniesItsDocuments}, "a sample holds several documents"),
-    "lacks what its record gives": ({"made_of": LacksWhatItsRecordGives}, "tensors that the record says it gives"),
-    "reuses memory of packs": ({"made_of": ReusesMemory}, "after two more packs"),
-    "drops a microbatch": ({"made_of": DropsTheLastMicrobatch}, ""),
-    "facts have tensors": ({"made_of": FactsWithTensors}, "must be JSON values"),
-    "facts differ between ranks": ({"made_of": FactsOfTheRank}, "one rank"),
-    "one pass leaves out a row": ({"made_of": LeavesOutARow}, "expected each of 20 once"),
-    "fillers have targets": ({"made_of": FillersLearn}, "a filler has targets"),
-    "fillers stand first": ({"made_of": FillersFirst}, ""),
-    "rows depend on the rank": ({"made_of": RowsOfTheRank}, ""),
-    "cuts in silence": ({"made_of": CutsInSilence}, "the facts do not count them"),
-    "says once what it cuts": ({"made_of": SaysOnceWhatItCuts}, "at the second start no line"),
-    "forgets its epoch": ({"made_of": ForgetsItsEpoch}, ""),
-    "order depends on a hash": ({"made_of": OrdersByHash}, ""),
-    "gives out its live state": ({"made_of": GivesOutItsLiveState}, ""),
-    "tokens are int32": ({"made_of": NarrowTokens}, ""),
-    "epochs have no samples": ({"made_of": EmptyEpochs}, "give a whole number above 0"),
+    "draws from the global generator": _fault(DrawsFromTheGlobalGenerator, ""),
+    "ignores the seed": _fault(IgnoresTheSeed, "another seed gives the same order"),
+    "depends on the process": _fault(DependsOnTheProcess, "opened again with the same seed"),
+    "every rank reads the same": _fault(EveryRankTheSame, "form packs globally"),
+    "shuffles per rank": _fault(ShufflesPerRank, "form packs globally"),
+    "depends on the microbatch": _fault(OrderDependsOnTheMicrobatch, "form packs globally"),
+    "resumes one pack late": _fault(ResumesOnePackLate, ""),
+    "forgets its place": _fault(ForgetsItsPlace, ""),
+    "only goes forward": _fault(OnlyGoesForward, "back at pack"),
+    "state has tensors": _fault(StateWithTensors, "must be JSON values"),
+    "state is of one rank": _fault(StateOfTheRank, "has state"),
+    "takes the state of other data": _fault(TakesOtherState, "keep what identifies the data in state()"),
+    "denies that it packs documents": _fault(DeniesItsDocuments, "a sample holds several documents"),
+    "lacks what its record gives": _fault(LacksWhatItsRecordGives, "tensors that the record says it gives"),
+    "reuses memory of packs": _fault(ReusesMemory, "after two more packs"),
+    "drops a microbatch": _fault(DropsTheLastMicrobatch, ""),
+    "facts have tensors": _fault(FactsWithTensors, "must be JSON values"),
+    "facts differ between ranks": _fault(FactsOfTheRank, "one rank"),
+    "one pass leaves out a row": _fault(LeavesOutARow, "expected each of 20 once"),
+    "fillers have targets": _fault(FillersLearn, "a filler has targets"),
+    "fillers stand first": _fault(FillersFirst, ""),
+    "rows depend on the rank": _fault(RowsOfTheRank, ""),
+    "cuts in silence": _fault(CutsInSilence, "the facts do not count them"),
+    "says once what it cuts": _fault(SaysOnceWhatItCuts, "at the second start no line"),
+    "forgets its epoch": _fault(ForgetsItsEpoch, ""),
+    "order depends on a hash": _fault(OrdersByHash, ""),
+    "gives out its live state": _fault(GivesOutItsLiveState, ""),
+    "tokens are int32": _fault(NarrowTokens, ""),
+    "epochs have no samples": _fault(EmptyEpochs, "give a whole number above 0"),
 }

@@ -313,12 +313,10 @@ class Sound(TrackerSuite):
     plugin = __file__
     target = "faulty"
     patience = 0.3
-    backend: Any = Tracker.backend
 
-    def build(self, *arguments: Any, **fields: Any) -> Any:
-        made = super().build(*arguments, **fields)
-        self.backend = made.backend
-        return made
+    def backend(self, directory: Path) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.build().backend(directory)
+        return found
 
     def logged(self, directory: Path) -> Logged:
         lines = [line for line in self.backend(directory) if "values" in line]

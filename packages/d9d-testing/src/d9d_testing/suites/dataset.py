@@ -15,10 +15,14 @@ from d9d_core.data import DataContext, packs_documents
 from d9d_core.errors import DataError
 from torch import Tensor
 
+from d9d_testing.suites.support import dataset_ranks
 from d9d_testing.suites.support.component import ComponentSuite, configured, plain_json, registry_of
 from d9d_testing.suites.support.resolved import given_by
+from d9d_testing.world import World
 
 _Plain = list[dict[str, Tensor]]
+#: Names that stand for int64 tensors (:mod:`d9d_core.data`).
+_INDICES = ("tokens", "targets", "positions", "documents", "lengths", "labels", "rows")
 
 
 class DatasetSuite(ComponentSuite):
@@ -100,6 +104,22 @@ class DatasetSuite(ComponentSuite):
                 "another seed gives the same order; draw from DataContext.seed, or state shuffled = False"
             )
 
+    def test_order_is_the_same_in_another_process(self, tmp_path: Path) -> None:
+        """The ranks of a job, and a resumed run, are other processes, in which ``hash`` of a text is another number."""
+        if type(self).build is not ComponentSuite.build:
+            pytest.skip(f"{type(self).__name__} overrides build(), so another process cannot build the dataset")
+        with self.opened(tmp_path) as stream:
+            expected = self.take(stream, self.packs)
+        kind, plugin, target, config = self.address()
+        address = [kind, plugin, target, {**config, **self._data(tmp_path)}]
+        facts = {"seed": 0, "batch_size": self.batch_size, "microbatch_size": 2}
+        (found,) = World(1).run(dataset_ranks.packs, address, facts, str(tmp_path / "cache"), self.packs)
+        difference = _difference(found, expected)
+        assert difference is None, (
+            f"in another process: {difference}; the order must not depend on the process, such as on hash() of a "
+            "text or the order of a set"
+        )
+
     def test_packs_are_microbatches_of_the_stated_size(self, tmp_path: Path) -> None:
         """Every rank gets the same number of microbatches, with the same names, on the CPU."""
         names = set()
@@ -117,6 +137,12 @@ class DatasetSuite(ComponentSuite):
                         for name, tensor in microbatch.items()
                         if len(tensor) != len(self._rows(name, 0)) * size or tensor.device.type != "cpu"
                     ]
+                    narrow = [
+                        f"{name} {tensor.dtype}"
+                        for name, tensor in microbatch.items()
+                        if name in _INDICES and tensor.dtype != torch.int64
+                    ]
+                    assert not narrow, f"{where}: {', '.join(narrow)}; tensors of these names are int64 (d9d_core.data)"
                     assert not wrong, (
                         f"{where}: {', '.join(wrong)}; put them on the CPU with {size} rows, times the "
                         f"{self.rows_per_sample} that a sample has"
@@ -172,6 +198,13 @@ class DatasetSuite(ComponentSuite):
 
     def test_a_stream_resumes_at_any_pack(self, tmp_path: Path) -> None:
         """A stream resumes in a new process or backwards, from JSON state; no sample is repeated or left out."""
+        with self.opened(tmp_path) as stream:
+            state, saved = stream.state(), plain_json(stream.state(), "state()")
+            self.take(stream, 1)
+            assert plain_json(state, "state()") == saved, (
+                f"a state that was taken before a pack is {state!r} after it, and was {saved!r}; return a new mapping, "
+                "because checkpoints are written during later steps"
+            )
         with self.opened(tmp_path) as stream:
             states = [plain_json(stream.state(), "state()")]
             expected: list[_Plain] = []

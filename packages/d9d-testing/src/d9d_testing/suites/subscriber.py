@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import inspect
+import shutil
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,8 +19,20 @@ from torch import Tensor
 from d9d_testing.layouts import job_of
 from d9d_testing.suites.support.component import ComponentSuite
 from d9d_testing.suites.support.tensors import HostReads, bits, differing
+from d9d_testing.suites.support.watched_runs import (
+    Interruption,
+    Interrupts,
+    contents,
+    text_difference,
+    watched_run,
+)
+from d9d_testing.world import World
 
 _TOY = "d9d_testing.toy.plugin"
+#: Beginnings of names of files that the training loop writes, in the directory of runs.
+_OF_THE_LOOP = (
+    "suite/checkpoints/", "suite/tokenizer/", "suite/job.yaml", "suite/plugins.json", "suite/finished.json",
+)  # fmt: skip
 #: Steps whose tensors the loop itself may still hold after a run.
 _RECENT = 2
 
@@ -41,6 +55,7 @@ class SubscriberSuite(ComponentSuite):
 
     Attributes:
         waits: whether handlers may read device values, which synchronizes with the GPU.
+        ranks: number of processes whose files are compared with the files of one process.
         job: sections that replace sections of the toy job, for subscribers that need another model or task.
         builds_on: declaration modules of the plugins that ``job`` uses.
     """
@@ -48,6 +63,7 @@ class SubscriberSuite(ComponentSuite):
     kind = "subscriber"
 
     waits: ClassVar[bool] = False
+    ranks: ClassVar[int] = 2
     job: ClassVar[Mapping[str, Any]] = {}
     builds_on: ClassVar[tuple[str, ...]] = ()
 
@@ -60,6 +76,16 @@ class SubscriberSuite(ComponentSuite):
     def broken_fields(self, directory: Path) -> Mapping[str, Any] | None:  # noqa: ARG002 - for subclasses
         """Config fields with which a handler fails; ``None`` if there are none."""
         return None
+
+    def files(self, directory: Path) -> Mapping[str, bytes]:
+        """Files of the subscriber after a run: name -> content; compared between runs.
+
+        By default all files in ``directory``, which ``fields`` got, and all files in the run's directory that the
+        training loop does not write itself. Leave out what may differ between runs, such as times and files of each
+        rank.
+        """
+        found = contents(directory)
+        return {name: content for name, content in found.items() if not name.startswith(_OF_THE_LOOP)}
 
     # --- tests
 
@@ -149,7 +175,69 @@ class SubscriberSuite(ComponentSuite):
         changed = differing(bits(plain.weights), bits(resumed.weights))
         assert not changed, f"after a resumed run, {changed} differ from a run without the subscriber"
 
+    def test_files_do_not_depend_on_the_number_of_processes(self, tmp_path: Path) -> None:
+        """A run on two processes writes the same files as a run on one, apart from rounding."""
+        expected = self.files_of_one_process(tmp_path / "one")
+        directory = tmp_path / "several"
+        World(self.ranks).run(watched_run, *self.job_for_files(directory))
+        self.compare(
+            self.files(directory),
+            expected,
+            f"a run on {self.ranks} processes",
+            "every rank has the subscriber, so write on one rank only (Topology.rank of ForwardReady), and write "
+            "values that are equal on all ranks, such as the values of ValuesLogged",
+        )
+
+    def test_files_of_a_resumed_run_are_those_of_an_uninterrupted_one(self, tmp_path: Path) -> None:
+        """A run that ends some steps after its checkpoint, and is resumed from it, leaves the same files."""
+        expected = self.files_of_one_process(tmp_path / "one")
+        directory = tmp_path / "resumed"
+        values, plugins, address = self.job_for_files(directory)
+        with suppress(Interruption):
+            watched_run(values, plugins, address, Interrupts(step=5))
+            raise AssertionError("a run that an observer interrupts goes on")
+        for newer in (directory / "suite" / "checkpoints").glob("step-0*[5-8]"):  # saved because of the interruption
+            shutil.rmtree(newer)
+        watched_run(values, plugins, address)
+        self.compare(
+            self.files(directory),
+            expected,
+            "a run that ended some steps after its checkpoint of step 4, and is resumed from it,",
+            "at TrainingStarts, remove entries of steps after event.step, and keep earlier ones; values that add up "
+            "over steps belong in state() and load_state()",
+        )
+
     # --- helpers for subclasses
+
+    def files_of_one_process(self, directory: Path) -> Mapping[str, bytes]:
+        """Files of an uninterrupted run on one process; skips the test if there are none."""
+        if type(self).build is not ComponentSuite.build:
+            pytest.skip(f"{type(self).__name__} overrides build(), so other processes cannot build the subscriber")
+        watched_run(*self.job_for_files(directory))
+        found = self.files(directory)
+        if not found:
+            pytest.skip("the subscriber writes no files in directory or in the run's directory")
+        return found
+
+    def job_for_files(self, directory: Path) -> tuple[dict[str, Any], list[str], list[Any]]:
+        """Arguments of a run that writes into a directory: the job's values and plugins, and the subscriber."""
+        directory.mkdir(parents=True, exist_ok=True)
+        values = self.job_values(directory)
+        if values["model"] == {"name": "toy_model", "dropout": 0.1}:
+            values["model"] = "toy_model"  # dropout draws other numbers on each rank
+        kind, plugin, target, config = self.address()
+        return values, [_TOY, *self.builds_on], [kind, plugin, target, {**config, **self.fields(directory)}]
+
+    def compare(self, found: Mapping[str, bytes], expected: Mapping[str, bytes], what: str, hint: str) -> None:
+        """Compare the files of two runs."""
+        missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+        assert not missing, f"{what} lacks the files {missing}; {hint}"
+        assert not extra, f"{what} has the files {extra}, which an uninterrupted run on one process has not; {hint}"
+        for name, content in expected.items():
+            difference = text_difference(found[name], content)
+            assert difference is None, (
+                f"{what} writes another {name} than an uninterrupted run on one process: {difference}; {hint}"
+            )
 
     def watching(self, directory: Path) -> Any:
         """A new subscriber."""
@@ -157,9 +245,18 @@ class SubscriberSuite(ComponentSuite):
 
     def trained(self, directory: Path, subscribers: Iterable[Any], steps: int = 8) -> _Curve:
         """Losses and weights of a run with these subscribers."""
-        values = {
+        values = self.job_values(directory) | {"steps": steps}
+        curve = _Curve()
+        trainer = job_of(values, (_TOY, *self.builds_on)).build(lambda _: None, observers=[*subscribers, curve])
+        trainer.train()
+        curve.weights = {name: parameter.detach() for name, parameter in trainer.stage.named_parameters()}
+        return curve
+
+    def job_values(self, directory: Path) -> dict[str, Any]:
+        """Values of the observed job, whose runs are in a directory."""
+        return {
             "run": {"name": "suite", "dir": str(directory)},
-            "steps": steps,
+            "steps": 8,
             "device": "cpu",
             "batch": {"size": 4, "microbatch": 2},
             "model": {"name": "toy_model", "dropout": 0.1},
@@ -173,11 +270,6 @@ class SubscriberSuite(ComponentSuite):
             "export": False,
             **self.job,
         }
-        curve = _Curve()
-        trainer = job_of(values, (_TOY, *self.builds_on)).build(lambda _: None, observers=[*subscribers, curve])
-        trainer.train()
-        curve.weights = {name: parameter.detach() for name, parameter in trainer.stage.named_parameters()}
-        return curve
 
 
 class _Curve:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,8 @@ from d9d_core.tracker import (
 from d9d_engine.trackers.hub import TrackerHub
 
 from d9d_testing.suites.support.component import ComponentSuite, plain_json
+from d9d_testing.suites.support.killed_runs import REPORT, killed_run
+from d9d_testing.world import RankFailedError, World
 
 _VALUES = {"loss": 1.5, "lr": 1e-3, "eval/loss": math.nan, "grad_norm": math.inf}
 #: Step -> series -> value, as read back from a backend.
@@ -79,6 +82,8 @@ class TrackerSuite(ComponentSuite):
 
     Attributes:
         patience: most seconds per call, also if the backend does not answer.
+        dies_in_process: whether a run may be killed in another process, from which this process then reads what was
+            logged; ``False`` for trackers whose backend is replaced by a stand-in in this process.
         rewinds: whether the backend can remove entries after a checkpoint's step; if not, they stay, and no step of a
             series may be written twice.
     """
@@ -86,6 +91,7 @@ class TrackerSuite(ComponentSuite):
     kind = "tracker"
 
     patience: ClassVar[float] = 2.0
+    dies_in_process: ClassVar[bool] = True
     rewinds: ClassVar[bool] = True
 
     # --- for subclasses to override
@@ -173,6 +179,37 @@ class TrackerSuite(ComponentSuite):
         logged = self.read(tmp_path)
         run.close("finished")
         assert logged == {1: {"loss": 1.0}}, f"after flush(), logged are {logged}; write out buffers"
+
+    def test_a_killed_process_loses_nothing_that_was_flushed(self, tmp_path: Path) -> None:
+        """After ``flush``, a kill of the process loses no value, and a run in a new process continues."""
+        if type(self).build is not ComponentSuite.build:
+            pytest.skip(f"{type(self).__name__} overrides build(), so another process cannot build the tracker")
+        if not self.dies_in_process:
+            pytest.skip(f"{type(self).__name__}.dies_in_process is False")
+        directory = tmp_path / "run"
+        directory.mkdir()
+        kind, plugin, target, config = self.address()
+        address = [kind, plugin, target, {**config, **self.fields(directory)}]
+        with suppress(RankFailedError):
+            World(1).run(killed_run, address, str(directory), [1, 2, 3])
+        report = directory / REPORT
+        assert report.is_file(), "the process was killed before flush() and state() returned"
+        flushed = json.loads(report.read_text())
+        report.unlink()
+        if flushed["flushed"] is False:
+            pytest.skip("flush() returns False, so the checkpoint keeps the values")
+        expected: dict[int, Any] = {step: {"loss": float(step)} for step in (1, 2, 3)}
+        hint = (
+            "flush() must hand everything to the operating system or the backend: commit transactions, wait for own "
+            "threads, and leave nothing in caches of the process"
+        )
+        again = self.opened(directory, resumed_step=3, state=flushed["state"])
+        again.write(4, {"loss": 4.0})
+        again.close("finished")
+        logged = self.read(directory)
+        assert logged == expected | {4: {"loss": 4.0}}, (
+            f"after a kill behind flush(), and a resumed run that writes step 4, logged are {logged}; {hint}"
+        )
 
     def test_a_resumed_run_drops_what_came_after_the_checkpoint(self, tmp_path: Path) -> None:
         """Steps after the checkpoint of a crashed run are removed and repeated; earlier entries stay."""
