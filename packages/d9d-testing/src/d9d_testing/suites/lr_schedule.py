@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from d9d_core.errors import D9dError
 
 from d9d_testing.suites.support.component import ComponentSuite
 
@@ -39,6 +40,19 @@ class LrScheduleSuite(ComponentSuite):
                 assert math.isfinite(factor), f"{where}; it must be finite"
                 assert factor >= 0, f"{where}; a negative factor would increase the loss"
             assert any(factors), f"{total} steps: every factor is zero, so nothing is trained"
+
+    def test_a_run_of_one_step_has_a_factor_or_is_refused(self) -> None:
+        """The shortest run has a finite factor, unless the config needs a longer run and says so."""
+        try:
+            factor = self.build(1)(0)
+        except D9dError:
+            return
+        except Exception as error:
+            raise AssertionError(
+                f"a run of one step raises {error!r}; return a factor, or raise a BuildError with the fewest steps"
+            ) from error
+        assert math.isfinite(factor), f"in a run of one step, the factor is {factor!r}; it must be finite"
+        assert factor >= 0, f"in a run of one step, the factor is {factor!r}; a negative one would increase the loss"
 
     def test_a_factor_depends_on_the_step_alone(self) -> None:
         """A factor does not depend on earlier calls, because a resumed run starts in the middle."""
@@ -78,6 +92,8 @@ class LrScheduleSuite(ComponentSuite):
                     raise AssertionError(
                         f"{total} steps: step {step}, past the end, raises {error!r}; return the last factor"
                     ) from error
+                real = isinstance(factor, float | int)
+                assert real, f"{total} steps: step {step}, past the end, has factor {factor!r}; return a float"
                 assert math.isfinite(factor), f"{total} steps: step {step}, past the end, has factor {factor!r}"
                 assert factor >= 0, f"{total} steps: step {step}, past the end, has factor {factor!r}"
 

@@ -87,6 +87,26 @@ class MetricSuite(ComponentSuite):
             merged = self.merged([self.updated(parts), idle])
             _assert_same(merged, expected, f"merged with a {name} one", "start from the operation's neutral value")
 
+    def test_largest_and_smallest_values_start_from_neutral_ones(self) -> None:
+        """States reduced by ``max`` and ``min`` are the same as if they had started from the extreme of their dtype."""
+        parts = [slice(0, self.samples)]
+        plain, extreme = self.updated(parts).state(), self.made()
+        neutral = {
+            name: torch.full_like(tensor, _extreme(tensor.dtype, extreme.reductions[name]))
+            if extreme.reductions[name] in ("max", "min")
+            else tensor.clone()
+            for name, tensor in extreme.state().items()
+        }
+        extreme.load_state({name: tensor.clone() for name, tensor in neutral.items()})
+        found = self.updated(parts, extreme).state()
+        for name, how in extreme.reductions.items():
+            seen = found[name] != neutral[name]  # the others had no sample
+            wrong = seen & (found[name] != plain[name]) & ~(found[name].isnan() & plain[name].isnan())
+            assert not wrong.any() or how == "sum", (
+                f"state {name} is {plain[name].tolist()}, but the {how} of the samples is {found[name].tolist()}; "
+                f"start it from the {'smallest' if how == 'max' else 'largest'} value of its dtype, in reset() too"
+            )
+
     def test_state_has_its_final_form_from_the_start(self) -> None:
         """Names, shapes and dtypes never change, because checkpoints are loaded into the state and ranks reduce it."""
         metric = self.made()
@@ -255,6 +275,14 @@ class MetricSuite(ComponentSuite):
             {name: _OPERATIONS[how](torch.stack([state[name] for state in states])) for name, how in reductions.items()}
         )
         return _values(merged)
+
+
+def _extreme(dtype: torch.dtype, reduction: str) -> float:
+    """Neutral value of a maximum or minimum."""
+    if dtype == torch.bool:
+        return float(reduction == "min")
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return limits.min if reduction == "max" else limits.max
 
 
 def _values(metric: Any) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from d9d_testing.suites.support import optimizer_ranks
 from d9d_testing.suites.support.component import ComponentSuite, plain_json
 from d9d_testing.suites.support.optimizer_ranks import draw_parameters, set_gradients, stepped
-from d9d_testing.suites.support.tensors import HostReads, bits, differing, facts
+from d9d_testing.suites.support.tensors import HostReads, bits, differing, facts, overlapping
 from d9d_testing.tolerances import assert_close_values
 from d9d_testing.world import World
 
@@ -136,8 +136,20 @@ class OptimizerSuite(ComponentSuite):
             start = facts(optimizer.state())
             strange = [name for name in start if "/" not in name or name.rpartition("/")[0] not in parameters]
             assert not strange, f"{dtype}: state {strange} must be named '<parameter name>/<slot>' for checkpoints"
-            again = facts(self.made(dtype)[1].state())
-            assert again == start, f"{dtype}: two optimizers of the same parameters name their state differently"
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(17)
+                twin = self.made(dtype)[1].state()
+            assert facts(twin) == start, f"{dtype}: two optimizers of the same parameters name their state differently"
+            drawn = differing(bits(optimizer.state()), bits(twin))
+            assert not drawn, (
+                f"{dtype}: the initial state of {drawn} depends on the process's random numbers, so ranks start "
+                "differently; seed a generator by the parameter's name"
+            )
+            shared = overlapping(optimizer.state())
+            assert not shared, (
+                f"{dtype}: {shared[0]} and {shared[1]} are in the same memory, so updates of one parameter change the "
+                "state of another; allocate a tensor for each"
+            )
             stepped(optimizer, parameters, [0, 1], self.device)
             later = facts(optimizer.state())
             assert later == start, (
@@ -287,6 +299,12 @@ class OptimizerSuite(ComponentSuite):
                 expected = facts({**whole, **optimizer.state()})
                 assert result["facts"] == {name: [list(s), d] for name, (s, d) in expected.items()}, (
                     f"{where}: state of DTensors must have the names, full shapes and dtypes of plain state"
+                )
+                start = {name: tensor.detach().clone() for name, tensor in optimizer.state().items()}
+                other = differing(bits(start), bits(result["start"]))
+                assert not other, (
+                    f"{where}: the initial state of {other} differs from the state in this process; it must not "
+                    "depend on the process, such as on its random numbers, its id, or hash() of a text"
                 )
                 stepped(optimizer, whole, [0, 1], "cpu")
                 for name, tensor in whole.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -11,14 +13,14 @@ import pytest
 import torch
 from d9d_core.errors import D9dError
 from d9d_core.first_pass import TwoPassTask
-from d9d_core.task import StageInputs
+from d9d_core.task import SeesSteps, StageInputs, StatefulTask
 from d9d_core.types import Microbatch
 from torch import Tensor
 
 from d9d_testing.suites.support import observations
-from d9d_testing.suites.support.component import ComponentSuite, configured
+from d9d_testing.suites.support.component import ComponentSuite, configured, plain_json
 from d9d_testing.suites.support.tensors import HostReads, bits, differing
-from d9d_testing.tolerances import assert_close_values
+from d9d_testing.tolerances import Tolerance, assert_close_values
 
 _Sums = dict[str, Tensor]
 
@@ -39,6 +41,9 @@ class TaskSuite(ComponentSuite):
 
     Attributes:
         samples: number of samples that ``microbatch`` can give.
+        group: number of consecutive samples that belong together, such as 2 for a task that compares the samples 2 i
+            and 2 i + 1 with each other; ``samples`` is a multiple of it. Microbatches are cut between groups only.
+        float32_outputs: outputs that models give in float32 in any precision.
         observes: names of the observations; by default any, as long as they never change.
         accepts: fields of a model's config, and facts of data that fit it.
         rejects: pairs of config fields and facts that do not fit.
@@ -47,6 +52,8 @@ class TaskSuite(ComponentSuite):
     kind = "task"
 
     samples: ClassVar[int] = observations.SAMPLES
+    group: ClassVar[int] = 1
+    float32_outputs: ClassVar[Sequence[str]] = ("token_loss",)
     observes: ClassVar[Sequence[str] | None] = None
     accepts: ClassVar[tuple[Mapping[str, Any], Mapping[str, Any]]] = ({}, {})
     rejects: ClassVar[Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]] = ()
@@ -108,11 +115,14 @@ class TaskSuite(ComponentSuite):
         """Losses and weights are sums, not means: the loop divides once, by the weight over all ranks."""
         task = self.build()
         expected = self.sums(task, self.whole())
-        for cut in (1, self.samples // 2, self.samples - 1):
+        groups = self.samples // self.group
+        assert groups * self.group == self.samples, f"samples = {self.samples} is no multiple of group = {self.group}"
+        for cut in (self.group * part for part in (1, groups // 2, groups - 1)):
             parts = [self.sums(task, self.microbatch(part)) for part in (slice(0, cut), slice(cut, self.samples))]
             for name, value in expected.items():
                 what = (
                     f"{name} of {cut} and {self.samples - cut} samples added, compared with all at once (sum, no mean)"
+                    + (f"; groups are {self.group} neighbouring samples" if self.group > 1 else "")
                 )
                 assert_close_values(parts[0][name] + parts[1][name], value, what=what)
 
@@ -125,12 +135,16 @@ class TaskSuite(ComponentSuite):
             assert_close_values(value, 2 * expected[name], what=f"{name} of a doubled batch, against twice the sum")
 
     def test_weights_count_what_losses_sum(self) -> None:
-        """The mean loss of copies of one sample, some of which do not count, equals the loss of one copy."""
+        """The mean loss of copies of one group, some of which do not count, equals the loss of one copy.
+
+        A group with a weight has a loss, and a group without weight has none.
+        """
         task = self.build()
+        groups = [slice(first, first + self.group) for first in range(0, self.samples, self.group)]
+        for part in groups:
+            self._weight_and_loss_agree(task, part)
         one = next(
-            slice(i, i + 1)
-            for i in range(self.samples)
-            if all(task.weights(self.microbatch(slice(i, i + 1)))[term] > 0 for term in task.coefficients)
+            part for part in groups if all(task.weights(self.microbatch(part))[term] > 0 for term in task.coefficients)
         )
         alone = self.means(task, self.microbatch(one))
         parts = [self.microbatch(one, counted=counted) for counted in (True, False, False, True, False)]
@@ -208,11 +222,75 @@ class TaskSuite(ComponentSuite):
             assert count == task.count(batch), "count() depends on values; use shapes alone, or return a tensor"
         assert count > 0, f"count() is {count}"
 
+    def test_sums_are_made_in_float32_whatever_the_outputs_are(self) -> None:
+        """Outputs in bfloat16 give the losses of the same numbers in float32, because sums of many samples need it."""
+        task, batch = self.build(), self.whole()
+        outputs = self.outputs(batch, torch.ones((), requires_grad=True))
+        narrow = {
+            name: value.bfloat16() if value.is_floating_point() and name not in self.float32_outputs else value
+            for name, value in outputs.items()
+        }
+        wide = {name: value.to(outputs[name].dtype) for name, value in narrow.items()}
+        found, expected = (task.losses(given, batch) for given in (narrow, wide))
+        for term in task.coefficients:
+            what = f"the loss {term} of outputs in bfloat16, against the same numbers in float32 (begin with .float())"
+            assert_close_values(
+                found[term], expected[term], Tolerance(rtol=1e-4, atol=1e-6, angle=0, norm=0), what=what
+            )
+
+    def test_a_resumed_task_continues(self) -> None:
+        """A new task with the saved state computes the same; values that follow from the step number need no state."""
+        first, batch = self.build(), self.whole()
+        stateful, steps = isinstance(first, StatefulTask), isinstance(first, SeesSteps)
+        if not stateful and not steps:
+            pytest.skip("the task has neither state nor steps")
+        state = None
+        for step in range(4):
+            if stateful and step == 3:
+                state = plain_json(first.state(), "state()")
+            if steps:
+                first.begin_step(step)
+            self.sums(first, batch)
+        second = self.build()
+        if state is not None:
+            second.load_state(state)
+            again = plain_json(second.state(), "state()")
+            assert again == state, f"after load_state({state!r}) the state is {again!r}; load all that state() returns"
+        if steps:
+            second.begin_step(3)
+        self.sums(second, batch)
+        for what, of in {"coefficients": lambda task: dict(task.coefficients), "losses": self._numbers}.items():
+            found, expected = of(second), of(first)
+            assert found == expected, (
+                f"{what} of a task that begins at step 3 with the saved state are {found}, of a task that made all "
+                f"steps {expected}; compute them from the step that begin_step() gets, or from the saved state"
+            )
+
+    def test_nothing_of_a_microbatch_is_kept(self) -> None:
+        """Losses and outputs are freed after the step, because each holds the activations of its forward."""
+        task = self.build()
+        alive: list[tuple[str, weakref.ref[Tensor]]] = []
+        for part in (slice(0, self.group), slice(0, self.samples), slice(0, self.samples)):
+            batch = dict(self.microbatch(part))
+            outputs = dict(self.outputs(batch, torch.ones((), requires_grad=True)))
+            losses = dict(task.losses(outputs, batch))
+            observed = dict(task.observations(outputs, batch))
+            if len(alive) == 0:
+                alive += [(f"the output {name}", weakref.ref(value)) for name, value in outputs.items()]
+                alive += [(f"the loss {name}", weakref.ref(value)) for name, value in losses.items()]
+            del batch, outputs, losses, observed
+        gc.collect()
+        kept = [name for name, reference in alive if reference() is not None]
+        assert not kept, (
+            f"the task keeps {', '.join(kept)} of a microbatch with its graph, two microbatches later; keep detached "
+            "numbers at most"
+        )
+
     def test_observations_are_detached_tensors_of_fixed_names(self) -> None:
         """Metrics find observations by name in every microbatch."""
         task = self.build()
         names = set()
-        for part in (slice(0, self.samples), slice(0, 1), slice(2, 5)):
+        for part in (slice(0, self.samples), slice(0, self.group), slice(2 * self.group, 5 * self.group)):
             batch = self.microbatch(part)
             seen = task.observations(self.outputs(batch, torch.ones((), requires_grad=True)), batch)
             names.add(tuple(sorted(seen)))
@@ -238,6 +316,24 @@ class TaskSuite(ComponentSuite):
             with pytest.raises(D9dError) as refusal:
                 self.build().check(SimpleNamespace(**model), dict(known))
             assert str(refusal.value), f"a model with {dict(model)} is refused without a reason"
+
+    def _numbers(self, task: Any) -> dict[str, float]:
+        return {name: value.item() for name, value in self.sums(task, self.whole()).items()}
+
+    def _weight_and_loss_agree(self, task: Any, part: slice) -> None:
+        batch = self.microbatch(part)
+        weights = task.weights(batch)
+        found: dict[str, list[float]] = {term: [] for term in task.coefficients}
+        for factor in (1.0, -1.0):  # a hinge loss may be zero for one of them
+            sums = task.losses(self.outputs(batch, torch.tensor(factor, requires_grad=True)), batch)
+            for term, values in found.items():
+                values.append(sums[term].item())
+        for term, losses in found.items():
+            weight = weights[term].item()
+            where = f"{term} of the samples {part.start} to {part.stop - 1}"
+            hint = "weights() must count exactly the samples or positions that losses() sums"
+            assert weight or not any(losses), f"{where} has no weight, but a loss of {losses[0]:g}; {hint}"
+            assert not weight or any(losses), f"{where} has a weight of {weight:g}, but no loss; {hint}"
 
     def _run(self, batch: Microbatch, whole: Microbatch) -> None:
         """Call each method of a new task on a microbatch, with outputs for the complete one."""

@@ -14,6 +14,7 @@ from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 from d9d_testing.suites.support.component import ComponentSuite
+from d9d_testing.suites.support.tensors import HostReads
 
 
 class InferenceTaskSuite(ComponentSuite):
@@ -60,7 +61,14 @@ class InferenceTaskSuite(ComponentSuite):
         """Kept tensors have the samples as first dimension, along which fillers are cut off."""
         outputs, microbatch = self.case()
         count = len(microbatch["rows"])
-        for name, tensor in self.ready().process(outputs, microbatch).items():
+        task = self.ready()
+        with HostReads() as reads:
+            kept = task.process(outputs, microbatch)
+        assert not reads.found, (
+            f"process() reads values on the host ({', '.join(sorted(set(reads.found)))}), which waits for the device; "
+            "compute with tensors, and read values in rows()"
+        )
+        for name, tensor in kept.items():
             assert isinstance(tensor, Tensor), f"process() keeps '{name}', a {type(tensor).__name__}; keep tensors"
             shape = list(tensor.shape)
             assert shape[:1] == [count], f"process() keeps '{name}' of shape {shape}; the first dimension is {count}"
@@ -76,6 +84,8 @@ class InferenceTaskSuite(ComponentSuite):
         firsts = self.case()[1]["rows"].tolist()
         assert set(firsts) <= set(rows[ROW]), f"some of the samples {firsts} have no row; rows: {list(rows[ROW])}"
         assert all(type(row) is int for row in rows[ROW]), "row indices must be Python ints"
+        tensors = [name for name, values in rows.items() if any(isinstance(value, Tensor) for value in values)]
+        assert not tensors, f"values of {tensors} are tensors; return JSON values or lists of numbers, as of tolist()"
 
     def test_rows_of_a_sample_do_not_depend_on_the_others(self) -> None:
         """A microbatch with fillers gives the same rows, and no state is kept between microbatches."""

@@ -104,5 +104,11 @@ class WriterSuite(ComponentSuite):
             writer.write(path, {name: values[begin:end] for name, values in _ROWS.items()})
             parts.insert(0, path)
         output: Path = directory / f"output{writer.suffix}"
+        written = sorted(path.name for path in directory.iterdir())
+        expected = sorted(path.name for path in parts)
+        assert written == expected, (
+            f"write() leaves the files {sorted({*written} - {*expected})}; rename or remove temporary files, because "
+            "the engine takes the files of its directory for parts"
+        )
         writer.join(parts, output)
         return output

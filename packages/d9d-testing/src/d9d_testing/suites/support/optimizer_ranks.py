@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -45,7 +45,7 @@ def sharded_steps(address: Sequence[Any], shapes: Mapping[str, Sequence[int]], d
 
     Returns:
         ``refused``: names changed by the closed gate; ``facts``: name -> full shape and dtype of parameters and state;
-        ``parameters``: full parameters after the steps.
+        ``start``: full state before the first step; ``parameters``: full parameters after the steps.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placements: list[list[Placement]] = [[Shard(0)], [Replicate()], [Shard(0)], [Shard(0)]]
@@ -55,6 +55,7 @@ def sharded_steps(address: Sequence[Any], shapes: Mapping[str, Sequence[int]], d
     }
     optimizer = build_component(*address, parameters)
     optimizer.init_state()
+    start = {name: _full(tensor).detach().clone() for name, tensor in optimizer.state().items()}
     set_gradients(parameters, 50)
     before = bits({**parameters, **optimizer.state()})
     optimizer.step(torch.tensor(False))
@@ -63,6 +64,15 @@ def sharded_steps(address: Sequence[Any], shapes: Mapping[str, Sequence[int]], d
     everything = {**parameters, **optimizer.state()}
     return {
         "refused": refused,
+        "start": start,
         "facts": {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in everything.items()},
-        "parameters": {name: tensor.full_tensor().detach() for name, tensor in parameters.items()},  # type: ignore[attr-defined]
+        "parameters": {name: _full(tensor).detach() for name, tensor in parameters.items()},
     }
+
+
+def _full(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.dtype in (torch.int16, torch.uint16):  # gloo cannot gather them
+        return tensor.to(torch.int32).full_tensor().to(tensor.dtype)
+    return tensor.full_tensor()

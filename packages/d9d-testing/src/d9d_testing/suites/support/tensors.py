@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,6 +44,20 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
     common = first.keys() & second.keys()
     changed = {name for name in common if not torch.equal(first[name], second[name])}
     return sorted(changed | (first.keys() ^ second.keys()))
+
+
+def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Names of two tensors with several elements in the same memory; ``None`` if there are none."""
+    here = [(name, local(tensor)) for name, tensor in tensors.items()]
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)
+        for name, tensor in here
+        if not tensor.is_meta and tensor.numel() > 1 and tensor.is_contiguous()
+    )
+    for (_, end, name), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            return name, other
+    return None
 
 
 def facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
