@@ -115,7 +115,7 @@ def failures(suite: PluginSuite) -> dict[str, str]:
 
 def test_a_good_plugin_passes_everything(suite: Make) -> None:
     assert failures(suite()) == {}
-    assert len(checks(suite())) == 11
+    assert len(checks(suite())) == 13
 
 
 def test_the_time_of_the_declaration_is_reported(suite: Make) -> None:

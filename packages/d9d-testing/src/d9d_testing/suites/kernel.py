@@ -141,6 +141,20 @@ class KernelSuite:
             changed = differing(before, bits(inputs))
             assert not changed, f"{where}: writes into its inputs {changed}"
 
+    def test_an_output_stays_as_it_is(self) -> None:
+        """A later call does not change an earlier output, which the model still needs."""
+        for where, signature, call in self.accepted(first=True):
+            first = self.run(signature, call)["out"]
+            before = bits({"the output": first})
+            inputs = {name: t.roll(1, 0) if t.is_floating_point() else t for name, t in call.inputs.items()}
+            again = self.run(signature, replace(call, inputs=inputs))["out"]
+            changed = differing(before, bits({"the output": first}))
+            assert not changed, (
+                f"{where}: a second call changes the output of the first one; allocate each output anew, because "
+                "models and autograd keep it"
+            )
+            del again
+
     def test_inputs_need_not_be_contiguous(self) -> None:
         """Inputs may be views, such as the outputs of a projection."""
         for where, signature, call in self.accepted():
@@ -273,7 +287,12 @@ class KernelSuite:
         if backward:
             drawn = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
             grad = torch.ones((), dtype=out.dtype).to(out.device).expand_as(out)
-            torch.autograd.backward(out, grad if expanded else drawn.to(out.device, out.dtype))
+            given = grad if expanded else drawn.to(out.device, out.dtype)
+            kept = given.clone()
+            torch.autograd.backward(out, given)
+            assert torch.equal(kept, given), (
+                f"{call.name}: the backward writes into the gradient of its output, which other operations read, too"
+            )
             found |= {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         return found
 

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from d9d_testing.layouts import Harness, assert_passed, job_of
 from d9d_testing.suites.support.component import ComponentSuite
 from d9d_testing.suites.support.tensors import bits, differing, facts
-from d9d_testing.tolerances import assert_close_values
+from d9d_testing.tolerances import TOLERANCES, assert_close_values, compare_directions
 
 _TOY = "d9d_testing.toy.plugin"
 _PARALLEL = "d9d_parallel.plugin"
+#: Name of the input among gradients.
+_INPUT = "the input"
 
 
 class PeftSuite(ComponentSuite):
@@ -123,6 +125,27 @@ class PeftSuite(ComponentSuite):
         assert left == own, (
             f"after merge() there are extra {sorted(left.keys() - own.keys())} and no {sorted(own.keys() - left)}; "
             "an export must have the model's own tensors only"
+        )
+
+    def test_gradients_pass_through_as_through_merged_weights(self) -> None:
+        """Inputs, and parameters that merging does not change, get the gradients of the merged model."""
+        method = self.build()
+        stage, named = self.adapted(method)
+        _randomise(stage, named)
+        before = bits(dict(stage.named_parameters()))
+        adapted = self.gradients(stage)
+        method.merge(stage)
+        merged = self.gradients(stage)
+        kept = bits(dict(stage.named_parameters()))
+        same = [name for name in merged if name == _INPUT or (name in before and torch.equal(before[name], kept[name]))]
+        wrong = []
+        for name in same:
+            angle, length = compare_directions(adapted[name], merged[name])
+            if not (angle <= TOLERANCES[torch.float32].angle * 10 and length <= 1e-4):
+                wrong.append(name)
+        assert not wrong, (
+            f"the gradients of {wrong} differ from the gradients in the merged model, which computes the same; the "
+            "method's update must pass gradients on to its input: do not detach it"
         )
 
     @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
@@ -242,6 +265,18 @@ class PeftSuite(ComponentSuite):
         if isinstance(method, StartsFromWeights):
             method.start(stage)
         return stage, named
+
+    def gradients(self, stage: nn.Module) -> dict[str, Tensor]:
+        """Gradients of the input and of all parameters, for some samples."""
+        x = torch.randn(5, self.model["features"], generator=torch.Generator().manual_seed(3)).requires_grad_()
+        stage.eval().requires_grad_()
+        stage.zero_grad()
+        out: Tensor = stage(x=x)["y"]
+        given = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+        torch.autograd.backward(out, given)
+        found = {name: p.grad.detach().clone() for name, p in stage.named_parameters() if p.grad is not None}
+        assert x.grad is not None, "the input gets no gradient"
+        return {**found, _INPUT: x.grad}
 
     def forward(self, stage: nn.Module) -> Tensor:
         """Output for some samples."""

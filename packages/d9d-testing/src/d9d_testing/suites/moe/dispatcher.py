@@ -134,6 +134,7 @@ def _corners(ranks: int) -> dict[str, Case]:
         "only tokens learn": Case(spread, experts, learns=("tokens",)),
         "only weights learn": Case(spread, experts, learns=("weights",)),
         "no gradients at all": Case(spread, experts, learns=()),
+        "another microbatch between dispatch and combine": Case(spread, experts, interleaved=True),
         "computed again": Case(spread, experts, checkpointed=True),
         "dropped and computed again": Case(
             _drawn(ranks, experts, top_k=3, tokens=equal, limit=2).indices, experts, limit=2, checkpointed=True

@@ -29,6 +29,7 @@ class Case:
         limit: most rows per expert and rank; later ones are dropped.
         learns: tensors that require gradients.
         checkpointed: whether the backward recomputes the forward.
+        interleaved: whether another microbatch is dispatched before the outputs of this one are combined.
         name: name for messages.
     """
 
@@ -37,6 +38,7 @@ class Case:
     limit: int | None = None
     learns: tuple[str, ...] = ("tokens", "weights", "bank")
     checkpointed: bool = False
+    interleaved: bool = False
     name: str = ""
 
 
@@ -88,8 +90,14 @@ def _step(dispatcher: Any, case: Case, hidden: int, dtype: torch.dtype, device: 
         sending = dispatcher.dispatch(tokens, routing)
         meanwhile = tokens.sin()
         sent = sending.wait()
+        other = None
+        if case.interleaved:
+            turned = TopKRouting.of(indices.flip(0), weights.flip(0), case.experts, case.limit, incomplete=absent)
+            other = dispatcher.dispatch(tokens, turned).wait()
         outputs = _experts(sent, bank)
         mixed: Tensor = dispatcher.combine(outputs, sent.handle).wait()
+        if other is not None:
+            mixed = mixed + 0 * dispatcher.combine(_experts(other, bank), other.handle).wait()
         assert mixed.dtype == dtype, f"combine returned {mixed.dtype}, the outputs of the experts are {dtype}"
         return mixed + meanwhile
 

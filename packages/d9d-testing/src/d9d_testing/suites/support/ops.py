@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -103,7 +103,11 @@ def _invoke_attention_blocks(slot: OpSlot, call: Call) -> Tensor:
 
 
 def _rms_norms() -> Sequence[Call]:
-    return [calls.rms_norm(*shape) for shape in ((3, 5, 16), (1, 2), (7, 33), (2, 3, 1, 8), (0, 8))]
+    made = [calls.rms_norm(*shape) for shape in ((3, 5, 16), (1, 2), (7, 33), (2, 3, 1, 8), (0, 8))]
+    # So many rows of one sign that a weight gradient summed in bfloat16 stops growing.
+    many = calls.rms_norm(3000, 8)
+    positive = {"x": many.inputs["x"] + 2, "weight": many.inputs["weight"]}
+    return [*made, replace(many, name=f"{many.name} around 2", inputs=positive)]
 
 
 def _leading(random: Random) -> list[int]:
