@@ -27,8 +27,10 @@ def load() -> ModuleType:
 #: Kinds whose faults show without many processes, and the faults of them that only two processes show.
 QUICK = [kind for kind in load().KINDS if kind not in load().LONG]
 IN_PROCESSES: Mapping[str, set[str]] = {
-    "optimizers": {"takes a shard for the whole"}, "fine-tuning methods": {"differs between ranks"},
-}  # fmt: skip
+    "optimizers": {"takes a shard for the whole", "seeds by the hash of a name"},
+    "fine-tuning methods": {"differs between ranks"},
+    "subscribers with files": {"every rank writes", "writes the numbers of its rank"},
+}
 #: Faults that no test of a suite catches, as the README says.
 MISSED = {
     "metrics": {"counts in float32"},

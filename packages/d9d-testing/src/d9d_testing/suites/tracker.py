@@ -201,7 +201,8 @@ class TrackerSuite(ComponentSuite):
         expected: dict[int, Any] = {step: {"loss": float(step)} for step in (1, 2, 3)}
         hint = (
             "flush() must hand everything to the operating system or the backend: commit transactions, wait for own "
-            "threads, and leave nothing in caches of the process"
+            "threads, and leave nothing in caches of the process; and a resumed run must remove entries after "
+            "RunInfo.resumed_step, no others"
         )
         again = self.opened(directory, resumed_step=3, state=flushed["state"])
         again.write(4, {"loss": 4.0})

@@ -74,5 +74,6 @@ def _full(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.dtype in (torch.int16, torch.uint16):  # gloo cannot gather them
-        return tensor.to(torch.int32).full_tensor().to(tensor.dtype)
+        whole: Tensor = tensor.to(torch.int32).full_tensor()  # type: ignore[attr-defined]
+        return whole.to(tensor.dtype)
     return tensor.full_tensor()
