@@ -77,7 +77,7 @@ DECLARED = (
     "d9d_moe.expert_parallel.dispatchers",
     *("d9d_moe.experts.grouped_swiglu", "d9d_moe.experts.layer"),
     *("d9d_moe.router.metric_config", "d9d_moe.router.routing", "d9d_moe.router.top_k"),
-    *("d9d_nn.attention.grouped_query", "d9d_nn.attention.masks"),
+    *("d9d_nn.attention.core", "d9d_nn.attention.grouped_query", "d9d_nn.attention.masks"),
     *("d9d_nn.auxiliary_loss", "d9d_nn.costs", "d9d_nn.embedding", "d9d_nn.initialization", "d9d_nn.linear"),
     *("d9d_nn.decoder.block", "d9d_nn.decoder.config", "d9d_nn.decoder.config_json"),
     *("d9d_nn.decoder.costs", "d9d_nn.decoder.flops", "d9d_nn.decoder.format", "d9d_nn.decoder.model"),
