@@ -153,8 +153,9 @@ class OptimizerSuite(ComponentSuite):
             stepped(optimizer, parameters, [0, 1], self.device)
             later = facts(optimizer.state())
             assert later == start, (
-                f"{dtype}: state after two steps differs from state after init_state(): only then "
-                f"{sorted(start.items() - later.items())}, only now {sorted(later.items() - start.items())}; create "
+                f"{dtype}: state after two steps differs from state after init_state(): only after "
+                f"init_state() {sorted(start.items() - later.items())}, only after two steps "
+                f"{sorted(later.items() - start.items())}; create "
                 "all state in init_state(), because a checkpoint is loaded into it"
             )
 

@@ -442,7 +442,10 @@ class TrackerSuite(ComponentSuite):
         logged = self.logged(tmp_path)
         _bury(buried)
         found = {step: values.get("loss") for step, values in (logged or {}).items()}
-        assert logged is None or found == {1: 1.0, 2: 2.0}, f"with {', '.join(kinds)} of that name, 'loss' is {found}"
+        assert logged is None or found == {1: 1.0, 2: 2.0}, (
+            f"the numbers 'loss' are {found}, expected {{1: 1.0, 2: 2.0}}, if {', '.join(kinds)} of the same name are "
+            "written; store one of them under another name, or raise"
+        )
         for kind in kinds:
             named = self.logged_kind(tmp_path, kind)
             counts = {step: len(names) for step, names in (named or {}).items() if names}
