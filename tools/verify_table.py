@@ -31,7 +31,7 @@ from layout_table import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "layouts.md"
-FAULT_MODULES = ("gradients", "pipelines", "updates", "data", "state", "tensors", "contexts")
+FAULT_MODULES = ("gradients", "pipelines", "updates", "data", "state", "tensors", "contexts", "second")
 FAULT_MARKS = "<!-- faults: begin -->", "<!-- faults: end -->"
 DTYPES = ("float32", "bfloat16")
 STEPS = 4
@@ -157,7 +157,58 @@ FAULTS: Mapping[str, tuple[str, str]] = {
     "unloaded_optimizer": ("dense", FSDP.name),
     "unloaded_weights": ("dense", FSDP.name),
     "unmoved_data": ("dense", FSDP.name),
+    # second list: saved and restored state
+    "saved_place_behind": ("dense", FSDP.name),
+    "unsaved_metrics": ("dense", FSDP.name),
+    "unloaded_metrics": ("dense", FSDP.name),
+    "metrics_counted_again": ("dense", FSDP.name),
+    "unloaded_buffers": ("experts", FSDP_EP.name),
+    "crossed_moments": ("dense", FSDP.name),
+    "rounded_save": ("dense", FSDP.name),
+    "saved_zeros": ("dense", FSDP.name),
+    # logged numbers, evaluation
+    "one_token_more": ("dense", FSDP.name),
+    "swapped_terms": ("experts", FSDP_EP.name),
+    "louder_log": ("dense", FSDP.name),
+    "evaluated_without_average": ("averages", FSDP.name),
+    "evaluated_without_average_on_a_rank": ("averages", FSDP.name),
+    "evaluated_without_last_targets": ("dense", FSDP.name),
+    # samples of a microbatch
+    "swapped_targets": ("dense", FSDP.name),
+    "first_sample_only": ("dense", FSDP.name),
+    "repeated_sample": ("dense", FSDP.name),
+    "swapped_documents": ("dense", FSDP.name),
+    # updates
+    "frozen_norms": ("dense", FSDP.name),
+    "longer_updates_of_norms": ("dense", FSDP.name),
+    "longer_updates_of_the_embedding": ("dense", FSDP.name),
+    "large_epsilon": ("dense", FSDP.name),
+    "rounded_moments": ("dense", FSDP.name),
+    "longer_second_moments": ("dense", FSDP.name),
+    "skipped_step": ("dense", FSDP.name),
+    "late_gradients": ("dense", FSDP.name),
+    # gradients
+    "rounded_gradients": ("dense", FSDP.name),
+    "noisy_gradients": ("dense", FSDP.name),
+    "reversed_rows": ("dense", FSDP.name),
+    "lost_row": ("dense", FSDP.name),
+    "heavier_last_microbatch": ("dense", FSDP.name),
+    # experts
+    "heavier_experts": ("experts", FSDP_EP.name),
+    "swapped_experts": ("experts", FSDP_EP.name),
+    # tensor and context parallelism, pipelines
+    "head_of_the_neighbour": ("dense, tp", TP_REPEATED.name),
+    "vocabulary_off_by_one": ("dense, tp", TP.name),
+    "swapped_positions": ("dense, tp", TP.name),
+    "unsummed_features": ("dense, tp", TP.name),
+    "chunks_in_order": ("dense, cp", CP.name),
+    "heads_in_reverse": ("dense, cp", CP_ULYSSES.name),
+    "swapped_boundary_gradients": ("1f1b", PIPELINE.name),
+    "rounded_boundary": ("gpipe", PIPELINE.name),
+    "half_a_tie": ("1f1b", PIPELINE.name),
 }
+#: Dtype and fault -> limit that hides the fault.
+HIDDEN: Mapping[tuple[str, str], str] = {}
 
 
 def fault_cases() -> dict[str, Case]:
@@ -170,7 +221,8 @@ def fault_cases() -> dict[str, Case]:
         "experts": Case(EXPERTS, {FSDP_EP.name: FSDP_EP}),
         "dense, tp": Case(DENSE, {TP.name: TP, TP_REPEATED.name: TP_REPEATED}),
         "experts, tp": Case(EXPERTS, {TP.name: TP}),
-        "dense, cp": Case(DENSE, {CP.name: CP, CP_RING.name: CP_RING}),
+        "dense, cp": Case(DENSE, {CP.name: CP, CP_RING.name: CP_RING, CP_ULYSSES.name: CP_ULYSSES}),
+        "averages": Case(DENSE, dense, {"optimizer": {"name": "schedule_free", "lr": 1e-3}}),
         **{name: Case(TIED, piped, {"pipeline": name}) for name in ("gpipe", "1f1b", "zb1p", "zero_bubble_v")},
     }
 
