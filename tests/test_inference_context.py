@@ -101,8 +101,13 @@ def context(method: str, *others: str, **mesh: int) -> dict[str, Any]:
 
 
 @pytest.mark.thorough
-def test_rows_of_each_task_equal_those_of_one_process(values: Callable[..., dict[str, Any]]) -> None:
-    compare(values, 2, {"cp": context("all_gather")}, *((task, task in ("log_probs", "classes")) for task in TASKS))
+@pytest.mark.parametrize(
+    "tasks", [["log_probs"], pytest.param(list(TASKS), marks=pytest.mark.full)], ids=["log_probs", "all"]
+)
+def test_rows_of_each_task_equal_those_of_one_process(
+    values: Callable[..., dict[str, Any]], tasks: Sequence[str]
+) -> None:
+    compare(values, 2, {"cp": context("all_gather")}, *((task, task in ("log_probs", "classes")) for task in tasks))
 
 
 @pytest.mark.full

@@ -49,7 +49,7 @@ _STALE = "docs/layouts.json has other rows; run tools/layout_table.py"
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.full)], ids=["dense", "experts"])
 def test_layouts_with_each_pair_of_axes_and_strategies_compute_what_one_process_does(
     table: ModuleType, tmp_path: Path, experts: bool
 ) -> None:

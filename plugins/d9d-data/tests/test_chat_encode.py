@@ -49,6 +49,7 @@ def tokenizer() -> ChatTokenizer:
     return ChatTokenizer(backend().to_str())
 
 
+@cache
 def template() -> ChatTemplate:
     return ChatTemplate(CHATML)
 
