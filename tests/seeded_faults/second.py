@@ -345,13 +345,13 @@ def reversed_rows(_job: Job, patch: Patch) -> None:
 
 
 def lost_row(_job: Job, patch: Patch) -> None:
-    """One rank's gradient of the embedding lacks its longest row."""
+    """One rank's gradient of the head lacks its longest row."""
 
     def without(gradient: Tensor) -> Tensor:
         lengths = gradient.norm(dim=1, keepdim=True)
         return gradient.masked_fill(lengths == lengths.max(), 0)
 
-    _gradients(patch, "embedding", without)
+    _gradients(patch, "heads", without)
 
 
 def _gradients(patch: Patch, of: str, change: Callable[[Tensor], Tensor]) -> None:
@@ -420,11 +420,11 @@ def _other_head(self: Any, weight: Tensor) -> Tensor:
 
 
 def vocabulary_off_by_one(_job: Job, patch: Patch) -> None:
-    """One rank believes that its share of the vocabulary begins one token later."""
+    """The first rank believes that its share of the vocabulary begins one token later."""
     make = forwards.EmbeddingForward.__init__
 
     def later(self: Any, module: nn.Embedding, first: int, vocabulary: int, ranks: Any) -> None:
-        make(self, module, first + int(is_last()), vocabulary, ranks)
+        make(self, module, first + int(not is_last()), vocabulary, ranks)
 
     patch.setattr(forwards.EmbeddingForward, "__init__", later)
 
