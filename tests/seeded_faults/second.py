@@ -237,9 +237,9 @@ def longer_updates_of_norms(_job: Job, patch: Patch) -> None:
     _updates(patch, "norm", 0.2)
 
 
-def longer_updates_of_the_embedding(_job: Job, patch: Patch) -> None:
-    """One rank updates the embedding by 10 % more."""
-    _updates(patch, "embedding", 0.1)
+def longer_updates_of_the_head(_job: Job, patch: Patch) -> None:
+    """One rank updates the head by 10 % more."""
+    _updates(patch, "heads", 0.1)
 
 
 def _updates(patch: Patch, of: str, more: float) -> None:
