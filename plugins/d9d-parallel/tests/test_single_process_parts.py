@@ -277,3 +277,13 @@ def test_a_model_without_blocks_is_one_unit_that_stays_gathered() -> None:
     (unit,) = _units(nn.Linear(2, 3), {}, {}, frozenset(), _SHARDED, reshard_after_forward=True, prefetch=1)
     assert (unit.name, dict(unit.parameters)) == ("", {"weight": (3, 2), "bias": (3,)})
     assert (unit.reshards, unit.prefetches) == (False, False)
+
+
+def test_a_module_that_every_rank_computes_whole_refuses_a_share_of_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Split(Tensor):
+        pass
+
+    monkeypatch.setattr(forwards, "DTensor", Split)
+    layer = WholeSequence(nn.Identity(), ranks_of(0, 2), summed=False)
+    with pytest.raises(ValueError, match="a module of style whole got a weight that is split over tp"):
+        layer(torch.zeros(1, 2, 3), torch.zeros(4, 3).as_subclass(Split))

@@ -160,7 +160,12 @@ class SequenceShare(Protocol):
     """Split of the positions over ``tp``, for modules that need information from all positions."""
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """All-gather [B, S / tp, ...] to [B, S, ...] for identical computation on all ranks. Collective over ``tp``."""
+        """All-gather [B, S / tp, ...] to [B, S, ...] for identical computation on all ranks. Collective over ``tp``.
+
+        The backward keeps this rank's positions of the gradient, without communication. So the output at a position may
+        depend on the gathered tensor at this position only, or not be differentiated with respect to other positions. A
+        module that mixes positions belongs inside a module with children of style ``COLUMN``, which has all positions.
+        """
         ...
 
     def own(self, tensor: Tensor) -> Tensor:
@@ -291,12 +296,10 @@ class SharesAttention(Protocol):
         """Replace the attention backend by a function from now on.
 
         Args:
-            function: ``(query, key, value, documents, window)``: query, key and value have shape
-                [B, S / cp, heads, D]; ``documents`` is int64 [B, S], or ``None`` if a sample is one document;
-                ``window`` is
-                the number of positions that a query sees, or ``None`` for all earlier ones. Returns [B, S / cp, N, D].
-                If
-                the function has ``prepare(documents, length, window, device)``, ``documents`` may be replaced by its
+            function: ``(query, key, value, documents, window)``: query, key and value have shape [B, S / cp, heads, D];
+                ``documents`` is int64 [B, S], or ``None`` if a sample is one document; ``window`` is the number of
+                positions that a query sees, or ``None`` for all earlier ones. Returns [B, S / cp, N, D]. If the
+                function has ``prepare(documents, length, window, device)``, ``documents`` may be replaced by its
                 result, which is computed once for all layers. If the function has op slots
                 (:class:`d9d_core.traits.HasOps`), the core lists them as its own, and adds facts about its attention to
                 their static facts.

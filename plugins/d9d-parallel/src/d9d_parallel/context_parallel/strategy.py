@@ -66,6 +66,12 @@ class ContextParallel:
             else:
                 kind = type(module).__name__
                 notes.append(f"{name} ({kind}) does not declare its communication: context_collectives()")
+        if len(changed) == 1:
+            raise BuildError(
+                f"strategy '{self._config.name}' splits positions, but no module of {type(stage).__name__} names an "
+                "attention core; return the modules in which positions meet from attention_cores(), see "
+                "d9d_core.traits.ContextParallelizable"
+            )
         return Applied(
             modules=tuple(changed),
             notes=tuple(notes),

@@ -160,7 +160,17 @@ class WholeSequence:
         self.ranks, self.summed = ranks, summed
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Gather, and call the forward."""
+        """Gather, and call the forward.
+
+        Raises:
+            ValueError: a module that computes the same on all ranks got a parameter that is split over them.
+        """
+        if not self.summed and any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
+            raise ValueError(
+                "tensor_parallel: a module of style whole got a weight that is split over tp, and would see this "
+                "rank's share of it; give it the style vocab and split_vocabulary(), see "
+                "d9d_core.model.SplitsVocabulary"
+            )
         args = tuple(local_of(value) for value in args)
         kwargs = {name: local_of(value) for name, value in kwargs.items()}
         return self.forward(gather(hidden, self.ranks, summed=self.summed), *args, **kwargs)

@@ -8,7 +8,7 @@ is an all-gather before and a reduce-scatter after them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from d9d_core.errors import BuildError
 from d9d_core.model import (
@@ -80,10 +80,11 @@ class TensorParallel:
                 f"strategy '{self._config.name}' splits positions between layers, but {type(stage).__name__} lacks "
                 "split_sequence(); see d9d_core.model.SplitsSequence"
             )
+        shared = _shared(stage)
         stage.split_sequence(split.ranks.size)
         for name, owner in modules_with(stage, TensorParallelizable).items():
             split.children(name, owner)
-        split.check(stage)
+        split.check(stage, shared)
         return Applied(
             modules=tuple(split.changed),
             gradients=tuple(split.gradients(stage)),
@@ -281,8 +282,15 @@ class _Split:
         if style is TensorStyle.COLUMN and getattr(child, "bias", None) is not None:
             shard(child, "bias", self.mesh, 0)
 
-    def check(self, stage: nn.Module) -> None:
-        """Raise if a parameter of the stage is in no tensor-parallel plan."""
+    def check(self, stage: nn.Module, shared: Iterable[Sequence[str]]) -> None:
+        """Raise if a parameter of the stage is in no tensor-parallel plan, or if several modules had it."""
+        for names in shared:
+            if any(self._style(name) in _SPLIT for name in names):
+                raise BuildError(
+                    f"strategy '{self._strategy}': {' and '.join(map(repr, names))} are one parameter, which would be "
+                    "split in one of its modules only; give one module no weight of its own, and pass it the other's "
+                    "weight, as d9d_nn.heads.causal_lm:CausalLMHead(tied=True) with the style vocab expects"
+                )
         for name, _ in stage.named_parameters():
             if self._style(name) is None:
                 raise BuildError(
@@ -305,6 +313,14 @@ class _Split:
         style = self.styles.get(module)
         inside = module != owner or parameter not in (f"{owner}.weight", f"{owner}.bias")
         return None if style in _SPLIT and inside else style
+
+
+def _shared(stage: nn.Module) -> list[list[str]]:
+    """Names of each parameter that several modules have."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in stage.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
 
 
 def _replace(module: nn.Module, forward: LocalShards | WholeSequence | AsyncColumns) -> None:
