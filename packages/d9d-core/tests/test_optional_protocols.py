@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from d9d_core.components.contract import deviations, optional_deviations
 from d9d_core.optimizer import Optimizer
 from d9d_core.subscriber import Subscriber
@@ -141,8 +142,24 @@ class Short(Task):
 
 
 def test_a_class_that_inherits_the_task_has_one_term_checks_nothing_and_observes_nothing() -> None:
-    task = Short()
+    task = Short(None)
     task.check(None, {})
     assert (task.coefficients, task.observations({}, {})) == ({"loss": 1.0}, {})
     assert deviations(task, Task) == []
     assert optional_deviations(task, Task) == []
+
+
+def test_a_task_may_assign_its_coefficients_and_is_weighted_by_its_count() -> None:
+    class Two(Short):
+        weights = Task.weights
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.coefficients = {"a": 1.0, "b": 0.5}
+
+        def count(self, microbatch: Any) -> int:
+            return len(microbatch["x"])
+
+    assert Two(None).coefficients == {"a": 1.0, "b": 0.5}
+    weights = Two(None).weights({"x": torch.zeros(3, 2)})
+    assert {name: (weight.item(), weight.shape) for name, weight in weights.items()} == {"a": (3.0, ()), "b": (3.0, ())}

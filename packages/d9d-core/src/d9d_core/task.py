@@ -177,14 +177,26 @@ class Task(Protocol):
     :class:`HasHparams`, :class:`FinishesTraining`, :class:`WeighsOutputs`, :class:`SplitsPositions`,
     :class:`LanguageModelTask`. A task with ``subscriptions()`` is also a :class:`~d9d_core.subscriber.Subscriber`.
 
-    A class that inherits from this one need not define ``coefficients``, ``check`` and ``observations``: it has one
-    loss term ``loss``, checks nothing, and has no observations.
+    A class that inherits from this one needs only ``count``, ``inputs`` and ``losses``: it has one loss term ``loss``,
+    weighted by ``count``, checks nothing, and has no observations.
+
+    Args:
+        config: config of the task.
     """
+
+    def __init__(self, config: Any) -> None: ...
 
     @property
     def coefficients(self) -> Mapping[str, float]:
         """Loss term -> coefficient."""
-        return {"loss": 1.0}
+        own: Mapping[str, float] = vars(self).get("coefficients", {"loss": 1.0})
+        return own
+
+    if not TYPE_CHECKING:  # for type checkers, tasks may have a read-only property
+
+        @coefficients.setter
+        def coefficients(self, value: Mapping[str, float]) -> None:
+            vars(self)["coefficients"] = value
 
     def check(self, model: Any, facts: State) -> None:
         """Check the model's config against the facts of the data, before anything is built.
@@ -206,7 +218,11 @@ class Task(Protocol):
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Loss term -> its weight in this microbatch, a 0-d tensor on the microbatch's device."""
-        ...
+        import torch
+
+        device = next(iter(microbatch.values())).device
+        weight = torch.as_tensor(self.count(microbatch), dtype=torch.float32, device=device)
+        return dict.fromkeys(self.coefficients, weight)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Keyword arguments of the model for a microbatch.
