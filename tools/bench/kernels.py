@@ -101,7 +101,7 @@ def _section(result: Mapping[str, Any]) -> str:
     lines = [
         f"### Kernels: {result['hardware']['device']}",
         "",
-        f"bfloat16; {records.origin(result)}. A copy moves {copies} TB/s, before and after.",
+        f"bfloat16; {records.origin(result)}. A copy moves {copies} TB/s, before and after the measurements.",
     ]
     if rows := found.get("ops"):
         names = ("op", "shape", "pass", "backend")

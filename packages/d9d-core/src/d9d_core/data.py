@@ -67,10 +67,9 @@ __all__ = [
 ]  # fmt: skip
 
 #: Tokens of a text that become inputs. ``own``: the inputs of the dataset's own training, which may lack the last
-#: token,
-#: a target only; ``with_end``: all tokens and the end of text; ``as_encoded``: the tokenizer's output, without an end
-#: of
-#: text added by the dataset; ``without_end``: all but the end of text. A dataset refuses texts that it cannot give so.
+#: token, a target only; ``with_end``: all tokens and the end of text; ``as_encoded``: the tokenizer's output, without
+#: an end of text added by the dataset; ``without_end``: all but the end of text. A dataset refuses texts that it cannot
+#: give so.
 TextInputs = Literal["own", "with_end", "as_encoded", "without_end"]
 
 

@@ -365,8 +365,7 @@ class PeftSpec(ConfiguredSpec):
     Attributes:
         cost: ``(config, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost`` of one weight, given its
             qualified name, imported without torch, for ``d9d plan``. For a composite record, the function has a
-            further,
-            last argument: a function with the same arguments that returns the cost of any nested method.
+            further, last argument: a function with the same arguments that returns the cost of any nested method.
     """
 
     cost: Ref | None = None

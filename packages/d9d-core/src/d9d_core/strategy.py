@@ -226,8 +226,7 @@ class Applied:
         cuda_graphs: whether the modules' forward and backward are recorded as CUDA graphs, whose outputs live until the
             next step begins; a job whose layout needs them longer is refused.
         outside_graph: qualified names of the modules whose ops run outside compiled graphs even if the code around them
-            is
-            compiled: they use kernels for uncompiled code.
+            is compiled: they use kernels for uncompiled code.
         notes: lines for ``d9d explain``, for example about parts left unchanged, and why.
         collectives: function that lists the strategy's collectives in a step, for ``d9d explain``;
             :func:`~no_collectives` if there are none; ``None`` if unknown, which ``explain`` reports.

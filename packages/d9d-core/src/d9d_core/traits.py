@@ -238,8 +238,7 @@ class AddsLosses(Protocol):
 
     Its forward stores the sum of each term over the microbatch in a buffer, and injects the gradient of ``sum *
     factor`` into its output (:func:`d9d_nn.auxiliary_loss.add_auxiliary_loss`). So a term need not pass through the
-    model's
-    outputs and pipeline stages. Weights follow from shapes alone: factors are known before the first forward.
+    model's outputs and pipeline stages. Weights follow from shapes alone: factors are known before the first forward.
     """
 
     def loss_terms(self) -> Mapping[str, LossTerm]:

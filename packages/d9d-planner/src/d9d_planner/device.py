@@ -84,8 +84,7 @@ class Device(Section):
 
 
 #: Published links: NVLink 4 450 GB/s, NVLink 5 900 GB/s in each direction; 400 Gbit/s InfiniBand per device.
-#: Collectives
-#: achieve about four fifths of these.
+#: Collectives achieve about four fifths of these.
 _H200 = {
     "memory_gib": 139.8,
     "product": 700e12,

@@ -113,8 +113,7 @@ def dispatch(tokens: float, experts: int, per_token: int, features: int, ranks: 
     travelling, wide = tokens * ranks * (1 - elsewhere), max(width, _FLOAT32)
     token, sent = width * tokens * features, width * travelling * features
     # Tokens are copied to the rows to send, of which there may be this many, and returned rows are summed. The
-    # permutation
-    # reads received rows in place of the rank's own tokens, and writes sums for them.
+    # permutation reads received rows in place of the rank's own tokens, and writes sums for them.
     leaving = token * min(ranks, per_token)
     moved = 2 * (token + sent) + 2 * (sent - token)
     counts = Exchange("all_to_all", "ep", float(_COUNT * (ranks + experts)))

@@ -196,8 +196,7 @@ class Checkpoint(Section):
     """Leave out frozen parameters; a resumed run must load them from another source."""
     dir: PathOrAddress | None = None
     """Directory of the checkpoints: shared by all machines, or an fsspec address such as ``s3://bucket/run``; by
-    default,
-    <run>/checkpoints."""
+    default, <run>/checkpoints."""
 
     @model_validator(mode="after")
     def _check_retention(self) -> Checkpoint:

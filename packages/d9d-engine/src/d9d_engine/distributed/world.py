@@ -137,8 +137,8 @@ def _rendezvous_store(env: ProcessEnv, timeout: float) -> Store:
 
 def _connect(env: ProcessEnv, master: tuple[str, int], timeout: float) -> Store:
     # torchrun's agent or d9d's launcher may already serve a store, and sets a variable then.
-    # torch.distributed.rendezvous
-    # cannot be used: it waits until all ranks have come, and does not tell which ones are missing.
+    # torch.distributed.rendezvous cannot be used: it waits until all ranks have come, and does not tell which ones are
+    # missing.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     host, port = master
     if not served and env.local_world_size == env.world_size:
@@ -193,8 +193,7 @@ def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     hook = sys.excepthook
     # No device_id: torch would then create subgroups by splitting the world, a collective over all of its ranks, but
-    # the
-    # topology creates a group on its members only.
+    # the topology creates a group on its members only.
     dist.init_process_group(
         backend,
         store=_prefixed("group", store),  # type: ignore[arg-type]
@@ -233,8 +232,7 @@ def _loopback(env: ProcessEnv) -> Iterator[None]:
 
 def _set_timeouts(seconds: float) -> None:
     # The watchdog enforces the limits of phases. A backend's timeout is the last resort, and equal in all phases: a
-    # rank
-    # in a short phase may wait for a rank in a long one.
+    # rank in a short phase may wait for a rank in a long one.
     for group in process_groups():
         group.set_timeout(timedelta(seconds=seconds))
 

@@ -185,10 +185,12 @@ class Checkpointer:
             wait: return after the checkpoint is written.
 
         Returns:
-            Whether the checkpoint is written or being written; if false, the storage failed, so save again.
+            Whether the checkpoint is written or being written. False: the storage failed, and ``tolerate_failures`` of
+            the job allows a further attempt, so save again later.
 
         Raises:
-            CheckpointError: this save (unless it continues in the background) or the previous one has finally failed.
+            CheckpointError: no attempt is left for this save (unless it continues in the background), or the previous
+                one.
         """
         self.make_replicas_equal()
         trackers = self._trackers.request_state()

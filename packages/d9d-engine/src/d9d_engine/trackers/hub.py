@@ -192,8 +192,7 @@ class TrackerHub:
             Function that waits for a limited time, in any thread, and returns the states like :meth:`state`.
         """
         # The checkpoint includes entries up to now only. Read backlogs before states, as a tracker may answer an
-        # earlier
-        # call in between: a state must not be older than the last flush.
+        # earlier call in between: a state must not be older than the last flush.
         behind = self._backlogs()
         before = dict(self._states)
         states: dict[str, State] = {}

@@ -168,9 +168,8 @@ class Either(Mapper):
     """First of several mappers that finds all its tensors, for checkpoints in more than one layout.
 
     If none does, the problems of the mapper that finds most tensors are reported. Tensors of the other mappers are
-    left,
-    so a checkpoint with two layouts at once is refused. A mapper whose tensors are all optional always matches: give it
-    last.
+    left, so a checkpoint with two layouts at once is refused. A mapper whose tensors are all optional always matches:
+    give it last.
 
     Args:
         mappers: mappers in order of preference; the inverse is the first one's.

@@ -136,8 +136,7 @@ class TemplateProcess:
     def _start(self) -> dict[str, Any]:
         """Start a process, and return facts about the templates."""
         # Not a fork of this process, which has threads and torch. Without site, whose import would take most of the
-        # time;
-        # with -P, because the working directory may contain malicious modules.
+        # time; with -P, because the working directory may contain malicious modules.
         command = [sys.executable, "-E", "-P", "-S", "-s", "-c", _START, *_paths()]
         child = subprocess.Popen(  # noqa: S603 - our own module
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=-1

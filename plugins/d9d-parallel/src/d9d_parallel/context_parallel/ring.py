@@ -178,8 +178,7 @@ class _Ring(torch.autograd.Function):
             for sums in (of_keys, of_values):
                 sums.finish()
             # Gradients of these keys from earlier ranks arrive while this rank computes its own. After the last turn,
-            # gradients
-            # of the next rank's keys are complete here, and are sent to it.
+            # gradients of the next rank's keys are complete here, and are sent to it.
             travelling = Passing(of_here if travelling is None else travelling.wait().add_(of_here), ring.ranks)
             if coming is not None:
                 here = coming.wait()

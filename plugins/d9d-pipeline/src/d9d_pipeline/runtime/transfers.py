@@ -95,8 +95,7 @@ class Transfers:
         place = self._runner.pipeline.hosts[to]
         group = self._up if place > self._place else self._down
         # Tensors that have left are freed now, not at the end of the step, because boundaries of all microbatches add
-        # up. (On
-        # CPUs they do add up: gloo reports completion only to a wait.)
+        # up. (On CPUs they do add up: gloo reports completion only to a wait.)
         self._leaving = [(work, tensor) for work, tensor in self._leaving if not work.is_completed()]
         if self._await_sends not in state.ends:
             state.ends.append(self._await_sends)
