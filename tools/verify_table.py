@@ -213,6 +213,7 @@ HIDDEN: Mapping[tuple[str, str], str] = {
     ("bfloat16", "rounded_moments"): "no effect: moments are in bfloat16",
     ("bfloat16", "rounded_gradients"): "no effect: gradients are in bfloat16",
     ("bfloat16", "rounded_boundary"): "no effect: hidden states are in bfloat16",
+    ("bfloat16", "rounded_save"): "no effect on weights, which are in bfloat16; sums of metrics may be off by 0.3 %",
     ("bfloat16", "noisy_gradients"): "not detected: errors of 0.1 % are smaller than half a bit of bfloat16, 0.2 %",
     ("bfloat16", "heavier_experts"): (
         "not detected: correct runs move tokens between experts, and so change gradients by more (1-cos 4e-3)"

@@ -282,8 +282,9 @@ def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Seq
     assert isinstance(spec, ModelSpec)
     mine, tiny = job.model.model_dump(), {} if spec.tiny is None else spec.tiny.load()().model_dump()
     facts = _facts(job, selection)
-    # Keep sizes that the data also states, such as the vocabulary's, even if the task does not compare them.
-    own = [name for name in mine if name not in facts]
+    # Keep sizes that the data also states, even if the task does not compare them, and the vocabulary in any case: data
+    # that does not state it, such as a user's dataset, may have any of its tokens.
+    own = [name for name in mine if name not in facts and name != "vocab_size"]
     smaller = [name for name in own if _is_size(mine[name]) and _is_size(tiny.get(name)) and tiny[name] < mine[name]]
     task: Task = instantiate(selection.task, job.task)
 
