@@ -256,7 +256,7 @@ def test_the_learning_rate_of_a_measurement_is_beyond_the_warm_up_and_shows(smal
     assert rate.first == 9  # half of the way up
     assert rate.factor > 1000
     assert norm > 0
-    schedule = rate.on(lambda step: step + 1.0)
+    schedule = rate.on(lambda step: step + 1.0, 100)
     assert [schedule(step) / rate.factor for step in range(3)] == pytest.approx([10, 11, 12])
 
 
