@@ -86,6 +86,17 @@ def test_a_run_that_was_killed_while_it_joined_joins_again(store: PartStore) -> 
     assert len(store.output.read_text().splitlines()) == 4
 
 
+def test_a_run_that_was_killed_before_it_removed_its_parts_removes_them_at_the_next_start(store: PartStore) -> None:
+    store.begin(RECORD)
+    store.write(0, 4, rows_of(0, 4), {})
+    store.advance(4, 4, {"consumed": 4})
+    store.finish(4, {"rows": 4})
+    (store.directory / "parts").mkdir()
+    (store.directory / "parts" / "000000000000-000000000004.jsonl").write_text("{}\n")
+    assert store.begin(RECORD).finished
+    assert not (store.directory / "parts").exists()
+
+
 def test_results_of_another_job_are_refused_with_the_fields_that_differ(store: PartStore) -> None:
     store.begin(RECORD)
     with pytest.raises(JobError, match=r"another job\.task\.name; choose another run\.name"):

@@ -19,6 +19,7 @@ from d9d_pipeline.schedule.one_forward_one_backward import (
 )
 from d9d_pipeline.schedule.placement import loop, vee
 from d9d_pipeline.simulator.costs import Costs
+from d9d_pipeline.simulator.memory import inbox
 from d9d_pipeline.simulator.run import simulate
 
 
@@ -101,3 +102,9 @@ def test_a_stage_reduces_once_after_its_last_gradients() -> None:
             assert words.index(f"R{stage}") > last
             between = program[last + 1 : words.index(f"R{stage}")]
             assert all(isinstance(action, MicrobatchAction) and not isinstance(action, Backward) for action in between)
+
+
+def test_a_received_tensor_is_kept_until_a_computation_uses_it() -> None:
+    received = [ReceiveActivation(1, microbatch) for microbatch in range(3)]
+    assert inbox((received[0], Forward(1, 0), received[1], received[2])) == 2
+    assert inbox((*received, Forward(1, 0), Forward(1, 1), ReceiveGradient(1, 0), Backward(1, 0))) == 3

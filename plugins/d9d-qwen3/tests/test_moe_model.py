@@ -83,6 +83,15 @@ def test_a_dense_layer_is_as_large_as_the_experts_of_a_token_unless_given() -> N
     assert changed(intermediate_size=0).intermediate_size == tiny().experts_per_token * tiny().moe_intermediate_size
 
 
+@pytest.mark.parametrize("missing", ["experts_per_token", "moe_intermediate_size"])
+def test_a_size_that_experts_need_is_asked_for(missing: str) -> None:
+    values = tiny().model_dump() | {"intermediate_size": 0}
+    del values[missing]
+    with pytest.raises(ValidationError) as caught:
+        Qwen3MoeConfig.model_validate(values)
+    assert [error["loc"] for error in caught.value.errors()] == [(missing,)]
+
+
 def test_parameters_keep_their_names_on_any_stage() -> None:
     stages = [Qwen3(tiny(), Stage(index, 2)) for index in range(2)]
     names = {name for stage in stages for name, _ in stage.named_parameters()}
