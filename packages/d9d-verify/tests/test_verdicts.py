@@ -534,6 +534,7 @@ def test_a_saved_position_counter_or_metric_that_differs_is_named(changes: Any, 
 
 def test_a_layout_that_saves_nothing_is_wrong() -> None:
     assert unlike_state(None, saved(), Limits(FLOORS[torch.float32], {})) == "no checkpoint was saved"
+    assert unlike_state(saved(), None, Limits(FLOORS[torch.float32], {})) == "no checkpoint was saved"
     assert unlike_saved(None, two_steps(), two_steps()) == "no checkpoint was saved"
 
 
