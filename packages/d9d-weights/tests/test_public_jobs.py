@@ -29,7 +29,7 @@ from d9d_weights.model_card.public_job import base_name, changed_fields, last_co
         ("s3://bucket", "s3://..."),
         ("s3://bucket/", "s3://..."),
         ("zip::https://host", "https://..."),
-        ("zip://a::https://host/x/y.zip", "y.zip"),
+        ("zip://a::https://host/x/y.bin", "y.bin"),
         ("either this/or that", "(text of 19 characters)"),
         ("{{ a }}/b", "(text of 9 characters)"),
         ("/a/{% b %}", "(text of 10 characters)"),
