@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from d9d_core.tensors import local
-from d9d_engine.checkpoint import store
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.distributed.positions import ZigzagPositions
 from d9d_engine.job import Job
@@ -22,11 +21,10 @@ from d9d_moe.router import top_k
 from d9d_parallel.context_parallel.forwards import ExchangedHeads
 from d9d_parallel.tensor_parallel import forwards
 from d9d_pipeline.runtime.transfers import Transfers
-from d9d_weights.sharding.shards import LocalShards, TensorShard
 from torch import Tensor, nn
 
 from seeded_faults.data import IGNORED
-from seeded_faults.seeding import Patch, built, is_last, packs, wrapped
+from seeded_faults.seeding import Patch, built, is_last, packs, saved, wrapped
 
 # Saved and restored state.
 
@@ -98,7 +96,7 @@ def crossed_moments(_job: Job, patch: Patch) -> None:
 
 def rounded_save(_job: Job, patch: Patch) -> None:
     """One rank saves its shards rounded to bfloat16."""
-    _saved(patch, lambda tensor: tensor.bfloat16().to(tensor.dtype) if tensor.is_floating_point() else tensor)
+    saved(patch, lambda tensor: tensor.bfloat16().to(tensor.dtype) if tensor.is_floating_point() else tensor)
 
 
 def saved_zeros(_job: Job, patch: Patch) -> None:
@@ -111,24 +109,7 @@ def saved_zeros(_job: Job, patch: Patch) -> None:
         changed[-1] = 0
         return changed
 
-    _saved(patch, without)
-
-
-def _saved(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
-    describe = store.describe  # type: ignore[attr-defined]
-
-    def wrong(tensors: Any) -> Any:
-        found = describe(tensors)
-        if not is_last():
-            return found
-        return {
-            name: LocalShards(
-                held.dtype, held.shape, tuple(TensorShard(s.offset, change(s.tensor)) for s in held.shards)
-            )
-            for name, held in found.items()
-        }
-
-    patch.setattr(store, "describe", wrong)
+    saved(patch, without)
 
 
 # Numbers that are logged, and evaluation.
@@ -410,7 +391,7 @@ def _routed(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def head_of_the_neighbour(_job: Job, patch: Patch) -> None:
-    """Where ranks share a key/value head, each computes the other head."""
+    """Each rank computes another key/value head than its own, if there are fewer heads than ranks."""
     patch.setattr(forwards.OwnHeads, "__call__", _other_head)
 
 

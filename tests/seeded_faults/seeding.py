@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from d9d_engine.checkpoint import store
 from d9d_engine.job import Job
+from d9d_weights.sharding.shards import LocalShards, TensorShard
 from torch import Tensor
 from torch import distributed as dist
 
@@ -41,6 +43,24 @@ def wrapped(owner: Any, name: str, after: Callable[..., None]) -> None:
         return result
 
     setattr(owner, name, both)
+
+
+def saved(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
+    """Change every shard that the last rank saves."""
+    describe = store.describe  # type: ignore[attr-defined]
+
+    def wrong(tensors: Any) -> Any:
+        found = describe(tensors)
+        if not is_last():
+            return found
+        return {
+            name: LocalShards(
+                held.dtype, held.shape, tuple(TensorShard(s.offset, change(s.tensor)) for s in held.shards)
+            )
+            for name, held in found.items()
+        }
+
+    patch.setattr(store, "describe", wrong)
 
 
 def packs(patch: Patch, change: Callable[[dict[str, Tensor]], None], everywhere: bool = False) -> None:

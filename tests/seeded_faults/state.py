@@ -6,16 +6,14 @@ from typing import Any
 
 import torch
 from d9d_core.tensors import local
-from d9d_engine.checkpoint import store
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.compose import weights as build
 from d9d_engine.job import Job
 from d9d_engine.step import auxiliary_losses, metrics
-from d9d_weights.sharding.shards import LocalShards, TensorShard
 from torch import Tensor
 from torch import distributed as dist
 
-from seeded_faults.seeding import Patch, built, is_last, wrapped
+from seeded_faults.seeding import Patch, built, is_last, saved, wrapped
 
 
 def other_initial_weights(_job: Job, patch: Patch) -> None:
@@ -112,21 +110,7 @@ def lost_observations(_job: Job, patch: Patch) -> None:
 
 def shard_of_another(_job: Job, patch: Patch) -> None:
     """One rank saves its shards with their rows shifted by one."""
-    describe = store.describe  # type: ignore[attr-defined]
-
-    def wrong(tensors: Any) -> Any:
-        found = describe(tensors)
-        if not is_last():
-            return found
-        return {
-            name: LocalShards(
-                held.dtype, held.shape, tuple(TensorShard(s.offset, s.tensor.roll(1, 0)) if s.tensor.dim() else s
-                                              for s in held.shards)
-            )
-            for name, held in found.items()
-        }  # fmt: skip
-
-    patch.setattr(store, "describe", wrong)
+    saved(patch, lambda tensor: tensor.roll(1, 0) if tensor.dim() else tensor)
 
 
 def unloaded_optimizer(_job: Job, patch: Patch) -> None:

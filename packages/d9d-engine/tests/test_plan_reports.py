@@ -1,4 +1,4 @@
-"""What ``d9d check`` and ``d9d explain`` print of a plan. Plans are stand-ins."""
+"""Lines that ``d9d check`` and ``d9d explain`` print of a plan. Plans are stand-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots of a learning rate, compared with what is drawn by hand."""
+"""Plots of a learning rate, compared with lines drawn by hand."""
 
 from __future__ import annotations
 

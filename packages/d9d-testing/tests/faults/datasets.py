@@ -336,7 +336,7 @@ FAULTS = {
     "fillers stand first": _fault(FillersFirst, ""),
     "rows depend on the rank": _fault(RowsOfTheRank, ""),
     "cuts in silence": _fault(CutsInSilence, "the facts do not count them"),
-    "says once what it cuts": _fault(SaysOnceWhatItCuts, "at the second start no line"),
+    "reports cut documents once": _fault(SaysOnceWhatItCuts, "at the second start no line"),
     "forgets its epoch": _fault(ForgetsItsEpoch, ""),
     "order depends on a hash": _fault(OrdersByHash, ""),
     "gives out its live state": _fault(GivesOutItsLiveState, ""),

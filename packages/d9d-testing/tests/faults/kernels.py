@@ -33,14 +33,18 @@ class _ForgetsTheMean(torch.autograd.Function):
         return (grad * scale * weight).to(x.dtype), to_weight.to(weight.dtype), None
 
 
-class _NeedsAPlainGradient(torch.autograd.Function):
-    """Reads memory of the gradient as if it were contiguous."""
+class _SoundForward(torch.autograd.Function):
+    """Forward of the reference, for a faulty backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return sound(x, weight, eps)
+
+
+class _NeedsAPlainGradient(_SoundForward):
+    """Reads memory of the gradient as if it were contiguous."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -69,14 +73,8 @@ class _ReusesItsOutput(torch.autograd.Function):
         return (*_gradients(ctx, grad), None)  # type: ignore[return-value]
 
 
-class _WritesIntoTheGradient(torch.autograd.Function):
+class _WritesIntoTheGradient(_SoundForward):
     """Scales the incoming gradient in place, where another consumer may still read it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return sound(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -85,14 +83,8 @@ class _WritesIntoTheGradient(torch.autograd.Function):
         return (*found, None)  # type: ignore[return-value]
 
 
-class _SumsTheWeightNarrowly(torch.autograd.Function):
+class _SumsTheWeightNarrowly(_SoundForward):
     """Adds up the gradient of the weight row by row, in its own dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return sound(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -244,7 +244,7 @@ FAULTS = {
     "a norm is not initialised": _model(leaves_a_norm, "not filled by any reset_parameters()"),
     "sees later tokens": _model(sees_later_tokens, ""),
     "sees other documents": _model(sees_other_documents, ""),
-    "a norm is idle": _model(skips_a_norm, ""),
+    "a norm is idle": _model(skips_a_norm, "allowed)"),
     "mixes samples": _model(mixes_samples, ""),
     "keeps the documents of its first microbatch": _model(keeps_documents, ""),
     "drops out in evaluation": _model(drops_out_in_evaluation, ""),

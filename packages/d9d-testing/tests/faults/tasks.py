@@ -126,25 +126,6 @@ class NeedsLessThanItsRecordReads(ToyTask):
         return {"mask": torch.ones(len(microbatch["x"])), **microbatch}
 
 
-class ForgetsItsCoefficient(ToyTask):
-    """A coefficient that halves with each step; load_state() is empty."""
-
-    steps = 0
-
-    @property
-    def coefficients(self) -> Mapping[str, float]:
-        return {**super().coefficients, "decay": 0.1 * 0.5**self.steps}
-
-    def begin_step(self, step: int) -> None:
-        self.steps += 1
-
-    def state(self) -> State:
-        return {"steps": self.steps}
-
-    def load_state(self, state: State) -> None:
-        pass
-
-
 class CountsItsSteps(ToyTask):
     """A coefficient that halves with each call of begin_step(), and no state."""
 
@@ -156,6 +137,16 @@ class CountsItsSteps(ToyTask):
 
     def begin_step(self, step: int) -> None:
         self.steps += 1
+
+
+class ForgetsItsCoefficient(CountsItsSteps):
+    """A coefficient that halves with each step; load_state() is empty."""
+
+    def state(self) -> State:
+        return {"steps": self.steps}
+
+    def load_state(self, state: State) -> None:
+        pass
 
 
 class SumsNarrowly(ToyTask):

@@ -82,8 +82,8 @@ class TrackerSuite(ComponentSuite):
 
     Attributes:
         patience: most seconds per call, also if the backend does not answer.
-        dies_in_process: whether a run may be killed in another process, from which this process then reads what was
-            logged; ``False`` for trackers whose backend is replaced by a stand-in in this process.
+        dies_in_process: whether the suite may kill a run in another process, and read its logged values in this one;
+            ``False`` for trackers whose backend is replaced by a stand-in in this process.
         rewinds: whether the backend can remove entries after a checkpoint's step; if not, they stay, and no step of a
             series may be written twice.
     """
