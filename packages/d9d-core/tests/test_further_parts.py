@@ -1,4 +1,4 @@
-"""Further small parts alone: lengths and shapes, subscriptions, saved jobs, resolution, and lists of plugins."""
+"""Further small parts alone: lengths and shapes, subscriptions, programs, and lists of plugins."""
 
 from __future__ import annotations
 
