@@ -13,9 +13,11 @@ from d9d_core.cli.health import examine
 from d9d_core.cli.plugins import check_plugins, list_records
 from d9d_core.config import PluginConfig
 from d9d_core.errors import PluginError
+from d9d_core.health import Health
 from d9d_core.job_file.lookup import load_config
 from d9d_core.job_file.open_union import Named
-from d9d_core.plugin import KernelSpec, Ref, hookimpl
+from d9d_core.plugin import HealthCheckSpec, KernelSpec, Ref, hookimpl
+from d9d_core.registry.entries import Origin
 from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
@@ -36,6 +38,43 @@ def test_core_alone_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> 
     first, second = capsys.readouterr().out.splitlines()
     for line in (first, second):
         assert "no plugin is installed; to train, begin with: pip install d9d-engine" in line
+
+
+def test_doctor_prints_checks_then_plugins_then_problems_then_blocked_plugins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = {
+        "a:well": lambda: Health(True, "all [is] well"),
+        "a:sick": lambda: Health(False, "no disk"),
+        "a:bad": fails,
+    }
+    monkeypatch.setattr(Ref, "load", lambda ref: checks[str(ref)])
+    specs = [HealthCheckSpec(name=str(ref)[2:], summary="s", run=Ref(ref)) for ref in checks]
+    origin = Origin("acme", "1.2", "acme", editable=True, seconds=0.0126)
+    registry = SimpleNamespace(
+        entries=lambda kind=None: [SimpleNamespace(spec=spec) for spec in specs] if kind else [],
+        plugins=[origin, Origin("plain", "2", "plain", seconds=1.5)], problems=["acme: broken"],
+        conflicts=lambda: ["two of a kind"], blocked={"other": "not allowed"}, records=dict,
+    )  # fmt: skip
+    monkeypatch.setattr("d9d_core.cli.health.shadowed_commands", lambda _registry, own: [f"hidden: {own}"])
+    assert not examine(registry, ["train"])  # type: ignore[arg-type]
+    assert capsys.readouterr().out.splitlines() == [
+        "ok  well: all [is] well",
+        "no  sick: no disk",
+        "no  bad: the check failed: ZeroDivisionError('by zero')",
+        "ok  plugin acme 1.2, editable (13 ms)",
+        "ok  plugin plain 2 (1500 ms)",
+        "no  plugin acme: broken",
+        "no  two of a kind",
+        "no  hidden: ['train']",
+        "--  plugin other: not allowed",
+    ]
+    specs.clear()
+    assert not examine(registry)  # type: ignore[arg-type]
+
+
+def fails() -> Health:
+    raise ZeroDivisionError("by zero")
 
 
 def test_references_that_miss_one_package_are_one_problem(

@@ -118,3 +118,25 @@ def test_lines_that_cannot_be_written_in_the_end_are_an_error(tmp_path: Path, mo
         with pytest.raises(OSError, match="No space left"):
             file.close()
     file.close()
+
+
+def test_only_whole_lines_with_a_number_of_a_step_are_read_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    one, three = '{"step": 1, "loss": 2.5}\n', '{"step": 3, "loss": 0.5}\n'
+    strange = '{"loss": 1.0}\n{"step": "2"}\n{"step": null}\n[1]\n2\n{"step": 2\n'
+    path.write_text(f"{one}{strange}{three}")
+    assert list(read_lines(path)) == [{"step": 1, "loss": 2.5}, {"step": 3, "loss": 0.5}]
+    LineFile(path, 2).close()
+    assert path.read_text() == one
+    assert list(read_lines(tmp_path / "missing")) == []
+
+
+def test_of_the_resumed_step_lines_within_the_saved_length_are_kept(tmp_path: Path) -> None:
+    path, line = tmp_path / "metrics.jsonl", '{"step": 2}\n'
+    for length, kept in ((None, 3), (0, 0), (len(line), 1), (len(line) + 1, 2)):
+        path.write_text(3 * line)
+        file = LineFile(path, 2, length=length)
+        assert (path.read_text(), file.length) == (kept * line, kept * len(line))
+        file.append({"step": 2})
+        file.close()
+        assert path.read_text() == (kept + 1) * line

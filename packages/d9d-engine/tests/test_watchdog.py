@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,6 +227,24 @@ def test_who_answers_an_alarm_waits_for_the_verdict_longer_than_that_for_the_ans
 def test_an_alarm_that_nobody_can_explain_ends_the_process() -> None:
     with pytest.raises(SystemExit, match="1"):
         raised(moved=False, other=status(1, "sleeps", False))
+
+
+@pytest.mark.usefixtures("ends")
+@pytest.mark.parametrize(("rank", "pauses"), [(0, [1.0]), (1, [])])
+def test_only_the_process_that_may_serve_the_store_leaves_others_time_to_read_the_verdict(
+    monkeypatch: pytest.MonkeyPatch, rank: int, pauses: list[float]
+) -> None:
+    slept: list[float] = []
+    told: list[Failure] = []
+    clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    monkeypatch.setattr(hang_report, "time", clock)
+    monkeypatch.setattr(hang_report, "wait_until", lambda *_: True)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    alarm = Alarm(store, rank, 2, told.append, grace=0.2)
+    with pytest.raises(SystemExit, match="1"):
+        alarm.look(True, lambda: status(rank, "sleeps", False), lambda: False)
+    assert (slept, len(told)) == (pauses, 1)
+    assert store.get("alarm/0/verdict") == b"end"
 
 
 class _Gone:

@@ -72,6 +72,16 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
+def test_functions_of_other_packages_are_not_listed_unless_they_are_launched(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"{package}_base.py").write_text("import triton\n\n@triton.JITFunction\ndef far():\n    pass\n")
+    (tmp_path / package / "other.py").write_text(f"from {package}_base import far\n")
+    monkeypatch.delitem(sys.modules, f"{package}_base", raising=False)
+    ahead_of_time._main(package, str(tmp_path / "launches.py"), "launches", "90")
+    assert list(json.loads(capsys.readouterr().out)) == [names(package)[place] for place in (0, 1, 2)]
+
+
 def names(package: str) -> list[str]:
     return [f"{package}.kernels:{name}" for name in ("helper", "used", "unused")]
 

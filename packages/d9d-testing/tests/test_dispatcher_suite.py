@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("d9d_moe", reason="the suite is for plugins that build on d9d-moe")
 from d9d_testing.suites.moe.dispatcher import DispatcherSuite
+from d9d_testing.suites.moe.dispatcher_steps import Case
 
 pytestmark = pytest.mark.thorough
 
@@ -42,3 +45,24 @@ FAULTS = [
 def test_a_fault_is_found_and_named(name: str, ranks: int, test: str, text: str) -> None:
     with pytest.raises(AssertionError, match=text):
         getattr(suite(name, ranks), test)()
+
+
+def test_repeated_steps_run_on_the_largest_world_and_random_routing_on_several_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, asked = suite("Sound", 1), list[tuple[int, int]]()
+    monkeypatch.setattr(type(made), "ranks", (2, 1, 4, 3))
+
+    def run(_suite: object, ranks: int, cases: Sequence[Case]) -> dict[str, Any]:
+        asked.append((ranks, len(cases)))
+        return {}
+
+    monkeypatch.setattr(DispatcherSuite, "run", run)
+    made.test_the_same_input_gives_the_same_bits()
+    assert asked == [(4, 3)]
+    made.test_any_routing_gives_the_sum_of_its_experts()
+    assert all(ranks > 1 for ranks, _ in asked)
+    assert all(8 <= cases <= 16 for _, cases in asked[1:])
+    monkeypatch.setattr(type(made), "ranks", (1,))
+    made.test_any_routing_gives_the_sum_of_its_experts()
+    assert asked[-1][0] == 1

@@ -106,3 +106,31 @@ def test_observations_have_no_rank_where_no_token_counts() -> None:
     assert (uncounted["targets"] == -100).all()
     assert (uncounted["labels"] == -100).all()
     assert not uncounted["mask"].any()
+
+
+def test_the_twelve_example_samples_have_text_labels_and_features() -> None:
+    found = microbatch(slice(0, 12))
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        "tokens": (12, 7), "targets": (12, 7), "positions": (12, 7), "documents": (12, 7), "labels": (12,),
+        "lengths": (12,), "x": (12, 4), "y": (12, 4), "mask": (12,),
+    }  # fmt: skip
+    assert (found["tokens"].min(), found["tokens"].max()) == (0, 12)
+    assert found["positions"][11].tolist() == list(range(7))
+    assert [row for row in range(12) if found["labels"][row] == -100] == [0, 4, 8]
+    assert found["mask"].tolist() == [1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0]
+    assert found["lengths"].tolist() == [7] * 12
+    assert torch.equal(found["y"], found["x"].sin())
+
+
+def test_example_losses_and_observations_are_those_of_their_samples() -> None:
+    batch, found = microbatch(slice(0, 12)), observed(slice(0, 12))
+    tokens, targets = batch["tokens"], batch["targets"]
+    counted = targets != -100
+    expected = ((tokens + targets).float().sin().abs() + 0.1) * counted
+    torch.testing.assert_close(found["token_loss"], expected)
+    assert found["class_logits"].shape == (12, 5)
+    sums = tokens.float().sum(1)
+    torch.testing.assert_close(found["class_logits"][:, 2], (3 * sums).sin())
+    torch.testing.assert_close(found["absolute"], (torch.tanh(batch["x"]) - batch["y"]).abs())
+    assert torch.equal(found["weights"], counted * (tokens % 3 + 0.5))
+    assert torch.equal(found["token_ranks"], torch.where(counted, tokens * targets % 13, -1))
