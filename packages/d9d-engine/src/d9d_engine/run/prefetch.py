@@ -187,7 +187,7 @@ class _Transferred:
 
     def receive(self) -> Pack:
         """Return the pack for use in the current stream, which waits for the copy; the thread does not wait."""
-        if self.device is not None and self.copied is not None:
+        if self.copied is not None:
             current = torch.accelerator.current_stream(self.device)
             current.wait_event(self.copied)
             for tensor in leaves(self.pack):
