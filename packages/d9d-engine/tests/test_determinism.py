@@ -184,3 +184,13 @@ def test_the_generators_of_python_and_numpy_are_the_callers_again_after_the_bloc
     with generators_kept(torch.device("cpu")):
         seed_generators(torch.device("cpu"), 2**62 + 5)
     assert (random.random(), np.random.rand()) == expected  # noqa: NPY002
+
+
+def test_without_cuda_any_value_of_the_variable_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
+    for device in ("auto", "cuda", "cuda:1", "cpu"):
+        prepare_determinism(device)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    prepare_determinism("cuda")
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ

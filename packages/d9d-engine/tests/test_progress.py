@@ -14,7 +14,7 @@ import sys
 import termios
 
 import pytest
-from d9d_engine.run.progress import ProgressBar
+from d9d_engine.run.progress import ProgressBar, _Curve
 from d9d_weights.progress import SampleBar
 
 
@@ -155,3 +155,30 @@ def test_the_curve_of_a_long_run_is_short_and_keeps_its_mean() -> None:
     assert len(curve.values) < 100
     assert curve.values == sorted(curve.values)
     assert sum(curve.values) / len(curve.values) == pytest.approx(48_000, rel=0.05)
+
+
+def test_a_full_curve_is_halved_to_means_of_neighbours() -> None:
+    curve = _Curve(2)
+    seen = []
+    for value in (1.0, 2.0, math.inf, 3.0, 5.0, 6.0, 8.0, 10.0, 12.0, 1.0, 1.0, 1.0, 5.0):
+        curve.add(value)
+        seen.append(list(curve.values))
+    two, three = [1.5, 4.0], [1.5, 4.0, 7.0]
+    halved = [2.75, 9.0]  # from here on, four values are one point
+    assert seen == [
+        [1.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0, 3.0], two, two, three, three, halved, halved, halved, halved,
+        [*halved, 2.0],
+    ]  # fmt: skip
+
+
+def test_the_text_below_a_bar_has_a_curve_of_24_characters_and_the_first_known_memory() -> None:
+    bar = ProgressBar(100, 7, shown=False)
+    assert bar._text_below() == "no step is done yet"
+    for step in range(40):
+        bar._curve.add(float(step % 8))
+    bar.issued(1, 0.1)
+    bar.update(1, 2.0)
+    curve = bar._text_below().split("  ")[0].removeprefix("loss 2.000 ")
+    assert len(curve) == 24
+    bar.logged({"memory/allocated_gib": 1.0, "memory/resident_gib": 3.0, "loss": 5.0})
+    assert bar._text_below() == f"loss 2.000 {curve}  lr 1.0e-01  memory 1.0 GiB  saved at step 7"

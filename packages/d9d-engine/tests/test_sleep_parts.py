@@ -143,3 +143,15 @@ def test_a_restore_without_memory_loses_nothing_and_can_be_repeated() -> None:
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0]
     offloaded.restore()
     assert [tensor.tolist() for tensor in tensors] == [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_tensors_that_are_not_on_the_device_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(True))
+    weight = torch.ones(4)
+    own = Sleeper({"weights": lambda: [weight]}, torch.device("cuda"))
+    assert own.sleep(["weights"]) == 0
+    assert (weight.untyped_storage().nbytes(), emptied) == (16, [True])
+    assert own.wake(["weights"]) == 0
+    Sleeper({"weights": lambda: [weight]}, CPU).sleep(["weights"])
+    assert (weight.untyped_storage().nbytes(), emptied) == (0, [True])

@@ -502,3 +502,58 @@ def test_odd_names_are_reported_a_few_times_and_all_are_logged(tmp_path: Path) -
     assert [len(call[1]) for call in tracker.calls[:2]] == [30, 1]
     assert notes[0] == "note: the name 'tag 0\\n' cannot be stored and is logged as 'tag 0%0A'"
     assert len(notes) == 11
+
+
+def test_a_tracker_that_failed_is_not_called_slow_too(
+    tmp_path: Path, blocked: Blocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "ROOM", 3)
+    said: list[str] = []
+    hub = TrackerHub({"slow": blocked}, said.append, patience=20.0)  # type: ignore[dict-item]
+    hub.open(info(tmp_path), {})
+    (thread,) = hub._threads
+    monkeypatch.setattr(blocked, "flush", lambda: 1 / 0)
+    hub.write(0, {"loss": 1.0})
+    assert blocked.entered.wait(60)
+    thread.ask(lambda run: run.flush(), 1.0)
+    for step in range(1, 10):
+        hub.write(step, {"loss": 1.0})
+    blocked.may_go_on.set()
+    assert thread.ended.wait(60)
+    hub.close("finished")
+    assert [text.partition(":")[0] for text in said] == [
+        "warning", "tracker 'slow' failed and is switched off",
+    ]  # fmt: skip
+
+
+def test_a_tracker_that_was_given_up_stays_late_until_it_has_written(tmp_path: Path, blocked: Blocked) -> None:
+    hub = TrackerHub({"slow": blocked}, lambda _: None, patience=20.0)  # type: ignore[dict-item]
+    blocked.may_go_on.set()
+    hub.open(info(tmp_path), {})
+    (thread,) = hub._threads
+    thread.is_late = True
+    late = []
+    for step in (None, None, 1, None):
+        if step is not None:
+            hub.write(step, {"loss": 1.0})
+        assert thread.ask(lambda run: run.flush(), 60.0).wait(60)
+        late.append(thread.is_late)
+    assert late == [True, True, False, False]
+    hub.close("finished")
+
+
+def test_a_flush_covers_the_last_step_so_far_even_if_an_earlier_one_came_later() -> None:
+    backlog = Backlog(2, 10)
+    backlog.add("write", 5, {"a": 1.0})
+    backlog.add("write_files", 7, {"f": "x"})
+    backlog.add("write", 3, {"a": math.inf})
+    flushed = backlog.mark()
+    backlog.add("write", 8, {"a": 2.0})
+    assert backlog.state() == {
+        "step": 2,
+        "entries": [
+            ["write", 5, [["a", {}, 1.0]]], ["write", 3, [["a", {}, "inf"]]], ["write", 8, [["a", {}, 2.0]]],
+        ],
+    }  # fmt: skip
+    flushed()
+    assert backlog.state() == {"step": 7, "entries": [["write", 8, [["a", {}, 2.0]]]]}

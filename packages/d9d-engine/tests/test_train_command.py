@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from d9d_core.errors import JobError
 from d9d_engine.cli import train
+from d9d_engine.run.interrupt import Interrupts
 from typer.testing import CliRunner
 
 
@@ -58,3 +60,32 @@ def test_processes_of_another_launcher_are_not_launched_again(invoked: Any) -> N
     assert happened == ["incidental", ("alone", False)]
     assert isinstance(result.exception, JobError)
     assert "torchrun has started this process" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("status", "is_main", "told"), [("finished", True, True), ("finished", False, False), ("stopped", True, False)]
+)
+def test_the_first_rank_of_a_finished_run_says_where_its_results_are(
+    monkeypatch: pytest.MonkeyPatch, status: str, is_main: bool, told: bool
+) -> None:
+    given: list[Any] = []
+    said: list[str] = []
+    outcome = SimpleNamespace(status=status, step=12)
+
+    def build(**options: Any) -> Any:
+        given.append(options)
+        return SimpleNamespace(train=lambda: outcome)
+
+    job = SimpleNamespace(build=build, run=SimpleNamespace(directory="runs/a"))
+    topology = SimpleNamespace(is_main=is_main)
+
+    @contextmanager
+    def joined(*_: Any) -> Iterator[Any]:
+        yield job, topology, "start", True
+
+    monkeypatch.setattr(train, "joined_process", joined)
+    monkeypatch.setattr(train, "echo", said.append)
+    interrupts = Interrupts()
+    train._train(SimpleNamespace(), interrupts, lambda: job)  # type: ignore[arg-type, return-value]
+    assert given == [{"topology": topology, "observers": ["start"], "interrupts": interrupts, "owning": True}]
+    assert said == (["finished 12 steps; results in runs/a"] if told else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from d9d_core.events import SaveReport
 from d9d_core.registry.manifest import Manifest
 from d9d_engine.checkpoint import save as dcp_save
 from d9d_engine.checkpoint import save_job
+from d9d_engine.checkpoint.background import Background
 from d9d_engine.checkpoint.retention import BestOf, Retention
 from d9d_engine.checkpoint.save_job import SaveJob
 from d9d_engine.compose.export import _names_of_classes, end_of_text
@@ -301,3 +303,16 @@ def test_a_pack_of_another_stream_is_awaited_and_its_memory_kept(monkeypatch: py
     did.clear()
     assert _Transferred(pack).receive() is pack
     assert did == []
+
+
+def test_work_in_the_background_neither_keeps_the_process_alive_nor_hides_its_error() -> None:
+    gate = threading.Event()
+    slow = Background(lambda: gate.wait(60), "the work")
+    assert (slow._thread.daemon, slow._thread.name) == (True, "the work")
+    assert (slow.wait(0.0), slow.done, slow.failed) == (False, False, False)
+    gate.set()
+    assert (slow.result(), slow.wait(60), slow.failed) == (True, True, False)
+    broken = Background(lambda: 1 // 0, "broken")
+    assert (broken.wait(60), broken.failed) == (True, True)
+    with pytest.raises(ZeroDivisionError):
+        broken.result()
