@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.deferral import Deferral, DeferredWeights
+from d9d_core.deferral import Deferral, DeferredWeights, _by_parameter
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -186,3 +186,11 @@ def test_gradients_are_added_before_many_bytes_of_them_exist() -> None:
 def computed(weight: Tensor, name: str, order: list[str]) -> Tensor:
     order.append(f"computed {name}")
     return torch.ones_like(weight)
+
+
+def test_deferred_gradients_of_a_common_parameter_are_one_group() -> None:
+    """However far the parameter is from them, and whichever came in between."""
+    a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
+    outputs = [(a * 2).sin(), b * 3, (c + 1).cos() * 2, (b * a).exp(), c]
+    items: list[Any] = [(get_gradient_edge(tensor), number) for number, tensor in enumerate(outputs)]
+    assert [[number for _, number in group] for group in _by_parameter(items)] == [[0, 1, 3], [2, 4]]

@@ -9,8 +9,10 @@ import d9d_testing.toy.plugin as toy
 import pytest
 import yaml
 from d9d_core.config import PluginConfig, Section
-from d9d_core.errors import JobError, PluginError
+from d9d_core.errors import CheckpointError, JobError, PluginError
 from d9d_core.job import JobFile as Job
+from d9d_core.job_file import pretrained
+from d9d_core.job_file.document import Document
 from d9d_core.job_file.schema import job_schema
 from d9d_core.plugin import ModelSpec, Ref, TaskSpec, hookimpl
 from d9d_core.registry.known import KnownPlugins
@@ -435,3 +437,28 @@ def test_epochs_stand_in_place_of_steps(tmp_path: Path) -> None:
     )
     for wrong in ("0", "-1", ".inf", ".nan"):
         assert complaint(tmp_path, text.replace("1.5", wrong)).startswith("job.yaml:1: epochs: input should be ")
+
+
+@pytest.mark.parametrize("assignment", ["steps", "=3", " =3", ".=3", ""])
+def test_an_assignment_needs_a_field_and_a_value(assignment: str) -> None:
+    with pytest.raises(JobError, match=r"^--set .*: write section.field=value, for example --set optimizer.lr=3e-4"):
+        Document({}).override([assignment])
+
+
+def test_sizes_are_read_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (2, 10):
+        folder = run / "checkpoints" / f"step-{step:08}"
+        folder.mkdir(parents=True)
+        model = {"name": "m", "width": step, "pretrained": "x"}
+        (folder / "manifest.json").write_text(json.dumps({"job": {"model": model}}))
+    newest = run / "checkpoints" / "step-00000010"
+    for place in (newest, run / "checkpoints", run):
+        assert pretrained.find_manifest(str(place)) == newest / "manifest.json", place
+    assert pretrained.find_manifest(str(run / "checkpoints" / "step-00000002")) == (
+        run / "checkpoints" / "step-00000002" / "manifest.json"
+    )
+    assert pretrained.find_manifest(str(tmp_path)) is None
+    assert pretrained._sizes_of_checkpoint("m", newest / "manifest.json") == {"width": 10}
+    with pytest.raises(CheckpointError, match="^its checkpoint is of model 'm'; set model.name to this name"):
+        pretrained._sizes_of_checkpoint("other", newest / "manifest.json")

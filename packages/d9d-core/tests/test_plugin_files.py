@@ -4,10 +4,12 @@ import hashlib
 import os
 import py_compile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from d9d_core.errors import PluginError
 from d9d_core.plugin import Ref
+from d9d_core.registry import single_file
 from d9d_core.registry.loader import discover
 from d9d_core.registry.manifest import Manifest
 from d9d_core.registry.policy import PluginPolicy
@@ -136,3 +138,13 @@ def test_a_reference_names_a_single_file_unless_a_module_has_its_name_or_two_ver
     discover(PluginPolicy(autoload=False, files=(own,)))
     with pytest.raises(ModuleNotFoundError, match="own_parts"):
         Ref("own_parts:loads").load()
+
+
+def test_code_of_a_single_file_names_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def f():\n    pass\n")
+    origin, load = single_file.file_plugin(path)
+    module: Any = load()
+    assert (module.f.__code__.co_filename, module.__file__) == (str(path), str(path))
+    assert module.__name__ == origin.module
+    assert load() is module

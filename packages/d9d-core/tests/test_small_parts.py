@@ -6,19 +6,20 @@ import os
 import struct
 import sys
 import threading
+import traceback
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any, cast
 
 import pytest
 import torch
 from d9d_core import interpreter
 from d9d_core.accumulators import AccumulatedMetric, Accumulator
-from d9d_core.cost import AdapterCost, AttentionShape, BlockCost, OpCost, StrategyCost, Weight
+from d9d_core.cost import AdapterCost, AttentionShape, BlockCost, OpCost, Share, StrategyCost, Weight
 from d9d_core.errors import BuildError, D9dError, JobError, TrainingError
-from d9d_core.failures import _cut, describe, ended_by, exits_are_errors
+from d9d_core.failures import _cut, describe, ended_by, exits_are_errors, source_of
 from d9d_core.grid import AXES, Grid
 from d9d_core.interpreter import children_import_as_here, python_command
 from d9d_core.kernel import OpSlot
@@ -28,6 +29,7 @@ from d9d_core.plugin import ViewSpec
 from d9d_core.program import placement
 from d9d_core.program.placement import Pipeline, checked_programs
 from d9d_core.program.text import diff_programs, format_programs, parse_programs
+from d9d_core.registry.entries import Origin
 from d9d_core.schedule import Backward, Forward, Program, Reduce, forward_only, single_stage
 from d9d_core.tensors import beside, encode_png, local_numel, wide_dtype
 from d9d_core.terminal import tracebacks
@@ -321,3 +323,44 @@ def test_a_view_cuts_the_ranks_into_other_dimensions() -> None:
         Grid.of_view(experts, {**axes, "ep": 5})
     with pytest.raises(JobError, match="^mesh: view 'v' has all=6 = 6 ranks, the mesh has 24$"):
         Grid.of_view(view(("all", ("dp_shard",), ())), axes)
+
+
+def raised_in(**names: str) -> BaseException:
+    """Error of a function whose frames are in modules of these names, the outermost first, each in its own file."""
+    call: Any = lambda: 1 // 0  # noqa: E731
+    for file, name in reversed(names.items()):
+        scope: dict[str, Any] = {"__name__": name, "call": call}
+        exec(compile("def inner():\n    call()\n", f"/there/{file}.py", "exec"), scope)
+        call = scope["inner"]
+    try:
+        call()
+    except ZeroDivisionError as error:
+        return error
+    raise AssertionError
+
+
+def test_the_source_of_an_exception_is_the_innermost_plugin_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [SimpleNamespace(origin=Origin(f"acme-{name}", "1.0", f"acme_{name}.plugin")) for name in ("a", "b")]
+    monkeypatch.setattr("d9d_core.registry.installed.scan", lambda: found)
+
+    def source(*modules: str) -> str | None:
+        """Source of an exception that is raised in the last of these modules, without frames of this file."""
+        error = raised_in(**{f"f{number}": name for number, name in enumerate(modules)})
+        own = error.__traceback__
+        assert own is not None
+        trace: Any = None
+        for frame, line in reversed([*traceback.walk_tb(own)]):
+            if frame.f_code.co_filename.startswith("/there"):
+                trace = TracebackType(trace, frame, frame.f_lasti, line)
+        return source_of(error.with_traceback(trace))
+
+    assert source("acme_a.code") == "acme-a 1.0 (/there/f0.py:2, in inner)"
+    assert source("acme_a.code", "acme_b.code", "numpy") == "acme-b 1.0 (/there/f1.py:2, in inner)"
+    assert source("d9d_core.x", "numpy", "scipy") == "/there/f2.py:2, in inner"
+    assert source("acme_a.code", "d9d_core.x") is None
+    assert source("acme_a.code", "json") == "acme-a 1.0 (/there/f0.py:2, in inner)"
+
+
+def test_the_positions_of_a_microbatch_are_split_over_context_ranks() -> None:
+    assert Share(3, 8, tensor=2, context=4, experts=5).tokens == 6.0
+    assert Share(3, 8).tokens == 24.0

@@ -217,6 +217,7 @@ def test_the_kernel_ends_a_run_whose_sweep_was_killed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "ctypes", SimpleNamespace(CDLL=lambda _name: library))
     monkeypatch.setattr(sys, "platform", "linux")
     module._end_with_parent()
+    assert asked == [(1, signal.SIGTERM)]
     monkeypatch.setattr(sys, "platform", "darwin")
     module._end_with_parent()
     assert asked == [(1, signal.SIGTERM)]

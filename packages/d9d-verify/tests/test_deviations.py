@@ -271,3 +271,23 @@ def test_a_gradient_of_less_than_a_bit_of_the_norm_of_all_is_zero() -> None:
     assert {(d.kind, d.step) for d in deviations(one, other) if d.name == "zero" and d.size} == {
         ("angle", 1), ("length", 1),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "norms", "compared"),
+    [
+        (1e-7, 0.0, (4.0, 1.0), True),  # 4e-7 before clipping, which is above eps times the reference's norm of 1
+        (1e-7, 0.0, (1.0, 1.0), False),
+        (0.0, 2e-7, (1.0, 4.0), True),  # 8e-7 before clipping, above 4.8e-7
+        (0.0, 1e-7, (1.0, 4.0), False),
+    ],
+)
+def test_gradients_shorter_than_rounding_before_clipping_are_not_compared(
+    mine: float, theirs: float, norms: tuple[float, float], compared: bool
+) -> None:
+    common = model(start__model__a=[1.0], at_0__model__a=[1.0])
+    one, other = (
+        measured(tensors=common | model(at_0__gradients__a=[value]), start__max_norm=1.0, at_0__grad_norm=norm)
+        for value, norm in zip((mine, theirs), norms, strict=True)
+    )
+    assert (("angle", "a", 0) in {(d.kind, d.name, d.step) for d in deviations(one, other)}) is compared

@@ -299,6 +299,8 @@ def test_bfloat16_weights_take_one_more_step_that_moves_a_weight_of_one() -> Non
 class Jobs:
     """Jobs by file, as a worker loads them."""
 
+    norm = 6.0
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_norm: float | None = 8.0) -> None:
         self.max_norm, self.measured, self.error = max_norm, list[tuple[Any, ...]](), cast("BaseException | None", None)
         monkeypatch.setattr(worker, "Job", self)
@@ -325,7 +327,7 @@ class Jobs:
 
     def probe(self, job: Any, _topology: object, steps: int) -> tuple[Rate, float]:
         self.measured.append(("probe", job.name, job.gradient_clipping.max_norm, steps))
-        return Rate(2.0, 3), 6.0
+        return Rate(2.0, 3), self.norm
 
     def measure(self, job: Any, topology: Any, *given: Any, **options: Any) -> Record:
         self.measured.append((job.name, job.gradient_clipping.max_norm, *given, options))
@@ -359,6 +361,14 @@ def test_the_reference_clips_at_half_of_its_gradient_norm_and_guides_its_variant
     assert settings == {"rate": {"factor": 2.0, "first": 3, "loud": False}, "max_norm": norm}
     assert Record.read(tmp_path, 0).numbers["start/of"] == 2.0
     assert [Record.read(tmp_path / f"sound-{index}", 0).numbers["start/of"] for index in range(2)] == [3.0, 4.0]
+
+
+def test_a_reference_without_gradients_is_not_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = Jobs(monkeypatch)
+    jobs.norm = 0.0
+    run_worker(tmp_path, monkeypatch, steps=2, reference=None, sound=0)
+    assert jobs.measured[1][:2] == ("job.json", None)
+    assert json.loads((tmp_path / "settings.json").read_text())["max_norm"] is None
 
 
 @pytest.mark.parametrize(("steps", "resumes"), [(5, True), (1, False)])
