@@ -13,7 +13,7 @@ from d9d_core.job import JobFile
 from d9d_core.job_file.document import Document
 from d9d_core.job_file.job import Batch, Mesh
 from d9d_core.job_file.resolve import select_parts
-from d9d_core.layout import report
+from d9d_core.layout import mend, report
 from d9d_core.layout.auto import settle
 from d9d_core.layout.check import (
     Problem,
@@ -31,6 +31,7 @@ from d9d_core.layout.check import (
 from d9d_core.layout.mend import edit, mended, written
 from d9d_core.layout.report import check_layout
 from d9d_core.plugin import Ref, StrategySpec, hookimpl
+from d9d_core.program.placement import Pipeline, plan_pipeline
 from d9d_core.registry.registry import Registry
 
 JOB = {
@@ -385,3 +386,23 @@ def test_an_axis_that_no_installed_strategy_uses_gets_one_rank() -> None:
     assert fitting is not None
     assert edit(made, fitting) == "mesh: {}"
     assert mended(made, bare, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("ep", "world_size", "left"), [(2, 1, 1), (3, 4, 2), (4, 4, 4), (8, 4, 4), (3, 6, 3), (5, 6, 3)]
+)
+def test_expert_groups_become_the_largest_number_that_still_fits(ep: int, world_size: int, left: int) -> None:
+    made = job(mesh={"dp_shard": 64, "ep": ep}, parallel=["shards", "experts"])
+    found = mend._with_ranks(made, REGISTRY, world_size).mesh
+    assert (found.dp_shard, found.ep) == (world_size, left)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pipeline_ranks_need_a_schedule(ranks: int) -> None:
+    made: Any = SimpleNamespace(mesh=Mesh(pp=ranks), pipeline=None)
+    selection: Any = SimpleNamespace(schedule=None)
+    if ranks == 1:
+        assert plan_pipeline(made, selection) == Pipeline()
+        return
+    with pytest.raises(BuildError, match="^mesh.pp is 2, but the job names no schedule; add 'pipeline: <name>'"):
+        plan_pipeline(made, selection)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 from d9d_core.cli.app import app
@@ -16,8 +16,8 @@ from d9d_core.errors import PluginError
 from d9d_core.health import Health
 from d9d_core.job_file.lookup import load_config
 from d9d_core.job_file.open_union import Named
-from d9d_core.plugin import HealthCheckSpec, KernelSpec, Ref, hookimpl
-from d9d_core.registry.entries import Origin
+from d9d_core.plugin import HealthCheckSpec, KernelSpec, Ref, StrategySpec, hookimpl
+from d9d_core.registry.entries import Entry, Origin
 from d9d_core.registry.loader import discover
 from d9d_core.registry.policy import PluginPolicy
 from d9d_core.registry.registry import Registry
@@ -124,6 +124,17 @@ def test_a_config_without_a_default_name_is_said_so(install: Callable[..., None]
     entry = discover(PluginPolicy(allow=frozenset({"acme-nameless"}))).find("strategy", "nameless")
     with pytest.raises(PluginError, match=r"Nameless has no default name; write name: Literal\['nameless'\] = "):
         load_config(entry)
+
+
+@pytest.mark.parametrize("config", [dict, print, None])
+def test_a_config_of_another_kind_is_named(monkeypatch: pytest.MonkeyPatch, config: object) -> None:
+    spec = StrategySpec(name="s", summary="x", config=Ref("a:B"), build=Ref("a:c"), anchor="data")
+    monkeypatch.setattr(Ref, "load", lambda _ref: config)
+    kind: Any = SimpleNamespace(name="strategy")
+    with pytest.raises(
+        PluginError, match=r"^strategy 's' \(acme\): its config a:B is not a subclass of d9d_core.config"
+    ):
+        load_config(Entry(kind, spec, Origin("acme", "", "acme")))
 
 
 def test_a_config_that_no_record_of_a_run_could_hold_is_said_so(install: Callable[..., None]) -> None:

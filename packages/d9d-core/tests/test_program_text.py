@@ -85,3 +85,8 @@ def test_an_overlapped_pair_is_about_the_stage_of_its_forward() -> None:
     assert Overlap(Forward(1, 0), Backward(6, 0)).stage == 1
     assert count_stages([(Overlap(Forward(1, 0), Backward(6, 0)), Backward(6, 1))]) == 7
     assert count_stages([]) == 0
+
+
+def test_actions_that_repeat_often_are_compared_like_others() -> None:
+    repeated = [Forward(0, 0)] * 250
+    assert diff_programs([repeated], [[*repeated, Backward(0, 0)]]) == ["rank 0, position 250: nothing became B0.0"]

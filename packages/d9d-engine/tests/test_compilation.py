@@ -155,3 +155,12 @@ def test_nothing_is_imported_where_nothing_compiles(monkeypatch: pytest.MonkeyPa
             found, handlers = set(sys.modules), list(logger.handlers)
     assert "torch._dynamo" not in found
     assert not handlers
+
+
+@pytest.mark.parametrize(("step", "free"), [(100 + FREE_STEPS, True), (101 + FREE_STEPS, False)])
+def test_first_steps_of_a_resumed_run_compile_without_a_warning(step: int, free: bool) -> None:
+    notes: list[str] = []
+    log = CompilationLog(nn.Linear(1, 1), lambda _event: None, notes.append, done=100)
+    log._seconds = 2.5
+    log.after(step)
+    assert notes == ([f"compiled for 2.5 s until the end of step {step}"] if free else [])

@@ -155,3 +155,18 @@ def test_without_a_fine_tuning_method_nothing_happens() -> None:
     model = nn.Linear(1, 1)
     with merged(None, model):
         pass
+
+
+def test_stages_of_other_ranks_are_merged_without_memory() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2))
+    before = model[1].weight.detach().clone()
+
+    @torch.no_grad()
+    def merge(stage: Any) -> None:
+        for layer in stage:
+            layer.weight.mul_(2)
+
+    with merged(SimpleNamespace(merge=merge), model):  # type: ignore[arg-type]
+        assert torch.equal(model[1].weight, 2 * before)
+    assert torch.equal(model[1].weight, before)
+    assert model[0].weight.is_meta

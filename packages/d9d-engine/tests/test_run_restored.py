@@ -208,3 +208,10 @@ def test_colours_are_around_the_neutral_value(values: list[float], neutral: floa
 def test_the_cause_of_a_recompilation_is_not_another_mode_of_gradients_if_there_is_another_cause() -> None:
     assert _most_informative(("0/0: GLOBAL_STATE changed: grad_mode", "0/1: size of x", "0/2: y")) == "0/1: size of x"
     assert _most_informative(("0/0: GLOBAL_STATE changed: grad_mode",)) == "0/0: GLOBAL_STATE changed: grad_mode"
+
+
+def test_the_range_of_colours_is_that_of_all_values_that_are_numbers() -> None:
+    nan = float("nan")
+    first, second = (Table(torch.tensor([values])) for values in ([nan, 3.0, -2.0], [5.0, nan, nan]))
+    assert picture_table._range(first, second) == (-2.0, 5.0)
+    assert picture_table._range(Table(torch.tensor([[nan]]))) == (0.0, 1.0)

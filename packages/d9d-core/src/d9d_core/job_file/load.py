@@ -86,7 +86,7 @@ def _values(document: Document) -> dict[str, Any]:
 
 
 def _job_error(error: ValidationError, document: Document, prefix: Location = ()) -> JobError:
-    problems = error.errors(include_url=False)
+    problems = error.errors()
     lines = [_line(line, document, prefix) for line in problems[:_SHOWN]]
     more = [f"and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []
     return JobError("\n".join([*lines, *more]))

@@ -77,7 +77,7 @@ def _with_ranks(job: BaseJob, registry: Registry, world_size: int) -> BaseJob:
     if sizes["dp_replicate"] * sizes["dp_shard"] != left:
         only_replicas = sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1
         sizes |= {"dp_replicate": left} if only_replicas else _shards(sizes["dp_replicate"], left)
-    mesh = Mesh(**{**sizes, "ep": 1})
+    mesh = Mesh(**sizes)
     legal = [count for count in range(1, sizes["ep"] + 1) if covers(count, mesh)]
     return job.model_copy(update={"mesh": mesh.model_copy(update={"ep": legal[-1]})})
 
