@@ -191,6 +191,17 @@ def computed(weight: Tensor, name: str, order: list[str]) -> Tensor:
 def test_deferred_gradients_of_a_common_parameter_are_one_group() -> None:
     """However far the parameter is from them, and whichever came in between."""
     a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
-    outputs = [(a * 2).sin(), b * 3, (c + 1).cos() * 2, (b * a).exp(), c]
+    outputs = [(a * 2).sin(), b * 3, (c + 1).cos() * 2, (b * a).exp(), c, b * 7, a * 5]
     items: list[Any] = [(get_gradient_edge(tensor), number) for number, tensor in enumerate(outputs)]
-    assert [[number for _, number in group] for group in _by_parameter(items)] == [[0, 1, 3], [2, 4]]
+    assert [[number for _, number in group] for group in _by_parameter(items)] == [[2, 4], [0, 1, 3, 5, 6]]
+
+
+def test_gradients_are_ignored_inside_the_block_only() -> None:
+    deferral, weight = Deferral(), nn.Parameter(torch.tensor([2.0]))
+    edge = get_gradient_edge(weight)
+    with deferral.ignore():
+        deferral.add(edge, lambda: torch.tensor([5.0]))
+    assert weight.grad is None
+    deferral.add(edge, lambda: torch.tensor([3.0]))
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0]

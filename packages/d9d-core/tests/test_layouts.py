@@ -31,8 +31,10 @@ from d9d_core.layout.check import (
 from d9d_core.layout.mend import edit, mended, written
 from d9d_core.layout.report import check_layout
 from d9d_core.plugin import Ref, StrategySpec, hookimpl
+from d9d_core.program import placement
 from d9d_core.program.placement import Pipeline, plan_pipeline
 from d9d_core.registry.registry import Registry
+from d9d_core.schedule import Action
 
 JOB = {
     "steps": 3,
@@ -406,3 +408,18 @@ def test_pipeline_ranks_need_a_schedule(ranks: int) -> None:
         return
     with pytest.raises(BuildError, match="^mesh.pp is 2, but the job names no schedule; add 'pipeline: <name>'"):
         plan_pipeline(made, selection)
+
+
+def test_actions_of_a_schedule_need_handlers() -> None:
+    class Odd(Action):
+        pass
+
+    class Queer(Action):
+        pass
+
+    placement._check_handled("mine", frozenset(Pipeline().kinds))
+    kinds = frozenset({Queer, Odd, *Pipeline().kinds})
+    with pytest.raises(
+        BuildError, match="^pipeline: 'mine' has actions without a handler: Odd, Queer; declare 'handlers'"
+    ):
+        placement._check_handled("mine", kinds)

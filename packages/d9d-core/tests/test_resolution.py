@@ -10,6 +10,7 @@ import pytest
 from d9d_core.components.instantiate import inner_builder, instantiate
 from d9d_core.errors import BuildError, JobError
 from d9d_core.job import JobFile
+from d9d_core.job_file import resolve as resolve_module
 from d9d_core.job_file.resolve import observations_read, resolve, select, tensors_given
 from d9d_core.plugin import (
     ConfiguredSpec,
@@ -205,3 +206,14 @@ def test_equal_configs_inside_a_component_are_told_apart_by_identity(monkeypatch
     assert build(ToyDataConfig(), 3)[0] == "first"
     with pytest.raises(BuildError):
         build(ToyDataConfig(features=99))
+
+
+def test_datasets_of_an_evaluation_are_chosen_under_their_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve_module, "choose", lambda *given: given)
+    registry: Any = "registry"
+    evaluation: Any = SimpleNamespace(datasets={"": "config", "hard": "other"})
+    assert resolve_module._evaluated(registry, evaluation) == [
+        (("registry", "dataset", "evaluation.data", "config"), "config"),
+        (("registry", "dataset", "evaluation.sets.hard", "other"), "other"),
+    ]
+    assert resolve_module._evaluated(registry, None) == []

@@ -388,3 +388,10 @@ def test_a_failure_before_the_ranks_join_names_the_rank(capsys: pytest.CaptureFi
         made.fail(ValueError("again"))
     assert (caught.value.code, capsys.readouterr().err) == (1, "told\n")
     assert threading.current_thread() is threading.main_thread()
+
+
+def test_a_simulated_world_leaves_the_hook_of_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", hook := (lambda *_: None))
+    with simulated_world(2):
+        assert sys.excepthook is hook
+    assert sys.excepthook is hook

@@ -117,3 +117,20 @@ def test_kernels_reach_modules_of_equal_names_in_every_stage(monkeypatch: pytest
 def test_an_only_stage_is_that_module_itself(stages: list[ToyModel]) -> None:
     assert joined_stages(stages[:1]) is stages[0]
     assert isinstance(joined_stages(stages), JoinedStages)
+
+
+def test_shared_tensors_and_modules_of_a_stage_are_named_once_unless_all_names_are_asked_for() -> None:
+    stages = [nn.Sequential(one := nn.BatchNorm1d(2), one), nn.ModuleDict({"z": nn.Linear(1, 1)})]
+    model = joined_stages(stages)
+    buffers, parameters = ("running_mean", "running_var", "num_batches_tracked"), ("weight", "bias")
+    of_z = [f"z.{name}" for name in parameters]
+    assert [name for name, _ in model.named_parameters()] == [*(f"0.{name}" for name in parameters), *of_z]
+    assert [name for name, _ in model.named_buffers()] == [f"0.{name}" for name in buffers]
+    assert [name for name, _ in model.named_modules()] == ["", "0", "", "z"]
+    every = [f"{place}.{name}" for place in (0, 1) for name in parameters]
+    assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == [*every, *of_z]
+    every = [f"{place}.{name}" for place in (0, 1) for name in buffers]
+    assert [name for name, _ in model.named_buffers(remove_duplicate=False)] == every
+    assert [name for name, _ in model.named_modules(remove_duplicate=False)] == ["", "0", "1", "", "z"]
+    assert [name for name, _ in model.named_parameters("a", recurse=False)] == []
+    assert next(iter(model.named_parameters("a")))[0] == "a.0.weight"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_engine.supervision.stacks import doing
+from d9d_engine.supervision.stacks import _SHOWN, _describe_frame, doing
 
 TORCH = Path(torch.__file__).parent
 
@@ -93,3 +93,18 @@ def test_user_code_called_by_torch_is_user_code() -> None:
     where = seen_while(Sleeps())
     assert where.startswith("not in a collective, but at ")
     assert where.endswith("(forward)")
+
+
+def test_a_stack_begins_with_the_outermost_of_its_innermost_frames() -> None:
+    def even(deep: int) -> str:
+        return odd(deep - 1) if deep else inner()
+
+    def odd(deep: int) -> str:
+        return even(deep - 1)
+
+    def inner() -> str:
+        return _describe_frame(sys._getframe(), TORCH).stack
+
+    lines = [line for line in even(60).splitlines() if line.startswith("  File ")]
+    assert [line.rpartition(" in ")[2] for line in lines] == [*["odd", "even"] * 12, "inner"]
+    assert _SHOWN == 24

@@ -557,3 +557,10 @@ def test_a_flush_covers_the_last_step_so_far_even_if_an_earlier_one_came_later()
     }  # fmt: skip
     flushed()
     assert backlog.state() == {"step": 7, "entries": [["write", 8, [["a", {}, 2.0]]]]}
+
+
+def test_the_thread_of_a_tracker_does_not_keep_the_process_alive(tmp_path: Path, blocked: Blocked) -> None:
+    hub = TrackerHub({"slow": blocked}, lambda _: None, patience=20.0)  # type: ignore[dict-item]
+    hub.open(info(tmp_path), {})
+    assert {thread.daemon for thread in threading.enumerate() if thread.name == "d9d-tracker-slow"} == {True}
+    hub.close("finished")

@@ -28,6 +28,8 @@ def test_operators_are_counted_by_name_and_run() -> None:
     assert total.tolist() == [[18.0, 18.0]]
     assert counter.counts["aten.mm"] == 1
     assert counter.counts["aten.sum"] == 2
+    assert counter.__torch_dispatch__(torch.ops.aten.mm.default, (), (torch.ones(1, 2), torch.ones(2, 1))) == 2
+    assert counter.counts["aten.mm"] == 2
 
 
 @pytest.mark.parametrize(("blocks", "applied"), [({}, 1), ({"blocks": 2}, 2), ({"blocks": 0}, 0)])
