@@ -32,7 +32,7 @@ MINE = Identity({"python": "3"}, {}, {"steps": "1"})
 
 
 class Clock:
-    """A clock that moves while somebody sleeps."""
+    """Clock that only a sleep moves."""
 
     def __init__(self) -> None:
         self.now = 100.0

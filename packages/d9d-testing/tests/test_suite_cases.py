@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from d9d_core.kernel import OpSignature
 from d9d_engine.distributed.simulate import simulated_world
 from d9d_testing.hostile.judge import Judge
 from d9d_testing.hostile.values import edited_job
+from d9d_testing.suites import metric
 from d9d_testing.suites.kernel import KernelSuite, _strided
 from d9d_testing.suites.support import dataset_ranks, optimizer_ranks
 from d9d_testing.suites.support.calls import Call
@@ -269,3 +272,43 @@ def test_drawn_sections_of_a_job_keep_the_other_fields() -> None:
     found = find(edited_job(job, schema), merged, settings=quick)
     assert (found["run"]["dir"], found["steps"]) == ("here", 3)
     assert job == {"run": {"dir": "here"}, "steps": 3}
+
+
+# --- routers and metrics
+
+
+@pytest.mark.parametrize(("top_groups", "passes"), [(1, False), (2, True)])
+def test_groups_are_counted_for_the_token_with_the_most(top_groups: int, passes: bool) -> None:
+    pytest.importorskip("d9d_moe", reason="the suite is for plugins that build on d9d-moe")
+    from d9d_testing.suites.moe import router
+
+    size = router._EXPERTS // 2
+    rows = torch.tensor([[0, size - 1], [0, size], [0, router._EXPERTS]])  # the last token has a dropped row
+    values = {
+        "settings": {"a": {"groups": 2, "top_groups": top_groups}},
+        "routers": lambda _suite: [("a", lambda _tokens: SimpleNamespace(indices=rows))],
+    }
+    suite: Any = type("Suite", (router.RouterSuite,), values)()
+    if passes:
+        suite.test_a_token_uses_few_groups()
+    else:
+        with pytest.raises(AssertionError, match="^a: a token uses 2 groups"):
+            suite.test_a_token_uses_few_groups()
+
+
+def test_neutral_values_of_extremes_are_the_limits_of_their_dtype() -> None:
+    assert [metric._extreme(torch.int8, how) for how in ("max", "min")] == [-128, 127]
+    assert [metric._extreme(torch.float16, how) for how in ("max", "min")] == [-65504.0, 65504.0]
+    assert [metric._extreme(torch.bool, how) for how in ("max", "min")] == [0.0, 1.0]
+
+
+def test_random_cuts_cover_all_samples_in_order() -> None:
+    suite: Any = type("Suite", (metric.MetricSuite,), {"samples": 4})()
+    counts = set()
+    for seed in range(60):
+        cuts = suite.cuts(Random(seed))
+        assert (cuts[0].start, cuts[-1].stop) == (0, 4)
+        assert all(cut.start < cut.stop for cut in cuts)
+        assert all(cut.stop == after.start for cut, after in pairwise(cuts))
+        counts.add(len(cuts))
+    assert counts == {1, 2, 3}
