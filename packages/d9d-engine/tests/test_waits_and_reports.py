@@ -1,4 +1,4 @@
-"""How long ranks wait for each other, what they report and to whom, and times of saves. Clocks are stand-ins."""
+"""Waits of ranks for each other, their failure reports and the receivers, and times of saves. Clocks are stand-ins."""
 
 from __future__ import annotations
 
