@@ -27,6 +27,21 @@ class Alone:
         return tensor
 
 
+class OneOfTwo:
+    """Rank of two that knows what the other one sends."""
+
+    def __init__(self, rank: int, *others: Tensor) -> None:
+        self.rank, self.others, self.reduced = rank, list(others), torch.zeros(0)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        both = [tensor, self.others.pop(0)]
+        return torch.cat(both[::-1] if self.rank else both)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.reduced = tensor.clone()
+        return tensor + self.others.pop(0)
+
+
 def embeddings() -> Tensor:
     return functional.normalize(torch.randn(Q, 1 + N, D, generator=torch.Generator().manual_seed(1)), dim=-1)
 
@@ -54,6 +69,36 @@ def test_losses_and_gradients_are_those_of_one_backward(
     (gradient,) = torch.autograd.grad(right.sum(), samples)
     torch.testing.assert_close(found.losses, right.detach())
     torch.testing.assert_close(torch.cat([found.query_gradient.unsqueeze(1), found.text_gradient], 1), gradient)
+
+
+def test_ranks_share_the_texts_and_each_has_the_gradients_of_its_own() -> None:
+    samples = embeddings().requires_grad_()
+    right = expected(samples, 0.1, symmetric=False)
+    (gradient,) = torch.autograd.grad(right.sum(), samples)
+    halves = [half.detach() for half in samples.split(Q // 2)]
+    sent = [(half[:, 1:].flatten(0, 1), torch.ones(Q // 2 * N, dtype=torch.bool)) for half in halves]
+    first = OneOfTwo(0, *sent[1], torch.zeros(Q * N, D))
+    contrast(halves[0][:, 0], halves[0][:, 1:], first, 0.1, symmetric=False)
+    second = OneOfTwo(1, *sent[0], first.reduced)
+    found = contrast(halves[1][:, 0], halves[1][:, 1:], second, 0.1, symmetric=False)
+    torch.testing.assert_close(found.losses, right.detach()[Q // 2 :])
+    torch.testing.assert_close(found.query_gradient, gradient[Q // 2 :, 0])
+    torch.testing.assert_close(found.text_gradient, gradient[Q // 2 :, 1:])
+
+
+@pytest.mark.parametrize(("elements", "rows"), [(53, [2, 2, 2]), (54, [3, 3]), (108, [6]), (1, [1] * 6)])
+def test_losses_are_computed_from_as_many_similarities_as_fit_into_a_chunk(
+    monkeypatch: pytest.MonkeyPatch, elements: int, rows: list[int]
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", elements)
+    found: list[tuple[int, ...]] = []
+    softmax = functional.log_softmax
+    monkeypatch.setattr(
+        module.functional, "log_softmax", lambda x, dim: (found.append(tuple(x.shape)), softmax(x, dim=dim))[1]
+    )
+    samples = embeddings()
+    contrast(samples[:, 0], samples[:, 1:], Alone(), 0.1, symmetric=False)
+    assert found == [(length, Q * N) for length in rows]
 
 
 def test_what_is_absent_is_compared_with_nothing() -> None:

@@ -49,6 +49,25 @@ def test_divergence_and_its_gradient_are_those_of_torch(
     torch.testing.assert_close(gradient, right_gradient, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("elements", "rows"), [(33, [3, 3]), (43, [3, 3]), (44, [4, 2]), (66, [6]), (5, [1] * 6)])
+def test_divergence_is_computed_from_as_many_logits_as_fit_into_a_chunk(
+    monkeypatch: pytest.MonkeyPatch, elements: int, rows: list[int]
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", elements)
+    logits, other = tensors()
+    found: list[int] = []
+    for name in ("log_softmax", "softmax"):  # forward and backward
+        function = getattr(functional, name)
+        monkeypatch.setattr(
+            module.functional, name, lambda x, dim, of=function: (found.append(len(x)), of(x, dim=dim))[1]
+        )
+    losses = divergence(logits, other, None, COUNTED)
+    assert found == [length for length in rows for _ in range(2)]
+    found.clear()
+    losses.sum().backward()  # type: ignore[no-untyped-call]
+    assert found == [length for length in rows for _ in range(2)]
+
+
 def test_divergence_from_some_words_is_that_from_a_distribution_over_them_alone() -> None:
     logits, other = tensors()
     top = other.topk(4, dim=-1)

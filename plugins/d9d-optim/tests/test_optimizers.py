@@ -299,6 +299,18 @@ def test_dampened_momentum_equals_that_of_torch(device: str) -> None:
     assert_same_bits(bits(mine), bits(other))
 
 
+def test_dampened_momentum_divides_gradients_before_it_uses_them(device: str) -> None:
+    parameter = nn.Parameter(torch.tensor([1.0], device=device))
+    optimizer = SGD(SGDConfig(lr=0.5, momentum=0.5, dampening=0.75), {"p": parameter})
+    optimizer.init_state()
+    for gradient, divisor, velocity in ((8.0, 4.0, 2.0), (6.0, 2.0, 0.5 * 2.0 + 0.25 * 3.0)):
+        parameter.grad = torch.tensor([gradient], device=device)
+        optimizer.divide_gradients(torch.tensor(divisor, device=device))
+        optimizer.step(gate(device))
+        assert optimizer.state()["p/momentum_buffer"].tolist() == [velocity]
+    assert parameter.tolist() == [1.0 - 0.5 * (2.0 + 1.75)]
+
+
 def test_lion_follows_the_algorithm_of_its_paper(device: str) -> None:
     parameter = nn.Parameter(torch.linspace(-1, 1, 8, device=device, dtype=torch.float64).view(2, 4))
     weight, average = parameter.detach().clone(), torch.zeros_like(parameter)

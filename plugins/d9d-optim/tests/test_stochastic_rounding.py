@@ -8,6 +8,7 @@ import pytest
 import torch
 from d9d_core.errors import BuildError
 from d9d_optim.optimizer.adamw import AdamW
+from d9d_optim.optimizer.base import Batch
 from d9d_optim.optimizer.config import AdamWConfig, StochasticAdamWConfig
 from d9d_optim.optimizer.rounding import copy_fp32_to_bf16_stochastic_, first_key, hashed, high_bits, low_bits, next_key
 from d9d_optim.optimizer.stochastic_adamw import StochasticAdamW
@@ -121,6 +122,29 @@ def test_large_tensors_are_rounded_in_pieces_as_at_once(monkeypatch: pytest.Monk
     whole = small_updates(StochasticAdamW, settings, 3)
     monkeypatch.setattr("d9d_optim.optimizer.stochastic_adamw._PIECE_OF_CPU", 1000)
     assert torch.equal(small_updates(StochasticAdamW, settings, 3), whole)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths"), [((5, 3), [2, 2, 1]), ((2, 3), [2]), ((3, 7), [1, 1, 1]), ((13,), [6, 6, 1]), ((), [1])]
+)
+def test_a_piece_on_a_cpu_has_as_many_rows_as_its_caches_hold(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], lengths: list[int]
+) -> None:
+    monkeypatch.setattr("d9d_optim.optimizer.stochastic_adamw._PIECE_OF_CPU", 6)
+    found: list[list[int]] = []
+    update = StochasticAdamW._update_piece
+
+    def recorded(self: StochasticAdamW, batch: Batch, tensors: list[Tensor], *others: Tensor) -> None:
+        found.append([len(tensor) for tensor in [*tensors, others[1]]])
+        update(self, batch, tensors, *others)  # type: ignore[call-arg]
+
+    monkeypatch.setattr(StochasticAdamW, "_update_piece", recorded)
+    weight = nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+    optimizer = StochasticAdamW(StochasticAdamWConfig(), {"weight": weight})
+    optimizer.init_state()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step(torch.tensor(True))
+    assert found == [[length] * 5 for length in lengths]
 
 
 @pytest.mark.thorough

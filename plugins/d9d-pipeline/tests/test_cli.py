@@ -102,6 +102,14 @@ def test_show_prints_programs_without_drawing(here: Path) -> None:
     assert list(here.iterdir()) == []
 
 
+def test_a_schedule_is_shown_on_8_ranks_with_32_microbatches_unless_sizes_are_given() -> None:
+    ranks = run("show", "gpipe", "--program").splitlines()
+    assert len(ranks) == 8
+    assert ranks[7].count(" F7.") == 32
+    assert run("show", "gpipe", "--pp", "1", "--program").count("B0.") == 32
+    assert len(run("show", "gpipe", "--microbatches", "1", "--program").splitlines()) == 8
+
+
 def test_show_takes_fields_of_the_schedule() -> None:
     arguments = ("show", "zb1p", "--pp", "2", "--microbatches", "4", "--set", "stages_per_rank=3", "--program")
     assert "F5.0" in run(*arguments)

@@ -120,8 +120,7 @@ def hashed(position: Tensor, key: Tensor) -> Tensor:
     """Hash an index and a key to 32 random bits: a bijective mixer of the index XOR the mixed key.
 
     Mixer: Ellis' ``lowbias32`` (https://nullprogram.com/blog/2018/07/31). Integer arithmetic gives the same bits on
-        every
-    device.
+    every device.
 
     Args:
         position: int32.
@@ -137,7 +136,7 @@ def hashed(position: Tensor, key: Tensor) -> Tensor:
 def _mix(x: Tensor) -> Tensor:
     # Right shifts of int32 copy the sign, which the masks remove; products wrap around.
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - (1 << 32))
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(-0x7B935975)  # 0x846CA68B as int32
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 

@@ -62,7 +62,7 @@ class _Call(NamedTuple):
         what: name of the exchanged tensors.
         backward: whether it is part of the backward; otherwise of the forward.
         times: number of calls in one pass.
-        least_itemsize: smallest number of bytes per element.
+        is_wide: whether elements are sent in float32, or in the model's format if it is wider.
     """
 
     kind: Kind
@@ -71,7 +71,7 @@ class _Call(NamedTuple):
     what: str
     backward: bool = False
     times: int = 1
-    least_itemsize: int = 1
+    is_wide: bool = False
 
 
 @dataclass
@@ -97,7 +97,7 @@ class ContextCommunication:
         frozen = any(not parameter.requires_grad for parameter in self.stage.parameters())
         for name, heads in self.cores.items():
             for call in self._of_core(heads):
-                itemsize = max(step.itemsize, call.least_itemsize)
+                itemsize = max(step.itemsize, _WIDE) if call.is_wide else step.itemsize
                 yield Collective(
                     call.kind,
                     "cp" if len(call.ranks) == self.ranks.size else f"{len(call.ranks)} ranks of cp",
@@ -161,7 +161,7 @@ def _turns(numbers: int | None, ring: Ranks) -> Iterator[_Call]:
         yield _Call(kind, ranks, numbers, "keys and values", times=ring.size - 1)
     for kind, ranks in ways.items():
         yield _Call(kind, ranks, numbers, "keys and values", backward=True, times=ring.size - 1)
-        yield _Call(kind, ranks, numbers, "gradients of keys and values", True, ring.size, _WIDE)
+        yield _Call(kind, ranks, numbers, "gradients of keys and values", True, ring.size, is_wide=True)
 
 
 def _key_value_heads(heads: Heads, swapping: Ranks | None) -> int:
