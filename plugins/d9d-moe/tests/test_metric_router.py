@@ -231,3 +231,17 @@ def test_missing_tallies_are_an_error() -> None:
         metric(layers(2)).update({"token_loss": torch.zeros(1)})
     with pytest.raises(JobError, match="no tallies of any router"):
         RouterMetric(RouterMetricConfig()).update({})
+
+
+def test_sums_move_to_the_device_of_the_tallies_or_of_a_loaded_state() -> None:
+    stage = layers(EXPERTS, 2)
+    found, other = metric(stage), metric(stage)
+    found.update({name: tally.to("meta") for name, tally in observed(stage, tokens(1, 2, 1, 1)).items()})
+    other.load_state(found.state())
+    for one in (found, other):
+        assert {name: (total.device.type, total.dtype) for name, total in one.state().items()} == {
+            "expert_tokens": ("meta", torch.int64), "tokens": ("meta", torch.int64), "entropy": ("meta", torch.float64),
+        }  # fmt: skip
+        load = one.compute()["router/load"]
+        assert isinstance(load, Table)
+        assert load.values.device.type == "meta"

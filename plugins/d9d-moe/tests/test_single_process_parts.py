@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSlot
 from d9d_core.model import ContextShare
 from d9d_core.strategy import ContextCall, StepShape
@@ -15,7 +16,9 @@ from d9d_core.traits import Dispatched
 from d9d_moe.all_to_all import streams
 from d9d_moe.all_to_all.separate import SeparateDispatcher
 from d9d_moe.all_to_all.streams import HostNumbers, SideStream
+from d9d_moe.balancing.balancers import SequenceBalance, ZLoss
 from d9d_moe.dispatch.permutation import permute, unpermute
+from d9d_moe.expert_parallel.strategy import spread_bank
 from d9d_moe.router.routing import TopKRouting
 from d9d_moe.router.top_k import TopKRouter
 from torch import Tensor
@@ -158,3 +161,73 @@ def test_losses_over_split_samples_gather_logits_choices_and_padding(monkeypatch
         ContextCall("all_gather", 3 * 5 * 4, "padding, if there is any", at_most=True),
         ContextCall("reduce_scatter", 3 * 5 * 4 * 6 * 4, "gradients of logits", backward=True),
     )
+
+
+class SecondHalf:
+    """Second half of the positions of each sample, and what the rank with the first half sends."""
+
+    ranks = 2
+
+    def __init__(self, *others: Tensor) -> None:
+        self.others = list(others)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat([self.others.pop(0), tensor], dim=1)
+
+    def own(self, tensor: Tensor) -> Tensor:
+        return tensor.chunk(2, dim=1)[1]
+
+
+def routers(**options: Any) -> tuple[TopKRouter, TopKRouter]:
+    """Router of all positions, and one with the same weight."""
+    torch.manual_seed(5)
+    whole, other = router(**options), router(**options)
+    other.load_state_dict(whole.state_dict())
+    return whole, other
+
+
+#: Two samples of four positions, of which the first ends in padding.
+TOKENS = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1))
+PADDING = torch.tensor([[False] * 3 + [True], [False] * 4])
+
+
+def second_half(tensor: Tensor) -> Tensor:
+    return tensor.view(2, 4, *tensor.shape[1:])[:, 2:].flatten(0, 1)
+
+
+def test_ranks_with_a_share_of_the_positions_choose_experts_as_one_rank_with_all() -> None:
+    whole, made = routers(capacity=1.0)
+    expected = whole(TOKENS.flatten(0, 1), samples=2, padding=PADDING.flatten())
+    share: Any = SecondHalf(torch.nn.functional.linear(TOKENS[:, :2], whole.weight))
+    made.see_sequence(share)
+    found = made(TOKENS[:, 2:].flatten(0, 1), samples=2, padding=PADDING.flatten())
+    assert torch.equal(found.indices, second_half(expected.indices))
+    torch.testing.assert_close(found.weights, second_half(expected.weights))
+    torch.testing.assert_close(found.scores, second_half(expected.scores))
+    assert found.counts.tolist() == [int((found.indices == expert).sum()) for expert in range(6)]
+    assert (found.limit, found.incomplete) == (3, True)  # 8 positions with 2 experts each, over 6 experts
+    for name, tally in whole.tallies().items():
+        torch.testing.assert_close(made.tallies()[name], tally)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_losses_of_ranks_with_a_part_of_the_context_cover_all_positions(padded: bool) -> None:
+    whole, made = routers(balancing=(SequenceBalance(0.5), ZLoss(0.25)))
+    padding = PADDING if padded else None
+    expected = whole(TOKENS.flatten(0, 1), samples=2, padding=None if padding is None else padding.flatten())
+    sent = [torch.nn.functional.linear(TOKENS[:, :2], whole.weight), expected.indices.view(2, 4, 2)[:, :2]]
+    share: Any = SecondHalf(*([] if padding is None else [padding[:, :2].byte()]), *sent)
+    made.see_context(share)
+    found = made(TOKENS[:, 2:].flatten(0, 1), samples=2, padding=None if padding is None else padding[:, 2:].flatten())
+    assert share.others == []
+    assert torch.equal(found.indices, second_half(expected.indices))
+    for term, total in whole.loss_sums().items():
+        torch.testing.assert_close(made.loss_sums()[term], total)
+    assert made.tallies()["tokens"] == (3 if padded else 4)  # of this rank alone
+
+
+def test_experts_that_the_ranks_do_not_divide_are_refused_with_the_name_of_their_bank() -> None:
+    mesh: Any = SimpleNamespace(size=lambda: 3)
+    bank = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.zeros(4, 2))})
+    with pytest.raises(BuildError, match=r"^mesh.ep is 3, which does not divide the 4 experts of 'layers.0.experts'$"):
+        spread_bank(bank, mesh, "layers.0.experts")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +17,13 @@ from d9d_core.model import ContextShare
 from d9d_core.plugin import ViewSpec
 from d9d_core.registry.registry import Registry
 from d9d_engine.distributed.mesh import Topology
-from d9d_parallel.context_parallel import blocks
+from d9d_engine.distributed.positions import ZigzagPositions
+from d9d_parallel.context_parallel import blocks, ring, strategy
 from d9d_parallel.context_parallel.blocks import Block, attend, attend_backward, merge_into
+from d9d_parallel.context_parallel.communication import Meeting
 from d9d_parallel.context_parallel.config import ContextParallelConfig
 from d9d_parallel.context_parallel.forwards import check_heads
-from d9d_parallel.context_parallel.ring import PlacedSum
+from d9d_parallel.context_parallel.ring import PlacedSum, RingAttention
 from d9d_parallel.context_parallel.strategy import ContextParallel
 from d9d_testing.world import RankFailedError, World
 from pydantic import ValidationError
@@ -295,3 +299,86 @@ def plain_core() -> None:
     torch.testing.assert_close(stage.core(*own, torch.tensor(PACKED)), own[0])
     assert seen.shapes == [(2, LENGTH, 2, 8), (2, LENGTH, 1, 8), (2, LENGTH, 1, 8), (2, LENGTH)]
     torch.testing.assert_close(seen.query, query.chunk(2, dim=2)[dist.get_rank()])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_ring_of_threads_computes_the_attention_of_one_rank(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, window: int | None, packed: bool
+) -> None:
+    length = 12 * ranks
+    boxes: list[Queue[Tensor]] = [Queue() for _ in range(ranks)]
+
+    class Passing:
+        """Tensor that goes to the next thread."""
+
+        def __init__(self, tensor: Tensor, own: Any) -> None:
+            boxes[(own.rank + 1) % own.size].put(tensor.clone())
+            self.box = boxes[own.rank]
+
+        def wait(self) -> Tensor:
+            return self.box.get(timeout=20)
+
+    monkeypatch.setattr(ring, "Passing", Passing)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, length, heads, 3, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    factors = torch.randn(2, length, 4, 3, generator=generator, dtype=torch.float64)
+    places = torch.arange(length)
+    documents = torch.stack([places >= length // 3, places >= 5]).long() if packed else None
+
+    def work(rank: int) -> tuple[Tensor, list[Tensor]]:
+        made, own = RingAttention(SimpleNamespace(rank=rank, size=ranks)), ZigzagPositions(ranks, rank).own  # type: ignore[arg-type]
+        leaves = [own(tensor).requires_grad_() for tensor in whole]
+        # Masks are made once for all layers, or in the call.
+        turns = documents if rank else made.prepare(documents, length, window, torch.device("cpu"))
+        out = made(*leaves, turns, window)
+        (out * own(factors)).sum().backward()
+        return out.detach(), [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    with ThreadPoolExecutor(ranks) as threads:
+        found = list(threads.map(work, range(ranks)))
+    behind = places[:, None] - places
+    seen = (behind >= 0) & (behind < (window or length))
+    if documents is not None:
+        seen = (seen & (documents[:, :, None] == documents[:, None]))[:, None]
+    leaves = [tensor.requires_grad_() for tensor in whole]
+    expected = attention(*leaves, seen)
+    (expected * factors).sum().backward()
+    for rank, (out, grads) in enumerate(found):
+        own = ZigzagPositions(ranks, rank).own
+        torch.testing.assert_close(out, own(expected.detach()))
+        for grad, leaf in zip(grads, leaves, strict=True):
+            torch.testing.assert_close(grad, own(leaf.grad))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inner", "heads", "rings"),
+    [
+        (4, 2, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+        (6, 2, [[0, 1], [2, 3], [4, 5]], [[0, 2, 4], [1, 3, 5]]),
+        (6, 3, [[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]]),
+    ],
+)
+def test_neighbours_swap_heads_and_rings_join_their_equals(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, inner: int, heads: list[list[int]], rings: list[list[int]]
+) -> None:
+    made: list[list[list[int]]] = []
+    monkeypatch.setattr(
+        strategy, "_ranks", lambda _topology, parts: (made.append([list(part) for part in parts]), len(made))[1]
+    )
+    share: Any = SimpleNamespace(ranks=ranks, all_ranks="all")
+    topology: Any = SimpleNamespace(sizes={"tp": 3})
+
+    def meeting(method: Any, head_ranks: int | None = None) -> Meeting:
+        return ContextParallel(ContextParallelConfig(method=method, head_ranks=head_ranks))._meeting(topology, share)
+
+    found: Any = meeting("hybrid", inner)
+    assert (found.tp, found.heads, found.ring, found.keys) == (3, 1, 2, None)
+    assert made == [heads, rings]
+    assert meeting("ulysses") == Meeting(3, heads=share.all_ranks)
+    assert meeting("ring") == Meeting(3, ring=share.all_ranks)
+    assert meeting("all_gather") == Meeting(3, keys=share)
+    for wrong in (ranks, 5):
+        with pytest.raises(BuildError, match=rf"head_ranks is {wrong}, but mesh.cp is {ranks}; choose a smaller div"):
+            meeting("hybrid", wrong)

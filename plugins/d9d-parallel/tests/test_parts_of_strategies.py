@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import BuildError
+from d9d_core.traits import TensorStyle
 from d9d_parallel.activation_checkpointing import operators
 from d9d_parallel.activation_checkpointing.operators import (
     KeepOutputs,
@@ -25,9 +26,12 @@ from d9d_parallel.context_parallel import strategy
 from d9d_parallel.context_parallel.communication import Heads
 from d9d_parallel.context_parallel.config import ContextParallelConfig
 from d9d_parallel.context_parallel.strategy import ContextParallel
-from d9d_parallel.data_parallel import reducer
+from d9d_parallel.data_parallel import direct_gather, reducer
 from d9d_parallel.data_parallel.experts import ShardDimension, find_banks, is_spread
 from d9d_parallel.data_parallel.reducer import FsdpReducer
+from d9d_parallel.data_parallel.strategy import _check_group
+from d9d_parallel.tensor_parallel.communication import TensorCommunication
+from d9d_parallel.tensor_parallel.strategy import _shared, _Split
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import CheckpointPolicy
@@ -354,3 +358,102 @@ def test_ranks_of_a_part_make_the_groups_of_all_parts() -> None:
         mine: Any = strategy._ranks(topology, [range(2), range(2, 4), range(4, 6)])
     assert mine == "group 2"
     assert made == [("cp", [0, 1]), ("cp", [2, 3]), ("cp", [4, 5])]
+
+
+def test_parameters_are_gathered_again_among_a_divisor_of_their_ranks() -> None:
+    mesh: Any = SimpleNamespace(ndim=2, size=lambda dim: (3, 4)[dim])  # replicas and shards
+    for allowed in (True, False):
+        _check_group(allowed, mesh, "fsdp", spread=True)
+    for number in (1, 2, 4):
+        _check_group(number, mesh, "fsdp", spread=False)
+    with pytest.raises(BuildError, match="'fsdp': reshard_after_forward 3 does not divide the 4 ranks that share the"):
+        _check_group(3, mesh, "fsdp", spread=False)
+    with pytest.raises(BuildError, match="'hsdp': reshard_after_forward 2 is not possible with experts that are shard"):
+        _check_group(2, mesh, "hsdp", spread=True)
+
+
+def fsdp_parameter(whole: tuple[int, ...], part: tuple[int, ...], **changes: Any) -> Any:
+    """Stand-in of a parameter of an FSDP2 unit that could be gathered directly over two ranks."""
+    facts = dict.fromkeys(direct_gather._OF_PARAMETER) | {
+        "_orig_size": torch.Size(whole), "padded_sharded_param_size": torch.Size(part),
+        "fsdp_placement": Shard(0), "offload_to_cpu": False, "_sharded_local_tensor": torch.zeros(1), **changes,
+    }  # fmt: skip
+    return SimpleNamespace(**facts)
+
+
+def test_units_with_even_shards_in_the_first_dimension_gather_directly() -> None:
+    even = fsdp_parameter((8, 3), (4, 3))
+    others = [
+        fsdp_parameter((7, 3), (4, 3)),
+        fsdp_parameter((0, 3), (0, 3)),
+        fsdp_parameter((8, 3), (4, 3), fsdp_placement=Shard(1)),
+        fsdp_parameter((8, 3), (4, 3), offload_to_cpu=True),
+        fsdp_parameter((8, 3), (4, 3), _sharded_local_tensor=SimpleNamespace(fsdp_pre_all_gather=None)),
+        SimpleNamespace(),  # another release of torch
+    ]
+    assert direct_gather._is_direct(even, 2)
+    assert not direct_gather._is_direct(even, 4)
+    assert [direct_gather._is_direct(other, 2) for other in others] == [False] * 6
+
+    def unit(*parameters: Any) -> Any:
+        facts = dict.fromkeys(direct_gather._OF_GROUP)
+        facts |= {"_all_gather_process_group": SimpleNamespace(size=lambda: 2), "fsdp_params": parameters}
+        return SimpleNamespace(**facts)
+
+    assert direct_gather._fits(unit(even, even))
+    assert not direct_gather._fits(unit(even, others[0]))
+    incomplete = unit(even)
+    del incomplete.unshard
+    assert not direct_gather._fits(incomplete)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(2, 2), nn.Linear(2, 2), nn.LayerNorm(2)
+        self.second.weight = self.first.weight
+
+
+def tensor_split(**styles: TensorStyle) -> _Split:
+    ranks: Any = SimpleNamespace(size=2, rank=1, group=None)
+    mesh: Any = None
+    made = _Split(mesh, ranks, "tensor_parallel", TensorCommunication(nn.Module(), (0, 1)))
+    made.styles = {name.replace("__", "."): style for name, style in styles.items()}
+    return made
+
+
+def test_a_parameter_has_the_style_of_the_nearest_module_that_a_plan_names() -> None:
+    made = tensor_split(a=TensorStyle.COLUMN, a__b=TensorStyle.PARTIAL, c=TensorStyle.WHOLE, d=TensorStyle.ROW)
+    found = {
+        name: made._style(name)
+        for name in ("a.weight", "a.bias", "a.scale", "a.x.weight", "a.b.weight", "a.b.x.y", "c.x.y", "d.weight", "e.f")
+    }
+    assert found == {
+        "a.weight": TensorStyle.COLUMN, "a.bias": TensorStyle.COLUMN,
+        "a.scale": None, "a.x.weight": None,  # added to a layer that is split
+        "a.b.weight": TensorStyle.PARTIAL, "a.b.x.y": TensorStyle.PARTIAL, "c.x.y": TensorStyle.WHOLE,
+        "d.weight": TensorStyle.ROW, "e.f": None,
+    }  # fmt: skip
+
+
+def test_a_weight_of_two_modules_is_not_split_in_one_of_them() -> None:
+    stage = Tied()
+    assert _shared(stage) == [["first.weight", "second.weight"]]
+    styles = {"first": TensorStyle.COLUMN, "second": TensorStyle.PARTIAL, "norm": TensorStyle.SEQUENCE}
+    with pytest.raises(BuildError, match="'first.weight' and 'second.weight' are one parameter, which would be split"):
+        tensor_split(**styles).check(stage, _shared(stage))
+    tensor_split(**styles).check(stage, [])
+    tensor_split(**{**styles, "first": TensorStyle.WHOLE}).check(stage, _shared(stage))
+    del styles["norm"]
+    with pytest.raises(BuildError, match=r"the style of 'norm.weight' over tp is unknown: no tensor_parallel_plan"):
+        tensor_split(**styles).check(stage, [])
+
+
+def test_gradients_of_replicated_parameters_are_summed_unless_all_ranks_compute_the_same() -> None:
+    made = tensor_split(first=TensorStyle.WHOLE, second=TensorStyle.PARTIAL, norm=TensorStyle.SEQUENCE)
+    assert [(owner.parameter, owner.axis, owner.owner) for owner in made.gradients(Tied())] == [
+        ("first.weight", "tp", "none"), ("first.bias", "tp", "none"), ("second.bias", "tp", "sync"),
+        ("norm.weight", "tp", "sync"), ("norm.bias", "tp", "sync"),
+    ]  # fmt: skip

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from d9d_nn.ops.linear_cross_entropy import IGNORE
 from d9d_triton.linear_cross_entropy import parts
+from d9d_triton.linear_cross_entropy.operators import scaled_gradients
 from d9d_triton.linear_cross_entropy.parts import parts_of
 from d9d_triton.linear_cross_entropy.passes import columns
 
@@ -76,3 +78,17 @@ def test_a_gradient_of_a_sum_is_known_as_one_number() -> None:
     assert parts.is_one_number(torch.ones(1, 1))
     assert not parts.is_one_number(torch.ones(2))
     assert not parts.is_one_number(torch.ones(3, 1).expand(3, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_ahead_are_multiplied_by_the_gradient_of_the_losses(dtype: torch.dtype) -> None:
+    targets = torch.tensor([[2, IGNORE, 0]])
+    of_hidden, of_weight = torch.tensor([[[1.0], [5.0], [3.0]]]), torch.tensor([[7.0], [0.0]])
+    found = scaled_gradients(torch.full((1, 3), 0.5), targets, of_hidden, of_weight, dtype)
+    assert [gradient.dtype for gradient in found] == [dtype, dtype]
+    assert [gradient.flatten().tolist() for gradient in found] == [[0.5, 0.0, 1.5], [3.5, 0.0]]
+    nothing = torch.zeros(1, 0)
+    found = scaled_gradients(nothing, targets[:, :0], torch.zeros(1, 0, 1), torch.zeros(2, 1), dtype)
+    assert [gradient.tolist() for gradient in found] == [[[]], [[0.0], [0.0]]]  # without tokens, no NaN
+    found = scaled_gradients(torch.ones(1, 3), targets, of_hidden[:0], of_weight[:0], dtype)
+    assert [gradient.numel() for gradient in found] == [0, 0]  # not needed
