@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from d9d_core.errors import BuildError, D9dError
-from d9d_optim.optimizer.any_torch import TorchOptimizer, _accepted, _Record
+from d9d_core.errors import BuildError, D9dError, JobError
+from d9d_optim.imports import import_path
+from d9d_optim.optimizer.any_torch import TorchOptimizer, _accepted, _arguments, _Record
 from d9d_optim.optimizer.config import GroupRule, TorchConfig
 from torch import nn
 
@@ -187,3 +190,79 @@ def test_the_first_value_of_a_slot_is_its_initial_value() -> None:
     assert record.setdefault("count") == 3
     assert {slot: first.tolist() for slot, first in record.first.items()} == {"sum": [1.0], "late": [4.0]}
     assert record.unfit == {"count"}
+
+
+class Replaces(torch.optim.SGD):
+    """Keeps its sum of gradients in a new tensor in each step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                total = self.state[parameter].get("total", torch.zeros_like(parameter))
+                self.state[parameter]["total"] = total + parameter.grad
+                parameter.data.sub_(group["lr"] * self.state[parameter]["total"])
+
+
+def test_new_tensors_of_state_are_copied_into_the_ones_that_checkpoints_know() -> None:
+    mine = {"p": nn.Parameter(torch.tensor([8.0]))}
+    optimizer = TorchOptimizer(TorchConfig(target=f"{__name__}.Replaces", lr=0.5), mine)
+    optimizer.init_state()
+    known = optimizer.state()["p/total"]
+    for gradient, gate, weight, total in ((2.0, True, 7.0, 2.0), (9.0, False, 7.0, 2.0), (4.0, True, 4.0, 6.0)):
+        mine["p"].grad = torch.tensor([gradient])
+        optimizer.step(torch.tensor(gate))
+        assert (mine["p"].item(), known.item()) == (weight, total)
+        assert optimizer.state()["p/total"] is known
+        inner = optimizer._inner[0] or optimizer._inner[1]
+        assert inner is not None
+        assert inner.state[mine["p"]]["total"] is known
+
+
+class Fails(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise RuntimeError("no kernel")
+
+
+def test_a_class_that_fails_in_the_step_of_a_parameter_is_an_error_with_its_name() -> None:
+    with pytest.raises(BuildError) as error:
+        TorchOptimizer(TorchConfig(target=f"{__name__}.Fails", lr=0.1), parameters())
+    assert str(error.value) == (f"optimizer 'torch' ({__name__}.Fails): a step with embed.weight fails: no kernel")
+
+
+def test_state_on_another_device_than_its_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["count"] = torch.zeros((), device="meta")
+
+    monkeypatch.setattr("d9d_optim.optimizer.any_torch.import_path", lambda _where, _path: Elsewhere)
+    with pytest.raises(BuildError, match="its state count of embed.weight is not on cpu, so each step would synchron"):
+        TorchOptimizer(TorchConfig(target="a.Elsewhere", lr=0.1), parameters())
+
+
+def test_a_module_that_does_not_load_is_an_error_of_its_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_optimizer.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(JobError) as error:
+        import_path("optimizer.target", "broken_optimizer:Adam")
+    assert str(error.value) == (
+        "optimizer.target: the module 'broken_optimizer' does not load: ZeroDivisionError('division by zero')"
+    )
+    for path in ("Adam", "torch.", "torch..Adam", "torch.optim.2", "torch. optim.Adam", ":Adam"):
+        with pytest.raises(JobError, match="is not an import path; write package.module.name"):
+            import_path("here", path)
+    assert import_path("here", "torch.optim:Adam") is import_path("here", "torch.optim.Adam") is torch.optim.Adam
+
+
+def test_classes_count_steps_on_the_device_unless_they_are_fused() -> None:
+    def given(device: str, name: str = "AdamW", **arguments: Any) -> dict[str, Any]:
+        named: Any = {"p": SimpleNamespace(device=SimpleNamespace(type=device))}
+        found: Any = getattr(torch.optim, name)
+        return _arguments(found, TorchConfig(target="a.B", lr=0.1, arguments=arguments), named)
+
+    assert [given(device) for device in ("cpu", "meta", "cuda")] == [{}, {}, {"capturable": True}]
+    assert given("cuda", fused=True) == {"fused": True}
+    assert given("cuda", capturable=False) == {"capturable": False}
+    assert given("cuda", "SGD", momentum=0.5) == {"momentum": 0.5}
+    assert given("cpu", betas=[0.5, 0.75]) == {"betas": (0.5, 0.75)}

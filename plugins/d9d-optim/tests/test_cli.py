@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from d9d_core.errors import JobError
+from d9d_core.errors import JobError, PluginError
+from d9d_optim.cli import commands
 from d9d_optim.cli.commands import app
 from d9d_optim.cli.picture import svg_plot, text_plot
 from typer.testing import CliRunner
@@ -78,3 +81,47 @@ def test_a_picture_that_cannot_be_written_is_an_error_of_its_option(job: Path) -
     with pytest.raises(JobError) as error:
         CliRunner().invoke(app, ["show", str(job), "--picture", "absent/rate.svg"], catch_exceptions=False)
     assert str(error.value) == "--picture absent/rate.svg: cannot be written: No such file or directory"
+
+
+#: A schedule whose factors are none, or which cannot be made.
+PLUGIN = """
+from collections.abc import Iterator
+from typing import Literal
+from d9d_core.config import PluginConfig
+from d9d_core.errors import JobError
+from d9d_core.plugin import LrScheduleSpec, Ref, hookimpl
+
+class Config(PluginConfig):
+    name: Literal["faulty"] = "faulty"
+    refuses: bool = False
+
+def build(config, total):
+    if config.refuses:
+        raise JobError(f"no schedule of {total} steps")
+    raise KeyError("no curve")
+
+@hookimpl
+def d9d_lr_schedules() -> Iterator[LrScheduleSpec]:
+    ref = lambda name: Ref(f"{__name__}:{name}")
+    yield LrScheduleSpec(name="faulty", summary="Faulty.", config=ref("Config"), build=ref("build"))
+"""
+
+
+def test_a_schedule_that_cannot_be_built_is_an_error_of_its_plugin_or_of_the_job(job: Path) -> None:
+    Path("faulty.py").write_text(PLUGIN)
+    job.write_text(JOB.replace("{name: linear, warmup_steps: 2}", "{name: faulty}"))
+    asked = ["show", str(job), "--plugin", "faulty.py"]
+    with pytest.raises(PluginError, match=r"^lr schedule 'faulty' \(faulty.py\): \w+:build failed: KeyError\("):
+        CliRunner().invoke(app, asked, catch_exceptions=False)
+    with pytest.raises(JobError, match=r"^no schedule of 7 steps$"):
+        CliRunner().invoke(app, [*asked, "--set", "lr_schedule.refuses=true", "--steps", "7"], catch_exceptions=False)
+
+
+def test_an_entry_that_is_no_schedule_is_an_error_of_its_plugin() -> None:
+    entry = type("Entry", (), {"spec": 7, "__str__": lambda _self: "'odd' (here)"})()
+    job: Any = SimpleNamespace(
+        registry=SimpleNamespace(find=lambda kind, name: {("lr schedule", "odd"): entry}[kind, name]),
+        lr_schedule=SimpleNamespace(selector="odd"),
+    )
+    with pytest.raises(PluginError, match=r"^lr schedule 'odd' \(here\) is declared with a int; it takes a LrSchedu"):
+        commands._schedule(job, 3)

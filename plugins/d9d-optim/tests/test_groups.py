@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from d9d_core.errors import BuildError
@@ -97,9 +99,22 @@ def test_impossible_adamw_values_are_refused(values: dict[str, object], text: st
         AdamWConfig.model_validate(values)
 
 
-def test_nesterov_without_momentum_is_refused() -> None:
-    with pytest.raises(ValidationError, match="nesterov needs a momentum"):
-        SGDConfig(lr=0.1, nesterov=True)
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"nesterov": True}, "nesterov needs a momentum above 0"),
+        ({"dampening": 0.5}, "dampening needs a momentum above 0"),
+        ({"nesterov": True, "dampening": 0.5, "momentum": 0.9}, "nesterov is defined only without dampening"),
+        ({"nesterov": True, "momentum": 0.9}, None),
+        ({"dampening": 0.5, "momentum": 0.9}, None),
+    ],
+)
+def test_nesterov_needs_momentum_without_dampening(fields: dict[str, Any], problem: str | None) -> None:
+    if problem is None:
+        assert SGDConfig(lr=0.1, **fields).momentum == 0.9
+        return
+    with pytest.raises(ValidationError, match=problem):
+        SGDConfig(lr=0.1, **fields)
 
 
 def test_groups_are_in_the_order_of_their_rules_and_labelled_by_them() -> None:

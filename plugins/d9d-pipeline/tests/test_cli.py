@@ -6,9 +6,12 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from d9d_core.config import PluginConfig
 from d9d_core.errors import BuildError, JobError, PluginError
+from d9d_pipeline.cli import selection
 from d9d_pipeline.cli.commands import app
 from typer.testing import CliRunner
 
@@ -202,3 +205,14 @@ def test_compare_says_why_a_schedule_is_not_in_it(here: Path) -> None:
 def test_compare_refuses_costs_that_mean_nothing() -> None:
     with pytest.raises(JobError, match="--costs: 'x'"):
         run("compare", "--pp", "2", "--microbatches", "2", "--costs", "x=1")
+
+
+def test_a_schedule_that_cannot_be_built_is_an_error_of_its_plugin(here: Path) -> None:
+    (here / "faulty.py").write_text(
+        PLUGIN.replace("    if config.waits:", "    [][config.waits]\n    if config.waits:")
+    )
+    with pytest.raises(PluginError, match=r"schedule 'faulty' \(faulty.py\): \w+:build failed: IndexError\("):
+        run("show", "faulty", "--plugin", "faulty.py")
+    entry: Any = type("Entry", (), {"spec": 7, "__str__": lambda _self: "'odd' (here)"})()
+    with pytest.raises(PluginError, match=r"^schedule 'odd' \(here\) is declared with a int; it takes a ScheduleSpec$"):
+        selection._build(entry, PluginConfig())

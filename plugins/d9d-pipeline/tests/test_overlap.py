@@ -14,7 +14,7 @@ import pytest
 import torch
 from d9d_core.program.runner import StepState
 from d9d_core.program.text import parse_programs
-from d9d_core.schedule import Forward
+from d9d_core.schedule import Backward, Forward
 from d9d_pipeline.overlap.handlers import OverlapHandlers
 from d9d_pipeline.overlap.pair_runner import PairRunner
 from d9d_pipeline.overlap.streams import StageStreams
@@ -359,3 +359,21 @@ def test_streams_fork_before_the_first_action_of_a_step_and_join_once_at_its_end
         for end in state.ends:
             end()
     assert done == ["fork", "F0.0", "F0.1", "join"] * 2
+
+
+def test_a_pair_runs_its_forward_and_its_backward_as_actions_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, str, int]] = []
+    runner: Any = SimpleNamespace(stages={}, topology=SimpleNamespace(device=CPU))
+    note: Any = lambda action, state: done.append((side[-1], str(action), state.step))  # noqa: E731
+    pairs = OverlapHandlers(runner, {Forward: note, Backward: note})
+    side: list[str] = []
+
+    def run(forward: Callable[[], None], backward: Callable[[], None]) -> None:
+        for name, part in (("forward", forward), ("backward", backward)):
+            side.append(name)
+            part()
+
+    monkeypatch.setattr(pairs, "_pair_runner", SimpleNamespace(run=run))
+    ((pair,),) = parse_programs("F0.1+B3.0")
+    pairs.overlap(pair, StepState(7, [], {}))
+    assert done == [("forward", "F0.1", 7), ("backward", "B3.0", 7)]

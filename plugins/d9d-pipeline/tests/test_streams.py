@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from d9d_core.errors import BuildError
+from d9d_core.program.runner import StepState
+from d9d_core.types import TensorSpec
 from d9d_pipeline.overlap import streams as module
 from d9d_pipeline.overlap.streams import StageStreams
 from d9d_pipeline.runtime import transfers
@@ -123,3 +127,73 @@ def test_neighbours_open_their_connections_in_one_order(monkeypatch: pytest.Monk
     ]  # fmt: skip
     # Two adjacent stages on one rank need no connection; a loop from the last rank to the first does.
     assert opened(0, [0, 1, 1, 0], monkeypatch) == [("send", up, 1), ("receive", down, 1)]
+
+
+def test_receives_are_posted_once_and_in_the_order_of_sending() -> None:
+    posted: list[str] = []
+
+    def receive(name: str) -> Any:
+        def start(tensor: torch.Tensor) -> Any:
+            posted.append(f"{name} {list(tensor.shape)}")
+            return SimpleNamespace(wait=lambda: posted.append(f"wait for {name}")) if name != "c" else None
+
+        specs = {"x": TensorSpec((2, 3), torch.float32), "n": TensorSpec((1,), torch.int64)}
+        return transfers._PendingReceive(specs, start, torch.device("cpu"))
+
+    a, b, c = (receive(name) for name in "abc")
+    waiting = deque([a, b, c])
+    transfers._post(waiting, b)
+    assert posted == ["a [2, 3]", "a [1]", "b [2, 3]", "b [1]"]
+    assert list(waiting) == [c]
+    found = transfers._arrived(waiting, a)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == {
+        "x": ((2, 3), torch.float32), "n": ((1,), torch.int64),
+    }  # fmt: skip
+    assert posted[4:] == ["wait for a"] * 2
+    assert list(transfers._arrived(waiting, c)) == ["x", "n"]
+    assert posted[6:] == ["c [2, 3]", "c [1]"]
+
+
+def test_a_send_keeps_its_tensors_until_they_have_left_or_the_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[float, str, int]] = []
+    works: list[Any] = []
+    waited: list[int] = []
+
+    def isend(tensor: torch.Tensor, group: str, group_dst: int) -> Any:
+        sent.append((tensor.sum().item(), group, group_dst))
+        number = len(works)
+        works.append(SimpleNamespace(left=False, wait=lambda: waited.append(number)))
+        works[-1].is_completed = lambda work=works[-1]: work.left
+        return works[-1]
+
+    monkeypatch.setattr(transfers, "dist", SimpleNamespace(isend=isend))
+    topology = SimpleNamespace(
+        coordinate={"pp": 1}, device=torch.device("cpu"), axes_group=lambda _axis, purpose, blocks: (purpose, blocks)
+    )
+    runner: Any = SimpleNamespace(topology=topology, pipeline=SimpleNamespace(hosts=[0, 1, 2]))
+    made, state = Transfers(runner), StepState(0, [], {})
+    up, down = ("pipeline up", 8), ("pipeline down", 8)
+    made._send([torch.full((2, 2), 2.0).t(), torch.ones(1)], 2, state)
+    made._send([torch.full((1,), 3.0)], 0, state)
+    assert sent == [(8.0, up, 2), (1.0, up, 2), (3.0, down, 0)]
+    assert [work for work, _ in made._leaving] == works
+    works[0].left = works[2].left = True
+    made._send([torch.zeros(1)], 2, state)
+    assert [work for work, _ in made._leaving] == [works[1], works[3]]
+    assert len(state.ends) == 1
+    state.ends[0]()
+    assert (waited, made._leaving) == ([1, 3], [])
+
+
+def test_a_pipeline_needs_process_groups() -> None:
+    class Alone:
+        coordinate: ClassVar = {"pp": 0}
+
+        def axes_group(self, *_: Any, **__: Any) -> None:
+            return None
+
+        def __str__(self) -> str:
+            return "pp=1"
+
+    with pytest.raises(BuildError, match="^pp=1 has no process group, which a pipeline needs; start the job with d9d"):
+        Transfers(SimpleNamespace(topology=Alone()))  # type: ignore[arg-type]
