@@ -495,3 +495,21 @@ def test_on_a_gpu_blocks_never_wait_and_make_no_mask_of_all_scores(backend: str)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() - before < (length / 2) ** 2  # bytes of a mask of bools
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("shared", [4, 2])
+def test_a_block_by_flex_attention_returns_the_sums_of_its_scores(monkeypatch: pytest.MonkeyPatch, shared: int) -> None:
+    monkeypatch.setattr(block_flex, "compiled_alone", lambda function: function)
+    query, key, value, _ = drawn(4, shared, 24, 16, torch.float32)
+    documents = packed(24, 3)
+    runs = [range(24)]
+    ((rows, columns, mask),) = FlexBlocks(dense, of_one=False).prepare(runs, runs, documents, 7, CPU)
+    assert (rows, columns) == (slice(0, 24), slice(0, 24))
+    heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    attend = block_flex._compiled_attention()
+    for _ in range(2):
+        found, expected = attend(*heads, mask), dense(*heads, mask)  # type: ignore[arg-type]
+        torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)

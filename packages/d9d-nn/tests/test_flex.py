@@ -47,6 +47,17 @@ lengths = st.integers(1, 5 * BLOCK) | st.sampled_from([BLOCK, 2 * BLOCK, 4 * BLO
 windows = st.none() | st.integers(1, 6 * BLOCK) | st.sampled_from([1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK])
 
 
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("documents", [None, torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 1]])])
+def test_scores_of_a_partly_visible_block_are_masked_as_in_the_reference(
+    documents: Tensor | None, window: int | None
+) -> None:
+    mask = block_mask(documents, 6, window, CPU)
+    samples, heads = torch.arange(2)[:, None, None], torch.zeros((), dtype=torch.long)
+    seen = mask.mask_mod(samples, heads, torch.arange(6)[:, None], torch.arange(6))
+    assert torch.equal(seen.expand(2, -1, -1), visible(6, documents, CPU, window).expand(2, -1, -1))
+
+
 @settings(max_examples=60, deadline=None)
 @given(length=lengths, window=windows, count=st.none() | st.integers(1, 40), seed=st.integers(0, 99))
 def test_blocks_of_packed_documents_are_those_with_visible_scores(

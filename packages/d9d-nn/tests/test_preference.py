@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from d9d_core.errors import JobError
-from d9d_nn.preference.config import DpoConfig
+from d9d_nn.preference.config import DpoConfig, PreferenceMetricConfig
+from d9d_nn.preference.metric import PreferenceMetric
 from d9d_nn.preference.task import REFERENCE, Dpo
 from pydantic import ValidationError
 from torch import Tensor
@@ -103,3 +106,17 @@ def test_data_that_is_no_pairs_is_refused() -> None:
 def test_smoothing_without_meaning_is_refused() -> None:
     with pytest.raises(ValidationError, match="label_smoothing has no effect with the loss 'ipo'"):
         DpoConfig(loss="ipo", label_smoothing=0.1)
+
+
+def test_ranks_that_share_positions_are_found_by_their_axis() -> None:
+    for ranks, group in ((1, None), (2, "group of cp")):
+        task, topology = Dpo(DpoConfig()), SimpleNamespace(sizes={"cp": ranks}, axes_group="group of {}".format)
+        task.attach(topology)  # type: ignore[arg-type]
+        assert task._context == group
+
+
+def test_sums_of_preferences_move_to_the_device_of_the_rewards() -> None:
+    metric = PreferenceMetric(PreferenceMetricConfig())
+    metric.update({name: torch.zeros(3, device="meta") for name in ("chosen_rewards", "rejected_rewards")})
+    sums = metric.state()["sums"]
+    assert (sums.device.type, sums.dtype, sums.shape) == ("meta", torch.float64, (4,))

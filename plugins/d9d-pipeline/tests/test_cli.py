@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.config import PluginConfig
 from d9d_core.errors import BuildError, JobError, PluginError
 from d9d_pipeline.cli import selection
 from d9d_pipeline.cli.commands import app
@@ -213,6 +212,7 @@ def test_a_schedule_that_cannot_be_built_is_an_error_of_its_plugin(here: Path) -
     )
     with pytest.raises(PluginError, match=r"schedule 'faulty' \(faulty.py\): \w+:build failed: IndexError\("):
         run("show", "faulty", "--plugin", "faulty.py")
+    config: Any = None
     entry: Any = type("Entry", (), {"spec": 7, "__str__": lambda _self: "'odd' (here)"})()
     with pytest.raises(PluginError, match=r"^schedule 'odd' \(here\) is declared with a int; it takes a ScheduleSpec$"):
-        selection._build(entry, PluginConfig())
+        selection._build(entry, config)

@@ -14,6 +14,7 @@ from d9d_optim.optimizer.adamw import AdamW, master_weight, split_weight
 from d9d_optim.optimizer.base import NamedOptimizer
 from d9d_optim.optimizer.config import AdamWConfig, StochasticAdamWConfig
 from d9d_optim.optimizer.stochastic_adamw import StochasticAdamW
+from d9d_triton import adamw as module
 from d9d_triton import support
 from d9d_triton.adamw import FusedAdamW
 from d9d_triton.kernels.adamw import divided, rounded
@@ -159,6 +160,23 @@ def test_stochastic_rounding_draws_the_noise_of_the_reference(device: str, state
         most = 0.01 if "/" not in name else 1.0 if state_dtype == "float32" else 0.05
         assert (found != expected).double().mean().nan_to_num() <= most or expected.numel() < 10, name
         torch.testing.assert_close(found, expected, rtol=1 / 64, atol=1e-6, msg=lambda t, name=name: f"{name}: {t}")
+
+
+def test_moments_in_bfloat16_are_rounded_with_noise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "large", (70, 3))
+    make = stochastic(lr=0.01, state_dtype="parameter", seed=5)
+    fused, plain = (steps(make, torch.bfloat16, fused=f, gates=(True, True)) for f in (True, False))
+    for name, found, expected in pairs(fused, plain):
+        # Other noise would round about half of the numbers otherwise.
+        assert (found != expected).sum() <= max(1, 0.05 * expected.numel()), name
+        torch.testing.assert_close(found, expected, rtol=1 / 64, atol=1e-6, msg=lambda t, name=name: f"{name}: {t}")
+
+
+def test_a_step_is_built_with_or_without_stochastic_rounding() -> None:
+    for build, rounds in ((module.build, False), (module.build_stochastic, True)):
+        built: Any = build(OpSignature("adamw", "cpu", "bfloat16", {}))
+        assert isinstance(built, FusedAdamW)
+        assert built._stochastic is rounds
 
 
 @pytest.mark.parametrize("device", DEVICES)

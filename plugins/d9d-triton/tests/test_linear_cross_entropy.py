@@ -393,3 +393,44 @@ def test_the_variant_for_sums_is_never_chosen_by_itself() -> None:
     assert support.linear_cross_entropy(signature).priority > 10
     assert support.linear_cross_entropy_sum(signature).accept
     assert support.linear_cross_entropy_sum(signature).priority == 0
+
+
+def test_each_backend_of_the_loss_has_its_entry_point() -> None:
+    signature = OpSignature("linear_cross_entropy", "cpu", "bfloat16", {})
+    plain, summed = backend.build(signature), backend.build_sum(signature)
+    assert (type(plain), plain._ahead, summed._ahead) == (LinearCrossEntropy, False, True)
+    assert isinstance(backend.build_sum_narrow(signature), LinearCrossEntropyNarrow)
+    assert isinstance(backend.build_words(signature), LinearCrossEntropyByWords)
+
+
+def test_chunks_of_words_have_logits_of_192_mebibytes_in_whole_tiles_but_4096_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    class Stopped(Exception):
+        pass
+
+    def by_words(_hidden: Tensor, _weight: Tensor, _targets: Tensor, size: int, *_: Any) -> None:
+        sizes.append(size)
+        raise Stopped
+
+    monkeypatch.setattr(backend, "token_losses_by_words", by_words)
+    op = LinearCrossEntropyByWords()
+    rows: list[Any] = []
+    monkeypatch.setattr(
+        op._by_tokens, "compute", lambda *given, ranked: (rows.append((*given[3:], ranked)), (None, None))[1]
+    )
+    weight = torch.zeros(151_936, 1, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    for tokens in (0, 8192, 16_384, 100_000):
+        hidden = torch.zeros(tokens, 1, dtype=torch.bfloat16, device="meta")
+        with pytest.raises(Stopped):
+            op(hidden, weight, torch.zeros(tokens, dtype=torch.int64, device="meta"))
+    # 192 MiB are 100,663,296 numbers of two bytes: 12,288 words for 8,192 tokens, 6,144 for twice as many.
+    assert sizes == [100_663_296, 12_288, 6144, 4096]
+    hidden = torch.zeros(3, 1, dtype=torch.bfloat16, device="meta")
+    targets = torch.zeros(3, dtype=torch.int64, device="meta")
+    for words in (151_936, 1 << 20):
+        op.with_ranks(hidden, weight.detach()[:1].expand(words, 1), targets)
+    # For a frozen weight, tokens: 662 fit, 640 in whole tiles of 64; 256 at least.
+    assert rows == [(640, False, True), (256, False, True)]

@@ -167,3 +167,36 @@ def test_a_row_that_is_the_place_of_no_choice_has_a_copy_too() -> None:
     tokens, slots, places = normal(2, 5), torch.tensor([0, 0, 1]), torch.tensor([[1], [2]])
     assert torch.equal(permutation.permute(tokens, slots, places), tokens[slots])
     assert torch.equal(permutation.permute(tokens, slots[1:], places - 1), tokens)
+
+
+@pytest.mark.parametrize("rows", [6, 4])
+def test_rows_are_summed_without_weights_and_their_gradients_copied(rows: int) -> None:
+    slots, places = shuffled(3, 2, rows, seed=4)
+    found = []
+    for module in (permutation, reference):
+        leaf = normal(rows, 5, seed=2).requires_grad_()
+        out = module.unpermute(leaf, slots, places, absent=rows < 6)
+        out.backward(normal(3, 5, seed=3))
+        found.append((out.detach(), leaf.grad))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_shapes_are_known_without_values() -> None:
+    slots, places = (
+        torch.zeros(7, dtype=torch.int64, device="meta"),
+        torch.zeros(3, 4, dtype=torch.int64, device="meta"),
+    )
+    tokens, rows = torch.zeros(3, 5, device="meta"), torch.zeros(7, 5, device="meta")
+    weights = torch.zeros(3, 4, dtype=torch.bfloat16, device="meta")
+    assert permutation.copy_tokens(tokens, slots, places, True).shape == (7, 5)
+    for out in (
+        permutation.sum_copies(rows, places),
+        permutation.plain_sum(rows, slots, places, True),
+        permutation.weighted_sum(rows, places, weights, True),
+    ):
+        assert (out.shape, out.dtype) == ((3, 5), torch.float32)
+    for of_rows, of_weights in ((True, False), (False, True)):
+        found = permutation.weighted_sum_backward(tokens, rows, places, weights, True, of_rows, of_weights)
+        assert [one.numel() for one in found] == [35 * of_rows, 12 * of_weights]
+        assert [one.dtype for one in found] == [torch.float32, torch.bfloat16]

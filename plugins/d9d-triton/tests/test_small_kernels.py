@@ -275,3 +275,33 @@ def test_heads_of_an_odd_number_of_pairs_are_turned_within_their_tensor() -> Non
     found, exact = rope.rope(query, key, *angles), plain_rope.rope(query, key, *angles)
     for one, other in zip(found, exact, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param((1, 8, 1, 1, 128), id="a full tile", marks=pytest.mark.thorough),
+        pytest.param((2, 3, 3, 1, 6), id="masked"),
+        pytest.param((1, 2, 5, 3, 4), id="heads left over"),
+    ],
+)
+def test_gradients_of_normed_and_turned_heads_are_those_of_the_reference(size: tuple[int, ...]) -> None:
+    samples, positions, query_heads, key_heads, features = size
+    query, key = normal(samples, positions, query_heads, features), normal(samples, positions, key_heads, features)
+    inputs = query, key, 1 + normal(features, seed=2), 1 + normal(features, seed=3)
+    angles = cos_sin(1, positions, features // 2)
+    found = outcome(lambda *leaves: normed_rope.normed_rope(*leaves, *angles, 1e-3), *inputs)
+    exact = outcome(lambda *leaves: plain_normed_rope.normed_rope(*leaves, *wide(*angles), 1e-3), *wide(*inputs))
+    assert_near(found, exact, torch.float32)
+
+
+def test_only_gradients_of_norms_that_are_trained_are_returned() -> None:
+    query, key, weights = normal(1, 2, 2, 4), normal(1, 2, 1, 4, seed=1), normal(2, 4, seed=2)
+    trained, frozen = weights[0].clone().requires_grad_(), weights[1]
+    angles = cos_sin(1, 2, 2)
+    sum(out.sum() for out in normed_rope.normed_rope(query, key, trained, frozen, *angles, 1e-3)).backward()
+    exact = weights[0].clone().requires_grad_()
+    plain_normed_rope.normed_rope(query, key, exact, frozen, *angles, 1e-3)[0].sum().backward()
+    torch.testing.assert_close(trained.grad, exact.grad)
+    assert query.grad is None
+    assert frozen.grad is None
