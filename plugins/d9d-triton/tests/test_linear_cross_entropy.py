@@ -395,6 +395,19 @@ def test_the_variant_for_sums_is_never_chosen_by_itself() -> None:
     assert support.linear_cross_entropy_sum(signature).priority == 0
 
 
+@OPS
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_tokens_have_no_losses_and_gradients_of_zeros(op: Op, frozen: bool) -> None:
+    hidden = torch.zeros(2, 0, FEATURES, device=DEVICE, requires_grad=True)
+    weight = example()[1].detach().requires_grad_(not frozen)
+    losses = op(hidden, weight, torch.zeros(2, 0, dtype=torch.int64, device=DEVICE))
+    assert losses.shape == (2, 0)
+    losses.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.shape == (2, 0, FEATURES)
+    assert frozen or torch.equal(weight.grad, torch.zeros_like(weight))  # type: ignore[arg-type]
+
+
 def test_each_backend_of_the_loss_has_its_entry_point() -> None:
     signature = OpSignature("linear_cross_entropy", "cpu", "bfloat16", {})
     plain, summed = backend.build(signature), backend.build_sum(signature)
