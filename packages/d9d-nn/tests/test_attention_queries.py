@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -275,3 +276,24 @@ def test_a_function_in_the_place_of_a_backend_gets_documents_and_window_and_no_m
     assert given_to[1] == 9
     assert made.op_slots() == {}
     assert made.attention_heads() == (4, 2)
+
+
+def test_gradients_of_several_rectangles_are_added_in_their_places_and_rounded_once() -> None:
+    first, second, third = (torch.full((1, 2, 1, 1), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0))
+    places = [slice(0, 2), slice(0, 2), slice(1, 3)]
+    pieces = queries._pieces(places, 5)
+    assert pieces == (
+        (1, ((0, 0), (1, 0))), (1, ((0, 1), (1, 1), (2, 0))), (1, ((2, 1),)), (2, ()),
+    )  # fmt: skip
+    found = queries._added([first, second, third], pieces)
+    assert (found.dtype, found.shape) == (torch.bfloat16, (1, 5, 1, 1))
+    # Halves are rounded to even: 257 to 256; each 1 alone would be lost in 256.
+    assert found.flatten().tolist() == [256.0, 258.0, 1.0, 0.0, 0.0]
+
+
+def test_two_parts_of_attention_are_weighed_by_their_sums() -> None:
+    ones, threes = torch.full((1, 1, 1, 2), 1.0), torch.full((1, 1, 1, 2), 5.0)
+    total, other = torch.zeros(1, 1, 1), torch.full((1, 1, 1), math.log(3.0))
+    out, both = queries._merged((ones, total), (threes, other))
+    assert out.flatten().tolist() == pytest.approx([4.0, 4.0])  # a quarter of 1 and three of 5
+    assert both.item() == pytest.approx(math.log(4.0))

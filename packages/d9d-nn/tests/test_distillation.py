@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
-from d9d_core.errors import JobError
 from d9d_nn.distillation import divergence as module
 from d9d_nn.distillation.config import DistillationConfig
 from d9d_nn.distillation.divergence import divergence
@@ -159,27 +158,6 @@ def test_the_loss_is_that_of_the_named_head() -> None:
     several = {"main/logits": torch.zeros(1, 2, 5), "draft/logits": logits}
     assert loss(several, "draft") == loss({"logits": logits}, None) > 0
     assert loss(several, "main") == 0
-
-
-def test_a_teacher_has_weights_and_at_least_as_many_words_as_are_kept() -> None:
-    def problems(**changes: Any) -> str:
-        teacher = SimpleNamespace(vocab_size=5, pretrained="x", heads={"causal_lm": SimpleNamespace(kind="causal_lm")})
-        config = SimpleNamespace(teacher=teacher, head=None, teacher_head=None, top_k=None)
-        for name, value in changes.items():
-            setattr(teacher if hasattr(teacher, name) else config, name, value)
-        model = SimpleNamespace(vocab_size=5, heads=teacher.heads)
-        try:
-            Distillation(cast("DistillationConfig", config)).check(model, {})
-        except JobError as error:
-            return str(error)
-        return ""
-
-    assert problems() == problems(top_k=5) == ""
-    assert problems(top_k=6) == "task.top_k: 6 words are more than the teacher's 5; use null for all"
-    assert problems(pretrained=None, top_k=7) == (
-        "task.teacher: the teacher has no trained weights to learn from; set pretrained\n"
-        "task.top_k: 7 words are more than the teacher's 5; use null for all"
-    )
 
 
 def test_words_beyond_those_of_the_model_are_padding_of_the_teacher() -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from d9d_core.errors import BuildError
+from d9d_core.strategy import StepShape
 from d9d_core.traits import LateInit, TensorStyle, modules_with
 from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embedding
 from d9d_nn.heads.causal_lm import CausalLMHead
@@ -89,6 +92,16 @@ def test_both_parts_of_a_split_embedding_get_a_gradient_from_any_text() -> None:
 def test_a_token_outside_of_a_split_vocabulary_is_an_error(token: int) -> None:
     with pytest.raises(IndexError):
         SplitTokenEmbedding(10, 4, 3, std=1.0)(torch.tensor([[token]]))
+
+
+def test_a_rank_looks_up_its_own_positions_in_both_parts() -> None:
+    embedding = SplitTokenEmbedding(10, 4, 3, std=1.0)
+    tokens = torch.tensor([[1, 9, 5, 6], [0, 2, 8, 3]])
+    whole = embedding(tokens)
+    assert torch.equal(whole, embedding.vocabulary_weight()[tokens])
+    embedding.see_sequence(SimpleNamespace(own=lambda tensor: tensor[:, 2:]))  # type: ignore[arg-type]
+    assert torch.equal(embedding(tokens), whole[:, 2:])
+    assert embedding.forward_collectives(StepShape((), 1, 1, 2)) == ()
 
 
 def test_an_embedding_without_added_tokens_is_in_one_piece() -> None:
