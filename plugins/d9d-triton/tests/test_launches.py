@@ -396,3 +396,30 @@ def test_norms_and_rotations_are_launched_over_tokens_and_groups_of_heads(monkey
     none = normed_rope.backward(query[:0], key[:0], query[:0], key[:0], *weights, angles[0], angles[0], 1e-6)
     assert [tensor.any().item() for tensor in none[2:]] == [False, False]
     assert (len(norms.launched), len(gradients.launched)) == (1, 1)
+
+
+def test_programs_of_a_backward_share_the_tiles_of_all_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(normed_rope, "differentiate", gradients := Kernel())
+    monkeypatch.setattr(
+        normed_rope, "persistent_programs", lambda _tensor, most, each: (asked.append((most, each)), 5)[1]
+    )
+    query, key = torch.zeros(3, 3, 4, 128), torch.zeros(3, 3, 2, 128)
+    angles, weight = torch.zeros(1, 3, 64), torch.ones(128)
+    monkeypatch.setattr(normed_rope, "column_sums", lambda sums, dtype: sums.sum(0).to(dtype))
+    normed_rope.backward(query, key, query, key, weight, weight, angles, angles, 1e-6)
+    assert asked == [(2 * 3, 8)]  # 9 tokens are two tiles of 8, with two groups of query heads and one of key heads
+    assert gradients.last() == ((2, 3),)  # 5 programs, rounded up to whole tokens
+    of_query, of_key = gradients.launched[0][1][2:4]
+    assert (of_query.shape, of_key.shape) == ((2 * 2, 128), (2 * 1, 128))
+
+
+@pytest.mark.parametrize(("interpreted", "blocks"), [(True, (1 << 16, 1 << 14)), (False, (1024, 4096))])
+def test_blocks_are_larger_where_triton_interprets_programs(
+    monkeypatch: pytest.MonkeyPatch, interpreted: bool, blocks: tuple[int, int]
+) -> None:
+    for module in (adamw, gradient_power):
+        monkeypatch.setattr(module, "interpreted", lambda: interpreted)
+    step, squares = adamw.FusedAdamW(stochastic=True), gradient_power.SumOfSquares()
+    assert (step._block, squares._block) == blocks
+    assert step._blocks.of((blocks[0], blocks[0] + 1), torch.device("cpu"))[0].tolist() == [0, 1, 1]
