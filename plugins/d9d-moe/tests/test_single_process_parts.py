@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSlot
 from d9d_core.model import ContextShare
 from d9d_core.strategy import ContextCall, StepShape
@@ -17,8 +16,8 @@ from d9d_moe.all_to_all import streams
 from d9d_moe.all_to_all.separate import SeparateDispatcher
 from d9d_moe.all_to_all.streams import HostNumbers, SideStream
 from d9d_moe.balancing.balancers import SequenceBalance, ZLoss
+from d9d_moe.dispatch.async_exchange import AsyncExchange
 from d9d_moe.dispatch.permutation import permute, unpermute
-from d9d_moe.expert_parallel.strategy import spread_bank
 from d9d_moe.router.routing import TopKRouting
 from d9d_moe.router.top_k import TopKRouter
 from torch import Tensor
@@ -226,8 +225,33 @@ def test_losses_of_ranks_with_a_part_of_the_context_cover_all_positions(padded: 
     assert made.tallies()["tokens"] == (3 if padded else 4)  # of this rank alone
 
 
-def test_experts_that_the_ranks_do_not_divide_are_refused_with_the_name_of_their_bank() -> None:
-    mesh: Any = SimpleNamespace(size=lambda: 3)
-    bank = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.zeros(4, 2))})
-    with pytest.raises(BuildError, match=r"^mesh.ep is 3, which does not divide the 4 experts of 'layers.0.experts'$"):
-        spread_bank(bank, mesh, "layers.0.experts")
+def test_tensors_and_their_gradients_are_exchanged_between_two_functions() -> None:
+    said: list[Any] = []
+
+    def arriving(what: str, *tensors: Tensor) -> Any:
+        return SimpleNamespace(wait=lambda: (said.append(f"wait for {what}"), tensors)[1])
+
+    def send(grads: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Any:
+        said.append(("send", [grad.tolist() for grad in grads], [tensor.tolist() for tensor in saved]))
+        return arriving("gradients", *(grad.repeat(2) * 10 for grad in grads))
+
+    def to_gradients(arrived: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        said.append(("received", [tensor.tolist() for tensor in arrived], [tensor.tolist() for tensor in saved]))
+        return tuple(tensor.float() + 1 for tensor in arrived)
+
+    rows = torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.tensor([3.0, 4.0], requires_grad=True)
+    exchange = AsyncExchange((rows, weights), (torch.tensor([7]), torch.tensor([8])), to_gradients)
+    arrived = torch.tensor([5.0], dtype=torch.bfloat16), torch.tensor([6.0]), torch.tensor([2])
+    found = exchange.wait(arriving("tensors", *arrived), (torch.tensor([9]),), send)
+    assert [(one.tolist(), one.requires_grad) for one in found] == [([5.0], True), ([6.0], True), ([2], False)]
+    assert said == ["wait for tensors"]
+    (found[0].float() * 0.5 + found[1] * 0.25).sum().backward()
+    assert said[1:] == [
+        ("send", [[0.5], [0.25]], [[9]]), "wait for gradients",
+        ("received", [[5.0, 5.0], [2.5, 2.5]], [[7], [8]]),
+    ]  # fmt: skip
+    assert rows.grad is not None
+    assert weights.grad is not None
+    assert (rows.grad.tolist(), rows.grad.dtype) == ([6.0, 6.0], torch.bfloat16)
+    assert (weights.grad.tolist(), weights.grad.dtype) == ([3.5, 3.5], torch.float32)
