@@ -61,3 +61,20 @@ def test_a_learning_rate_of_zero_at_first_moves_nothing() -> None:
     parameter.grad = torch.ones(3)
     optimizer.step(torch.tensor(True))
     assert torch.equal(parameter.detach(), torch.ones(3))
+
+
+def test_weight_decay_acts_at_the_training_weights() -> None:
+    parameter = nn.Parameter(torch.full((1, 1), 2.0, dtype=torch.float64))
+    config = ScheduleFreeConfig(lr=0.1, betas=(0.5, 0.75), eps=1.0, weight_decay=0.5)
+    optimizer = ScheduleFree(config, {"p": parameter})
+    optimizer.init_state()
+    x = z = 2.0
+    for step in range(3):
+        y = (x + z) / 2
+        assert parameter.item() == pytest.approx(y)
+        parameter.grad = torch.full_like(parameter, 3.0)
+        optimizer.step(torch.tensor(True))
+        z -= 0.1 * (3.0 / (3.0 + 1.0) + 0.5 * y)
+        x += (z - x) / (step + 1)
+        with optimizer.evaluation_weights():
+            assert parameter.item() == pytest.approx(x)
