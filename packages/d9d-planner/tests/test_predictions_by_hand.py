@@ -218,6 +218,21 @@ def test_replicas_and_experts_are_reduced_over_their_own_ranks(reduces: Any, sec
     assert found["data parallelism"] == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("width", "of_gradients", "seconds"),
+    # 8 numbers, of which half travels at 2 bytes/s, during a backward of 2, or of 20 in float32.
+    [(2, 2, 4 - 2 + 1), (4, 2, 8 / 2), (2, 4, 8 - 2 + 1)],
+)
+def test_gradients_are_reduced_in_the_wider_of_their_dtype_and_that_of_the_computation(
+    width: int, of_gradients: int, seconds: float
+) -> None:
+    stage = StageCost((BlockCost("b", (PRODUCT,), parameters=8),))
+    effect = StrategyCost(shards=True, reduces="last")
+    made, load = model(stage, effect=effect, of=groups(Group(2)), mesh={"dp_shard": 2}, width=width)
+    load.gradient_width = of_gradients
+    assert made.step().parts["data parallelism"] == seconds
+
+
 def test_parameters_outside_of_blocks_are_gathered_first_and_reduced_last() -> None:
     block = BlockCost("b", (PRODUCT,), parameters=8)
     embedding = BlockCost("e", (), parameters=4, is_block=False)
@@ -235,7 +250,10 @@ def test_gradients_that_no_strategy_reduces_are_summed_over_context_parallel_ran
 
 
 def test_a_pipeline_is_simulated_up_to_its_steady_state() -> None:
-    stages = [StageCost((BlockCost("b", (PRODUCT,), parameters=2, count=count),), boundary=6.0) for count in (1, 2, 1)]
+    stages = [
+        StageCost((BlockCost("b", (PRODUCT,), parameters=2, count=count),), boundary=boundary)
+        for count, boundary in ((1, 4.0), (2, 6.0), (1, 2.0))
+    ]
     made, load = model(*stages, mesh={"pp": 2}, microbatches=7, pipeline="1f1b", hosts=[0, 1, 0])
     load.update = Update(traffic=12.0, exchanged=0.0)
     step = made.step()
@@ -373,6 +391,17 @@ def test_gathered_parameters_and_their_gradients_need_memory(
     assert made.least() == 31 * 4 + 12 + communication + 350
 
 
+@pytest.mark.parametrize(("frozen", "communication"), [(0, (14 + 48) * 2 + 24 * 2), (20, (14 + 48) * 2 + 14 * 2)])
+def test_the_largest_block_is_gathered_and_the_largest_trained_one_is_reduced(
+    frozen: int, communication: float
+) -> None:
+    # Blocks of 8 and 2, 16 or 4 parameters; without the frozen ones, the 14 outside of blocks are the most.
+    large = layer(1, experts=16, frozen=frozen - min(frozen, 16), frozen_experts=min(frozen, 16))
+    blocks = [EMBEDDING, layer(1, experts=2), large, layer(1, experts=4), HEAD]
+    found, _ = memory(*blocks, effect=FSDP, of=groups(Group(2)), mesh={"dp_shard": 2})
+    assert found.communication == communication
+
+
 def test_offloaded_parameters_need_no_memory_and_frozen_ones_no_gradients() -> None:
     found, made = memory(EMBEDDING, layer(), HEAD, effect=FSDP | StrategyCost(offloads=True), of=groups(Group(2)))
     assert (found.parameters, found.gradients, found.optimizer) == (0.0, 0.0, 0.0)
@@ -387,9 +416,11 @@ def test_pipeline_ranks_hold_the_tensors_between_stages() -> None:
                    [Moment(((1, 1),), 1, frozenset())]]  # fmt: skip
     layout = Layout(Mesh(pp=2), (), None, 4, 1)
     stages = [StageCost((layer(count),), boundary=float(count)) for count in (1, 2, 3)]
-    first, second = MemoryModel(cast("Any", load), layout, stages).ranks()
+    made = MemoryModel(cast("Any", load), layout, stages)
+    first, second = made.ranks()
     assert (first.parameters, second.parameters) == (4 * 8 * 4, 2 * 8 * 4)
     assert (first.activations, second.activations) == (2 * 100 + 300, 200)
     assert (first.communication, second.communication) == (6.0, 4.0)
     assert first.workspace == 30.0
     assert first.outside == (0.7 + 0.25) * GIB
+    assert made.least() == 3 * 8 * 4 + load.update.state + 2 * 3.0 + 300  # of the largest stage alone

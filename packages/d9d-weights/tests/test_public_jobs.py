@@ -8,7 +8,9 @@ import d9d_testing.toy.plugin as toy
 import pytest
 from d9d_core.job import JobFile
 from d9d_core.registry.registry import Registry
+from d9d_weights.model_card import public_job as module
 from d9d_weights.model_card.public_job import base_name, changed_fields, last_component, public_job, without_paths
+from pydantic import BaseModel, field_serializer
 
 
 @pytest.mark.parametrize(
@@ -107,3 +109,42 @@ def test_changed_fields_are_those_that_differ_from_their_defaults_and_the_names(
         "metrics": [{"name": "toy_metric"}],
         "run": {"tags": ["a"]},
     }
+
+
+class Inner(BaseModel):
+    """Config inside of another."""
+
+    number: int = 1
+
+
+class Written(BaseModel):
+    """Config that writes some of its values in another form."""
+
+    words: tuple[str, ...] = ()
+    pairs: tuple[int, ...] = ()
+    inner: Inner = Inner()
+    table: dict[str, int] = {}
+    plain: tuple[int, ...] = ()
+
+    @field_serializer("words")
+    def _joined(self, words: tuple[str, ...]) -> str:
+        return " ".join(words)
+
+    @field_serializer("pairs")
+    def _twice(self, numbers: tuple[int, ...]) -> list[int]:
+        return [number for number in numbers for _ in range(2)]
+
+    @field_serializer("inner")
+    def _named(self, _inner: Inner) -> str:
+        return "an inner config"
+
+    @field_serializer("table")
+    def _listed(self, table: dict[str, int]) -> list[str]:
+        return list(table)
+
+
+def test_values_that_a_config_writes_in_another_form_are_published_in_that_form() -> None:
+    value = Written(words=("ab", "c"), pairs=(1, 2), inner=Inner(number=2), table={"x": 1}, plain=(3, 4))
+    assert module._changed(value, value.model_dump(mode="json")) == {
+        "words": "ab c", "pairs": [1, 1, 2, 2], "inner": "an inner config", "table": ["x"], "plain": [3, 4],
+    }  # fmt: skip

@@ -205,7 +205,11 @@ def test_the_sources_of_python_are_those_of_its_library(tmp_path: Path, monkeypa
     with pytest.raises(DataError, match=r"has no \.py files; use files of your own"):
         find_files(["python:sources"])
     (tmp_path / "module.py").write_text("pass")
-    assert [text for file in find_files(["python:sources"]) for text in texts_of(Piece(file))] == ["pass"]
+    for left_out in ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"):
+        (tmp_path / "package" / left_out).mkdir(parents=True)
+        (tmp_path / "package" / left_out / "other.py").write_text("raise")
+    (tmp_path / "package" / "contest.py").write_text("yield")
+    assert [text for file in find_files(["python:sources"]) for text in texts_of(Piece(file))] == ["pass", "yield"]
 
 
 # --- bad input ---

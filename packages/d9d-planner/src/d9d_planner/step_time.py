@@ -112,7 +112,7 @@ class TimeModel:
         return StepTime(total + parts["optimizer"] + ends + parts["idle"], parts)
 
     def _simulated(self, tallies: list[_Tally]) -> float:
-        boundary = max((stage.boundary for stage in self._stages), default=0.0)
+        boundary = max(stage.boundary for stage in self._stages)
         transfer = seconds("send", boundary, axis_group(self._layout.mesh, "pp"), self._device)
         times = StageTimes(
             [tally.forward for tally in tallies],
