@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from d9d_core.errors import JobError
-from d9d_inference.commands import evaluate, generate, infer
+from d9d_engine.distributed import devices
+from d9d_inference.commands import evaluate, generate, infer, model_files
 from d9d_inference.evaluation.paired import Difference
 from d9d_inference.evaluation.result import Evaluated, Report
+from d9d_inference.generation import chat, file_job, language_model, library
+from d9d_inference.generation.prompts import Prompt
 from typer.testing import CliRunner
 
 Invoked = Callable[..., tuple[list[Any], Any]]
@@ -33,6 +39,122 @@ def test_options_of_generate_that_contradict_are_refused(words: list[str], said:
     result = CliRunner().invoke(generate.app, ["model", *words])
     assert isinstance(result.exception, JobError)
     assert said in str(result.exception)
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[list[Any], Any]]:
+    """Runs ``generate`` with a stand-in of the model, which encodes a text as its letters."""
+    happened: list[Any] = []
+
+    class Model:
+        has_template = True
+
+        def __init__(self, *given: object) -> None:
+            happened.append(("model", *given))
+
+        def encode(self, prompt: Prompt, *given: object) -> list[str]:
+            happened.append(("encode", prompt, *given))
+            return list(prompt.text or "")
+
+        def check_length(self, *given: object) -> None:
+            happened.append(("length", *given))
+
+        def stream(self, *given: object) -> None:
+            happened.append(("stream", *given))
+
+    class Job:
+        def __init__(self, *given: object) -> None:
+            happened.append(("job", *given))
+
+        def check(self) -> None:
+            happened.append("checked")
+
+        def run(self, model: Model, ids: object, *_: object) -> None:
+            happened.append(("run", isinstance(model, Model), ids))
+
+    @contextmanager
+    def found(model: str, _registry: object, _note: object, base: str | None) -> Iterator[Any]:
+        happened.append(("found", model, base))
+        yield SimpleNamespace(directory=tmp_path, adapter="the adapter", origin="the origin")
+
+    logging = SimpleNamespace(disable_progress_bar=lambda: happened.append("no bar"))
+    transformers = SimpleNamespace(utils=SimpleNamespace(logging=logging))
+    monkeypatch.setattr(library, "load_library", lambda name, user: transformers)
+    monkeypatch.setattr(devices, "choose_device", lambda name: f"device {name}")
+    monkeypatch.setattr(model_files, "found_model", found)
+    monkeypatch.setattr(language_model, "LanguageModel", Model)
+    monkeypatch.setattr(language_model, "generation_settings", lambda given, _library: {"given": given})
+    monkeypatch.setattr(file_job, "FileJob", Job)
+    monkeypatch.setattr(chat, "chat", lambda model, *given: happened.append(("chat", isinstance(model, Model), *given)))
+
+    def run(*words: str, template: bool = True) -> tuple[list[Any], Any]:
+        happened.clear()
+        monkeypatch.setattr(Model, "has_template", template)
+        result = CliRunner().invoke(generate.app, ["there", "--no-plugins", *words])
+        return list(happened), result
+
+    return run
+
+
+Generated = Callable[..., tuple[list[Any], Any]]
+
+
+def test_generate_continues_a_text_with_the_given_settings(generated: Generated, tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text('[{"type": "function"}]')
+    happened, result = generated(
+        "--prompt", "ab", "--raw", "--max-new-tokens", "3", "--temperature", "0.5", "--top-p", "0.25", "--seed", "7",
+        "--generation", "num_beams=1", "--device", "cpu", "--dtype", "bfloat16", "--base", "b", "--system", "be kind",
+        "--tools", str(tmp_path / "tools.json"), "--tokenizer", "t",
+    )  # fmt: skip
+    decoding = language_model.Decoding(3, 0.5, 0.25, 7, {"given": ["num_beams=1"]})
+    assert result.exit_code == 0, result.exception
+    assert happened == [
+        "no bar",
+        ("found", "there", "b"),
+        ("model", tmp_path, Path("t"), "the adapter", "device cpu", torch.bfloat16),
+        ("encode", Prompt("--prompt", {}, "ab"), [{"type": "function"}], "be kind", True),
+        ("length", ["a", "b"], 3, "--prompt"),
+        ("stream", ["a", "b"], decoding),
+    ]
+    assert str(generated("--prompt", "")[1].exception) == "--prompt: the text is empty"
+
+
+def test_generate_completes_a_file_with_settings_that_decide_its_lines(generated: Generated, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "bc"}\n')
+    words = ["--file", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    happened, result = generated(*words, "--tokenizer", str(tmp_path / "x" / ".." / "t"))
+    assert result.exit_code == 0, result.exception
+    (_, prompts, output, batch, overwrite, settings) = next(one for one in happened if one[0] == "job")
+    assert ([prompt.text for prompt in prompts], output, batch, overwrite) == (
+        ["a", "bc"], tmp_path / "out.jsonl", 8, False,
+    )  # fmt: skip
+    assert settings == {
+        "model": hashlib.sha256(b"the origin").hexdigest(), "tokenizer": str((tmp_path / "t").resolve()),
+        "max_new_tokens": 256, "temperature": None, "top_p": None, "seed": 0, "further": {"given": []},
+        "dtype": None, "system": None, "tools": None, "raw": False,
+    }  # fmt: skip
+    assert [one for one in happened if one[0] == "length"] == [
+        ("length", ["a"], 256, f"{tmp_path / 'prompts.jsonl'}:1"),
+        ("length", ["b", "c"], 256, f"{tmp_path / 'prompts.jsonl'}:2"),
+    ]
+    # Whether the output can be written is checked before the model is loaded.
+    assert [one if isinstance(one, str) else one[0] for one in happened][2:5] == ["job", "checked", "model"]
+    assert happened[-1] == ("run", True, [["a"], ["b", "c"]])
+    happened, _ = generated(*words, "--batch", "3", "--overwrite", "--raw")
+    (_, _, _, batch, overwrite, settings) = next(one for one in happened if one[0] == "job")
+    assert (batch, overwrite, settings["raw"], settings["tokenizer"]) == (3, True, True, None)
+
+
+def test_generate_talks_if_the_model_has_a_template(generated: Generated, tmp_path: Path) -> None:
+    happened, result = generated("--chat", "--system", "be kind")
+    assert result.exit_code == 0, result.exception
+    decoding = language_model.Decoding(256, None, None, 0, {"given": []})
+    assert happened[2:] == [
+        ("model", tmp_path, tmp_path, "the adapter", "device auto", None),
+        ("chat", True, decoding, None, "be kind", generate.say),
+    ]
+    _, result = generated("--chat", template=False)
+    assert str(result.exception) == "--chat: there has no chat template; continue a text instead: --prompt TEXT"
 
 
 @pytest.fixture

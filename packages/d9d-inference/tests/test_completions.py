@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -275,3 +276,41 @@ def test_a_conversation_grows_with_each_line_and_reply(monkeypatch: pytest.Monke
     ]
     assert checked[0] == ([1, 2], 5, "message 1 of the conversation")
     assert said == ["end of input after 2 replies"]
+
+
+def test_an_interrupted_conversation_counts_its_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["a", "b", KeyboardInterrupt()])
+
+    def next_line() -> str:
+        if isinstance(line := next(lines), KeyboardInterrupt):
+            raise line
+        return line
+
+    monkeypatch.setattr(chat_module, "_next_line", next_line)
+    model = SimpleNamespace(
+        encode=lambda *_, raw: [1], check_length=lambda *_: None, stream=lambda *_: [3], text=lambda _ids: "reply"
+    )
+    with pytest.raises(KeyboardInterrupt, match="^after 2 replies$"):
+        chat(cast("Any", model), Decoding(5), None, None, print)
+
+
+def test_lines_of_a_conversation_come_from_a_pipe_or_from_a_terminal_with_a_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe = io.StringIO("hello \n\nlast")
+    monkeypatch.setattr(chat_module.sys, "stdin", pipe)
+    assert [chat_module._next_line() for _ in range(4)] == ["hello ", "", "last", None]
+    pipe = io.StringIO("piped\n")
+    monkeypatch.setattr(pipe, "isatty", lambda: True)
+    monkeypatch.setattr(chat_module.sys, "stdin", pipe)
+    shown: list[str] = []
+
+    def typed(prompt: str) -> str:
+        shown.append(prompt)
+        if len(shown) > 1:
+            raise EOFError
+        return "typed"
+
+    monkeypatch.setattr("builtins.input", typed)
+    assert [chat_module._next_line() for _ in range(2)] == ["typed", None]
+    assert shown == ["> ", "> "]

@@ -187,6 +187,20 @@ def test_the_largest_parts_of_memory_are_those_that_a_layout_chooses() -> None:
     assert largest(predicted(memory(0.71, outside=0.7, optimizer=0.01))) == "driver and gaps 0.7"
 
 
+def test_parts_are_told_from_a_twentieth_of_a_gib_on_and_the_libraries_above_a_half() -> None:
+    small = predicted(memory(0.75, outside=0.7, optimizer=0.05))
+    assert memory_line(small) == "0.8 GiB (optimizer 0.1, driver and gaps 0.7)"
+    assert largest(small) == "optimizer 0.1, driver and gaps 0.7"
+    assert largest(predicted(memory(2.0, outside=1.0, optimizer=0.5))) == "optimizer 0.5"
+
+
+def test_memory_bounds_a_layout_if_more_than_nine_tenths_are_full() -> None:
+    most = Device.named("h100").memory_gib
+    found = [predicted(memory(part * most)) for part in (0.9, 0.95)]
+    bound = list(plan_table(Found(found, 2, None), found).columns[-1].cells)
+    assert bound == ["memory traffic", "memory traffic, memory 95% full"]
+
+
 def test_the_line_about_time_has_tokens_of_a_device_and_large_parts() -> None:
     found = predicted(memory(1.0), total=2.0, of=layout(dp_shard=3), products=1.5, copies=0.02, sends=0.48)
     assert found.tokens_per_second == 24 * 2 * 100 / 2.0 / 3
