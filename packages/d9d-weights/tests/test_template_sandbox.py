@@ -100,6 +100,7 @@ def test_iterations_calls_and_pieces_are_steps(text: str, steps: int) -> None:
         ("{{ s(10).join([''] * n) }}", 10, 11, "it makes a value of more than 100 characters or elements"),
         ("{{ (tab * n).expandtabs() }}", 11, 12, "it makes a value of more than 100 characters or elements"),
         ("{{ (tab * 10).expandtabs(n) }}", 9, 10, "it makes a value of more than 100 characters or elements"),
+        ("{{ (tab * 10).expandtabs(tabsize=n) }}", 9, 10, "it makes a value of more than 100 characters or elements"),
     ],
 )  # fmt: skip
 def test_a_limit_allows_its_number_and_no_more(text: str, allowed: int, refused: int, error: str) -> None:

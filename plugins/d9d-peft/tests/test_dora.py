@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -50,6 +50,12 @@ def test_the_output_is_that_of_the_paper_and_the_norm_is_a_constant_in_the_backw
 def test_magnitudes_start_as_the_norms_of_the_weights_rows() -> None:
     layer, _ = adapted()
     torch.testing.assert_close(layer.lora_magnitude_vector.weight, layer.weight.norm(dim=1))
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 4)])
+def test_squares_of_rows_are_added_up_in_float32_or_wider(dtype: torch.dtype, width: int) -> None:
+    layer, _ = adapted(dtype=dtype)
+    assert layer.forward_collectives(cast("Any", None)) == [("all_reduce", 5 * width)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -95,7 +95,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         __self.step()
         if __obj is not __self.globals["range"]:  # range has a limit of its own
             _check_arguments(args, kwargs)
-            _check_method(__obj, args)
+            _check_method(__obj, (*args, *kwargs.values()))
         return _checked(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -206,7 +206,7 @@ def _check_method(method: Any, args: tuple[Any, ...]) -> None:
     elif name == "join" and args and hasattr(args[0], "__len__"):
         size = len(text) * len(args[0])
     elif name == "expandtabs":
-        size += text.count("\t") * max((value for value in args if isinstance(value, int)), default=8)
+        size += text.count("\t") * next((value for value in args if isinstance(value, int)), 8)
     elif name in ("format", "format_map") and _WIDTH.search(text):
         raise SecurityError("a format has a width of more than 9,999, or one that is an argument")
     _check_size(size)
