@@ -6,16 +6,18 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from d9d_core.errors import JobError
+from d9d_core.job_file.job import Mesh
 from d9d_engine.distributed import devices
 from d9d_inference.commands import evaluate, generate, infer, model_files
+from d9d_inference.evaluation import compose
 from d9d_inference.evaluation.paired import Difference
 from d9d_inference.evaluation.result import Evaluated, Report
 from d9d_inference.generation import chat, file_job, language_model, library
@@ -233,6 +235,57 @@ def test_evaluate_runs_here_or_in_processes_of_its_own(invoked: Invoked, tmp_pat
     assert invoked(evaluate, "--nproc", "auto")[0][1] == (job, None, None)
     _, result = invoked(evaluate, "--nproc", "2", launcher="torchrun")
     assert "torchrun has started this process" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "rank", "repeats", "notes"), [(None, 0, False, ["a note"]), ("d9d", 0, True, []), ("d9d", 1, True, [])]
+)
+def test_a_process_evaluates_and_the_main_one_has_the_report(
+    launcher: str | None, rank: int, repeats: bool, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[Any] = []
+    topology = SimpleNamespace(is_main=rank == 0)
+
+    @contextmanager
+    def joined(env: Any, reporter: object) -> Iterator[Any]:
+        happened.append(("joined", env.rank, reporter))
+        yield topology
+
+    @contextmanager
+    def start_up(*given: object) -> Iterator[None]:
+        happened.append(("start-up", *given))
+        yield
+
+    def subject(name: str) -> Any:
+        job = SimpleNamespace(check=lambda size: happened.append((name, size)), joined=joined, mesh=Mesh(dp_shard=2))
+        return SimpleNamespace(job=job, note="a note", name=name)
+
+    def measure(first: Any, given: object, note: object, limit: object, other: Any) -> str:
+        assert given is topology
+        happened.append((first.name, note, limit, other.name))
+        return "report"
+
+    said: list[str] = []
+    monkeypatch.setattr(evaluate, "start_up", start_up)
+    monkeypatch.setattr(evaluate, "say", said.append)
+    monkeypatch.setattr(compose, "evaluate", measure)
+    process: Any = SimpleNamespace(
+        env=SimpleNamespace(launcher=launcher, rank=rank, world_size=2), repeats=repeats, reporter=lambda who: who
+    )
+    interrupts = SimpleNamespace(raised=nullcontext)
+    asked: list[Any] = []
+
+    def load(size: int | None) -> Any:
+        asked.append(size)
+        return subject("first"), subject("other")
+
+    found = evaluate._evaluate(process, cast("Any", interrupts), load, 9)
+    assert (found, asked, said) == (None if rank else "report", [2], notes)
+    reporter = None if launcher is None else f"rank {rank} (dp_shard={rank})"
+    assert happened == [
+        ("start-up", interrupts, launcher is None), ("first", 2), ("start-up",), ("joined", rank, reporter),
+        ("first", evaluate.silent if rank else said.append, 9, "other"),
+    ]  # fmt: skip
 
 
 def test_words_of_launched_processes_repeat_what_was_given() -> None:
