@@ -276,6 +276,19 @@ def test_rates_that_are_not_measured_keep_their_ratio_to_those_that_are(monkeypa
     assert (several.link, several.link_latency) == (14.0, 0.1)
 
 
+def test_an_accelerator_is_measured_with_large_tensors_and_tells_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    for name in ("_product", "_attention", "_copy"):
+        monkeypatch.setattr(calibrate, name, lambda *given, name=name: asked.append((name, given[-1])) or 1.0)
+    monkeypatch.setattr(calibrate.torch.cuda, "mem_get_info", lambda _device: (GIB, 3 * GIB))
+    monkeypatch.setattr(calibrate.torch.cuda, "empty_cache", lambda: asked.append("freed"))
+    monkeypatch.setattr(calibrate, "measured_link", lambda kind, devices: asked.append((kind, devices)) or {})
+    found, names = calibrate.calibrated(torch.device("cuda"), Device.named("h200"), 2)
+    assert (found.memory_gib, names[-1]) == (3.0, "memory_gib")
+    sizes = [("_product", 8192), ("_product", 4096), ("_attention", 4096), ("_copy", 1 << 30)]
+    assert asked == [*sizes, "freed", ("cuda", 2)]
+
+
 @pytest.mark.thorough
 def test_rates_count_operations_and_bytes_in_the_median_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 
-from d9d_planner import calibrate, check, memory, search, workload
+from d9d_planner import calibrate, check, command, memory, search, workload
 from d9d_planner.device import Device
 from d9d_planner.links import worker
 from d9d_planner.network import Group
@@ -24,3 +25,8 @@ def test_predictions_count_the_driver_communicators_and_gathered_blocks() -> Non
     assert workload._WIDTHS == {"float32": 4, "bfloat16": 2}
     assert Device.model_fields["node"].default == 8
     assert Group.__dataclass_fields__["stride"].default == 1
+
+
+def test_plan_prints_ten_layouts_and_takes_the_installed_plugins_unless_told_otherwise() -> None:
+    defaults = {name: one.default for name, one in inspect.signature(command.plan).parameters.items()}
+    assert (defaults["top"], defaults["no_plugins"], defaults["strict_plugins"]) == (10, False, False)
