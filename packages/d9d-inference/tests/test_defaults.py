@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from d9d_core.errors import CheckpointError
 from d9d_inference import captures, part_store
-from d9d_inference.commands import generate, model_files
+from d9d_inference.commands import evaluate, generate, infer, model_files
 from d9d_inference.config import ParquetWriterConfig
 from d9d_inference.evaluation import subject
 from d9d_inference.evaluation.compose import Options
@@ -28,7 +28,12 @@ def of_call(function: Any) -> dict[str, Any]:
 def test_calls_that_leave_out_an_argument_mean_the_documented_one() -> None:
     assert of_call(InferenceJob.build) == {"owning": False}
     assert of_call(Sequences.of) == {"multiple": 1}
-    assert of_call(generate.generate)["max_new_tokens"] == 256
+    plugins = {"no_plugins": False, "strict_plugins": False}
+    assert of_call(infer.infer) == of_call(evaluate.evaluate) == {**plugins, "alone": False}
+    assert of_call(generate.generate) == {
+        "chat": False, "overwrite": False, "batch": 8, "raw": False, "max_new_tokens": 256, "seed": 0,
+        "no_plugins": False,
+    }  # fmt: skip
     assert (Decoding().max_new_tokens, Decoding().seed) == (256, 0)
     assert Options() == Options(None, False)
 

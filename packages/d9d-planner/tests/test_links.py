@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -121,5 +122,7 @@ def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, program:
 
 def test_processes_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_PATIENCE", 0.05)
+    began = time.monotonic()
     with pytest.raises(TrainingError, match="2 processes did not measure their collectives within 0 s"):
         launched(monkeypatch, "import time; time.sleep(60)")
+    assert time.monotonic() - began < 50  # they were ended

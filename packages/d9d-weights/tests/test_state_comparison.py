@@ -16,9 +16,18 @@ from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
 from d9d_weights.checkpoint.tensors import CheckpointTensors
 from d9d_weights.progress import SampleBar
+from d9d_weights.state import command
 from d9d_weights.state import tensors as module
 from d9d_weights.state.command import app
-from d9d_weights.state.tensors import _print_tensors, _refuse_taken, _taken_over, diff_states, parse_dtype, parse_size
+from d9d_weights.state.tensors import (
+    Conversion,
+    _print_tensors,
+    _refuse_taken,
+    _taken_over,
+    diff_states,
+    parse_dtype,
+    parse_size,
+)
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -243,3 +252,22 @@ def test_a_bar_counts_what_was_added() -> None:
         bar.add(3)
         bar.add(4)
         assert bar.done == 7
+
+
+def test_show_and_convert_do_what_their_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(command, "discover_plugins", lambda *given: ("plugins", *given))
+    monkeypatch.setattr(module, "show_state", lambda *given: asked.append(given))
+    monkeypatch.setattr(module, "convert_state", lambda *given: asked.append(given) or "written")
+    for words in (["show", "a"], ["show", "a", "--picture", "p.mmd", "--json", "--no-plugins", "--plugin", "x.py"]):
+        assert CliRunner().invoke(app, words).exit_code == 0
+    result = CliRunner().invoke(app, ["convert", "a", "b"])
+    assert (result.exit_code, result.output) == (0, "written\n")
+    words = ["--dtype", "bfloat16", "--shard-size", "2KiB", "--threads", "3", "--keep-from", "c", "--no-plugins"]
+    assert CliRunner().invoke(app, ["convert", "a", "b", *words]).exit_code == 0
+    assert asked == [
+        ("a", ("plugins", [], False), None, False),
+        ("a", ("plugins", [Path("x.py")], True), Path("p.mmd"), True),
+        (Conversion("a", "b", None, 5_000_000_000, 4, None), ("plugins", [], False)),
+        (Conversion("a", "b", torch.bfloat16, 2048, 3, "c"), ("plugins", [], True)),
+    ]

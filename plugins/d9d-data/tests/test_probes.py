@@ -1,4 +1,4 @@
-"""Probes of a rendered conversation, with functions as templates: where replies begin and end, and why that is unknown."""
+"""Probes of a rendered conversation, with functions as templates: begins and ends of replies, and refusals."""
 
 from __future__ import annotations
 

@@ -78,9 +78,9 @@ def test_an_array_file_whose_header_grew_beyond_its_space_is_an_error(tmp_path: 
     with NpyWriter(tmp_path / "a.npy", np.int64) as writer:
         writer.append(np.asarray([3, 4]))
     assert np.load(tmp_path / "a.npy").tolist() == [3, 4]
-    with pytest.raises(RuntimeError, match=r"the header of .*b\.npy no longer fits the space reserved for it"):
-        with NpyWriter(tmp_path / "b.npy", np.int64) as writer:
-            writer.length = 10**200
+    no_space = pytest.raises(RuntimeError, match=r"the header of .*b\.npy no longer fits the space reserved for it")
+    with no_space, NpyWriter(tmp_path / "b.npy", np.int64) as writer:
+        writer.length = 10**200
     assert writer._file.closed
 
 
