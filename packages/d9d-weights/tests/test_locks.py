@@ -172,3 +172,31 @@ def test_attempts_to_take_a_held_lock_are_apart_in_time(tmp_path: Path, monkeypa
     with (tmp_path / "lock").open("w") as file, pytest.raises(BlockingIOError):
         lock._take(file.fileno(), tmp_path / "lock", None)
     assert slept == [lock._PAUSE] * (lock._ATTEMPTS - 1)
+
+
+def test_a_process_that_may_wait_says_so_and_then_takes_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[object] = []
+
+    def flock(_descriptor: int, operation: int) -> None:
+        happened.append(operation)
+        if operation & fcntl.LOCK_NB:
+            raise BlockingIOError(errno.EAGAIN, "held")
+
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    monkeypatch.setattr(lock.time, "sleep", lambda _seconds: None)
+    os.close(lock_file(tmp_path / "lock", lambda: happened.append("waiting")))
+    assert happened == [fcntl.LOCK_EX | fcntl.LOCK_NB] * 4 + ["waiting", fcntl.LOCK_EX]
+
+
+def test_a_lock_file_needs_its_directory_and_is_no_link(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        lock_file(tmp_path / "none" / "lock")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="link is a link, and must be a regular file: remove it"):
+        lock_file(tmp_path / "link")
+    (tmp_path / "one").touch()
+    os.link(tmp_path / "one", tmp_path / "two")
+    with pytest.raises(CheckpointError, match="two is a link or not a regular file: remove it"):
+        lock_file(tmp_path / "two")

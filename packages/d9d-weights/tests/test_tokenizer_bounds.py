@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from d9d_testing.hostile.strangers import TOKENIZERS
+from d9d_weights.hugging_face import tokenizer_bounds
 from d9d_weights.hugging_face.tokenizer_bounds import check_tokenizer
 
 
@@ -75,3 +76,77 @@ SOUND: dict[str, Any] = {
 @pytest.mark.parametrize("name", SOUND)
 def test_steps_of_real_tokenizers_are_not_refused(name: str) -> None:
     check_tokenizer(SOUND[name])
+
+
+def growing(*contents: tuple[str, str]) -> dict[str, Any]:
+    """Decoder that replaces texts by others."""
+    return {"decoder": {"type": "Sequence", "decoders": [replacing({"String": a}, b) for a, b in contents]}}
+
+
+def pieces(single: int, pair: int) -> dict[str, Any]:
+    """Post-processor that adds one token for each piece."""
+    one = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    return {"post_processor": {"type": "TemplateProcessing", "single": [one] * single, "pair": [one] * pair}}
+
+
+def split(*patterns: str) -> dict[str, Any]:
+    names = ("String", "Regex")
+    return {"pre_tokenizer": {"type": "Split", "pattern": dict(zip(names, patterns, strict=False))}}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "refused", "says"),
+    [
+        (
+            growing(("a", "e" * 64)),
+            growing(("a", "e" * 65)),
+            "decoder makes 65 characters of one character, more than 64",
+        ),
+        # A step that shortens a text does not make up for one that lengthens it.
+        (growing(("aa", "a"), ("a", "e" * 64)), growing(("aaaa", "a"), ("a", "e" * 65)), "decoder makes 65 characters"),
+        (growing(("ab", "e" * 16), ("a", "e" * 8)), growing(("ab", "e" * 18), ("a", "e" * 8)), "decoder makes 72 char"),
+        (
+            {"decoder": replacing({"Regex": "a"}, "e" * 63)},
+            {"decoder": replacing({"Regex": "a"}, "e" * 64)},
+            "makes 65",
+        ),
+        (pieces(1024, 3), pieces(1025, 3), "post_processor adds 1,025 tokens to a text, more than 1,024"),
+        (pieces(3, 1024), pieces(3, 1025), "post_processor adds 1,025 tokens to a text, more than 1,024"),
+        (
+            split("e" * 65536, "e"),
+            split("e" * 65537, "e"),
+            "pre_tokenizer has a pattern of 65,537 characters, more than",
+        ),
+        (
+            split("e", "e" * 65536),
+            split("e", "e" * 65537),
+            "pre_tokenizer has a pattern of 65,537 characters, more than",
+        ),
+        ({"model": {"unk_token": "e" * 256}}, {"model": {"unk_token": "e" * 257}}, "model has a 'unk_token' of 257"),
+        (
+            {"normalizer": table(b"e" * 256, b"a")},
+            {"normalizer": table(b"e" * 257, b"a")},
+            "replaces a text by 257 bytes",
+        ),
+        (
+            {"pre_tokenizer": {"pretokenizers": [{"type": "Digits"}] * 127}},
+            {"pre_tokenizer": {"pretokenizers": [{"type": "Digits"}] * 128}},
+            "pre_tokenizer has 129 steps, more than 128",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_limit_allows_its_number_and_no_more(allowed: dict[str, Any], refused: dict[str, Any], says: str) -> None:
+    check_tokenizer(allowed)
+    with pytest.raises(ValueError, match=says):
+        check_tokenizer(refused)
+
+
+def test_a_table_of_replacements_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = table(b"abc")
+    size = len(step["precompiled_charsmap"])
+    monkeypatch.setattr(tokenizer_bounds, "_MOST_TABLE", size // 2)
+    check_tokenizer({"normalizer": step})
+    monkeypatch.setattr(tokenizer_bounds, "_MOST_TABLE", size // 2 - 1)
+    with pytest.raises(ValueError, match=f"normalizer has a table of {size} characters, more than {size - 2}"):
+        check_tokenizer({"normalizer": step})
