@@ -15,6 +15,7 @@ from d9d_planner import calibrate, search
 from d9d_planner.costs.update import Update
 from d9d_planner.device import Device
 from d9d_planner.layout import Layout, axis_group
+from d9d_planner.links import worker
 from d9d_planner.live import Moment, moments
 from d9d_planner.network import Group, seconds
 from d9d_planner.options import divisors
@@ -309,5 +310,17 @@ def test_rates_count_operations_and_bytes_in_the_median_time(monkeypatch: pytest
 def test_the_median_of_seven_runs_after_two_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     spans = [100.0, 100.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 70.0]
     clock = iter([at for number, span in enumerate(spans) for at in (1000.0 * number, 1000.0 * number + span)])
+    ran: list[str] = []
     monkeypatch.setattr(calibrate.time, "perf_counter", lambda: next(clock))
-    assert calibrate._seconds(torch.device("cpu"), lambda: None) == 4.0
+    monkeypatch.setattr(calibrate, "_wait", lambda device: ran.append(f"wait for {device}"))
+    assert calibrate._seconds(torch.device("cpu"), lambda: ran.append("run")) == 4.0
+    assert ran == ["wait for cpu", "run", "wait for cpu"] * 9
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("cuda", 1)])
+def test_the_work_of_an_accelerator_is_waited_for(device: str, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    for module in (calibrate, worker):
+        module._wait(torch.device(device))
+    assert waited == [torch.device(device)] * 2 * waits

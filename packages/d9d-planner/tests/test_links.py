@@ -78,6 +78,7 @@ def test_the_median_time_of_the_slowest_rank_counts_after_two_warm_ups(monkeypat
     ran: list[str] = []
     monkeypatch.setattr(worker.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(worker.dist, "barrier", lambda: ran.append("barrier"))
+    monkeypatch.setattr(worker, "_wait", lambda device: ran.append(f"wait for {device}"))
 
     def slowest(tensor: torch.Tensor, operation: Any) -> None:
         assert operation == dist.ReduceOp.MAX
@@ -85,7 +86,8 @@ def test_the_median_time_of_the_slowest_rank_counts_after_two_warm_ups(monkeypat
 
     monkeypatch.setattr(worker.dist, "all_reduce", slowest)
     assert worker._seconds(torch.device("cpu"), lambda: ran.append("run")) == 4.5
-    assert ran == ["barrier", "run"] * 9
+    # What was launched before and by the run is waited for.
+    assert ran == ["barrier", "wait for cpu", "run", "wait for cpu"] * 9
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, program: str) -> dict[str, float]:

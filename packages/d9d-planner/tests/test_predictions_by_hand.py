@@ -132,6 +132,15 @@ def test_a_step_has_its_microbatches_the_optimizer_and_idle_time() -> None:
     assert made.least() == 6.0 * 3
 
 
+@pytest.mark.parametrize(("axis", "shards"), [("dp_shard", Group(2)), ("tp", ONE)])
+def test_ranks_that_share_an_update_send_what_they_exchange_in_both_directions(axis: str, shards: Group) -> None:
+    stage = StageCost((BlockCost("b", (PRODUCT,), parameters=8),))
+    made, load = model(stage, mesh={axis: 2}, of=groups(shards))
+    load.update = Update(traffic=24.0, flops=200.0, exchanged=8.0)
+    # (24 + 2 x 8) / 8 of memory, 200 / 100 of products, and half of 8 bytes at 2 bytes/s twice.
+    assert made.step().parts["optimizer"] == 5.0 + 2.0 + 2 * 2.0
+
+
 def test_recomputed_blocks_repeat_their_forward_but_kept_attention() -> None:
     block = BlockCost("b", (PRODUCT, ATTENTION), count=2)
     whole = parts_of(block, effect=StrategyCost(recomputed=0.5))
