@@ -225,3 +225,101 @@ def test_the_tokenizer_of_the_data_comes_before_that_of_the_weights(
     assert seen[0] == ("checked", {"of": "data"})
     with pytest.raises(DataError, match=r"^samples: .*tokenizer.json is no valid tokenizer: "):
         found("{")
+
+
+class Loaded(SimpleNamespace):
+    """Stand-in of a loaded model."""
+
+    def to(self, device: object) -> Loaded:
+        self.device = device
+        return self
+
+    def eval(self) -> Loaded:
+        self.evaluates = True
+        return self
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls of stand-ins of transformers and peft."""
+    calls: list[Any] = []
+
+    def called(name: str, result: Any) -> Any:
+        def from_pretrained(*given: Any, **options: Any) -> Any:
+            calls.append((name, *given, options))
+            return result
+
+        return SimpleNamespace(from_pretrained=from_pretrained)
+
+    def loaded() -> Loaded:
+        return Loaded(generation_config=SimpleNamespace(eos_token_id=2))
+
+    config = SimpleNamespace(architectures=["XForCausalLM"], max_position_embeddings=64)
+    transformers = SimpleNamespace(
+        AutoTokenizer=called("tokenizer", SimpleNamespace(chat_template="t")),
+        AutoConfig=called("config", config),
+        AutoModelForCausalLM=called("model", (loaded(), {"missing_keys": []})),
+        GenerationConfig=called("generation", SimpleNamespace(eos_token_id=[7, 8])),
+    )
+    kinds = {
+        name: lambda name=name, **given: SimpleNamespace(kind=name, given=given) for name in ("LoraConfig", "IA3Config")
+    }
+    peft = SimpleNamespace(PeftModel=called("adapter", loaded()), **kinds)
+    found = {"transformers": transformers, "peft": peft}
+    monkeypatch.setattr(module, "load_library", lambda name, user: calls.append((name, user)) or found[name])
+    monkeypatch.setattr(module, "read_config_json", lambda directory: calls.append(directory) or {})
+    monkeypatch.setattr(module, "_check_complete", lambda *given: calls.append(given[2]))
+    return calls
+
+
+OWN = {"local_files_only": True, "trust_remote_code": False}
+
+
+def test_a_model_and_its_tokenizer_are_loaded_without_code_and_pickles(libraries: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no tokenizer; name a directory with .*: --tokenizer DIR"):
+        LanguageModel(tmp_path, tmp_path, None, torch.device("cpu"), None)
+    libraries.clear()
+    (words := tmp_path / "words").mkdir()
+    (words / "vocab.txt").write_text("a")
+    model = LanguageModel(tmp_path, words, None, torch.device("cpu"), torch.bfloat16)
+    weights = {"use_safetensors": True, "dtype": torch.bfloat16, "output_loading_info": True, **OWN}
+    assert libraries == [
+        ("transformers", "d9d generate"), ("tokenizer", words, OWN), str(tmp_path), ("config", tmp_path, OWN),
+        ("model", tmp_path, weights), {"missing_keys": []},
+    ]  # fmt: skip
+    assert (model.device, model.positions, model.has_template) == (torch.device("cpu"), 64, True)
+    assert (model._model.device, model._model.evaluates) == (torch.device("cpu"), True)
+    LanguageModel(tmp_path, words, None, torch.device("cpu"), None)
+    assert libraries[-2][-1]["dtype"] == "auto"
+
+
+def test_an_adapter_is_applied_and_may_end_texts_with_tokens_of_its_own(libraries: list[Any], tmp_path: Path) -> None:
+    for name in ("model", "adapter"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    adapter = tmp_path / "adapter"
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q"], "peft_version": "1"}
+    (adapter / "adapter_config.json").write_text(json.dumps(fields))
+
+    def loaded() -> LanguageModel:
+        return LanguageModel(tmp_path / "model", tmp_path / "model", adapter, torch.device("cpu"), None)
+
+    with pytest.raises(CheckpointError, match=r"adapter has no adapter_model\.safetensors; other formats, such as"):
+        loaded()
+    (adapter / "adapter_model.safetensors").write_text("")
+    model = loaded()
+    assert libraries[1] == ("peft", "d9d generate of an adapter")
+    name, base, place, options = libraries[-1]
+    assert (name, hasattr(base, "evaluates"), place) == ("adapter", False, adapter)
+    assert (options["local_files_only"], options["config"].kind, options["config"].inference_mode) == (
+        True, "LoraConfig", True,
+    )  # fmt: skip
+    assert {"r": 4, "lora_alpha": 8, "target_modules": ["q"]}.items() <= options["config"].given.items()
+    assert not {"peft_type", "peft_version"} & options["config"].given.keys()
+    assert model._model.generation_config.eos_token_id == 2
+    (adapter / "generation_config.json").write_text("{}")
+    assert loaded()._model.generation_config.eos_token_id == [7, 8]
+    assert libraries[-1] == ("generation", adapter, {"local_files_only": True})
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3", "target_modules": ["q"]}))
+    loaded()
+    assert libraries[-2][-1]["config"].kind == "IA3Config"
