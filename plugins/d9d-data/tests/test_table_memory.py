@@ -174,3 +174,39 @@ def test_sizes_below_zero_are_refused() -> None:
     for sizes in ((-1, 3), (3, -1)):
         with pytest.raises(ValueError, match="a size is negative, or points beyond the end"):
             table_sizes._check_not_negative(*sizes)
+
+
+def measured(path: Path, table: Any, monkeypatch: pytest.MonkeyPatch, budget: int, **written: Any) -> list[str]:
+    """Columns of a Parquet file that are read as dictionaries with this budget."""
+    pq = pytest.importorskip("pyarrow.parquet")
+    pq.write_table(table, path, **written)
+    monkeypatch.setattr(table_sizes, "BUDGET", budget)
+    monkeypatch.setattr(table_sizes, "RATIO", 1000)
+    with path.open("rb") as content:
+        metadata = pq.ParquetFile(path).metadata
+        return list(table_sizes.parquet_sizes(SourceFile.of(str(path)), content, metadata, [0], None).as_dictionary)
+
+
+@pytest.mark.parametrize(("budget", "found"), [(300, []), (299, ["a.list.element"])])
+def test_lists_of_repeated_texts_are_read_as_dictionaries_beyond_the_budget(
+    budget: int, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A hundred uses of texts of at most three bytes.
+    table = pa.table({"a": [["abc", "z"] * 10] * 5, "b": [1] * 5})
+    assert measured(tmp_path / "a.parquet", table, monkeypatch, budget) == found
+
+
+def test_pages_of_texts_that_share_beginnings_are_measured_by_the_largest(tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    texts = ["x" * (number % 7) + str(number) for number in range(3000)]
+    pq.write_table(
+        pa.table({"a": texts}), path, use_dictionary=False, column_encoding={"a": "DELTA_BYTE_ARRAY"},
+        data_page_size=2000, write_batch_size=100,
+    )  # fmt: skip
+    with path.open("rb") as content:
+        chunk = pq.ParquetFile(path).metadata.row_group(0).column(0)
+        found = table_sizes._pages(SourceFile.of(str(path)), content, chunk, path.stat().st_size)
+    assert (found.values, found.delta_values, found.dictionary_values) == (3000, 3000, 0)
+    assert found.delta == found.largest
+    assert 0 < found.delta < chunk.total_uncompressed_size / 2  # of one page of several
