@@ -79,12 +79,12 @@ def _product(device: torch.device, dtype: torch.dtype, size: int) -> float:
 def _attention(device: torch.device, length: int) -> float:
     """FLOP/s of causal attention, forward and backward: 7 matrix products over half of all pairs."""
     shape = (4, 16, length, 128)
-    inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    query, key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     gradient = torch.ones(shape, device=device, dtype=torch.bfloat16)
 
     def run() -> None:
-        out = functional.scaled_dot_product_attention(*inputs, is_causal=True)
-        torch.autograd.grad(out, inputs, gradient)
+        out = functional.scaled_dot_product_attention(query=query, key=key, value=value, is_causal=True)
+        torch.autograd.grad(out, (query, key, value), gradient)
 
     flops = 7 * 2 * 4 * 16 * 128 * length**2 / 2
     return flops / _seconds(device, run)
