@@ -101,6 +101,21 @@ def test_parameters_are_sharded_over_one_rank_a_machine_a_few_or_all() -> None:
     assert search._shards(6, 4) == [1, 6]
 
 
+def test_no_step_has_more_microbatches_than_a_job_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "MAX_MICROBATCHES", 4)
+    options: Any = SimpleNamespace(
+        expert_groups=lambda _mesh: [1],
+        parallel=lambda _mesh, waits: [(f"waits {waits}",)],
+        recomputing=[],
+        kept=("k",),
+    )
+    found = list(search._layouts_on(Mesh(dp_shard=2), options, 12))
+    assert [(one.microbatch, one.size, one.parallel) for one in found] == [
+        (3, 24, ("k", "waits True")), (4, 24, ("k", "waits True")), (6, 24, ("k", "waits True")),
+        (12, 24, ("k", "waits False")),
+    ]  # fmt: skip
+
+
 def test_activations_are_held_until_their_backward_or_weight_gradients_end() -> None:
     (program,) = parse_programs("F0.0 F0.1 B0.0 B0.1 R0\n")
     assert moments(program) == [

@@ -183,6 +183,11 @@ def test_collectives_of_blocks_are_waited_for_unless_they_overlap() -> None:
     assert parts_of(some, mesh=mesh)["context parallelism"] == max(6 / 2, 8 / 2 / 2 / 1)
 
 
+def test_a_block_may_communicate_over_any_axis() -> None:
+    block = BlockCost("b", (PRODUCT,), exchanges=(Exchange("all_gather", "dp_shard", 8.0),), count=3)
+    assert parts_of(block, mesh={"dp_shard": 2})["data parallelism"] == 3 * 2.0
+
+
 FSDP = StrategyCost(shards=True, gathers="twice", reduces="each")
 
 

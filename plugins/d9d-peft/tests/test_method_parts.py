@@ -284,3 +284,23 @@ def test_an_update_of_a_bank_merges_into_it_and_is_nothing_while_off() -> None:
     term.merge_into(bank)
     assert bank.flatten().tolist() == [2.0] * 24
     assert GroupedTerm(bank, 2, 0.5, 0.0).layout_dependence() == []
+
+
+def test_both_products_of_a_bank_get_the_rows_their_counts_and_the_deferral() -> None:
+    term = GroupedTerm(nn.Parameter(torch.ones(2, 4, 3)), 2, 0.5, 0.0)
+    asked: list[Any] = []
+
+    def product(name: str, width: int) -> Any:
+        def run(rows: torch.Tensor, bank: torch.Tensor, counts: torch.Tensor, **how: Any) -> torch.Tensor:
+            asked.append((name, tuple(rows.shape), bank is getattr(term, f"lora_{name}"), counts.tolist(), how))
+            return torch.ones(len(rows), width)
+
+        return run
+
+    deferral: Any = object()
+    term.defer_to(deferral)
+    object.__setattr__(term, "down", product("A", 2))
+    object.__setattr__(term, "up", product("B", 3))
+    assert term(torch.ones(5, 4), torch.tensor([3, 1]), spare_rows=True).tolist() == [[0.5] * 3] * 5
+    how = {"spare_rows": True, "deferral": deferral}
+    assert asked == [("A", (5, 4), True, [3, 1], how), ("B", (5, 2), True, [3, 1], how)]
