@@ -163,3 +163,37 @@ def test_captures_go_from_the_rank_of_their_module_to_that_of_the_last_stage(
     assert [one["out"] for one in found] == ["first", "second"]
     assert [one["module/near"].tolist() for one in found] == [[0.0, 0.0], [1.0, 1.0]]
     assert [one["module/far"].tolist() for one in found] == [[7.0, 7.0]] * 2
+
+
+def test_ranks_tell_shapes_of_their_captures_and_hold_them_for_one_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleDict({"near": nn.Identity()})
+    place = topology(pp=1)
+    place.axes_group = lambda *_: "group"
+    captures = Captures(["near"], {1: model}, pipeline(2, 2), place)
+    asked: list[Any] = []
+
+    def gathered(own: Any, group: object) -> list[Any]:
+        asked.append((own, group))
+        return [{}, own]
+
+    monkeypatch.setattr("d9d_inference.captures.all_gather_objects", gathered)
+
+    class Stage:
+        times = 1
+
+        def evaluate(self, pack: Any, outputs: Any) -> None:
+            for one in pack:
+                for _ in range(self.times):
+                    model["near"](one.half())
+                outputs({}, one)
+
+    found: list[Any] = []
+    for value in (1.0, 2.0):
+        pack = [torch.full((2, 3), value + index) for index in range(2)]
+        captures.run(cast("Any", Stage()), cast("Any", pack), lambda outputs, _one: found.append(outputs))
+    assert asked == [({"near": [([2, 3], "torch.float16")] * 2}, "group")] * 2
+    assert [one["module/near"][0, 0].item() for one in found] == [1.0, 2.0, 2.0, 3.0]
+    twice = Stage()
+    twice.times = 2
+    with pytest.raises(BuildError, match="module 'near' does not run once for each microbatch"):
+        captures.run(cast("Any", twice), cast("Any", [torch.ones(1)]), lambda *_: None)
