@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.kernel import OpSignature
-from d9d_flash_attention import rules
+from d9d_flash_attention import plugin, rules
 from d9d_flash_attention.starts import document_starts, most_documents
 
 
@@ -63,3 +63,14 @@ def test_version_4_is_chosen_for_whole_samples_where_it_was_measured() -> None:
     assert asked(4, 9, documents=None, head_dim=128).priority == 0
     assert asked(4, 9, documents=False, head_dim=128, window=7).priority == 0
     assert asked(3, 9, documents=False, head_dim=128).priority == 0
+
+
+def test_each_version_needs_its_own_module_and_version_4_is_one_operation() -> None:
+    found = {one.name: (set(one.requires), one.operators) for one in plugin.d9d_kernels()}
+    assert found == {
+        "flash_attention_2": ({"import:flash_attn.flash_attn_interface"}, ()),
+        "flash_attention_3": ({"import:flash_attn_interface"}, ()),
+        "flash_attention_4": ({"import:flash_attn.cute"}, ("d9d_flash_attention.forward",)),
+    }
+    # Query gradients are added in arbitrary order.
+    assert not any(one.deterministic for one in plugin.d9d_kernels())
