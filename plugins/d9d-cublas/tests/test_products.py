@@ -165,6 +165,19 @@ def test_rows_that_change_with_each_step_are_not_measured_for_ever(opened: Opene
     assert clock.calls == 3 * 64
 
 
+def test_eight_algorithms_are_asked_for(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    products, asked = opened(), list[int]()
+    listed = products._library.listed
+
+    def counted(description: Any, count: int) -> Any:
+        asked.append(count)
+        return listed(description, count)
+
+    monkeypatch.setattr(products._library, "listed", counted)
+    computed(products, "forward", *operands("forward"))
+    assert asked == [8]
+
+
 def test_without_memory_for_a_trial_the_product_is_torchs(
     opened: Opened, clock: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
