@@ -1,4 +1,4 @@
-"""Progress bars: where they are drawn, what they count, and lines of a notebook's cell."""
+"""Progress bars: places where they are drawn, their counts, and lines of a notebook's cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals of data that say what is wrong: files that cannot be read, items, samples and directories of a cache."""
+"""Refusals of data that name the fault: files that cannot be read, items, samples and directories of a cache."""
 
 from __future__ import annotations
 
