@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from d9d_core.errors import DataError
+from d9d_data.order.layout import Layout
 from d9d_data.sources import document, find
 from d9d_data.sources.document import Piece, texts_of
 from d9d_data.sources.opening import SourceFile
 from d9d_data.sources.place import Place, Record
-from d9d_data.stream import chat, reader
+from d9d_data.stream import chat, one_pass, reader
 from d9d_data.stream.binned import BinSamples
+from d9d_data.stream.one_pass import _block_size
 from d9d_data.stream.text import TextSamples
 
 
@@ -114,3 +116,13 @@ def test_a_worker_ignores_ctrl_c_and_where_it_cannot_wait_for_signals_sigterm_en
     monkeypatch.delattr(reader.signal, "sigtimedwait")
     reader._follow_training_process(5, 0)
     assert happened == [ignored, (signal.SIG_UNBLOCK, [signal.SIGTERM])]
+
+
+def test_more_samples_are_sorted_together_in_larger_batches_and_no_more_than_a_window() -> None:
+    def size(batch: int, window: int | None = None) -> int:
+        return _block_size(Layout(batch, 2, 0, 1), window)
+
+    block = one_pass._BLOCK
+    assert [size(2 * block * count) for count in (1, 2, 4)] == [2, 4, 8]
+    assert size(2 * (block - 1)) == 2
+    assert [size(2 * block * 4, window) for window in (1, 2, 4, 6, 8)] == [2, 2, 4, 2, 8]
