@@ -59,6 +59,13 @@ def values(published: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
+def test_a_job_that_names_no_model_gets_the_one_that_reads_the_weights(published: Path) -> None:
+    registry = Registry.of(nn_plugin, qwen3_plugin, toy_plugin)
+    job = Job.from_values(values(published, model={"pretrained": str(published)}), registry=registry)
+    assert job.model == Job.from_values(values(published), registry=registry).model
+    assert job.resolved()["model"]["name"] == "qwen3"
+
+
 @pytest.mark.full
 def test_every_layout_starts_from_the_same_weights(published: Path) -> None:
     once = ("loading.read=once",)

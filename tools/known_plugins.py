@@ -21,6 +21,7 @@ TABLE = ROOT / "packages" / "d9d-core" / "src" / "d9d_core" / "registry" / "know
 
 def table(root: Path = ROOT) -> dict[str, Any]:
     """Kind -> name -> distribution, and distribution -> version, over all members with an entry point."""
+    from d9d_core.plugin import ModelSpec
     from d9d_core.registry.registry import Registry
 
     homes: dict[str, dict[str, str]] = {}
@@ -32,6 +33,9 @@ def table(root: Path = ROOT) -> dict[str, Any]:
             for entry in Registry.of(importlib.import_module(module)).entries():
                 if entry.origin.module == module:
                     homes.setdefault(entry.kind.name, {})[entry.spec.key] = project["name"]
+                    if isinstance(entry.spec, ModelSpec):
+                        for model_type in entry.spec.model_types:
+                            homes.setdefault("model type", {})[model_type] = project["name"]
     return {"homes": homes, "versions": versions}
 
 

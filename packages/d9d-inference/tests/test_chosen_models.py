@@ -347,7 +347,6 @@ def test_samples_of_a_pretrained_model_have_at_most_its_positions_and_2048(
 ) -> None:
     model, data = model_in(tmp_path / "model"), written(tmp_path / "some.txt", "text")
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
-    monkeypatch.setattr(subject, "_model_of", lambda *_: "mine")
     given: list[dict[str, Any]] = []
     loaded: list[Any] = []
 
@@ -366,38 +365,8 @@ def test_samples_of_a_pretrained_model_have_at_most_its_positions_and_2048(
     assert values["evaluation"]["sets"] == {"some": {**values["data"], "too_long": "drop"}}
     assert {**values["data"], **dataset} == values["data"]
     assert values["batch"] == {"size": 4, "microbatch": 8}
-    assert (values["model"], values["optimizer"]) == ({"name": "mine", "pretrained": str(model)}, "sgd")
+    assert (values["model"], values["optimizer"]) == ({"pretrained": str(model)}, "sgd")
     assert loaded == [{"registry": registry, "world_size": 2}]
-
-
-def test_a_model_is_read_by_the_one_plugin_that_knows_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Spec:
-        def __init__(self, key: str, reads: str | None) -> None:
-            self.key = key
-
-            def config_from_json(config: Mapping[str, Any]) -> None:
-                if config["architectures"] != [reads]:
-                    raise JobError("another model")
-
-            layout = SimpleNamespace(config_from_json=config_from_json)
-            self.hugging_face = reads and SimpleNamespace(load=lambda: lambda: layout)
-
-    class Specs(Entries):
-        def entries(self, _kind: str) -> list[Any]:
-            return [SimpleNamespace(spec=Spec(*key.split(":")) if ":" in key else Spec(key, None)) for key in self.keys]
-
-    monkeypatch.setattr(subject, "ModelSpec", Spec)
-
-    def named(*keys: str) -> str:
-        return subject._model_of("dir", {"architectures": ["A"]}, cast("Registry", Specs(*keys)))
-
-    assert named("none", "b:B", "a:A") == "a"
-    with pytest.raises(JobError, match=r"no installed model reads its config.json \(it states A\)"):
-        named("none", "b:B")
-    with pytest.raises(JobError, match="can all read its config.json; choose one by a job"):
-        named("a:A", "aa:A")
-    with pytest.raises(JobError, match="it states no architecture"):
-        subject._model_of("dir", {}, cast("Registry", Specs("none")))
 
 
 @pytest.mark.parametrize(

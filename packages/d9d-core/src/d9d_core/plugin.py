@@ -40,7 +40,7 @@ from d9d_core.errors import interrupt_behind
 from d9d_core.untrusted import visible
 
 __all__ = [
-    "ANCHORS", "CapabilitySpec", "CommandSpec", "ConfiguredSpec", "DatasetSpec", "HealthCheckSpec",
+    "ANCHORS", "ANY_MODEL_TYPE", "CapabilitySpec", "CommandSpec", "ConfiguredSpec", "DatasetSpec", "HealthCheckSpec",
     "InferenceTaskSpec", "JobCheckSpec", "KernelSpec", "LrScheduleSpec", "MetricSpec", "ModelSpec", "OptimizerSpec",
     "PeftSpec", "Ref", "ScheduleSpec", "Spec", "StrategySpec", "SubscriberSpec", "TaskSpec", "TrackerSpec", "ViewDim",
     "ViewSpec", "WriterSpec", "hookimpl",
@@ -55,6 +55,8 @@ _FILE = re.compile(r"d9d_file_(\w+)_[0-9a-f]{12}")
 #: The annotation of a field that holds a reference.
 _REFERENCE = re.compile(r"\bRef\b")
 
+#: In :attr:`ModelSpec.model_types`: each type that no other record lists.
+ANY_MODEL_TYPE = "*"
 #: Decorator of the functions in a plugin.py that implement a hook.
 hookimpl = pluggy.HookimplMarker("d9d")
 #: Order in which strategies act on a freshly built stage, first to last.
@@ -213,6 +215,9 @@ class ModelSpec(ConfiguredSpec):
 
     Attributes:
         hugging_face: a :class:`d9d_weights.hugging_face.format.HuggingFaceFormat`, for export and import.
+        model_types: each ``model_type`` of a ``config.json`` that ``hugging_face`` reads: a job with
+            ``model.pretrained`` finds the model by it and need not name it. :data:`ANY_MODEL_TYPE` means each type that
+            no other record lists.
         flops: ``(config, sequence_length) -> float``, training FLOPs per token (forward and backward).
         cost: ``(config, stage: Stage, share: Share) -> StageCost``, imported without torch, for ``d9d plan``; see
             :class:`d9d_core.cost.ModelCosts`.
@@ -221,6 +226,7 @@ class ModelSpec(ConfiguredSpec):
     """
 
     hugging_face: Ref | None = None
+    model_types: Set[str] = frozenset()
     flops: Ref | None = None
     cost: Ref | None = None
     tiny: Ref | None = None

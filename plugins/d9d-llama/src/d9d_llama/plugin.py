@@ -24,6 +24,7 @@ def d9d_models() -> Iterable[ModelSpec]:
             config=Ref(f"d9d_llama.config:{prefix}Config"),
             build=Ref("d9d_llama.model:Llama"),
             hugging_face=Ref(f"d9d_llama.hugging_face:{prefix}HuggingFace"),
+            model_types=frozenset({name}),
             flops=Ref("d9d_nn.decoder.flops:training_flops_per_token"),
             cost=Ref("d9d_llama.config:stage_cost"),
             tiny=Ref(f"d9d_llama.config:tiny_{name}"),

@@ -7,6 +7,7 @@ subclass's fields on dump. This marker queries the registry, found in the valida
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
@@ -15,7 +16,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from d9d_core.config import PluginConfig
 from d9d_core.containment import FOREIGN_FAILURES
-from d9d_core.errors import D9dError, PluginError
+from d9d_core.errors import D9dError, JobError
 from d9d_core.job_file.lookup import load_config
 from d9d_core.registry.entries import Entry, shown
 from d9d_core.registry.registry import Registry
@@ -53,27 +54,36 @@ class Named:
             text = f"names are resolved by Job.load only; in Python, give the config object of the {self.kind}"
             raise PydanticCustomError("no_registry", "{text}", {"text": text})
         fields = {"name": value} if isinstance(value, str) else value
-        if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
-            text = f"expected the name of a {self.kind}, or a mapping with 'name', not {value!r}"
-            raise PydanticCustomError("not_named", "{text}", {"text": text})
-        return self._resolve(fields, registry, info.context or {})
+        context = info.context or {}
+        try:
+            if self.kind == "model" and isinstance(fields, Mapping) and _names_only_weights(fields):
+                return self._found(fields, registry, context)
+            if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
+                text = f"expected the name of a {self.kind}, or a mapping with 'name', not {value!r}"
+                raise PydanticCustomError("not_named", "{text}", {"text": text})
+            return self._resolve(fields, registry, context)
+        except D9dError as error:
+            context.setdefault("origins", []).append(error.origin)
+            raise PydanticCustomError("plugin", "{text}", {"text": str(error)}) from error
+
+    def _found(self, fields: Mapping[str, Any], registry: Registry, context: dict[str, Any]) -> PluginConfig:
+        from d9d_core.job_file.found_model import find_model
+
+        location = str(fields["pretrained"])
+        try:
+            selector, _ = find_model(location, registry)
+        except D9dError as error:
+            raise JobError(f"pretrained: {location}: {error}") from error
+        return self._resolve({**fields, "name": selector}, registry, context)
 
     def _resolve(self, fields: Mapping[str, Any], registry: Registry, context: dict[str, Any]) -> PluginConfig:
         selector = fields["name"]
-        try:
-            entry = registry.find(self.kind, selector)
-            config_class = load_config(entry)
-        except PluginError as error:
-            context.setdefault("origins", []).append(error.origin)
-            raise PydanticCustomError("plugin", "{text}", {"text": str(error)}) from error
+        entry = registry.find(self.kind, selector)
+        config_class = load_config(entry)
         if self.kind == "model" and fields.get("pretrained") is not None:
             from d9d_core.job_file.pretrained import with_stored_sizes
 
-            try:
-                fields = with_stored_sizes(entry, fields)
-            except D9dError as error:
-                context.setdefault("origins", []).append(error.origin)
-                raise PydanticCustomError("plugin", "{text}", {"text": str(error)}) from error
+            fields = with_stored_sizes(entry, fields)
         inner = {**context, "label": str(entry)}
         config = config_class.model_validate({**fields, "name": entry.spec.key}, context=inner)
         _check_storable(config, entry, context)
@@ -83,6 +93,11 @@ class Named:
                 "_distribution": entry.origin.distribution,
             }
         return config
+
+
+def _names_only_weights(fields: Mapping[str, Any]) -> bool:
+    """Whether a model's fields name weights, but no model."""
+    return fields.get("name") is None and isinstance(fields.get("pretrained"), str | Path)
 
 
 def _check_storable(config: PluginConfig, entry: Entry, context: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from d9d_core.config import ModelConfig
 from d9d_core.containment import FOREIGN_FAILURES
 from d9d_core.errors import CheckpointError, D9dError, JobError, PluginError
 from d9d_core.job_file.lookup import load_config
-from d9d_core.plugin import ModelSpec
+from d9d_core.plugin import ANY_MODEL_TYPE, ModelSpec
 from d9d_core.registry.entries import Entry, plugin_error
 from d9d_core.untrusted import MAX_JSON_BYTES, Place, parse_json, read_regular
 
+#: Name of a model on the Hugging Face Hub.
+_ON_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 #: File that completes a training checkpoint.
 _MANIFEST = "manifest.json"
 
@@ -42,7 +45,9 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
         manifest = find_manifest(location)
         if manifest is not None:
             return {**_sizes_of_checkpoint(spec.key, manifest), **fields}
-        stored = layout.config_from_json(read_config_json(location))
+        data = read_config_json(location)
+        _check_model_type(entry, spec, data.get("model_type"))
+        stored = layout.config_from_json(data)
     except PluginError:
         raise
     except D9dError as error:
@@ -51,6 +56,12 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
         text = f"model {entry}: its Hugging Face format failed to read the config.json of {location}: {error!r}"
         raise plugin_error(text, error) from error
     return {**stored.model_dump(), **fields}
+
+
+def _check_model_type(entry: Entry, spec: ModelSpec, model_type: object) -> None:
+    if spec.model_types and not spec.model_types & {model_type, ANY_MODEL_TYPE}:
+        text = f"its model_type is {str(model_type)[:80]!r}, which model {entry} does not read"
+        raise CheckpointError(f"{text}; remove model.name to use the installed model that does")
 
 
 def find_manifest(location: str) -> Path | None:
@@ -69,6 +80,19 @@ def find_manifest(location: str) -> Path | None:
 
 def _sizes_of_checkpoint(name: str, manifest: Path) -> dict[str, Any]:
     """Fields of the model in a training checkpoint, without ``pretrained``."""
+    stored = stored_model(manifest)
+    selector = str(stored.get("name"))
+    if selector.rpartition("/")[2] != name:
+        raise CheckpointError(f"its checkpoint is of model {selector[:80]!r}; set model.name to this name")
+    return {field: value for field, value in stored.items() if field not in ("name", "pretrained")}
+
+
+def stored_model(manifest: Path) -> dict[str, Any]:
+    """Fields of the model in a training checkpoint.
+
+    Raises:
+        CheckpointError: the manifest cannot be read, or describes no model.
+    """
     try:
         content = parse_json(read_regular(manifest, links="none"), strict=True)
     except (OSError, ValueError) as error:
@@ -77,11 +101,7 @@ def _sizes_of_checkpoint(name: str, manifest: Path) -> dict[str, Any]:
     stored = job.get("model") if isinstance(job, dict) else None
     if not isinstance(stored, dict):
         raise CheckpointError(f"{manifest.name} of its newest checkpoint does not name its model")
-    if stored.get("name") != name:
-        raise CheckpointError(
-            f"its checkpoint is of model {str(stored.get('name'))[:80]!r}; set model.name to this name"
-        )
-    return {field: value for field, value in stored.items() if field not in ("name", "pretrained")}
+    return stored
 
 
 def read_config_json(location: str) -> dict[str, Any]:
@@ -93,6 +113,12 @@ def read_config_json(location: str) -> dict[str, Any]:
     try:
         content = _read(location)
     except Exception as error:  # drivers of addresses raise exceptions of their client libraries
+        if _ON_HUB.fullmatch(location) and not Path(location).exists():
+            name = location.partition("/")[2]
+            raise CheckpointError(
+                f"there is no such directory; if it is a model of the Hugging Face Hub, download it: "
+                f"hf download {location} --local-dir {name}, then set model.pretrained to ./{name}"
+            ) from error
         reason = f"{type(error).__name__}: {error}" if "://" in location else getattr(error, "strerror", None) or error
         raise CheckpointError(
             f"its config.json cannot be read ({reason}); give a directory in Hugging Face layout, or of a run. "

@@ -14,6 +14,15 @@ from d9d_core.registry.registry import Registry
 __all__ = ["job_schema"]
 
 
+#: A model without a name, which is found by the ``model_type`` of its pretrained weights.
+_UNNAMED_MODEL = {
+    "type": "object",
+    "required": ["pretrained"],
+    "not": {"required": ["name"]},
+    "description": "A model that is found by its pretrained weights.",
+}
+
+
 def job_schema(registry: Registry, skipped: Callable[[PluginError], None] | None = None) -> dict[str, Any]:
     """JSON schema of a job file, with a discriminated union per extension point.
 
@@ -66,7 +75,10 @@ def _choices(
         definitions[key] = own
         references.append({"$ref": f"#/$defs/{key}"})
         names += selectors
-    return {"anyOf": [{"enum": sorted(set(names))}, {"anyOf": references}]} if names else {"not": {}}
+    if not names:
+        return {"not": {}}
+    found = [_UNNAMED_MODEL] if kind == "model" else []
+    return {"anyOf": [{"enum": sorted(set(names))}, {"anyOf": references}, *found]}
 
 
 def _point(node: Any, moved: dict[str, str]) -> Any:

@@ -151,6 +151,13 @@ class Registry:
                     raise PluginError(text) from None
             raise plugin_error(f"kernels.{op}: {error}", error.origin) from error.origin
 
+    def known_homes(self, kind: str) -> Mapping[str, str]:
+        """Names of a kind that first-party packages offer, installed or not -> distribution.
+
+        Besides the kinds of records there is ``model type``: each ``model_type`` that a model reads.
+        """
+        return self._known.names(kind)
+
     def _raise_missing(self, kind: str, name: str, distribution: str) -> None:
         known = self._known.home(kind, name)
         home = normalise(distribution) or known

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from d9d_core.cli.output import length_of, mesh_line
+from d9d_core.config import ModelConfig
+from d9d_core.errors import D9dError
+from d9d_core.job_file.found_model import find_model
 from d9d_core.registry.registry import REFERENCE
 from d9d_core.terminal.console import console_for
 from rich.console import Console
@@ -54,6 +57,16 @@ def print_plan(job: Job, plan: Plan) -> None:
         console.print(Text.assemble(("warning", "yellow"), f": {warning}"))
 
 
+def _weights_say(job: Job, location: str) -> str:
+    """Model that a job without ``model.name`` would get, and why."""
+    try:
+        selector, reason = find_model(location, job.registry)
+    except D9dError as error:
+        return f"model: named by the job; {error}"
+    same = "found for" if selector == job.model.selector else f"named by the job; {selector} is found for"
+    return f"model: {same} {location}: {reason}"
+
+
 def print_explanation(job: Job, plan: Plan) -> None:
     """Print for ``d9d explain`` the components of a plan, the plugins they come from, their effects and the reasons."""
     from d9d_engine.cli.stages import pipeline_line, print_stages
@@ -64,6 +77,8 @@ def print_explanation(job: Job, plan: Plan) -> None:
     for chosen in plan.selection.all():
         table.add_row(f"  {chosen.where}", chosen.spec.name, str(chosen.entry.origin), chosen.spec.summary)
     console.print(table)
+    if isinstance(job.model, ModelConfig) and job.model.pretrained is not None:
+        console.print(Text(f"  {_weights_say(job, str(job.model.pretrained))}"))
     if job.pipeline:
         _heading(console, f"stages of {pipeline_line(job, plan)}")
         print_stages(console, job, plan)

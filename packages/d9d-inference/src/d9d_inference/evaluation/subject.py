@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from d9d_core.config import ModelConfig
-from d9d_core.containment import FOREIGN_FAILURES
-from d9d_core.errors import D9dError, JobError
+from d9d_core.errors import JobError
 from d9d_core.job_file.document import Document
 from d9d_core.job_file.pretrained import read_config_json
 from d9d_core.job_file.saved_job import SavedJob
@@ -188,18 +187,17 @@ def _of_model(target: str, request: Request, registry: Registry) -> Subject:
         like = request.like
         if isinstance(like, Path):
             like = request.load(like)
-        model = {"name": like.model.selector, "pretrained": target}
+        model = {"pretrained": target} if _is_found(like) else {"name": like.model.selector, "pretrained": target}
         values = {**like.resolved(), "model": model, "peft": None}
         values["loading"] = {**values["loading"], "weights": True}
         return Subject(target, _evaluated(values, like, request.files), run=False)
     if not request.files:
         raise JobError(f"{target}: no data is given; add --data FILE.jsonl, or --like JOB for the data of a job")
-    config = read_config_json(target)
-    most = config.get("max_position_embeddings")
+    most = read_config_json(target).get("max_position_embeddings")
     length = min(most, _LENGTH) if isinstance(most, int) and most > 0 else _LENGTH
     datasets = {path.stem: dataset_of(path, {"sequence_length": length // 8 * 8 or length}) for path in request.files}
     values = {
-        "model": {"name": _model_of(target, config, registry), "pretrained": target},
+        "model": {"pretrained": target},
         "task": "causal_lm",
         "data": next(iter(datasets.values())),
         "optimizer": _any_optimizer(registry),
@@ -243,25 +241,10 @@ def _section(datasets: Mapping[str, Any], metrics: Sequence[Any]) -> dict[str, A
     return {"every": 1, "packs": "all", "sets": dict(datasets), "metrics": list(metrics)}
 
 
-def _model_of(target: str, config: Mapping[str, Any], registry: Registry) -> str:
-    """Name of the model plugin whose Hugging Face layout can read a ``config.json``."""
-    found = []
-    for entry in registry.entries("model"):
-        if not isinstance(entry.spec, ModelSpec) or entry.spec.hugging_face is None:
-            continue
-        try:
-            entry.spec.hugging_face.load()().config_from_json(config)
-        except (D9dError, *FOREIGN_FAILURES):
-            continue
-        found.append(entry)
-    if len(found) == 1:
-        return found[0].spec.key
-    kind = ", ".join(map(str, config.get("architectures") or [])) or "no architecture"
-    if not found:
-        raise JobError(f"{target}: no installed model reads its config.json (it states {kind}); see d9d plugins")
-    raise JobError(
-        f"{target}: {', '.join(map(str, found))} can all read its config.json; choose one by a job: --like JOB"
-    )
+def _is_found(job: Job) -> bool:
+    """Whether the model of other weights is found by their ``model_type``, as the record of the job's model states."""
+    spec = job.registry.find("model", job.model.selector).spec
+    return isinstance(spec, ModelSpec) and bool(spec.model_types)
 
 
 def _any_optimizer(registry: Registry) -> str:

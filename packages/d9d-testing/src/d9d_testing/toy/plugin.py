@@ -32,6 +32,7 @@ def d9d_models() -> Iterator[ModelSpec]:
         build=Ref("d9d_testing.toy.model:build"),
         tiny=Ref("d9d_testing.toy.config:ToyModelConfig"),
         hugging_face=Ref("d9d_testing.toy.format:ToyFormat"),
+        model_types=frozenset({"toy"}),
         provides={"model:blocks", "model:late_init", "model:pipeline"},
     )
 
