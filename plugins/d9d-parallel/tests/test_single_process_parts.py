@@ -84,6 +84,33 @@ def test_an_embedding_looks_up_its_share_of_the_vocabulary() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_an_embedding_that_scales_features_keeps_its_scale_and_the_zero_gradient_of_its_padding() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return 10 * super().forward(tokens)
+
+    for padding, gradients in ((5, [10.0, 0.0, 10.0]), (0, [10.0, 10.0, 10.0])):
+        table = Scaled(3, 1)
+        table.padding_idx = padding  # of the whole vocabulary; this rank has the tokens 4 to 6
+        with torch.no_grad():
+            table.weight.copy_(torch.tensor([[1.0], [2.0], [3.0]]))
+        out = EmbeddingForward(table, 4, 10, ranks_of(1, 2))(torch.tensor([[0, 0, 4, 5], [0, 0, 6, 0]]))
+        assert out.squeeze(-1).tolist() == [[10.0, 20.0], [30.0, 0.0]]
+        out.sum().backward()
+        assert table.weight.grad is not None
+        assert table.weight.grad.flatten().tolist() == gradients
+        assert table.padding_idx == padding
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_caller_may_pass_the_first_argument_by_name() -> None:
+    module = nn.Module()
+    module.forward = lambda hidden, other=0: (hidden.tolist(), other)
+    gathers = WholeSequence(module, ranks_of(0, 2), summed=True)
+    assert gathers(hidden=torch.tensor([[1.0, 2.0]]), other=3) == gathers(torch.tensor([[1.0, 2.0]]), 3)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_module_of_the_whole_sequence_gathers_its_first_argument() -> None:
     module = nn.Module()
     module.forward = lambda hidden, other, name: (hidden.tolist(), other, name)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from d9d_parallel.tensor_parallel.async_products import AsyncProducts
-from d9d_parallel.tensor_parallel.forwards import local_of
+from d9d_parallel.tensor_parallel.forwards import first_argument, local_of
 
 
 class HandedProduct:
@@ -64,11 +64,13 @@ class AsyncColumns:
 
     def __init__(self, module: nn.Module, columns: Sequence[Column], products: AsyncProducts) -> None:
         self.forward: Callable[..., Any] = module.forward
+        self.first = first_argument(module)
         self.columns, self.products = columns, products
 
-    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather and multiply at the same time, then call the forward."""
-        args = tuple(local_of(value) for value in args)
+        hidden, *others = args or (kwargs.pop(self.first),)
+        others = [local_of(value) for value in others]
         kwargs = {name: local_of(value) for name, value in kwargs.items()}
         whole, outs = self.products.columns(
             hidden,
@@ -79,7 +81,7 @@ class AsyncColumns:
             column.handed.hand(whole, out)
         del outs  # each layer's forward frees its product
         try:
-            return self.forward(whole, *args, **kwargs)
+            return self.forward(whole, *others, **kwargs)
         finally:
             for column in self.columns:
                 column.handed.hand(None, None)

@@ -8,13 +8,13 @@ Shapes: B samples, S positions, R ranks, H features.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 from d9d_parallel.ranks import Ranks
 from d9d_parallel.tensor_parallel.collectives import gather, scatter_sum
@@ -140,10 +140,27 @@ class EmbeddingForward(LocalShards):
         if not len(weight):  # more ranks than tokens
             found = weight.sum() + weight.new_zeros(*tokens.shape, weight.shape[1])
         else:
-            found = functional.embedding(words.masked_fill(elsewhere, 0), weight)
+            found = self._look_up(words.masked_fill(elsewhere, 0))
         features = scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.ranks)
         own = unknown.chunk(self.ranks.size, dim=1)[self.ranks.rank]
         return features.masked_fill(own.unsqueeze(-1), torch.nan)
+
+    def _look_up(self, words: Tensor) -> Tensor:
+        """Features of indices into the share, by the module's own forward, which may scale them."""
+        module: Any = self.module
+        padding = module.padding_idx
+        found: Tensor
+        if padding is None:
+            found = self.with_parameters({}, words)
+            return found
+        own = padding - self.first
+        # The gradient of the padding's row is zero; its index is another one in the share.
+        module.padding_idx = own if 0 <= own < len(local_of(module.weight)) else None
+        try:
+            found = self.with_parameters({}, words)
+        finally:
+            module.padding_idx = padding
+        return found
 
 
 class WholeSequence:
@@ -157,23 +174,30 @@ class WholeSequence:
 
     def __init__(self, module: nn.Module, ranks: Ranks, *, summed: bool) -> None:
         self.forward: Callable[..., Any] = module.forward
+        self.first = first_argument(module)
         self.ranks, self.summed = ranks, summed
 
-    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, and call the forward.
 
         Raises:
             ValueError: a module that computes the same on all ranks got a parameter that is split over them.
         """
-        if not self.summed and any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
+        hidden, *others = args or (kwargs.pop(self.first),)
+        if not self.summed and any(isinstance(value, DTensor) for value in (*others, *kwargs.values())):
             raise ValueError(
                 "tensor_parallel: a module of style whole got a weight that is split over tp, and would see this "
                 "rank's share of it; give it the style vocab and split_vocabulary(), see "
                 "d9d_core.model.SplitsVocabulary"
             )
-        args = tuple(local_of(value) for value in args)
+        others = [local_of(value) for value in others]
         kwargs = {name: local_of(value) for name, value in kwargs.items()}
-        return self.forward(gather(hidden, self.ranks, summed=self.summed), *args, **kwargs)
+        return self.forward(gather(hidden, self.ranks, summed=self.summed), *others, **kwargs)
+
+
+def first_argument(module: nn.Module) -> str:
+    """Name of the first argument of a module's forward, by which its caller may pass it."""
+    return next(iter(inspect.signature(module.forward).parameters), "")
 
 
 def local_of(value: Any) -> Any:
