@@ -26,7 +26,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from pydantic import (
     AfterValidator,
@@ -42,7 +42,8 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 __all__ = [
-    "LoadsCode", "ModelConfig", "PathOrAddress", "PathText", "PluginConfig", "ScheduleConfig", "Section", "closest",
+    "LoadsCode", "ModelConfig", "PathOrAddress", "PathText", "PluginConfig", "Resizable", "ScheduleConfig", "Section",
+    "closest",
 ]  # fmt: skip
 
 #: Path of keys and indices to a value in a job file.
@@ -240,6 +241,23 @@ class ModelConfig(PluginConfig):
         Raises:
             ValueError: a value does not fit; the message begins with the field.
         """
+
+
+@runtime_checkable
+class Resizable(Protocol):
+    """Optional protocol of a model's config whose sizes are not its fields, for ``d9d verify``, which reduces them."""
+
+    def sizes(self) -> Mapping[str, int]:
+        """Name -> size, of all sizes that may be reduced."""
+        ...
+
+    def resized(self, sizes: Mapping[str, int]) -> PluginConfig:
+        """Config of a model of the same structure with some other sizes.
+
+        Raises:
+            ValueError: there is no such model.
+        """
+        ...
 
 
 class ScheduleConfig(PluginConfig):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config import ModelConfig, PluginConfig
+from d9d_core.config import ModelConfig, PluginConfig, Resizable
 from d9d_core.data import DataContext, DataStream
 from d9d_core.errors import BuildError, D9dError, DataError, JobError
 from d9d_core.grid import AXES
@@ -280,16 +280,19 @@ def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Seq
     """Config of the user's model with sizes of its family's tiny config, as far as data, meshes and stages allow."""
     spec = selection.model.spec
     assert isinstance(spec, ModelSpec)
-    mine, tiny = job.model.model_dump(), {} if spec.tiny is None else spec.tiny.load()().model_dump()
+    mine, tiny = _sizes(job.model), {} if spec.tiny is None else _sizes(spec.tiny.load()())
     facts = _facts(job, selection)
     # Keep sizes that the data also states, even if the task does not compare them, and the vocabulary in any case: data
     # that does not state it, such as a user's dataset, may have any of its tokens.
     own = [name for name in mine if name not in facts and name != "vocab_size"]
-    smaller = [name for name in own if _is_size(mine[name]) and _is_size(tiny.get(name)) and tiny[name] < mine[name]]
+    smaller = [name for name in own if name in tiny and tiny[name] < mine[name]]
     task: Task = instantiate(selection.task, job.task)
 
     def resized(names: Sequence[str]) -> PluginConfig:
-        return type(job.model).model_validate(mine | {name: tiny[name] for name in names})
+        sizes = {name: tiny[name] for name in names}
+        if isinstance(job.model, Resizable):
+            return job.model.resized(sizes)
+        return type(job.model).model_validate(job.model.model_dump() | sizes)
 
     def problems(names: Sequence[str]) -> int:
         found = 0
@@ -310,8 +313,10 @@ def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Seq
     return resized(smaller)
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _sizes(config: PluginConfig) -> Mapping[str, int]:
+    if isinstance(config, Resizable):
+        return config.sizes()
+    return {name: value for name, value in config.model_dump().items() if type(value) is int}
 
 
 def _facts(job: Job, selection: Selection) -> State:
