@@ -41,6 +41,18 @@ _SIZES = {
 _MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**_SIZES, "intermediate_size": 64},
     "qwen3_moe": {**_SIZES, "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 32},
+    "transformers": {
+        "config": {
+            "model_type": "llama",
+            "vocab_size": 300,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+        }
+    },
 }
 _SECTIONS = {
     "task": "task", "data": "dataset", "optimizer": "optimizer", "lr_schedule": "lr schedule", "pipeline": "schedule",

@@ -1,0 +1,1 @@
+"""Decoder language models of Hugging Face transformers, in every parallel layout."""

@@ -1,0 +1,102 @@
+"""Config of models that transformers implements. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+from d9d_core.config import ModelConfig
+from d9d_nn.heads.config import CausalLMHeadConfig
+from pydantic import JsonValue, field_validator
+
+#: Fields of config.json about a file or a program, not about the model.
+VOLATILE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
+_LAYERS = "num_hidden_layers"
+#: Sizes of a model that runs in milliseconds on a CPU.
+TINY: Mapping[str, int] = {
+    "hidden_size": 32, "intermediate_size": 48, _LAYERS: 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "moe_k": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": 8,
+}  # fmt: skip
+#: Fields of config.json that state what d9d cannot train, and why.
+_REFUSED = {
+    "quantization_config": "quantized weights cannot be trained; use the weights that they were made from",
+    "is_encoder_decoder": "d9d trains decoders; the model has an encoder, too",
+}
+
+
+class TransformersConfig(ModelConfig):
+    """Decoder language model that transformers implements, described by its ``config.json``."""
+
+    heads: ClassVar[Mapping[str, CausalLMHeadConfig]] = {"causal_lm": CausalLMHeadConfig()}
+
+    name: Literal["transformers"] = "transformers"
+    """Selects the plugin."""
+
+    config: dict[str, JsonValue]
+    """Contents of config.json: model_type, and the fields of this type that differ from transformers' defaults."""
+
+    @field_validator("config")
+    @classmethod
+    def _is_a_decoder(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if not isinstance(value.get("model_type"), str) or not value["model_type"]:
+            raise ValueError("it states no model_type, such as llama; give the contents of a config.json")
+        for name, why in _REFUSED.items():
+            if value.get(name):
+                raise ValueError(f"{name}: {why}")
+        return {name: field for name, field in value.items() if name not in VOLATILE}
+
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes of layers and experts that a smaller model of the same type may reduce."""
+        found = {name: _number(self.config.get(name)) for name in TINY}
+        return {name: size for name, size in found.items() if size is not None}
+
+    def resized(self, sizes: Mapping[str, int]) -> TransformersConfig:
+        """Config with other sizes; lists with an entry for each layer keep at least one entry of each kind.
+
+        Raises:
+            ValueError: the config is invalid.
+        """
+        fields = {**self.config, **sizes}
+        before, after = self.sizes().get(_LAYERS), sizes.get(_LAYERS)
+        if before is not None and after is not None:
+            for name, value in self.config.items():
+                if isinstance(value, list) and len(value) == before:
+                    fields[name] = [value[index] for index in _kept(value, after)]
+        return TransformersConfig(config=fields)
+
+    @property
+    def model_type(self) -> str:
+        """Type of the model in transformers."""
+        return str(self.config["model_type"])
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of token ids; ``None`` if the config leaves it to transformers' default."""
+        return _number(self.config.get("vocab_size"))
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence that the model supports; ``None`` if the config leaves it to transformers' default."""
+        return _number(self.config.get("max_position_embeddings"))
+
+
+def tiny() -> TransformersConfig:
+    """Config of a Llama that runs in milliseconds on a CPU; it also has sizes of other types, for :meth:`resized`."""
+    about: dict[str, JsonValue] = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    return TransformersConfig(config={**about, **TINY})
+
+
+def _kept(entries: Sequence[object], count: int) -> list[int]:
+    """Indices of entries that are kept: the first of each kind, and then the first ones."""
+    firsts = [index for index, entry in enumerate(entries) if entry not in entries[:index]][:count]
+    others = [index for index in range(len(entries)) if index not in firsts]
+    return sorted([*firsts, *others[: count - len(firsts)]])
+
+
+def _number(value: JsonValue) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

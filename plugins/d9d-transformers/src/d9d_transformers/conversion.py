@@ -1,0 +1,150 @@
+"""Mappers between the tensors in files of transformers and the tensors of its models in memory.
+
+Most tensors have one name. For the others, transformers has a list of conversions by type of model, which is translated
+here operation by operation; each is linear, so that any layout reads only its own bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from d9d_core.errors import CheckpointError
+from d9d_weights.graph.base import Mapper, Parallel
+from d9d_weights.graph.mappers import Identity, Rename
+from d9d_weights.graph.merging import Concatenate, Stack
+from d9d_weights.graph.select import Copy, Drop
+
+from d9d_transformers.attention import register
+from d9d_transformers.config import TransformersConfig
+from d9d_transformers.head import Head
+from d9d_transformers.library import conversions, native_config, native_model
+
+#: Placeholder of an expert's index in a pattern.
+_INDEX = "*"
+
+
+@dataclass
+class _Correspondence:
+    """Mappers from files to memory, in two steps, and names.
+
+    Attributes:
+        first: mappers from files to memory or to names of intermediate tensors.
+        second: mappers from intermediate tensors.
+        tied: name of the head's weight and of the embedding's, if they are tied.
+    """
+
+    first: list[Mapper] = field(default_factory=list)
+    second: list[Mapper] = field(default_factory=list)
+    tied: tuple[str, str] | None = None
+
+    def mapper(self, *others: Mapper) -> Mapper:
+        first = Parallel(*others, *self.first, Identity())
+        return first >> Parallel(*self.second, Identity()) if self.second else first
+
+
+def importer(config: TransformersConfig, stored: TransformersConfig) -> Mapper:  # noqa: ARG001 - files have one head
+    """Mapper from files to the model.
+
+    Raises:
+        CheckpointError: transformers converts tensors by an operation that d9d does not have.
+    """
+    found = _correspondence(config)
+    old = [Drop("{layer*}.rotary_emb.inv_freq", optional=True)]  # written by old releases
+    if found.tied is None:
+        return found.mapper(*old)
+    head, embedding = found.tied
+    return found.mapper(
+        *old, Copy(head, embedding, f"'{head}' in the files differs from '{embedding}', but config.json ties them")
+    )
+
+
+def exporter(config: TransformersConfig) -> Mapper:
+    """Mapper from the model to files. A tied head is left out.
+
+    Raises:
+        CheckpointError: transformers converts tensors by an operation that d9d does not have.
+    """
+    return _correspondence(config).mapper().inverse()
+
+
+def _correspondence(config: TransformersConfig) -> _Correspondence:
+    register()
+    with torch.device("meta"):
+        native = native_model(native_config(config.config))
+    head = Head.of(native)
+    found = _Correspondence()
+    if head.tied:
+        found.tied = f"{head.name}.weight", f"{head.embedding}.weight"
+    transforms = conversions(native)
+    merging = [transform for transform in transforms if getattr(transform, "operations", None)]
+    renaming = [transform for transform in transforms if not getattr(transform, "operations", None)]
+    for name, tensor in native.state_dict(keep_vars=True).items():
+        if found.tied is None or name != found.tied[0]:
+            _add(found, name, tensor.shape, merging, renaming)
+    return found
+
+
+def _add(
+    found: _Correspondence, name: str, shape: Sequence[int], merging: Sequence[Any], renaming: Sequence[Any]
+) -> None:
+    for transform in merging:
+        (target,) = transform.target_patterns if len(transform.target_patterns) == 1 else (None,)
+        if target is None:
+            kinds = ", ".join(type(operation).__name__ for operation in transform.operations)
+            if any(_plain(one) in name for one in transform.target_patterns):
+                raise CheckpointError(f"transformers makes {name} of files by {kinds}, which d9d does not have")
+            continue
+        before, matched, after = name.partition(_plain(target))
+        if matched:
+            sources = [_stored(f"{before}{_plain(source)}{after}", renaming) for source in transform.source_patterns]
+            found.first += _merged(found, name, shape, sources, transform.operations)
+            return
+    if (stored := _stored(name, renaming)) != name:
+        found.first.append(Rename(stored, name))
+
+
+def _merged(
+    found: _Correspondence, name: str, shape: Sequence[int], sources: Sequence[str], operations: Sequence[Any]
+) -> Iterator[Mapper]:
+    """Mappers from files, up to one concatenation, which is added to the second step."""
+    kinds = [type(operation).__name__ for operation in operations]
+    dims: list[Any] = [getattr(operation, "dim", None) for operation in operations]
+    if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"], ["Concatenate"]) or (
+        "MergeModulelist" in kinds and dims[0] != 0
+    ):
+        raise CheckpointError(f"transformers makes {name} of files by {', '.join(kinds)}, which d9d does not have")
+    parts = sources
+    if "MergeModulelist" in kinds:
+        parts = [name] if len(sources) == 1 else [f"{name}.part{index}" for index in range(len(sources))]
+        for source, part in zip(sources, parts, strict=True):
+            yield Stack([source.replace(_INDEX, str(index)) for index in range(shape[0])], part)
+    if len(parts) > 1:
+        merged = Concatenate(parts, name, dims[-1])
+        if "MergeModulelist" in kinds:
+            found.second.append(merged)
+        else:
+            yield merged
+
+
+def _stored(name: str, renaming: Sequence[Any]) -> str:
+    """Name in files of a name in memory, by renamings in reverse order."""
+    for transform in reversed(renaming):
+        for source, target in zip(transform.source_patterns, transform.target_patterns, strict=True):
+            name = name.replace(_plain(target), _plain(source))
+    return name
+
+
+def _plain(pattern: str) -> str:
+    """Text of a pattern without special characters other than the index.
+
+    Raises:
+        CheckpointError: it has others.
+    """
+    text = pattern.replace("\\.", ".").removeprefix("^").removesuffix("$")
+    if re.search(r"[\\()\[\]+?|{}^$]", text):
+        raise CheckpointError(f"transformers renames tensors by the pattern {pattern!r}, which d9d does not read")
+    return text

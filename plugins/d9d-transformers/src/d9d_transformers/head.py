@@ -1,0 +1,121 @@
+"""Head of a language model of transformers: which module it is, and what the model does to hidden states and logits.
+
+Shapes: B samples, S positions, H features, V words of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from d9d_core.errors import BuildError
+from torch import Tensor, nn
+
+from d9d_transformers.library import base_of, library
+
+_POSITIONS = 3
+
+
+@dataclass(frozen=True)
+class Head:
+    """Head that maps hidden states to ``scale * hidden @ weight.T``.
+
+    Attributes:
+        name: name of the module.
+        embedding: name of the embedding, with the prefix of the model without its head.
+        features: H.
+        vocabulary: V.
+        std: standard deviation of the initial weights.
+        tied: whether the weight is the embedding's.
+        scale: factor of the logits.
+    """
+
+    name: str
+    embedding: str
+    features: int
+    vocabulary: int
+    std: float
+    tied: bool
+    scale: float
+
+    @classmethod
+    def of(cls, native: Any) -> Head:
+        """Examine a language model; none of its weights is read.
+
+        Raises:
+            BuildError: the head is no linear layer without bias, a weight is tied to something other than the head, or
+                the model does more to logits than to multiply them by a number.
+        """
+        kind = type(native).__name__
+        output: nn.Module = native.get_output_embeddings()
+        embedding: nn.Module = native.get_input_embeddings()
+        names = {module: path for path, module in native.named_modules()}
+        if type(output) is not nn.Linear or getattr(output, "bias", None) is not None or "." in names[output]:
+            raise BuildError(
+                f"model.config: the head of {kind} is {type(output).__name__}, not a linear layer without bias"
+            )
+        tied = dict(native.all_tied_weights_keys)
+        mine = f"{names[output]}.weight", f"{names[embedding]}.weight"
+        if others := sorted(f"{a} = {b}" for a, b in tied.items() if (a, b) != mine):
+            raise BuildError(f"model.config: {kind} ties {', '.join(others)}; d9d ties the head to the embedding only")
+        return cls(
+            name=names[output],
+            embedding=names[embedding],
+            features=output.in_features,
+            vocabulary=output.out_features,
+            std=float(getattr(native.config, "initializer_range", None) or 0.02),
+            tied=bool(tied),
+            scale=_scale(native, names[output], output),
+        )
+
+
+class _Given(nn.Module):
+    """Returns a stored value, and keeps its first argument."""
+
+    def __init__(self, value: Any, weight: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.value, self.seen, self.weight = value, None, weight
+
+    def forward(self, *args: Any, **_: Any) -> Any:
+        self.seen = args[0] if args else None
+        return self.value
+
+
+def _scale(native: Any, name: str, output: nn.Linear) -> float:
+    """Factor of the logits, measured: the model gets random hidden states, and its head returns random logits."""
+    kind = type(native).__name__
+    with torch.device("cpu"), torch.no_grad():
+        draws = torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, _POSITIONS, output.in_features, generator=draws)
+        logits = 30 * torch.randn(1, _POSITIONS, output.out_features, generator=draws)
+        outputs = library().modeling_outputs.MoeModelOutputWithPast(last_hidden_state=hidden)
+        shell = copy.copy(native)
+        # nn.Module keeps its submodules here; assigning one would replace the model's own.
+        shell._modules = dict(native._modules)  # noqa: SLF001
+        head = _Given(logits, nn.Parameter(torch.ones(1)))
+        shell._modules |= {base_of(native)[0]: _Given(outputs), name: head}  # noqa: SLF001
+        tokens = torch.zeros(1, _POSITIONS, dtype=torch.int64)
+        try:
+            found = shell(input_ids=tokens, use_cache=False).logits
+        except Exception as error:  # forwards of models raise anything
+            raise BuildError(f"model.config: the head of {kind} cannot be examined: {error}") from error
+        before, after = _ratio(head.seen, hidden), _ratio(found, logits)
+    if before is None or after is None:
+        what = "hidden states before" if before is None else "logits after"
+        raise BuildError(
+            f"model.config: {kind} changes {what} its head by more than a factor, such as by a soft cap, which d9d's "
+            "head does not have"
+        )
+    return before * after
+
+
+def _ratio(found: Tensor | None, given: Tensor) -> float | None:
+    """Constant factor between two tensors; ``None`` if there is none."""
+    if found is None or found.shape != given.shape:
+        return None
+    ratio = (found.flatten() @ given.flatten() / given.square().sum()).item()
+    ratio = 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
+    return ratio if torch.allclose(found, ratio * given, rtol=1e-5, atol=1e-6) else None

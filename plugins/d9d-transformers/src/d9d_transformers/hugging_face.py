@@ -1,0 +1,51 @@
+"""Hugging Face format of transformers' models: tensors keep their names, up to conversions of transformers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from d9d_core.errors import CheckpointError
+from pydantic import ValidationError
+
+from d9d_transformers.config import VOLATILE, TransformersConfig
+
+if TYPE_CHECKING:
+    from d9d_weights.graph.base import Mapper
+
+
+class TransformersFormat:
+    """Format of the files that transformers reads and writes."""
+
+    def config_json(self, config: TransformersConfig, dtype: str) -> dict[str, Any]:
+        """Contents of ``config.json``: the fields of the config, and the dtype."""
+        return {**config.config, "dtype": dtype}
+
+    def kept_fields(self, source: Mapping[str, Any], config: TransformersConfig) -> dict[str, Any]:  # noqa: ARG002
+        """Further fields of the source's ``config.json``: none, because the config has all of them."""
+        return {}
+
+    def config_from_json(self, data: Mapping[str, Any]) -> TransformersConfig:
+        """Config with all fields of a ``config.json``, but the ones about files and programs.
+
+        Raises:
+            CheckpointError: the file describes no decoder that could be trained.
+        """
+        fields = {name: value for name, value in data.items() if name not in VOLATILE}
+        try:
+            return TransformersConfig.model_validate({"config": fields})
+        except ValidationError as error:
+            problems = "; ".join(line["msg"].removeprefix("Value error, ") for line in error.errors())
+            raise CheckpointError(f"config.json: {problems}") from error
+
+    def importer(self, config: TransformersConfig, stored: TransformersConfig) -> Mapper:
+        """Mapper from files to the model's names; see :mod:`d9d_transformers.conversion`."""
+        from d9d_transformers.conversion import importer
+
+        return importer(config, stored)
+
+    def exporter(self, config: TransformersConfig) -> Mapper:
+        """Mapper from the model's names to files."""
+        from d9d_transformers.conversion import exporter
+
+        return exporter(config)

@@ -1,0 +1,84 @@
+"""Access to transformers: configs, models on the meta device, and differences between releases, in this file only."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from d9d_core.errors import BuildError, CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Name under which transformers finds d9d's attention.
+ATTENTION = "d9d"
+
+
+def library() -> Any:
+    """Import transformers.
+
+    Raises:
+        BuildError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        text = f"model 'transformers' needs the library transformers, which cannot be imported: {error}"
+        raise BuildError(f"{text}; install it with: pip install 'transformers>=5.17'") from error
+
+
+def native_config(values: Mapping[str, Any]) -> Any:
+    """Config object of transformers for the contents of a ``config.json``; no code of a model directory runs.
+
+    Raises:
+        CheckpointError: the installed release has no such type, or refuses a value.
+    """
+    transformers = library()
+    kind = values["model_type"]
+    known = transformers.CONFIG_MAPPING
+    if kind not in known:
+        stored = " (its code is next to the weights, and d9d never runs it)" if "auto_map" in values else ""
+        raise CheckpointError(
+            f"config.json: transformers {transformers.__version__} has no model_type {kind!r}{stored}; install a "
+            "release that has it"
+        )
+    given = {name: value for name, value in values.items() if name != "auto_map"}
+    try:
+        return known[kind].from_dict(given)
+    except Exception as error:  # validators of configs raise exceptions of several libraries
+        raise CheckpointError(f"config.json: transformers refuses it for {kind}: {error}") from error
+
+
+def native_model(config: Any) -> Any:
+    """Language model of transformers for a config, on the current device; in float32, with d9d's attention.
+
+    Raises:
+        BuildError: transformers has no language model of this type, or cannot build it.
+    """
+    import torch
+
+    transformers = library()
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - no public look-up; a test reads it
+        raise BuildError(
+            f"model.config: transformers has no language model (ForCausalLM) of type {config.model_type!r}"
+        )
+    try:
+        return transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
+        )
+    except Exception as error:  # constructors of models raise anything
+        raise BuildError(f"model.config: transformers cannot build a {config.model_type}: {error}") from error
+
+
+def base_of(model: Any) -> tuple[str, nn.Module]:
+    """Name and module of the part of a language model that returns hidden states."""
+    name = model.base_model_prefix
+    return name, getattr(model, name)
+
+
+def conversions(model: Any) -> list[Any]:
+    """Conversions of the tensors in files of a model, in order of application; see its ``conversion_mapping``."""
+    mapping = importlib.import_module("transformers.conversion_mapping")
+    found: list[Any] = mapping.get_model_conversion_mapping(model, add_legacy=False)
+    return found

@@ -1,0 +1,204 @@
+"""Model of transformers, whole or as one pipeline stage.
+
+Shapes: B samples, S positions, H features, V words of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from d9d_core.errors import BuildError
+from d9d_core.model import ContextShare, Stage
+from d9d_core.traits import TensorStyle
+from d9d_core.types import TensorSpec
+from d9d_nn.attention.core import AttentionCore
+from d9d_nn.attention.masks import prepare_masks
+from d9d_nn.heads.causal_lm import CausalLMHead
+from d9d_nn.stages import stage_layers
+from torch import Tensor, nn
+
+from d9d_transformers.attention import CORE, DOCUMENTS
+from d9d_transformers.head import Head
+from d9d_transformers.library import base_of
+from d9d_transformers.stages import keep_stage
+from d9d_transformers.structure import Structure, examine
+from d9d_transformers.tensor_styles import attach_styles, check_splittable, styles_of
+
+#: Cost of an embedding in a step, as a fraction of a head's; see :mod:`d9d_nn.decoder.stages`.
+_EMBEDDING_PER_HEAD = 1 / 16
+
+
+class TransformersModel(nn.Module):
+    """Decoder language model of transformers: its own modules and parameter names, with d9d's attention and head.
+
+    Parameters have the names that they have in transformers, with the index of a layer in the whole model. Layers of
+    other stages are replaced by modules that do nothing, because models choose masks and rotations by the index.
+
+    Args:
+        native: language model of transformers, on the meta device.
+        stage: pipeline stage to build.
+
+    Raises:
+        BuildError: d9d cannot train the model, or the layers cannot be split over the stages.
+    """
+
+    def __init__(self, native: Any, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+        self._base_name, base = base_of(native)
+        structure, head = examine(base), Head.of(native)
+        self.head, self._structure = head, structure
+        self.styles = styles_of(base, structure)
+        self.layer_indices = _layers_of(base, structure, stage, head)
+        _attach(base, structure)
+        attach_styles(base, structure, self.styles)
+        self._entry, self._exit = keep_stage(
+            base,
+            structure,
+            self.layer_indices,
+            first=stage.is_first,
+            last=stage.is_last,
+            embedding=stage.is_last and head.tied,
+        )
+        self.add_module(self._base_name, base)
+        if stage.is_last:
+            tied = CausalLMHead(head.features, head.vocabulary, std=head.std, tied=head.tied)
+            self.add_module(head.name, tied)
+        self._sequence_ranks = 1
+        self._context: ContextShare | None = None
+
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """Layers of this stage."""
+        names = (f"{self._base_name}.{self._structure.layers}.{index}" for index in self.layer_indices)
+        return {name: self.get_submodule(name) for name in names}
+
+    def attention_cores(self) -> Mapping[str, nn.Module]:
+        """Attention cores of this stage's layers."""
+        cores = (name for name, module in self.named_modules() if isinstance(module, AttentionCore))
+        return {name: self.get_submodule(name) for name in cores}
+
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        """Styles of the modules outside of split ones, and of the head, which splits the vocabulary.
+
+        Raises:
+            BuildError: the model cannot be split.
+        """
+        check_splittable(self.styles)
+        plan = {f"{self._base_name}.{name}": style for name, style in self.styles.model.items()}
+        mine = {name.rpartition(".")[0] for name, _ in self.named_parameters()}
+        head = {self.head.name: TensorStyle.VOCAB} if self.stage.is_last else {}
+        return {name: style for name, style in plan.items() if name in mine} | head
+
+    def split_sequence(self, ranks: int) -> None:
+        """Expect S / ``ranks`` positions in hidden states from now on."""
+        self._sequence_ranks = ranks
+
+    def split_context(self, share: ContextShare) -> None:
+        """Expect a rank's own positions from now on; ``documents`` still cover all positions."""
+        self._context = share
+
+    def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+        """Spec of ``hidden`` [B, S, H] in the dtype of this stage's parameters; empty on the last stage."""
+        if self.stage.is_last:
+            return {}
+        samples, length = microbatch["tokens"].shape
+        shape = samples, length // self._sequence_ranks, self.head.features
+        return {"hidden": TensorSpec(shape, next(self.parameters()).dtype)}
+
+    def forward(
+        self,
+        *,
+        tokens: Tensor | None = None,
+        hidden: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        targets: Tensor | None = None,
+        lengths: Tensor | None = None,  # noqa: ARG002 - padding is behind the tokens, which attend to earlier ones only
+    ) -> dict[str, Tensor]:
+        """Run this stage.
+
+        Args:
+            tokens: int64 [B, S], for the first stage.
+            hidden: [B, S, H], for later stages: returned by the previous one.
+            positions: int64 [B, S], position inside the document; counted from the sample's start if ``None``.
+            documents: int64 [B, S]; tokens attend only within their own document. ``None`` if a sample is one document.
+            targets: int64 [B, S], -100 where nothing is predicted.
+            lengths: int64 [B], tokens of each right-padded sample.
+
+        Returns:
+            Before the last stage ``{"hidden": [B, S, H]}``; from the last stage ``{"token_loss": float32 [B, S]}`` with
+            targets, else ``{"logits": [B, S, V]}``.
+
+        Raises:
+            ValueError: the first stage got no tokens, or a later one no hidden states.
+        """
+        given = tokens if self.stage.is_first else hidden
+        if given is None:
+            what = "tokens" if self.stage.is_first else "hidden, returned by the previous stage"
+            raise ValueError(f"stage {self.stage.index} of {self.stage.count} needs {what}")
+        length = given.shape[1] * (1 if self.stage.is_first else self._sequence_ranks)
+        if self._context is not None:
+            length *= self._context.ranks
+        if positions is None:
+            positions = torch.arange(length, device=given.device).unsqueeze(0)
+            positions = positions if self._context is None else self._context.own(positions)
+        base: Any = getattr(self, self._base_name)
+        slots = (core.attention for core in self.attention_cores().values() if isinstance(core, AttentionCore))
+        masks = prepare_masks(slots, documents, length, given.device)
+        if self._entry is not None:
+            self._entry.hand(given)
+        inputs = {"input_ids" if self.stage.is_first else "inputs_embeds": given}
+        outputs = base(**inputs, position_ids=positions, use_cache=False, **{DOCUMENTS: masks})
+        if self._exit is not None:
+            return {"hidden": self._exit.take()}
+        final: Tensor = outputs.last_hidden_state
+        if self.head.scale != 1:
+            final = final * self.head.scale
+        weight = self.get_parameter(f"{self.head.embedding}.weight") if self.head.tied else None
+        loss: dict[str, Tensor] = getattr(self, self.head.name)(final, targets, weight)
+        return loss
+
+
+class _Initialisation:
+    """Initialises a module's own parameters and buffers by the rules of its model."""
+
+    def __init__(self, base: Any, module: nn.Module) -> None:
+        self._base, self._module = base, module
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Initialise.
+
+        Raises:
+            BuildError: the rules leave out a tensor, whose value only the constructor knows.
+        """
+        module = self._module
+        own = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
+        numbers = {name: tensor for name, tensor in own.items() if tensor.is_floating_point()}
+        for tensor in numbers.values():
+            tensor.fill_(torch.nan)
+        self._base._init_weights(module)  # noqa: SLF001 - the public initialize_weights() does all modules
+        if left := [name for name in own if name not in numbers or numbers[name].isnan().any()]:
+            raise BuildError(
+                f"model.config: transformers initialises {', '.join(left)} of {type(module).__name__} in its "
+                "constructor only, so d9d, which builds models without memory first, cannot train it"
+            )
+
+
+def _attach(base: Any, structure: Structure) -> None:
+    """Give every module with tensors an initialisation, and every attention module a core."""
+    for module in base.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own:
+            module.reset_parameters = _Initialisation(base, module)
+    for path, call in structure.attention.items():
+        base.get_submodule(path).add_module(CORE, call.core(path))
+
+
+def _layers_of(base: Any, structure: Structure, stage: Stage, head: Head) -> range:
+    layers = base.get_submodule(structure.layers)
+    layer = sum(parameter.numel() for parameter in layers.parameters()) / structure.count
+    cost = head.features * head.vocabulary / layer
+    return stage_layers(structure.count, stage, first=_EMBEDDING_PER_HEAD * cost, last=cost)

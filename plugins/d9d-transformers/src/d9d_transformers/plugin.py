@@ -1,0 +1,30 @@
+"""Plugin declaration of the model ``transformers``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from d9d_core.plugin import ANY_MODEL_TYPE, ModelSpec, Ref, hookimpl
+
+D9D_API = 2
+
+
+@hookimpl
+def d9d_models() -> Iterable[ModelSpec]:
+    """Any decoder language model that transformers implements and that passes the checks of this plugin."""
+    yield ModelSpec(
+        name="transformers",
+        summary="A decoder language model of transformers, by the model_type of its config.",
+        config=Ref("d9d_transformers.config:TransformersConfig"),
+        build=Ref("d9d_transformers.build:build"),
+        hugging_face=Ref("d9d_transformers.hugging_face:TransformersFormat"),
+        model_types=frozenset({ANY_MODEL_TYPE}),
+        flops=Ref("d9d_transformers.flops:training_flops_per_token"),
+        tiny=Ref("d9d_transformers.config:tiny"),
+        provides=frozenset(
+            {
+                "model:blocks", "model:causal_lm", "model:context_parallel", "model:late_init", "model:ops",
+                "model:pipeline", "model:tensor_parallel",
+            }
+        ),
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Pipeline stages of a model of transformers: modules of other stages become modules that do nothing.
+
+Shapes: B samples, S positions, H features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from d9d_transformers.structure import Structure
+
+
+class AbsentLayer(nn.Module):
+    """Layer of another pipeline stage: returns its input, or a tensor that was handed over.
+
+    It has the plain attributes of the layer, because models choose masks and rotations by them.
+
+    Args:
+        layer: layer of another stage.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if isinstance(value, str | int | float) and name not in vars(self):
+                setattr(self, name, value)
+        self._handed: Tensor | None = None
+        self._seen: Tensor | None = None
+
+    def hand(self, hidden: Tensor) -> None:
+        """Return a tensor [B, S, H] from the next call."""
+        self._handed = hidden
+
+    def take(self) -> Tensor:
+        """Input [B, S, H] of the last call."""
+        assert self._seen is not None
+        seen, self._seen = self._seen, None
+        return seen
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the input [B, S, H], or the tensor that was handed over."""
+        if self._handed is not None:
+            hidden_states, self._handed = self._handed, None
+        self._seen = hidden_states
+        return hidden_states
+
+
+class Absent(nn.Module):
+    """Module of another pipeline stage, other than a layer: returns its first argument."""
+
+    def forward(self, value: Any, *_: Any, **__: Any) -> Any:
+        """Return the argument."""
+        return value
+
+
+def keep_stage(
+    base: Any, structure: Structure, layers: range, *, first: bool, last: bool, embedding: bool
+) -> tuple[AbsentLayer | None, AbsentLayer | None]:
+    """Remove modules of other stages, in place.
+
+    Args:
+        base: model without its head.
+        structure: its structure.
+        layers: layers of the stage.
+        first: whether the stage is the first one.
+        last: whether the stage is the last one.
+        embedding: whether the stage keeps the embedding, although it is not the first.
+
+    Returns:
+        The absent layer before the stage's own ones, which hands over hidden states, and the one after them, which
+        takes them; each ``None`` if there is none.
+    """
+    listed = base.get_submodule(structure.layers)
+    for index in range(structure.count):
+        if index not in layers:
+            listed[index] = AbsentLayer(listed[index])
+    kept = structure.before[:1] if embedding else ()
+    absent = [name for name in structure.before if not first and name not in kept]
+    absent += [] if last else structure.after
+    for name in absent:
+        base.set_submodule(name, Absent())
+    return (
+        None if first else listed[layers.start - 1],
+        None if last else listed[layers.stop],
+    )

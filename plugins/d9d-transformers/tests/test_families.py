@@ -1,0 +1,279 @@
+"""Models of transformers compute the same in d9d: alone, packed, in stages, and from files and back."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.errors import BuildError, CheckpointError
+from d9d_core.model import Stage
+from d9d_core.traits import LateInit, TensorStyle, modules_with
+from d9d_testing.suites.model import ModelSuite
+from d9d_testing.suites.plugin import PluginSuite
+from d9d_testing.suites.support.models import initialised
+from d9d_transformers.build import build
+from d9d_transformers.config import TransformersConfig
+from d9d_transformers.hugging_face import TransformersFormat
+from d9d_transformers.library import library, native_config
+from d9d_transformers.model import TransformersModel
+from d9d_transformers.plugin import d9d_models
+from d9d_weights.graph.graph import map_tensors
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+(SPEC,) = d9d_models()
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "sliding_window": 8, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2,
+    "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+#: Types whose matrices transformers' plan splits.
+SPLIT = [
+    "llama", "qwen3", "gemma3_text", "granite", "cohere", "mistral", "ministral3", "qwen2", "gemma", "smollm3", "olmo",
+    "ernie4_5", "arcee", "exaone4", "cohere2", "starcoder2", "helium",
+]  # fmt: skip
+WHOLE = ["phi3", "olmo2", "olmo3", "glm", "glm4", "hunyuan_v1_dense"]
+EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
+#: Tried in each run of the quick tests; the others are tried in .ci/run.
+FIRST = {"llama", "gemma3_text", "qwen3_moe"}
+TYPES = [
+    pytest.param(kind, marks=() if kind in FIRST else (pytest.mark.thorough,)) for kind in (*SPLIT, *WHOLE, *EXPERTS)
+]
+
+
+def tiny(kind: str, **fields: Any) -> TransformersConfig:
+    """Config with the sizes above that the type has."""
+    known = library().CONFIG_MAPPING[kind]().to_dict()
+    return TransformersConfig(config={"model_type": kind, **{k: v for k, v in SIZES.items() if k in known}, **fields})
+
+
+@cache
+def theirs(kind: str) -> Any:
+    """Language model of transformers with random weights far from their start."""
+    torch.manual_seed(0)
+    model = library().AutoModelForCausalLM.from_config(
+        native_config(tiny(kind).config), attn_implementation="eager", dtype=torch.float32
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, mean=0.0 if parameter.ndim > 1 or "gemma" in kind else 1.0, std=0.2)
+    return model
+
+
+def ours(kind: str, stage: Stage = Stage()) -> TransformersModel:  # noqa: B008 - Stage is frozen
+    """The same model, or a stage of it, in d9d, with the same weights."""
+    with torch.device("meta"):
+        model = build(tiny(kind), stage)
+    model.to_empty(device="cpu")
+    for module in modules_with(model, LateInit).values():
+        module.reset_parameters()
+    weights = theirs(kind).state_dict()
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            tensor.copy_(weights[name])
+    return model
+
+
+def inputs(kind: str) -> dict[str, Tensor]:
+    """Two samples of 16 tokens; the first one is a document of 6 tokens and one of 10."""
+    draws = torch.Generator().manual_seed(len(kind))
+    tokens, targets = (torch.randint(3, 64, (2, 16), generator=draws) for _ in range(2))
+    documents = torch.tensor([[0] * 6 + [1] * 10, [0] * 16])
+    positions = torch.stack([torch.cat([torch.arange(6), torch.arange(10)]), torch.arange(16)])
+    return {"tokens": tokens, "targets": targets, "documents": documents, "positions": positions}
+
+
+def logits_of(model: TransformersModel, given: dict[str, Tensor]) -> Tensor:
+    return model(**{name: tensor for name, tensor in given.items() if name != "targets"})["logits"]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_logits_and_gradients_are_those_of_transformers(kind: str) -> None:
+    given, model, reference = inputs(kind), ours(kind), theirs(kind)
+    expected = reference(input_ids=given["tokens"], use_cache=False).logits
+    assert (model(tokens=given["tokens"])["logits"] - expected).abs().max() < 1e-5 * expected.abs().max()
+    reference.zero_grad()
+    functional.cross_entropy(expected.flatten(0, 1), given["targets"].flatten(), reduction="sum").backward()
+    model(tokens=given["tokens"], targets=given["targets"])["token_loss"].sum().backward()
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if gradients[name] is None:  # a bias that only balances experts
+            assert parameter.grad is None, name
+            continue
+        assert parameter.grad is not None, name
+        assert (parameter.grad - gradients[name]).norm() < 1e-5 * gradients[name].norm(), name
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_document_in_a_sample_is_computed_as_it_is_alone(kind: str) -> None:
+    given, model = inputs(kind), ours(kind)
+    packed = logits_of(model, given)
+    torch.testing.assert_close(
+        packed[:1, :6], logits_of(model, {"tokens": given["tokens"][:1, :6]}), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        packed[:1, 6:], logits_of(model, {"tokens": given["tokens"][:1, 6:]}), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_stages_compute_the_bits_of_the_whole_model_with_its_parameters(kind: str) -> None:
+    given, whole = inputs(kind), ours(kind)
+    stages = [ours(kind, Stage(index, 3)) for index in range(3)]
+    others = {name: given[name] for name in ("documents", "positions")}
+    passed = stages[0](tokens=given["tokens"], **others)
+    for stage in stages[1:]:
+        passed = stage(**passed, **others)
+    assert torch.equal(passed["logits"], logits_of(whole, given))
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    shared = {f"{whole.head.embedding}.weight"} if whole.head.tied else set()
+    assert {name for name in names if names.count(name) > 1} == shared
+    assert set(names) == {name for name, _ in whole.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_weights_come_from_files_and_go_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    reference, form = theirs(kind), TransformersFormat()
+    reference.save_pretrained(tmp_path)
+    files = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    config = form.config_from_json(json.loads((tmp_path / "config.json").read_text()))
+    loaded = map_tensors(form.importer(config, config), files)
+    state = ours(kind).state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    exported = map_tensors(form.exporter(config), loaded)
+    assert exported.keys() == files.keys()
+    assert all(torch.equal(exported[name], files[name]) for name in files)
+
+
+@pytest.mark.parametrize("kind", SPLIT[:5])
+def test_a_plan_of_transformers_becomes_styles_of_every_parameter(kind: str) -> None:
+    model = ours(kind)
+    plan = model.tensor_parallel_plan()
+    assert {plan[name] for name in plan if name.endswith("norm")} <= {TensorStyle.SEQUENCE}
+    assert plan[model.head.name] is plan[model.head.embedding] is TensorStyle.VOCAB
+    attention = model.get_submodule("model.layers.0.self_attn")
+    styles: Any = attention.tensor_parallel_plan()  # type: ignore[operator]
+    assert (styles["q_proj"], styles["o_proj"]) == (TensorStyle.COLUMN, TensorStyle.ROW)
+    heads: Any = attention.tensor_parallel_heads()  # type: ignore[operator]
+    assert heads["q_proj"] == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("phi3", "the style rowwise_split_input"), ("olmo2", "colwise_gather_output"), ("mixtral", "moe_tp_experts")],
+)
+def test_a_plan_that_d9d_does_not_have_is_refused(kind: str, text: str) -> None:
+    with pytest.raises(BuildError, match=f"strategy 'tensor_parallel': .*{text}"):
+        ours(kind).tensor_parallel_plan()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("gemma2", "changes logits after its head by more than a factor, such as by a soft cap"),
+        ("gpt_oss", "passes s_aux, which d9d's attention does not have"),
+        ("qwen3_next", "does not call transformers' attention, so documents in one sample cannot be kept apart"),
+        ("phi", "the head of PhiForCausalLM is Linear, not a linear layer without bias"),
+        ("seed_oss", "attention dropout of 0.1.* set attention_dropout of model.config to 0"),
+        ("nemotron", "passes no keywords to its attention"),
+        ("vit", "transformers has no language model"),
+    ],
+)
+def test_a_model_that_cannot_be_exact_is_refused_with_the_reason(kind: str, text: str) -> None:
+    with torch.device("meta"), pytest.raises(BuildError, match=text):
+        build(tiny(kind), Stage())
+
+
+def test_values_that_only_a_constructor_knows_are_not_left_out_silently() -> None:
+    with torch.device("meta"):
+        model = build(tiny("apertus", rope_parameters={"rope_type": "default", "rope_theta": 1e4}), Stage())
+    activation: Any = model.to_empty(device="cpu").get_submodule("model.layers.0.mlp.act_fn")
+    with pytest.raises(BuildError, match="initialises alpha_p, .* of XIELUActivation in its constructor only"):
+        activation.reset_parameters()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "it states no model_type"),
+        ({"model_type": 3}, "it states no model_type"),
+        ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "d9d trains decoders"),
+    ],
+)
+def test_a_config_that_describes_no_trainable_decoder_is_refused(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        TransformersConfig(config=fields)
+    with pytest.raises(CheckpointError, match=text):
+        TransformersFormat().config_from_json(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"model_type": "no_such"}, r"transformers .* has no model_type 'no_such'; install a release that has it"),
+        (
+            {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C"}},
+            "its code is next to the weights, and d9d never",
+        ),
+        ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, "transformers refuses it for llama"),
+    ],
+)
+def test_a_type_that_transformers_lacks_and_values_that_it_refuses_are_errors(
+    fields: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        native_config(fields)
+
+
+def test_fields_about_files_and_programs_are_not_part_of_the_model() -> None:
+    given = {
+        "model_type": "llama",
+        "dtype": "float16",
+        "transformers_version": "5",
+        "use_cache": False,
+        "vocab_size": 9,
+    }
+    config = TransformersFormat().config_from_json(given)
+    assert config.config == {"model_type": "llama", "vocab_size": 9}
+    assert TransformersFormat().config_json(config, "bfloat16") == {**config.config, "dtype": "bfloat16"}
+    assert (config.model_type, config.vocab_size, config.max_positions) == ("llama", 9, None)
+
+
+def test_a_smaller_model_keeps_each_kind_of_layer() -> None:
+    kinds = ["full", "full", "sliding", "full", "sliding", "full"]
+    config = TransformersConfig(
+        config={"model_type": "x", "num_hidden_layers": 6, "hidden_size": 64, "layer_types": kinds, "others": [1, 2]}
+    )
+    assert config.sizes() == {"num_hidden_layers": 6, "hidden_size": 64}
+    smaller = {count: config.resized({"num_hidden_layers": count, "hidden_size": 32}).config for count in (2, 4)}
+    assert smaller[2]["layer_types"] == ["full", "sliding"]
+    assert smaller[4]["layer_types"] == ["full", "full", "sliding", "full"]
+    assert (smaller[2]["hidden_size"], smaller[2]["others"]) == (32, [1, 2])
+    assert config.resized({"hidden_size": 8}).config == {**config.config, "hidden_size": 8}
+
+
+class TestModel(ModelSuite):
+    plugin = "d9d_transformers.plugin"
+    target = "transformers"
+    reference = "transformers:AutoModelForCausalLM"
+    depth_scaled = False  # transformers initialises all layers alike
+
+
+class TestPlugin(PluginSuite):
+    plugin = "d9d_transformers.plugin"
+    builds_on = ("d9d_nn.plugin",)
+
+
+def test_initialisation_is_the_rule_of_the_model() -> None:
+    model = initialised(SPEC, tiny("gemma3_text"))
+    assert not model.get_parameter("model.norm.weight").any()
+    spread = model.get_parameter("model.layers.0.mlp.up_proj.weight").std().item()
+    assert spread == pytest.approx(0.02, rel=0.1)
