@@ -1,10 +1,10 @@
-"""Declaration of the command ``verify``."""
+"""Declaration of the commands ``verify`` and ``certify``, and of the dataset of certificates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from d9d_core.plugin import CommandSpec, Ref, hookimpl
+from d9d_core.plugin import CommandSpec, DatasetSpec, Ref, hookimpl
 
 D9D_API = 2
 #: Without torch (such as in a CI that only checks job files), records that require this are refused with a hint how to
@@ -14,10 +14,29 @@ TORCH = frozenset({"import:torch"})
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Command ``verify``."""
+    """Commands ``verify`` and ``certify``."""
     yield CommandSpec(
         name="verify",
         summary="Check that layouts of a job compute the same as one process.",
         requires=TORCH,
         app=Ref("d9d_verify.command:app"),
+    )
+    yield CommandSpec(
+        name="certify",
+        summary="Check which layouts and features compute the same for a model.",
+        requires=TORCH,
+        app=Ref("d9d_verify.certify.command:app"),
+    )
+
+
+@hookimpl
+def d9d_datasets() -> Iterator[DatasetSpec]:
+    """Dataset of certificates."""
+    yield DatasetSpec(
+        name="random_tokens",
+        summary="Token ids drawn at random, in samples of one document.",
+        config=Ref("d9d_verify.certify.tokens:RandomTokensConfig"),
+        build=Ref("d9d_verify.certify.tokens:RandomTokens"),
+        gives={"tokens": 2, "targets": 2},
+        requires=TORCH,
     )

@@ -77,7 +77,8 @@ class Registry:
             name = str(getattr(plugin, "__name__", type(plugin).__name__))
             origins = (candidate.origin for candidate in installed_ones)
             origin = next((origin for origin in origins if origin.module == name), Origin(name, "", name))
-            collector.add(origin, lambda plugin=plugin: plugin, must=True)  # type: ignore[misc]
+            if origin.distribution not in FOUNDATION:  # already added
+                collector.add(origin, lambda plugin=plugin: plugin, must=True)  # type: ignore[misc]
         return cls.collected(collector)
 
     @classmethod

@@ -1,0 +1,1 @@
+"""Certificates: which layouts and features compute the same for one model."""

@@ -1,0 +1,141 @@
+"""Certification of a model: its own config, shrunk, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from d9d_core.errors import D9dError, JobError
+from d9d_core.job_file.found_model import model_for_type
+from d9d_core.job_file.resolve import select
+from d9d_core.plugin import ModelSpec
+from d9d_core.registry.registry import Registry
+from d9d_core.traits import HasExperts
+from d9d_core.untrusted import Place
+from d9d_engine.job import Job
+
+from d9d_verify.certify.certificate import Cell, Certificate, fingerprint, installed_versions
+from d9d_verify.certify.features import export, has_trait, packing
+from d9d_verify.layouts import REFERENCE_LAYOUT, Layout, layout_values, scaled_model, scaled_values
+from d9d_verify.run import verify
+
+_STEPS = 2
+_LORA = "lora"
+#: Layouts and strategies of a certificate.
+LAYOUTS = (
+    Layout("replicate 2", {"dp_replicate": 2}, ("replicate",)),
+    Layout("fsdp 2", {"dp_shard": 2}, ("fsdp",)),
+    Layout("hsdp 2 x 2", {"dp_replicate": 2, "dp_shard": 2}, ("hsdp",)),
+    Layout("pp 2", {"pp": 2}, (), pipeline={"name": "1f1b"}),
+    Layout("tp 2", {"tp": 2}, ("tensor_parallel",)),
+    Layout("cp 2", {"cp": 2}, ({"name": "context_parallel", "method": "ring"},)),
+    Layout("ep 2", {"dp_shard": 2, "ep": 2}, ("fsdp", "expert_parallel")),
+    Layout("tp 2 x pp 2", {"tp": 2, "pp": 2}, ("tensor_parallel",), pipeline={"name": "1f1b"}),
+    Layout("checkpointing", {}, ("activation_checkpointing",)),
+    Layout("compile", {}, ("compile",)),
+)
+Note = Callable[[str], None]
+
+
+def certify(target: str, registry: Registry, note: Note) -> Certificate:
+    """Check a model in every layout, and its documents, adapters and files.
+
+    Args:
+        target: directory or address of a model, name of a model plugin, or a ``model_type``.
+        registry: registry with the plugins.
+        note: called with a line for each step of the work.
+
+    Raises:
+        D9dError: no model is found, or it cannot be built at all.
+    """
+    job = job_of(target, registry)
+    values = scaled_values(job, [REFERENCE_LAYOUT], _STEPS)
+    spec = select(job, registry).model.spec
+    assert isinstance(spec, ModelSpec)
+    small = type(job.model).model_validate(values["model"])
+    experts = has_trait(scaled_model(job, values), HasExperts)
+    cells = [packing(scaled_model(job, values))]
+    skipped = () if experts else ("ep 2",)
+    cells += _in_layouts(job, [layout for layout in LAYOUTS if layout.name not in skipped], note)
+    cells += [Cell(name, "not applicable", "d9d finds no experts in the model") for name in skipped]
+    cells.append(_with_lora(job, note))
+    cells.append(export(scaled_model(job, values), spec, small))
+    form = None if spec.hugging_face is None else spec.hugging_face.load()()
+    model_type = None if form is None else str(form.config_json(job.model, "float32")["model_type"])
+    return Certificate(job.model.selector, model_type, fingerprint(job.model), installed_versions(), cells)
+
+
+def job_of(target: str, registry: Registry) -> Job:
+    """Job that trains a model on random tokens.
+
+    Raises:
+        D9dError: there is no such model, or no optimizer is installed.
+    """
+    return Job.from_values(
+        {
+            "model": _model(target, registry),
+            "task": "causal_lm",
+            "data": "random_tokens",
+            "optimizer": {"name": "adamw", "lr": 0.01},
+            "batch": {"size": 8, "microbatch": 2},
+            "steps": _STEPS,
+            "device": "cpu",
+            "trackers": [],
+            "export": False,
+        },
+        registry=registry,
+    )
+
+
+def _model(target: str, registry: Registry) -> Mapping[str, Any]:
+    if Place.of(target).kind != "nothing":
+        return {"pretrained": target}
+    names = {entry.spec.key: entry.spec for entry in registry.entries("model")}
+    spec = names.get(target)
+    if spec is None:
+        selector, _ = model_for_type({"model_type": target}, registry)
+        spec = registry.find("model", selector).spec
+        assert isinstance(spec, ModelSpec)
+        assert spec.hugging_face is not None
+        return dict(spec.hugging_face.load()().config_from_json({"model_type": target}).model_dump(mode="json"))
+    assert isinstance(spec, ModelSpec)
+    if spec.tiny is None:
+        raise JobError(f"model '{target}' has no tiny config; give the directory of a model instead")
+    return dict(spec.tiny.load()().model_dump(mode="json"))
+
+
+def _in_layouts(job: Job, layouts: Sequence[Layout], note: Note) -> list[Cell]:
+    """One cell for each layout; refused layouts are not run."""
+    refused = {layout.name: reason for layout in layouts if (reason := _refusal(job, layout)) is not None}
+    run = [layout for layout in layouts if layout.name not in refused]
+    verdicts = {verdict.layout: verdict for verdict in (verify(job, run, _STEPS, note) if run else ())}
+    cells = []
+    for layout in layouts:
+        if layout.name in refused:
+            cells.append(Cell(layout.name, "refused", refused[layout.name]))
+            continue
+        verdict = verdicts[layout.name]
+        if verdict.diverged is None:
+            cells.append(Cell(layout.name, "exact", f"gradients: 1-cos {verdict.angle[0]:.1e}"))
+        else:
+            cells.append(Cell(layout.name, "differs", f"step {verdict.diverged[0] + 1}: {verdict.diverged[1]}"))
+    return cells
+
+
+def _refusal(job: Job, layout: Layout) -> str | None:
+    """First line of the error with which a layout is refused before training; ``None`` if it is not."""
+    try:
+        values = layout_values(scaled_values(job, [layout], _STEPS), layout, ())
+        Job.from_values(values, registry=job.registry).plan()
+    except D9dError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _with_lora(job: Job, note: Note) -> Cell:
+    try:
+        tuned = Job.from_values({**job.resolved(), "peft": {"name": "lora", "r": 4}}, registry=job.registry)
+        (cell,) = _in_layouts(tuned, [Layout(_LORA, {"dp_shard": 2}, ("fsdp",))], note)
+    except D9dError as error:
+        return Cell(_LORA, "refused", str(error).splitlines()[0])
+    return cell

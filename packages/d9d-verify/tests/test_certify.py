@@ -1,0 +1,188 @@
+"""Certificates of models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import d9d_nn.plugin as nn_plugin
+import d9d_optim.plugin as optim_plugin
+import d9d_parallel.plugin as parallel_plugin
+import d9d_peft.plugin as peft_plugin
+import d9d_qwen3.plugin as qwen3_plugin
+import pytest
+import torch
+from d9d_core.data import DataContext
+from d9d_core.errors import JobError
+from d9d_core.model import Stage
+from d9d_core.plugin import ModelSpec
+from d9d_core.registry.registry import Registry
+from d9d_testing.suites.dataset import DatasetSuite
+from d9d_verify.certify import run
+from d9d_verify.certify.certificate import Cell, Certificate, fingerprint, installed_versions
+from d9d_verify.certify.features import export, packing
+from d9d_verify.certify.run import certify, job_of
+from d9d_verify.certify.tokens import RandomTokens, RandomTokensConfig
+from d9d_verify.compare import Verdict
+from torch import Tensor, nn
+
+#: Without d9d-pipeline.
+REGISTRY = Registry.of(nn_plugin, optim_plugin, parallel_plugin, peft_plugin, qwen3_plugin)
+
+
+class TestRandomTokens(DatasetSuite):
+    plugin = "d9d_verify.plugin"
+    target = "random_tokens"
+
+
+class Tokens(nn.Module):
+    """Language model whose logits are features of the token, and of others that it sees."""
+
+    def __init__(self, sees: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self._sees = nn.Embedding(8, 4), sees
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Any:
+        features = self.table(tokens)
+        if documents is None:
+            documents = torch.zeros_like(tokens)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+        return {"logits": features + self._sees(features, documents, positions)}
+
+
+def own(features: Tensor, documents: Tensor, _positions: Tensor) -> Tensor:
+    seen = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril().float()
+    return seen @ features
+
+
+def all_earlier(features: Tensor, _documents: Tensor, _positions: Tensor) -> Tensor:
+    return features.cumsum(dim=1)
+
+
+def place(features: Tensor, documents: Tensor, _positions: Tensor) -> Tensor:
+    return torch.arange(documents.shape[1]).view(1, -1, 1).expand_as(features)
+
+
+@pytest.mark.parametrize(
+    ("sees", "standing", "text"),
+    [
+        (own, "exact", "alone and packed: 0.0e+00"),
+        (all_earlier, "differs", "a document changes its neighbour's logits by"),
+        (place, "differs", "alone and packed: "),
+    ],
+)
+def test_a_document_that_depends_on_its_neighbour_or_its_place_is_found(
+    sees: Callable[..., Tensor], standing: str, text: str
+) -> None:
+    with torch.device("meta"):
+        stage = Tokens(sees)
+    cell = packing(stage)
+    assert (cell.name, cell.standing) == ("packed", standing)
+    assert cell.detail.startswith(text)
+
+
+def test_weights_and_config_go_to_files_and_back() -> None:
+    spec = REGISTRY.find("model", "qwen3").spec
+    assert isinstance(spec, ModelSpec)
+    assert spec.tiny is not None
+    config = spec.tiny.load()()
+    with torch.device("meta"):
+        stage = spec.build.load()(config, Stage())
+    count = len(list(stage.parameters()))
+    assert export(stage, spec, config) == Cell("export", "exact", f"{count} tensors bit for bit")
+
+    class Forgets:
+        def __init__(self) -> None:
+            assert spec.hugging_face is not None
+            self.form = spec.hugging_face.load()()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.form, name)
+
+        def config_from_json(self, data: Any) -> Any:
+            return self.form.config_from_json(data).model_copy(update={"rms_norm_eps": 0.5})
+
+    forgetful: Any = SimpleNamespace(hugging_face=SimpleNamespace(load=lambda: Forgets))
+    assert export(stage, forgetful, config) == Cell("export", "differs", "the config")
+    none: Any = SimpleNamespace(hugging_face=None)
+    assert export(stage, none, config).standing == "not applicable"
+
+
+def test_a_certificate_has_a_cell_for_each_layout_and_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def verify(job: Any, layouts: Sequence[Any], steps: int, note: Any) -> list[Verdict]:
+        assert (steps, note) == (2, print)
+        ran.append([layout.name for layout in layouts])
+        nothing = (0.5, "weight")
+        diverged = {"cp 2": (1, "the loss is off")}
+        return [
+            Verdict(layout.name, 0.0, 0.0, nothing, nothing, nothing, diverged.get(layout.name)) for layout in layouts
+        ]
+
+    monkeypatch.setattr(run, "verify", verify)
+    found = certify("qwen3", REGISTRY, print)
+    cells = {cell.name: (cell.standing, cell.detail) for cell in found.cells}
+    assert cells.pop("packed")[0] == "exact"
+    assert cells.pop("export")[0] == "exact"
+    assert cells.pop("ep 2") == ("not applicable", "d9d finds no experts in the model")
+    assert cells.pop("cp 2") == ("differs", "step 2: the loss is off")
+    for name in ("pp 2", "tp 2 x pp 2"):
+        standing, why = cells.pop(name)
+        assert standing == "refused"
+        assert "schedule '1f1b' comes from d9d-pipeline; install it with: pip install d9d-pipeline" in why
+    assert set(cells) == {"replicate 2", "fsdp 2", "hsdp 2 x 2", "tp 2", "checkpointing", "compile", "lora"}
+    assert set(cells.values()) == {("exact", "gradients: 1-cos 5.0e-01")}
+    assert ran == [["replicate 2", "fsdp 2", "hsdp 2 x 2", "tp 2", "cp 2", "checkpointing", "compile"], ["lora"]]
+    assert (found.model, found.model_type, found.holds) == ("qwen3", "qwen3", False)
+
+
+def test_a_certificate_is_of_one_config_and_of_the_installed_versions() -> None:
+    spec = REGISTRY.find("model", "qwen3").spec
+    assert isinstance(spec, ModelSpec)
+    assert spec.tiny is not None
+    config = spec.tiny.load()()
+    assert fingerprint(config) == fingerprint(config.model_copy(update={"pretrained": "elsewhere"}))
+    assert fingerprint(config) != fingerprint(config.model_copy(update={"num_layers": 3}))
+    versions = installed_versions()
+    assert versions["torch"] == torch.__version__.partition("+")[0]
+    assert {"d9d-core", "d9d-verify"} <= versions.keys()
+    assert not {"numpy", "pytest"} & versions.keys()
+    held = Certificate("m", None, "x", {}, [Cell("a", "exact", ""), Cell("b", "refused", "")])
+    assert held.holds
+    assert json.loads(json.dumps(held.to_json()))["cells"][1] == {"name": "b", "standing": "refused", "detail": ""}
+
+
+def test_a_model_is_given_by_directory_name_or_type(tmp_path: Path) -> None:
+    assert job_of("qwen3", REGISTRY).model.name == "qwen3"
+    spec = REGISTRY.find("model", "qwen3").spec
+    assert isinstance(spec, ModelSpec)
+    assert spec.tiny is not None
+    assert spec.hugging_face is not None
+    tiny = spec.tiny.load()()
+    (tmp_path / "config.json").write_text(json.dumps(spec.hugging_face.load()().config_json(tiny, "float32")))
+    found = job_of(str(tmp_path), REGISTRY).model
+    assert found.model_dump(exclude={"pretrained"}) == tiny.model_dump(exclude={"pretrained"})
+    with pytest.raises(JobError, match="no installed model reads model_type 'no_such'"):
+        job_of("no_such", REGISTRY)
+
+
+def test_ranks_share_the_samples_of_a_pack() -> None:
+    context = {"seed": 3, "batch_size": 8, "microbatch_size": 2, "cache_dir": Path()}
+    whole = RandomTokens(RandomTokensConfig(), DataContext(**context)).next_pack()
+    parts = [
+        RandomTokens(RandomTokensConfig(), DataContext(**context, rank=rank, ranks=2)).next_pack() for rank in (0, 1)
+    ]
+    assert [len(part) for part in (whole, *parts)] == [4, 2, 2]
+    for name in ("tokens", "targets"):
+        assert torch.equal(torch.cat([m[name] for m in whole]), torch.cat([m[name] for part in parts for m in part]))
+    tokens, targets = (torch.cat([m[name] for m in whole]) for name in ("tokens", "targets"))
+    kept = targets[:, :-1] != -100
+    assert torch.equal(targets[:, :-1][kept], tokens[:, 1:][kept])
+    share = (targets == -100).float().mean().item()
+    assert math.isclose(share, 0.2, abs_tol=0.1)
