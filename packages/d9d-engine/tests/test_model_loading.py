@@ -397,7 +397,11 @@ def test_the_plan_compares_the_weights_with_the_model(job: MakeJob, trained: Pat
         (lambda d: (d / "config.json").write_text("[1]"), "is not a JSON object"),
         (lambda d: (d / "config.json").write_text("{"), "is damaged"),
         (lambda d: (d / "config.json").write_text("[" * 10**5), "is damaged"),
-        (lambda d: (d / "config.json").write_text("{}"), "format failed to read the config.json of .*KeyError"),
+        (
+            lambda d: (d / "config.json").write_text('{"model_type": "toy"}'),
+            "format failed to read the config.json of .*KeyError",
+        ),
+        (lambda d: (d / "config.json").write_text("{}"), "its model_type is None, which model 'toy_model' .* does not"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_an_error_of_the_job_file(

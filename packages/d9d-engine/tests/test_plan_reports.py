@@ -31,6 +31,7 @@ class Mesh(SimpleNamespace):
 def job(**changes: Any) -> Any:
     fields: dict[str, Any] = {
         "mesh": Mesh(world_size=1, pp=1),
+        "model": None,
         "source": SimpleNamespace(note=None, auto=None),
         "batch": SimpleNamespace(size=12),
         "microbatches": 4,

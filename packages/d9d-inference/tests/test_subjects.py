@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 from d9d_core.errors import JobError
-from d9d_core.plugin import StrategySpec
+from d9d_core.plugin import ModelSpec, Ref, StrategySpec
 from d9d_core.registry.registry import Registry
 from d9d_inference.evaluation import subject
 from d9d_inference.evaluation.subject import Request, Subject, find_subject, same_data
@@ -213,8 +213,13 @@ def test_a_pretrained_model_is_evaluated_with_the_data_and_layout_of_a_job(
         return "job"
 
     monkeypatch.setattr(subject, "_evaluated", keep)
+    record = {"summary": "x", "config": Ref("a:B"), "build": Ref("a:B"), "hugging_face": Ref("a:B")}
+    types: set[str] = set()
     like: Any = SimpleNamespace(
         model=SimpleNamespace(selector="llama"),
+        registry=SimpleNamespace(
+            find=lambda *_: SimpleNamespace(spec=ModelSpec(name="llama", model_types=types, **record))  # type: ignore[arg-type]
+        ),
         resolved=lambda: {"model": "old", "peft": "lora", "loading": {"weights": False, "x": 1}, "data": "d"},
     )
     loaded: list[Path] = []
@@ -230,6 +235,9 @@ def test_a_pretrained_model_is_evaluated_with_the_data_and_layout_of_a_job(
     }  # fmt: skip
     assert evaluated == [(expected, like, [file])] * 2
     assert loaded == [tmp_path / "job.yaml"]
+    types.add("llama")  # so the weights may be another model's, which is found by its type
+    find_subject(str(tmp_path), Request(like=like, files=[file]), NO_REGISTRY)
+    assert evaluated[-1][0] == expected | {"model": {"pretrained": str(tmp_path)}}
 
 
 def test_files_of_samples_need_different_names(monkeypatch: pytest.MonkeyPatch) -> None:

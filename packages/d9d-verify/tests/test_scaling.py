@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from d9d_core.config import PluginConfig
 from d9d_verify import layouts
 from d9d_verify.layouts import Layout, scaled_values
 
@@ -77,6 +79,24 @@ def test_a_job_has_as_many_steps_as_before_and_at_least_those_of_the_measurement
     assert "steps" not in values
 
 
-@pytest.mark.parametrize(("value", "size"), [(3, True), (True, False), (3.0, False), ("x", False), (None, False)])
-def test_sizes_of_a_model_are_whole_numbers(value: object, size: bool) -> None:
-    assert layouts._is_size(value) == size
+class Plain(PluginConfig):
+    name: Literal["plain"] = "plain"
+    layers: int = 3
+    tied: bool = True
+    theta: float = 3.0
+    kind: str | None = None
+
+
+class Nested(PluginConfig):
+    name: Literal["nested"] = "nested"
+    inner: dict[str, int] = {"layers": 3}
+
+    def sizes(self) -> Mapping[str, int]:
+        return self.inner
+
+    def resized(self, sizes: Mapping[str, int]) -> PluginConfig:
+        return Nested(inner={**self.inner, **sizes})
+
+
+def test_sizes_of_a_model_are_its_whole_numbers_or_the_ones_that_it_states() -> None:
+    assert layouts._sizes(Plain()) == layouts._sizes(Nested()) == {"layers": 3}

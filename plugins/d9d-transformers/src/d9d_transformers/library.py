@@ -22,10 +22,11 @@ def library() -> Any:
         BuildError: it cannot be imported.
     """
     try:
-        return importlib.import_module("transformers")
+        import transformers
     except ImportError as error:
         text = f"model 'transformers' needs the library transformers, which cannot be imported: {error}"
         raise BuildError(f"{text}; install it with: pip install 'transformers>=5.17'") from error
+    return transformers
 
 
 def native_config(values: Mapping[str, Any]) -> Any:

@@ -60,7 +60,7 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
 
 def _check_model_type(entry: Entry, spec: ModelSpec, model_type: object) -> None:
     if spec.model_types and not spec.model_types & {model_type, ANY_MODEL_TYPE}:
-        text = f"its model_type is {str(model_type)[:80]!r}, which model {entry} does not read"
+        text = f"its model_type is {repr(model_type)[:80]}, which model {entry} does not read"
         raise CheckpointError(f"{text}; remove model.name to use the installed model that does")
 
 
