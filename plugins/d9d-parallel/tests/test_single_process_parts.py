@@ -17,7 +17,13 @@ from d9d_parallel.context_parallel.costs import AttentionCosts, alternatives
 from d9d_parallel.data_parallel.strategy import _SHARDED, _units
 from d9d_parallel.tensor_parallel import forwards, symmetric_memory
 from d9d_parallel.tensor_parallel.async_forwards import AsyncColumns, Column, HandedProduct, RowProduct
-from d9d_parallel.tensor_parallel.forwards import EmbeddingForward, OwnHeadsForward, RowForward, WholeSequence
+from d9d_parallel.tensor_parallel.forwards import (
+    EmbeddingForward,
+    GatheredSequence,
+    OwnHeadsForward,
+    RowForward,
+    WholeSequence,
+)
 from torch import Tensor, nn
 
 
@@ -100,6 +106,21 @@ def test_an_embedding_that_scales_features_keeps_its_scale_and_the_zero_gradient
         assert table.weight.grad is not None
         assert table.weight.grad.flatten().tolist() == gradients
         assert table.padding_idx == padding
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_attention_that_cannot_be_split_returns_a_ranks_own_positions(rank: int) -> None:
+    module = nn.Module()
+    hidden = torch.tensor([[1.0, 2.0]])  # the ranks' positions, gathered as they are in one process
+    for returns in (lambda x: x.cumsum(1), lambda x: (x.cumsum(1), None)):
+        module.forward = returns
+        out = GatheredSequence(module, ranks_of(rank, 2))(hidden)
+        whole = WholeSequence(module, ranks_of(rank, 2), summed=True)(hidden)
+        if isinstance(out, tuple):
+            assert out[1] is None
+            (out, _), (whole, _) = out, whole
+        assert torch.equal(out, whole.chunk(2, dim=1)[rank])
 
 
 @pytest.mark.usefixtures("alone")

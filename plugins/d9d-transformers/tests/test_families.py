@@ -166,12 +166,15 @@ def test_a_plan_of_transformers_becomes_styles_of_every_parameter(kind: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
-    [("phi3", "the style rowwise_split_input"), ("olmo2", "colwise_gather_output"), ("mixtral", "moe_tp_experts")],
+    ("kind", "attention", "others"),
+    [("olmo2", "gathered", None), ("phi3", "gathered", "sequence"), ("qwen3_moe", None, "sequence")],
 )
-def test_a_plan_that_d9d_does_not_have_is_refused(kind: str, text: str) -> None:
-    with pytest.raises(BuildError, match=f"strategy 'tensor_parallel': .*{text}"):
-        ours(kind).tensor_parallel_plan()
+def test_parts_that_a_plan_does_not_split_are_whole_on_every_rank(
+    kind: str, attention: str | None, others: str | None
+) -> None:
+    plan = ours(kind).tensor_parallel_plan()
+    assert plan.get("model.layers.1.self_attn") == attention
+    assert plan.get("model.layers.1.mlp") == others
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,9 @@ class TensorStyle(StrEnum):
         SEQUENCE: weight replicated, tokens split over the sequence; weight gradients are partial sums.
         PARTIAL: weight replicated, applied to a rank's own heads; weight gradients are partial sums.
         WHOLE: weight replicated, the whole sequence on every rank; all ranks compute the same.
+        GATHERED: weights replicated, for attention that cannot be split: the module receives all positions in its first
+            argument, and its output, or the first of its outputs, is cut to a rank's own positions; weight gradients
+            are partial sums.
     """
 
     COLUMN = "column"
@@ -62,6 +65,7 @@ class TensorStyle(StrEnum):
     SEQUENCE = "sequence"
     PARTIAL = "partial"
     WHOLE = "whole"
+    GATHERED = "gathered"
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,9 +87,9 @@ class TransformersModel(nn.Module):
         """
         check_splittable(self.styles)
         plan = {f"{self._base_name}.{name}": style for name, style in self.styles.model.items()}
-        mine = {name.rpartition(".")[0] for name, _ in self.named_parameters()}
+        mine = [name for name, _ in self.named_parameters()]
         head = {self.head.name: TensorStyle.VOCAB} if self.stage.is_last else {}
-        return {name: style for name, style in plan.items() if name in mine} | head
+        return {part: style for part, style in plan.items() if any(name.startswith(f"{part}.") for name in mine)} | head
 
     def split_sequence(self, ranks: int) -> None:
         """Expect S / ``ranks`` positions in hidden states from now on."""

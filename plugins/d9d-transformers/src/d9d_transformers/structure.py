@@ -48,7 +48,7 @@ def examine(base: Any) -> Structure:
     """
     name, layers = _layer_list(base)
     listed = [f"{name}.{index}" for index in range(len(layers))]
-    outside = [path for path in _with_parameters(base) if not path.startswith(f"{name}.")]
+    outside = [path for path in with_parameters(base) if not path.startswith(f"{name}.")]
     order, attention = _traced(base, [*outside, *listed])
     if [path for path in order if path in listed] != listed:
         raise BuildError(f"model.config: the layers in {name} do not run once each, in order")
@@ -82,7 +82,7 @@ def _layer_list(base: Any) -> tuple[str, nn.ModuleList]:
     return found[0]
 
 
-def _with_parameters(base: nn.Module) -> list[str]:
+def with_parameters(base: nn.Module) -> list[str]:
     """Names of the modules that have parameters of their own."""
     return [path for path, module in base.named_modules() if any(True for _ in module.parameters(recurse=False))]
 

@@ -1,7 +1,8 @@
 """Tensor parallelism of a model of transformers: styles of modules, from its own plan.
 
 transformers names a style for each matrix (``base_model_tp_plan``). Its plan keeps the whole sequence on each rank; d9d
-splits the sequence between the matrices, which the styles of all other modules say.
+splits the sequence between the parts of a layer. A part that the plan does not split, or by a style that d9d does not
+have, has whole weights on every rank: attention gathers the positions, and other parts compute each position alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from d9d_core.errors import BuildError
 from d9d_core.traits import TensorStyle
 from torch import nn
 
-from d9d_transformers.structure import Structure
+from d9d_transformers.structure import Structure, with_parameters
 
 #: Styles of transformers -> d9d's.
 _STYLES = {
@@ -31,7 +32,7 @@ class Styles:
     """Styles of a model without its head.
 
     Attributes:
-        model: relative name -> style, of modules outside of split ones.
+        model: relative name -> style, of modules outside of split parts.
         owners: name of a module with split matrices -> relative name -> style.
         refusal: reason why the model cannot be split; ``None`` if it can.
     """
@@ -45,36 +46,28 @@ def styles_of(base: Any, structure: Structure) -> Styles:
     """Styles of all modules with parameters."""
     plan: Mapping[str, str] = base.config.base_model_tp_plan or {}
     found = Styles()
-    owned: dict[str, str] = {}
-    modules = {
-        path: module for path, module in base.named_modules() if any(True for _ in module.parameters(recurse=False))
-    }
-    for path in modules:
-        style = _style(plan, path)
-        if style is None:
-            continue
-        if style not in _STYLES:
-            found.refusal = f"transformers' plan has the style {style} for {path}, which d9d does not have"
-            return found
-        owned[path] = style
-    owners = {path.rpartition(".")[0] for path, style in owned.items() if style in ("colwise", "rowwise")}
-    for path, module in modules.items():
-        owner = next((o for o in owners if f"{path}.".startswith(f"{o}.")), None)
-        if owner is not None:
-            if path not in owned:
-                found.refusal = f"transformers' plan has no style for {path}, next to split matrices"
-                return found
-            found.owners.setdefault(owner, {})[path.removeprefix(f"{owner}.")] = _STYLES[owned[path]]
-        elif isinstance(module, nn.Embedding):
+    parts: dict[str, list[str]] = {}
+    for path in with_parameters(base):
+        if path.startswith(f"{structure.layers}."):
+            parts.setdefault(_part(path, structure.layers), []).append(path)
+        elif isinstance(base.get_submodule(path), nn.Embedding):
             found.model[path] = TensorStyle.VOCAB
-        elif path not in structure.before:
+        elif path in structure.after:
             found.model[path] = TensorStyle.SEQUENCE
         else:
             found.refusal = f"{path} runs before the layers, and is not an embedding"
-            return found
-    unsplit = [path for path in structure.attention if path not in found.owners]
-    if unsplit:
-        found.refusal = f"transformers' plan does not split {unsplit[0]}"
+    for part, paths in parts.items():
+        is_layer = part.count(".") == structure.layers.count(".") + 1  # its own parameters, next to its parts
+        attends = not is_layer and any(f"{path}.".startswith(f"{part}.") for path in structure.attention)
+        styles = {path: _STYLES.get(_planned(plan, path)) for path in paths}
+        owners = {
+            path.rpartition(".")[0] for path, style in styles.items() if style in (TensorStyle.COLUMN, TensorStyle.ROW)
+        }
+        if None not in styles.values() and len(owners) == 1:
+            (owner,) = owners
+            found.owners[owner] = {path.removeprefix(f"{owner}."): style for path, style in styles.items() if style}
+        else:
+            found.model[part] = TensorStyle.GATHERED if attends else TensorStyle.SEQUENCE
     return found
 
 
@@ -96,14 +89,20 @@ def check_splittable(styles: Styles) -> None:
     """Raise if the model cannot be split.
 
     Raises:
-        BuildError: transformers' plan has no style that d9d has for some module.
+        BuildError: a module before the layers is not an embedding.
     """
     if styles.refusal is not None:
         raise BuildError(f"strategy 'tensor_parallel': {styles.refusal}")
 
 
-def _style(plan: Mapping[str, str], path: str) -> str | None:
+def _part(path: str, layers: str) -> str:
+    """Name of the part of a layer that contains a module: ``layers.0.mlp`` of ``layers.0.mlp.up_proj``."""
+    return ".".join(path.split(".")[: layers.count(".") + 3])
+
+
+def _planned(plan: Mapping[str, str], path: str) -> str:
+    """Style of transformers for a module; empty if the plan has none."""
     for pattern, style in plan.items():
         if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), path):
             return style
-    return None
+    return ""

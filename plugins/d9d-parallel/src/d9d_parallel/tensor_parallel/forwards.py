@@ -195,6 +195,25 @@ class WholeSequence:
         return self.forward(gather(hidden, self.ranks, summed=self.summed), *others, **kwargs)
 
 
+class GatheredSequence(WholeSequence):
+    """Forward of a module that gathers all positions of its first argument, and returns this rank's positions.
+
+    Args:
+        module: module that maps hidden states [B, S, H] to [B, S, ...], or to a tuple that begins with them.
+        ranks: ranks with S / R positions each.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        super().__init__(module, ranks, summed=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather, call the forward, and cut its output."""
+        out = super().__call__(*args, **kwargs)
+        first = out[0] if isinstance(out, tuple) else out
+        own = first.chunk(self.ranks.size, dim=1)[self.ranks.rank].contiguous()
+        return (own, *out[1:]) if isinstance(out, tuple) else own
+
+
 def first_argument(module: nn.Module) -> str:
     """Name of the first argument of a module's forward, by which its caller may pass it."""
     return next(iter(inspect.signature(module.forward).parameters), "")

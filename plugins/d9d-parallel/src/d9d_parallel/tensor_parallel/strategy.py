@@ -38,6 +38,7 @@ from d9d_parallel.tensor_parallel.communication import Exchange, Site, TensorCom
 from d9d_parallel.tensor_parallel.config import TensorParallelConfig
 from d9d_parallel.tensor_parallel.forwards import (
     EmbeddingForward,
+    GatheredSequence,
     LocalShards,
     OwnHeads,
     OwnHeadsForward,
@@ -140,6 +141,10 @@ class _Split:
             elif style is TensorStyle.WHOLE:
                 _replace(child, WholeSequence(child, self.ranks, summed=False))
                 self._site(whole, "all_gather", None, None)
+            elif style is TensorStyle.GATHERED:
+                _replace(child, GatheredSequence(child, self.ranks))
+                self._site(whole, "all_gather", "reduce_scatter", None)
+                self.notes.append(f"{whole} is whole on every rank: its model does not say how to split it")
         if columns := [child for child, style in plan.items() if style is TensorStyle.COLUMN]:
             lent = [column for child in columns if (column := self._lent(owner, child, heads.get(child))) is not None]
             if lent and self.products is not None:
