@@ -17,6 +17,7 @@ from typing import Any
 from d9d_core.errors import BuildError
 from d9d_nn.attention.core import AttentionCore
 from torch import Tensor, nn
+from torch.nn import functional
 
 from d9d_transformers.library import ATTENTION, library
 
@@ -24,8 +25,9 @@ from d9d_transformers.library import ATTENTION, library
 CORE = "d9d_core"
 #: Keyword of the forward with documents or masks.
 DOCUMENTS = "d9d_documents"
-#: Further keywords that models pass to their attention, and that do not change it.
+#: Keywords that models pass to their attention, and that do not change it.
 _IRRELEVANT = frozenset({"position_ids", "use_cache", "output_router_logits", "output_attentions", "cache_position"})
+_KNOWN = _IRRELEVANT | {"sliding_window", "softcap", DOCUMENTS}
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class AttentionCall:
         value_dim: D of value.
         scaling: factor of the scores.
         window: number of positions that a query attends to; ``None`` for all.
+        softcap: soft cap of the scores; ``None`` for none.
         others: names of keywords with a value that d9d's attention does not compute.
     """
 
@@ -48,6 +51,7 @@ class AttentionCall:
     value_dim: int
     scaling: float
     window: int | None
+    softcap: float | None
     others: tuple[str, ...]
 
     @classmethod
@@ -65,6 +69,7 @@ class AttentionCall:
             value_dim=value.shape[3],
             scaling=default if scaling is None else float(scaling),
             window=keywords.get("sliding_window"),
+            softcap=keywords.get("softcap"),
             others=tuple(sorted(others)),
         )
 
@@ -78,20 +83,13 @@ class AttentionCall:
             raise BuildError(
                 f"model.config: {where} passes {', '.join(self.others)}, which d9d's attention does not have"
             )
-        if self.value_dim != self.head_dim:
-            sizes = f"{self.head_dim} and {self.value_dim} features"
-            raise BuildError(
-                f"model.config: {where} has keys and values of {sizes}, but d9d's attention needs equal sizes"
-            )
         return AttentionCore(
             query_heads=self.query_heads,
             key_value_heads=self.key_value_heads,
-            head_dim=self.head_dim,
+            head_dim=max(self.head_dim, self.value_dim),
             window=self.window,
+            softcap=self.softcap,
         )
-
-
-_KNOWN = _IRRELEVANT | {"sliding_window", DOCUMENTS}
 
 
 def register() -> None:
@@ -111,18 +109,20 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute attention by the module's core, in the signature of transformers.
 
+    The core has heads of one size: features that a query and key, or a value, lack are zeros, which add nothing.
+
     Args:
         module: attention module with a core in ``d9d_core``.
         query: [B, N, S, D].
         key: [B, K, S, D].
-        value: [B, K, S, D].
+        value: [B, K, S, E]; E need not equal D.
         attention_mask: ``None``, because no mask function is registered.
         scaling: factor of the scores; ``None`` for D ** -0.5.
         dropout: zero.
         keywords: documents or a recorder of calls, and keywords that were checked when the core was made.
 
     Returns:
-        [B, S, N, D], and no attention weights.
+        [B, S, N, E], and no attention weights.
 
     Raises:
         ValueError: the model passes a mask or dropout, which this function would ignore.
@@ -137,10 +137,18 @@ def attend(
     core: Callable[..., Tensor] | None = getattr(module, CORE, None)
     if core is None:  # while a model is examined
         raise ValueError(f"{type(module).__name__} passes no keywords to its attention, so it would not see documents")
-    if scaling is not None and not math.isclose(scaling, default := query.shape[-1] ** -0.5, rel_tol=1e-6):
-        query = query * (scaling / default)
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return core(query, key, value, documents), None
+    own, features = query.shape[-1], value.shape[-1]
+    width = max(own, features)
+    factor = (own**-0.5 if scaling is None else scaling) * math.sqrt(width)  # the core divides by the root of its width
+    if not math.isclose(factor, 1.0, rel_tol=1e-6):
+        query = query * factor
+    query, key, value = (_padded(tensor.transpose(1, 2), width) for tensor in (query, key, value))
+    return core(query, key, value, documents)[..., :features], None
+
+
+def _padded(tensor: Tensor, width: int) -> Tensor:
+    missing = width - tensor.shape[-1]
+    return functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 class CallRecorder:

@@ -17,6 +17,7 @@ TINY: Mapping[str, int] = {
     "hidden_size": 32, "intermediate_size": 48, _LAYERS: 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
     "num_experts_per_tok": 2, "moe_k": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+    "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": 8,
 }  # fmt: skip
 #: Fields of config.json that state what d9d cannot train, and why.

@@ -21,7 +21,7 @@ _POSITIONS = 3
 
 @dataclass(frozen=True)
 class Head:
-    """Head that maps hidden states to ``scale * hidden @ weight.T``.
+    """Head that maps hidden states to ``x = scale * hidden @ weight.T``, or to ``softcap * tanh(x / softcap)``.
 
     Attributes:
         name: name of the module.
@@ -31,6 +31,7 @@ class Head:
         std: standard deviation of the initial weights.
         tied: whether the weight is the embedding's.
         scale: factor of the logits.
+        softcap: soft cap of the logits; ``None`` for none.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Head:
     std: float
     tied: bool
     scale: float
+    softcap: float | None
 
     @classmethod
     def of(cls, native: Any) -> Head:
@@ -68,7 +70,7 @@ class Head:
             vocabulary=output.out_features,
             std=float(getattr(native.config, "initializer_range", None) or 0.02),
             tied=bool(tied),
-            scale=_scale(native, names[output], output),
+            **_measured(native, names[output], output),
         )
 
 
@@ -84,8 +86,8 @@ class _Given(nn.Module):
         return self.value
 
 
-def _scale(native: Any, name: str, output: nn.Linear) -> float:
-    """Factor of the logits, measured: the model gets random hidden states, and its head returns random logits."""
+def _measured(native: Any, name: str, output: nn.Linear) -> dict[str, Any]:
+    """Factor and soft cap: the model gets random hidden states, and its head returns random logits."""
     kind = type(native).__name__
     with torch.device("cpu"), torch.no_grad():
         draws = torch.Generator().manual_seed(0)
@@ -102,14 +104,16 @@ def _scale(native: Any, name: str, output: nn.Linear) -> float:
             found = shell(input_ids=tokens, use_cache=False).logits
         except Exception as error:  # forwards of models raise anything
             raise BuildError(f"model.config: the head of {kind} cannot be examined: {error}") from error
-        before, after = _ratio(head.seen, hidden), _ratio(found, logits)
-    if before is None or after is None:
+        softcap = getattr(native.config.get_text_config(), "final_logit_softcapping", None)
+        expected = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        before, after = _ratio(head.seen, hidden), _ratio(found, expected)
+    if before is None or after is None or (softcap is not None and after != 1):
         what = "hidden states before" if before is None else "logits after"
         raise BuildError(
-            f"model.config: {kind} changes {what} its head by more than a factor, such as by a soft cap, which d9d's "
-            "head does not have"
+            f"model.config: {kind} changes {what} its head by more than a factor or a soft cap, which d9d's head does "
+            "not have"
         )
-    return before * after
+    return {"scale": before * after, "softcap": softcap}
 
 
 def _ratio(found: Tensor | None, given: Tensor) -> float | None:

@@ -64,8 +64,8 @@ class TransformersModel(nn.Module):
         )
         self.add_module(self._base_name, base)
         if stage.is_last:
-            tied = CausalLMHead(head.features, head.vocabulary, std=head.std, tied=head.tied)
-            self.add_module(head.name, tied)
+            sizes = head.features, head.vocabulary
+            self.add_module(head.name, CausalLMHead(*sizes, std=head.std, tied=head.tied, softcap=head.softcap))
         self._sequence_ranks = 1
         self._context: ContextShare | None = None
 

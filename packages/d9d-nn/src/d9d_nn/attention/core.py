@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from d9d_core.errors import BuildError
 from d9d_core.kernel import OpSlot
 from d9d_core.model import ContextShare
 from d9d_core.traits import HasOps
@@ -25,12 +26,26 @@ class AttentionCore(nn.Module):
         key_value_heads: K.
         head_dim: D.
         window: number of positions that a query attends to, including its own; ``None`` for all.
+        softcap: soft cap of the scores, see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for none.
     """
 
-    def __init__(self, *, query_heads: int, key_value_heads: int, head_dim: int, window: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        query_heads: int,
+        key_value_heads: int,
+        head_dim: int,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
         super().__init__()
+        self.softcap = softcap
         self.attention = AttentionSlot(
-            query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim, window=window
+            query_heads=query_heads,
+            key_value_heads=key_value_heads,
+            head_dim=head_dim,
+            window=window,
+            softcap=softcap,
         )
         self._function: Callable[..., Tensor] | None = None
 
@@ -49,15 +64,32 @@ class AttentionCore(nn.Module):
         return features
 
     def see_queries(self, share: ContextShare) -> None:
-        """Accept a rank's own queries with all keys and values."""
+        """Accept a rank's own queries with all keys and values.
+
+        Raises:
+            BuildError: the scores have a soft cap.
+        """
+        self._check_whole()
         self.attention.see_queries(share)
 
     def attend_by(self, function: Callable[..., Tensor]) -> None:
-        """Replace the attention backend by a function; see :class:`d9d_core.model.SharesAttention`."""
+        """Replace the attention backend by a function; see :class:`d9d_core.model.SharesAttention`.
+
+        Raises:
+            BuildError: the scores have a soft cap, which the function would ignore.
+        """
+        self._check_whole()
         self.attention.attend_by(function)
         self._function = function
         for slot in self.op_slots().values():
             slot.static = {**self.attention.static, **slot.static}
+
+    def _check_whole(self) -> None:
+        if self.softcap is not None:
+            raise BuildError(
+                "context_parallel: the model has a soft cap of attention scores, which this method does not compute; "
+                "use method ulysses"
+            )
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: AttentionMasks | Tensor | None = None

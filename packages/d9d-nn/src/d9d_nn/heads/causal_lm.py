@@ -6,7 +6,8 @@ Shapes: B samples, S positions, H features, V words of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from d9d_core.kernel import OpSlot
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from d9d_nn.ops.linear_cross_entropy import (
     CountsRanks,
+    capped,
     linear_cross_entropy,
     linear_cross_entropy_with_ranks,
     target_ranks,
@@ -64,28 +66,36 @@ class CausalLMHead(nn.Module):
         std: standard deviation of the initial weights.
         tied: whether the caller passes the weight.
         added_tokens: number of last words with a separate parameter; less than V.
+        softcap: soft cap of the logits, see the op; ``None`` for none.
     """
 
     weight: nn.Parameter | None
 
     def __init__(
-        self, hidden_size: int, vocabulary: int, *, std: float, tied: bool = False, added_tokens: int = 0
+        self,
+        hidden_size: int,
+        vocabulary: int,
+        *,
+        std: float,
+        tied: bool = False,
+        added_tokens: int = 0,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
-        self.std, self.tied, self.vocabulary = std, tied, vocabulary
+        self.std, self.tied, self.vocabulary, self.softcap = std, tied, vocabulary, softcap
         self.split = added_tokens > 0 and not tied
         whole = not tied and not self.split
         self.register_parameter("weight", nn.Parameter(torch.empty(vocabulary, hidden_size)) if whole else None)
         if self.split:
             self.regular = VocabularyWeight(vocabulary - added_tokens, hidden_size, std=std)
             self.added = VocabularyWeight(added_tokens, hidden_size, std=std)
-        self.linear_cross_entropy = OpSlot(
-            "linear_cross_entropy",
-            linear_cross_entropy,
-            instead=["vocabulary_parallel_cross_entropy"],
-            features=hidden_size,
-            vocabulary=vocabulary,
-        )
+        facts: dict[str, Any] = {"features": hidden_size, "vocabulary": vocabulary}
+        if softcap is None:
+            shared = ["vocabulary_parallel_cross_entropy"]
+            self.linear_cross_entropy = OpSlot("linear_cross_entropy", linear_cross_entropy, instead=shared, **facts)
+        else:  # another name, so that no backend can ignore the cap
+            function = partial(linear_cross_entropy, softcap=softcap)
+            self.linear_cross_entropy = OpSlot("capped_linear_cross_entropy", function, **facts)
         self._ranked: set[str] = set()
         self._share: VocabularyShare | None = None
         self.reset_parameters()
@@ -114,7 +124,7 @@ class CausalLMHead(nn.Module):
         From now on, calls are collective over the ranks that share the words.
         """
         self._share = share
-        self.linear_cross_entropy = VocabularyParallelSlot(share)
+        self.linear_cross_entropy = VocabularyParallelSlot(share, self.softcap)
 
     def forward_collectives(self, step: StepShape) -> Iterator[tuple[Kind, int | None]]:
         """Collectives of a loss over shares of the words: maximum of the logits, sums, and ranks if computed."""
@@ -145,7 +155,7 @@ class CausalLMHead(nn.Module):
             raise ValueError("pass tied_weight to a tied head, and only to a tied head")
         weight = self._own_weight() if tied_weight is None else self._own_words(tied_weight)
         if targets is None:
-            logits = functional.linear(hidden, weight)
+            logits = capped(functional.linear(hidden, weight), self.softcap)
             return {"logits": logits if self._share is None else gather_words(logits, self.vocabulary, self._share)}
         return self.of_tokens(self.linear_cross_entropy, hidden, weight, targets)
 
@@ -156,7 +166,7 @@ class CausalLMHead(nn.Module):
         if isinstance(slot.function, CountsRanks):
             loss, ranks = slot.function.with_ranks(hidden, weight, targets)
         elif slot.backend == "reference":
-            loss, ranks = linear_cross_entropy_with_ranks(hidden, weight, targets)
+            loss, ranks = linear_cross_entropy_with_ranks(hidden, weight, targets, softcap=self.softcap)
         else:  # a backend that does not return its logits
             loss, ranks = slot(hidden, weight, targets), target_ranks(hidden, weight, targets)
         return {"token_loss": loss, RANKS: ranks}

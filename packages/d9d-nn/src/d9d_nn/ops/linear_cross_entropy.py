@@ -26,7 +26,13 @@ _LEAST_ROWS = 256
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    rows: int | None = None,
+    keep: bool | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Reference of linear cross-entropy: ``-log_softmax(hidden @ weight.T)[target]`` per token, float32 or wider.
 
@@ -40,6 +46,8 @@ def linear_cross_entropy(
         targets: int64 [...]; :data:`IGNORE` where nothing is predicted.
         rows: C; ``None`` chooses by device and V.
         keep: whether to keep the logits; ``None`` decides by their number.
+        softcap: each logit x becomes ``softcap * tanh(x / softcap)`` (Gemma team 2024, "Gemma 2", section 2); ``None``
+            leaves logits as they are.
 
     Returns:
         float32 (float64 for float64 inputs) [...]; zero, with zero gradient, where the target is :data:`IGNORE`. There
@@ -51,13 +59,21 @@ def linear_cross_entropy(
     if dtype is not None:
         # Cast as autocast does for a linear layer; casts inside the function would also change dtypes of the backward.
         with torch.autocast(hidden.device.type, enabled=False):
-            return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, rows=rows, keep=keep)
-    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets, rows, keep, False)
+            return linear_cross_entropy(
+                hidden.to(dtype), weight.to(dtype), targets, rows=rows, keep=keep, softcap=softcap
+            )
+    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets, rows, keep, False, softcap)
     return loss
 
 
 def linear_cross_entropy_with_ranks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    rows: int | None = None,
+    keep: bool | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Linear cross-entropy, bit for bit as :func:`linear_cross_entropy`, and each target's rank among all words.
 
@@ -69,6 +85,7 @@ def linear_cross_entropy_with_ranks(
         targets: int64 [...]; :data:`IGNORE` where nothing is predicted.
         rows: C; ``None`` chooses by device and V.
         keep: whether to keep the logits; ``None`` decides by their number.
+        softcap: see :func:`linear_cross_entropy`.
 
     Returns:
         The loss, and the ranks int64 [...]: the number of logits larger than the target's. So 0 is a correct
@@ -80,8 +97,12 @@ def linear_cross_entropy_with_ranks(
     dtype = autocast_dtype(hidden)
     if dtype is not None:
         with torch.autocast(hidden.device.type, enabled=False):
-            return linear_cross_entropy_with_ranks(hidden.to(dtype), weight.to(dtype), targets, rows=rows, keep=keep)
-    found: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets, rows, keep, True)
+            return linear_cross_entropy_with_ranks(
+                hidden.to(dtype), weight.to(dtype), targets, rows=rows, keep=keep, softcap=softcap
+            )
+    found: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(
+        hidden.flatten(0, -2), weight, targets, rows, keep, True, softcap
+    )
     return found
 
 
@@ -136,6 +157,16 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits after a soft cap, see :func:`linear_cross_entropy`; the same tensor if there is none."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def uncap_(grad: Tensor, logits: Tensor, softcap: float | None) -> Tensor:
+    """Gradient before a soft cap from the gradient after it, in place, and from the capped logits."""
+    return grad if softcap is None else grad.mul_(1 - (logits / softcap).square_())
+
+
 def _chunk_loss(logits: Tensor, words: Tensor) -> Tensor:
     """Loss [C] of logits [C, V] and words int64 [C, 1]."""
     return -functional.log_softmax(logits, dim=-1, dtype=wide_of(logits.dtype)).gather(1, words).squeeze(1)
@@ -167,7 +198,14 @@ def _chunk_ranks(logits: Tensor, words: Tensor) -> Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, keep: bool, ranked: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        rows: int,
+        keep: bool,
+        ranked: bool,
+        softcap: float | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         shape, targets = targets.shape, targets.flatten()
         predicted = targets != IGNORE
@@ -175,20 +213,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         words = targets.masked_fill(~predicted, 0).unsqueeze(1)
         # Zero times NaN is NaN, in the gradient of the weight too. A copy of [T, H] is small compared with [T, V].
         hidden = hidden.masked_fill(~predicted.unsqueeze(1), 0)
-        kept = functional.linear(hidden, weight) if keep else None
+        kept = capped(functional.linear(hidden, weight), softcap) if keep else None
         # Filled through a view, but not returned as one: FSDP2 warns about modules that return views.
         losses = hidden.new_empty(shape, dtype=wide_of(hidden.dtype))
         flat = losses.view(-1)
         ranks = torch.empty(shape, dtype=torch.int64, device=hidden.device) if ranked else None
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
-            logits = functional.linear(hidden[chunk], weight) if kept is None else kept[chunk]
+            logits = capped(functional.linear(hidden[chunk], weight), softcap) if kept is None else kept[chunk]
             flat[chunk] = _chunk_loss(logits, words[chunk])
             if ranks is not None:
                 ranks.view(-1)[chunk] = _chunk_ranks(logits, words[chunk])
         flat.masked_fill_(~predicted, 0)
         ctx.save_for_backward(hidden, weight, words, predicted, kept)
-        ctx.rows = rows
+        ctx.rows, ctx.softcap = rows, softcap
         if ranks is None:
             return losses
         ranks.view(-1).masked_fill_(~predicted, -1)
@@ -205,11 +243,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide_of(weight.dtype)) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.rows):
             chunk = slice(start, start + ctx.rows)
-            logits = functional.linear(hidden[chunk], weight) if kept is None else kept[chunk]
-            grad_logits = _chunk_grad(logits, words[chunk], grad_token[chunk])
+            logits = capped(functional.linear(hidden[chunk], weight), ctx.softcap) if kept is None else kept[chunk]
+            grad_logits = uncap_(_chunk_grad(logits, words[chunk], grad_token[chunk]), logits, ctx.softcap)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is None:
                 continue
             add_product(grad_weight, grad_logits.mT, hidden[chunk])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 5

@@ -23,7 +23,15 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from d9d_nn.ops.linear_cross_entropy import IGNORE, add_product, autocast_dtype, chunks_of, wide_of
+from d9d_nn.ops.linear_cross_entropy import (
+    IGNORE,
+    add_product,
+    autocast_dtype,
+    capped,
+    chunks_of,
+    uncap_,
+    wide_of,
+)
 
 #: Rank where nothing is predicted.
 IGNORED_RANK = -1
@@ -37,14 +45,16 @@ class VocabularyParallelCrossEntropy:
     Args:
         first: first word of this rank's share.
         group: the ranks that share the words.
+        softcap: see the unshared op.
 
     Attributes:
         first: first word of this rank's share.
         group: the ranks that share the words.
+        softcap: see the unshared op.
     """
 
-    def __init__(self, first: int, group: dist.ProcessGroup) -> None:
-        self.first, self.group = first, group
+    def __init__(self, first: int, group: dist.ProcessGroup, softcap: float | None = None) -> None:
+        self.first, self.group, self.softcap = first, group, softcap
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyParallelCrossEntropy:
         """Return the function itself: it has no state, and a group cannot be copied."""
@@ -89,7 +99,7 @@ class VocabularyParallelCrossEntropy:
         with torch.autocast(hidden.device.type, enabled=False):
             narrow, share = (hidden, weight) if dtype is None else (hidden.to(dtype), weight.to(dtype))
             found: tuple[Tensor, Tensor] = _Loss.apply(
-                narrow.flatten(0, -2), share, targets, self.first, self.group, rows, keep, ranked
+                narrow.flatten(0, -2), share, targets, self.first, self.group, rows, keep, ranked, self.softcap
             )
         return found
 
@@ -97,12 +107,16 @@ class VocabularyParallelCrossEntropy:
 class VocabularyParallelSlot(OpSlot):
     """Slot of the op for one share of the words; backends get the share when they are bound.
 
+    With a soft cap, the op has another name, so that no backend can ignore it.
+
     Args:
         share: share of this rank.
+        softcap: see the unshared op.
     """
 
-    def __init__(self, share: VocabularyShare) -> None:
-        super().__init__("vocabulary_parallel_cross_entropy", VocabularyParallelCrossEntropy(share.first, share.group))
+    def __init__(self, share: VocabularyShare, softcap: float | None = None) -> None:
+        name = "vocabulary_parallel_cross_entropy" if softcap is None else "capped_vocabulary_parallel_cross_entropy"
+        super().__init__(name, VocabularyParallelCrossEntropy(share.first, share.group, softcap))
         self._share = share
 
     def bind(self, backend: str, function: Callable[..., Any]) -> None:
@@ -217,6 +231,7 @@ class _Loss(torch.autograd.Function):
         rows: int,
         keep: bool,
         ranked: bool,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         shape, targets = targets.shape, targets.flatten()
         predicted = targets != IGNORE
@@ -225,11 +240,11 @@ class _Loss(torch.autograd.Function):
         words = targets - first
         mine = predicted & (words >= 0) & (words < len(weight))
         words = words.masked_fill(~mine, 0).unsqueeze(1)
-        kept = functional.linear(hidden, weight) if keep else None
+        kept = capped(functional.linear(hidden, weight), softcap) if keep else None
         highest, own = (hidden.new_zeros(len(hidden), dtype=wide_of(hidden.dtype)) for _ in range(2))
         highest.fill_(-torch.inf)
         total = own.clone()
-        for chunk, logits in _logits(hidden, weight, kept, rows):
+        for chunk, logits in _logits(hidden, weight, kept, rows, softcap):
             highest[chunk] = logits.amax(1)
             # Torch computes in the wider of the two dtypes, without a wide copy of the logits.
             total[chunk] = (logits - highest[chunk].unsqueeze(1)).exp_().sum(1)
@@ -238,12 +253,12 @@ class _Loss(torch.autograd.Function):
         ranks = targets.new_zeros(shape if ranked else 0)
         if ranked:
             counted = ranks.view(-1)
-            for chunk, logits in _logits(hidden, weight, kept, rows):
+            for chunk, logits in _logits(hidden, weight, kept, rows, softcap):
                 counted[chunk] = logits.shape[1] - (logits <= own[chunk].unsqueeze(1)).sum(1)
             merge_ranks(ranks, targets.view(shape), group)
         log_sum = highest + total.log()
         ctx.save_for_backward(hidden, weight, words, mine, predicted, log_sum, kept)
-        ctx.rows = rows
+        ctx.rows, ctx.softcap = rows, softcap
         ctx.mark_non_differentiable(ranks)
         return losses, ranks
 
@@ -254,20 +269,21 @@ class _Loss(torch.autograd.Function):
         grad_token = grad_loss.flatten().masked_fill(~predicted, 0).unsqueeze(1)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=wide_of(weight.dtype)) if ctx.needs_input_grad[1] else None
-        for chunk, logits in _logits(hidden, weight, kept, ctx.rows):
+        for chunk, logits in _logits(hidden, weight, kept, ctx.rows, ctx.softcap):
             # Where nothing is predicted, hidden states are zeros, and the gradient is multiplied by zero.
             grad = (logits - log_sum[chunk].unsqueeze(1)).exp_()
             grad.scatter_add_(1, words[chunk], -mine[chunk].to(grad.dtype).unsqueeze(1))
-            grad_logits = torch.mul(grad, grad_token[chunk], out=torch.empty_like(logits))
+            scaled = torch.mul(grad, grad_token[chunk], out=torch.empty_like(logits))
+            grad_logits = uncap_(scaled, logits, ctx.softcap)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 add_product(grad_weight, grad_logits.mT, hidden[chunk])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 6
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 7
 
 
-def _logits(hidden: Tensor, weight: Tensor, kept: Tensor | None, rows: int) -> Any:
+def _logits(hidden: Tensor, weight: Tensor, kept: Tensor | None, rows: int, softcap: float | None) -> Any:
     """Chunks of tokens and their logits [C, V]; none if this rank has no words."""
     for start in range(0, len(hidden) if len(weight) else 0, rows):
         chunk = slice(start, start + rows)
-        yield chunk, functional.linear(hidden[chunk], weight) if kept is None else kept[chunk]
+        yield chunk, capped(functional.linear(hidden[chunk], weight), softcap) if kept is None else kept[chunk]

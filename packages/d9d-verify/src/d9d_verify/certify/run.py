@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from d9d_core.errors import D9dError, JobError
@@ -16,6 +17,7 @@ from d9d_engine.job import Job
 
 from d9d_verify.certify.certificate import Cell, Certificate, fingerprint, installed_versions
 from d9d_verify.certify.features import export, has_trait, packing
+from d9d_verify.compare import Verdict
 from d9d_verify.layouts import REFERENCE_LAYOUT, Layout, layout_values, scaled_model, scaled_values
 from d9d_verify.run import verify
 
@@ -34,6 +36,8 @@ LAYOUTS = (
     Layout("checkpointing", {}, ("activation_checkpointing",)),
     Layout("compile", {}, ("compile",)),
 )
+#: Strategies to try if the ones of a layout are refused.
+_OTHERWISE = {"cp 2": ({"name": "context_parallel", "method": "ulysses"},)}
 Note = Callable[[str], None]
 
 
@@ -106,20 +110,29 @@ def _model(target: str, registry: Registry) -> Mapping[str, Any]:
 
 def _in_layouts(job: Job, layouts: Sequence[Layout], note: Note) -> list[Cell]:
     """One cell for each layout; refused layouts are not run."""
-    refused = {layout.name: reason for layout in layouts if (reason := _refusal(job, layout)) is not None}
-    run = [layout for layout in layouts if layout.name not in refused]
+    chosen = [_choose(job, layout) for layout in layouts]
+    run = [layout for layout, refusal, _ in chosen if refusal is None]
     verdicts = {verdict.layout: verdict for verdict in (verify(job, run, _STEPS, note) if run else ())}
-    cells = []
-    for layout in layouts:
-        if layout.name in refused:
-            cells.append(Cell(layout.name, "refused", refused[layout.name]))
-            continue
-        verdict = verdicts[layout.name]
-        if verdict.diverged is None:
-            cells.append(Cell(layout.name, "exact", f"gradients: 1-cos {verdict.angle[0]:.1e}"))
-        else:
-            cells.append(Cell(layout.name, "differs", f"step {verdict.diverged[0] + 1}: {verdict.diverged[1]}"))
-    return cells
+    return [
+        _cell(verdicts[layout.name], remark) if refusal is None else Cell(layout.name, "refused", refusal)
+        for layout, refusal, remark in chosen
+    ]
+
+
+def _cell(verdict: Verdict, remark: str) -> Cell:
+    if verdict.diverged is not None:
+        return Cell(verdict.layout, "differs", f"step {verdict.diverged[0] + 1}: {verdict.diverged[1]}")
+    return Cell(verdict.layout, "exact", f"gradients: 1-cos {verdict.angle[0]:.1e}{remark}")
+
+
+def _choose(job: Job, layout: Layout) -> tuple[Layout, str | None, str]:
+    """Layout to run, or why it is refused, and a remark if it has other strategies than the given one."""
+    refusal = _refusal(job, layout)
+    if refusal is not None and layout.name in _OTHERWISE:
+        other = replace(layout, parallel=_OTHERWISE[layout.name])
+        if _refusal(job, other) is None:
+            return other, None, f" by method {other.parallel[0]['method']}, because: {refusal}"
+    return layout, refusal, ""
 
 
 def _refusal(job: Job, layout: Layout) -> str | None:

@@ -3,7 +3,8 @@
 Shapes: B samples, S positions, N query heads, K key/value heads (N = K * G), D features of a head.
 
 The slot's static facts are ``head_dim``, ``query_heads``, ``key_value_heads``, ``causal`` and ``window``; a backend
-refuses windows that it cannot compute. A backend is a function ``(query, key, value, mask)``, where ``mask`` is
+refuses windows that it cannot compute. With a soft cap of the scores, the op is called ``capped_attention``, so that no
+backend can ignore it. A backend is a function ``(query, key, value, mask)``, where ``mask`` is
 ``documents`` as in :func:`attention` or, if the function has an attribute ``prepare``, the return value of ``prepare``;
 see :class:`d9d_nn.ops.attention.slot.AttentionSlot`.
 """
@@ -48,7 +49,13 @@ def visible(
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None, *, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Reference attention: ``softmax(query @ key.T / sqrt(D), over visible keys) @ value``, in float32 or wider.
 
@@ -62,6 +69,8 @@ def attention(
         documents: int64 [B, S]; ``None`` if a sample is one document.
         window: a query sees a key iff ``0 <= query position - key position < window`` (Beltagy et al. 2020,
             "Longformer", section 3.1, causal); ``None`` for all earlier keys.
+        softcap: each score x becomes ``softcap * tanh(x / softcap)`` before the softmax (Gemma team 2024, "Gemma 2",
+            section 2); ``None`` leaves scores as they are.
 
     Returns:
         [B, S, N, D] in the dtype of ``value``.
@@ -69,6 +78,8 @@ def attention(
     samples, length, heads, features = query.shape
     grouped = query.view(samples, length, key.shape[2], -1, features)
     scores = torch.einsum("bskgd,btkd->bkgst", grouped, key) / math.sqrt(features)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     mask = visible(length, documents, query.device, window)
     if documents is not None:
         mask = mask[:, None, None]

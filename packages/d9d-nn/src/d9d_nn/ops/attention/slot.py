@@ -32,12 +32,23 @@ class AttentionSlot(OpSlot):
         key_value_heads: K.
         head_dim: D.
         window: number of positions that a query sees, including its own; ``None`` for all.
+        softcap: soft cap of the scores; ``None`` for none.
     """
 
-    def __init__(self, *, query_heads: int, key_value_heads: int, head_dim: int, window: int | None) -> None:
+    def __init__(
+        self,
+        *,
+        query_heads: int,
+        key_value_heads: int,
+        head_dim: int,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> None:
+        options: dict[str, Any] = {"window": window, "softcap": softcap}
+        given = {name: value for name, value in options.items() if value is not None}
         super().__init__(
-            "attention",
-            attention if window is None else partial(attention, window=window),
+            "attention" if softcap is None else "capped_attention",
+            partial(attention, **given) if given else attention,
             query_heads=query_heads,
             key_value_heads=key_value_heads,
             head_dim=head_dim,
