@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import BuildError, CheckpointError
+from d9d_core.kernel import OpSignature
 from d9d_core.model import Stage
-from d9d_core.traits import LateInit, TensorStyle, modules_with
+from d9d_core.plugin import ModelSpec, Ref
+from d9d_core.traits import HasExperts, HasOps, LateInit, TensorStyle, modules_with
+from d9d_nn.ops import grouped_linear_torch
 from d9d_testing.suites.model import ModelSuite
 from d9d_testing.suites.plugin import PluginSuite
 from d9d_testing.suites.support.models import initialised
 from d9d_transformers.build import build
 from d9d_transformers.config import TransformersConfig
+from d9d_transformers.experts import replace_experts
 from d9d_transformers.hugging_face import TransformersFormat
 from d9d_transformers.library import library, native_config
 from d9d_transformers.model import TransformersModel
@@ -80,11 +86,26 @@ def ours(kind: str, stage: Stage = Stage()) -> TransformersModel:  # noqa: B008 
     model.to_empty(device="cpu")
     for module in modules_with(model, LateInit).values():
         module.reset_parameters()
-    weights = theirs(kind).state_dict()
+    weights = converted(theirs(kind).state_dict())
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
-            tensor.copy_(weights[name])
+            stored = weights[name]
+            assert stored is not None
+            tensor.copy_(stored)
     return model
+
+
+def converted(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Tensors of transformers by d9d's names: experts are three banks [experts, in, out]."""
+    found = dict(tensors)
+    for name in [name for name in found if name.endswith("experts.gate_up_proj")]:
+        experts = name.removesuffix(".gate_up_proj")
+        both, down = found.pop(name), found.pop(f"{experts}.down_proj")
+        assert both is not None
+        assert down is not None
+        halves = dict(zip(("gate_proj", "up_proj"), both.chunk(2, dim=1), strict=True))
+        found |= {f"{experts}.bank.{bank}": half.mT for bank, half in (halves | {"down_proj": down}).items()}
+    return found
 
 
 def inputs(kind: str) -> dict[str, Tensor]:
@@ -108,13 +129,14 @@ def test_logits_and_gradients_are_those_of_transformers(kind: str) -> None:
     reference.zero_grad()
     functional.cross_entropy(expected.flatten(0, 1), given["targets"].flatten(), reduction="sum").backward()
     model(tokens=given["tokens"], targets=given["targets"])["token_loss"].sum().backward()
-    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    gradients = converted({name: parameter.grad for name, parameter in reference.named_parameters()})
     for name, parameter in model.named_parameters():
-        if gradients[name] is None:  # a bias that only balances experts
+        wanted = gradients[name]
+        if wanted is None:  # a bias that only balances experts
             assert parameter.grad is None, name
             continue
         assert parameter.grad is not None, name
-        assert (parameter.grad - gradients[name]).norm() < 1e-5 * gradients[name].norm(), name
+        assert (parameter.grad - wanted).norm() < 1e-5 * wanted.norm(), name
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -269,16 +291,55 @@ def test_a_smaller_model_keeps_each_kind_of_layer() -> None:
     assert config.resized({"hidden_size": 8}).config == {**config.config, "hidden_size": 8}
 
 
+class OnDevice(Ref):
+    """Builds with the products by expert that GPUs choose."""
+
+    def load(self) -> Callable[..., TransformersModel]:
+        def built(*args: Any) -> TransformersModel:
+            model = build(*args).bfloat16()
+            for module in modules_with(model, HasOps).values():
+                for slot in module.op_slots().values():
+                    if slot.op == "grouped_linear":
+                        signature = OpSignature(slot.op, "cuda", "bfloat16", slot.static)
+                        slot.bind("grouped_mm", grouped_linear_torch.build(signature))
+            return model
+
+        return built
+
+
 class TestModel(ModelSuite):
     plugin = "d9d_transformers.plugin"
     target = "transformers"
-    reference = "transformers:AutoModelForCausalLM"
+    flops_per_parameter = (1.5, 9.0)
     depth_scaled = False  # transformers initialises all layers alike
+
+    def test_a_step_never_waits_for_the_device(self, spec: ModelSpec, config: Any) -> None:
+        """As on a GPU: the reference of the products by expert reads the counts of rows."""
+        super().test_a_step_never_waits_for_the_device(replace(spec, build=OnDevice("on:device")), config)
 
 
 class TestPlugin(PluginSuite):
     plugin = "d9d_transformers.plugin"
     builds_on = ("d9d_nn.plugin",)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_are_banks_that_can_be_sharded_by_expert(kind: str) -> None:
+    with torch.device("meta"):
+        model = build(tiny(kind), Stage())
+    layers = modules_with(model, HasExperts)
+    assert layers
+    for layer in layers.values():
+        assert {len(bank) for bank in layer.expert_banks()["bank"].parameters()} == {4}
+
+
+def test_experts_that_compute_something_else_stay_as_they_are() -> None:
+    with torch.device("meta"):
+        native = library().AutoModelForCausalLM.from_config(native_config(tiny("gpt_oss").config))
+    assert replace_experts(native.model, 0.02) == []
+    with torch.device("meta"):
+        native = library().AutoModelForCausalLM.from_config(native_config(tiny("mixtral", hidden_act="gelu").config))
+    assert replace_experts(native.model, 0.02) == []
 
 
 def test_initialisation_is_the_rule_of_the_model() -> None:

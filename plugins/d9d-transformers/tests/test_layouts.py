@@ -9,8 +9,8 @@ from d9d_testing.layouts import Harness, assert_passed
 from d9d_verify.layouts import Layout
 
 PLUGINS = (
-    "d9d_nn.plugin", "d9d_parallel.plugin", "d9d_pipeline.plugin", "d9d_peft.plugin", "d9d_transformers.plugin",
-    "d9d_testing.toy.plugin",
+    "d9d_moe.plugin", "d9d_nn.plugin", "d9d_parallel.plugin", "d9d_pipeline.plugin", "d9d_peft.plugin",
+    "d9d_transformers.plugin", "d9d_testing.toy.plugin",
 )  # fmt: skip
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -52,6 +52,16 @@ def values(kind: str, sizes: dict[str, Any], **sections: Any) -> dict[str, Any]:
         "export": False,
         **sections,
     }
+
+
+@pytest.mark.full
+def test_experts_train_the_same_on_several_ranks() -> None:
+    layouts = [
+        Layout("fsdp 2, ep 2", {"dp_shard": 2, "ep": 2}, ("fsdp", "expert_parallel")),
+        Layout("replicate 2, ep 2", {"dp_replicate": 2, "ep": 2}, ("replicate", "expert_parallel")),
+        Layout("tp 2, fsdp 2, ep 2", {"tp": 2, "dp_shard": 2, "ep": 2}, ("tensor_parallel", "fsdp", "expert_parallel")),
+    ]
+    assert_passed(Harness(values("qwen3_moe", SIZES | EXPERTS), PLUGINS).compare(layouts))
 
 
 @pytest.mark.thorough

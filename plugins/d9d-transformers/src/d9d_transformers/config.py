@@ -84,10 +84,10 @@ class TransformersConfig(ModelConfig):
 
 
 def tiny() -> TransformersConfig:
-    """Config of a Llama that runs in milliseconds on a CPU; it also has sizes of other types, for :meth:`resized`."""
+    """Config of a Mixtral that runs in milliseconds on a CPU; it also has sizes of other types, for :meth:`resized`."""
     about: dict[str, JsonValue] = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
+        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 64,
+        "max_position_embeddings": 64, "tie_word_embeddings": False,
     }  # fmt: skip
     return TransformersConfig(config={**about, **TINY})
 

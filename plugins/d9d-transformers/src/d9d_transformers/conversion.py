@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_weights.graph.base import Mapper, Parallel
-from d9d_weights.graph.mappers import Identity, Rename
-from d9d_weights.graph.merging import Concatenate, Stack
+from d9d_weights.graph.mappers import Identity, Rename, Transpose
+from d9d_weights.graph.merging import Chunk, Concatenate, Stack
 from d9d_weights.graph.select import Copy, Drop
 
 from d9d_transformers.attention import register
 from d9d_transformers.config import TransformersConfig
+from d9d_transformers.experts import BANK, DOWN, GATE_UP, replace_experts
 from d9d_transformers.head import Head
-from d9d_transformers.library import conversions, native_config, native_model
+from d9d_transformers.library import base_of, conversions, native_config, native_model
 
 #: Placeholder of an expert's index in a pattern.
 _INDEX = "*"
@@ -29,21 +30,34 @@ _INDEX = "*"
 
 @dataclass
 class _Correspondence:
-    """Mappers from files to memory, in two steps, and names.
+    """Mappers from files to memory, in steps, and names.
 
     Attributes:
-        first: mappers from files to memory or to names of intermediate tensors.
-        second: mappers from intermediate tensors.
+        first: mappers from files to transformers' tensors in memory, or to their parts.
+        second: mappers from parts to transformers' tensors.
+        third: mappers from transformers' tensors of experts to gate, up and down projections.
+        fourth: mappers from these to d9d's banks.
         tied: name of the head's weight and of the embedding's, if they are tied.
     """
 
     first: list[Mapper] = field(default_factory=list)
     second: list[Mapper] = field(default_factory=list)
+    third: list[Mapper] = field(default_factory=list)
+    fourth: list[Mapper] = field(default_factory=list)
     tied: tuple[str, str] | None = None
 
     def mapper(self, *others: Mapper) -> Mapper:
-        first = Parallel(*others, *self.first, Identity())
-        return first >> Parallel(*self.second, Identity()) if self.second else first
+        mapper: Mapper = Parallel(*others, *self.first, Identity())
+        for step in (self.second, self.third, self.fourth):
+            mapper = mapper >> Parallel(*step, Identity()) if step else mapper
+        return mapper
+
+    def add_banks(self, experts: str) -> None:
+        """Split and transpose the tensors of an expert module into banks."""
+        halves = f"{experts}.gate", f"{experts}.up"
+        self.third.append(Chunk(f"{experts}.{GATE_UP}", halves, dim=1))
+        banks = dict(zip((*halves, f"{experts}.{DOWN}"), ("gate_proj", "up_proj", "down_proj"), strict=True))
+        self.fourth += [Transpose(name, to=f"{experts}.{BANK}.{bank}") for name, bank in banks.items()]
 
 
 def importer(config: TransformersConfig, stored: TransformersConfig) -> Mapper:  # noqa: ARG001 - files have one head
@@ -85,6 +99,9 @@ def _correspondence(config: TransformersConfig) -> _Correspondence:
     for name, tensor in native.state_dict(keep_vars=True).items():
         if found.tied is None or name != found.tied[0]:
             _add(found, name, tensor.shape, merging, renaming)
+    prefix, base = base_of(native)
+    for experts in replace_experts(base, head.std):
+        found.add_banks(f"{prefix}.{experts}")
     return found
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from d9d_transformers.build import build
 from d9d_transformers.config import TransformersConfig
+from d9d_transformers.experts import RoutedExperts
 
 
 def training_flops_per_token(config: TransformersConfig, sequence_length: int) -> float:
@@ -20,6 +21,8 @@ def training_flops_per_token(config: TransformersConfig, sequence_length: int) -
     with torch.device("meta"):
         model = build(config, Stage())
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    for experts in (module for module in model.modules() if isinstance(module, RoutedExperts)):
+        matrices += sum(bank[0].numel() for bank in experts.bank.parameters()) * experts.chosen
     total = 6.0 * (matrices + model.head.features * model.head.vocabulary)
     for core in model.attention_cores().values():
         assert isinstance(core, AttentionCore)

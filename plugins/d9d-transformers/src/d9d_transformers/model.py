@@ -13,6 +13,7 @@ from d9d_core.errors import BuildError
 from d9d_core.model import ContextShare, Stage
 from d9d_core.traits import TensorStyle
 from d9d_core.types import TensorSpec
+from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import prepare_masks
 from d9d_nn.heads.causal_lm import CausalLMHead
@@ -20,6 +21,7 @@ from d9d_nn.stages import stage_layers
 from torch import Tensor, nn
 
 from d9d_transformers.attention import CORE, DOCUMENTS
+from d9d_transformers.experts import replace_experts
 from d9d_transformers.head import Head
 from d9d_transformers.library import base_of
 from d9d_transformers.stages import keep_stage
@@ -48,7 +50,9 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.stage = stage
         self._base_name, base = base_of(native)
-        structure, head = examine(base), Head.of(native)
+        head = Head.of(native)
+        replace_experts(base, head.std)
+        structure = examine(base)
         self.head, self._structure = head, structure
         self.styles = styles_of(base, structure)
         self.layer_indices = _layers_of(base, structure, stage, head)
@@ -191,7 +195,7 @@ def _attach(base: Any, structure: Structure) -> None:
     """Give every module with tensors an initialisation, and every attention module a core."""
     for module in base.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if own:
+        if own and not isinstance(module, GroupedSwiGLU):  # which initialises itself
             module.reset_parameters = _Initialisation(base, module)
     for path, call in structure.attention.items():
         base.get_submodule(path).add_module(CORE, call.core(path))

@@ -23,8 +23,8 @@ def d9d_models() -> Iterable[ModelSpec]:
         tiny=Ref("d9d_transformers.config:tiny"),
         provides=frozenset(
             {
-                "model:blocks", "model:causal_lm", "model:context_parallel", "model:late_init", "model:ops",
-                "model:pipeline", "model:tensor_parallel",
+                "model:banks", "model:blocks", "model:causal_lm", "model:context_parallel", "model:experts",
+                "model:late_init", "model:ops", "model:pipeline", "model:tensor_parallel",
             }
         ),
     )  # fmt: skip

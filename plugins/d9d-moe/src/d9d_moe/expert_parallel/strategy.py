@@ -42,12 +42,14 @@ class ExpertParallel:
         """Turn banks into DTensors and replace dispatchers. Collective over all ranks.
 
         Raises:
-            BuildError: ``ep`` does not divide the number of experts.
+            BuildError: ``ep`` does not divide the number of experts, or the model has none.
         """
         mesh, group = topology.mesh(VIEW, "ep"), topology.group(VIEW, "ep")
         assert group is not None  # there is a mesh
         banks: dict[str, nn.Module] = {}
         found = modules_with(stage, HasExperts)
+        if not found and topology.sizes["pp"] == 1:  # a stage of several may be without
+            raise BuildError(f"strategy '{self.config.name}': no layer of the model has experts that it can shard")
         experts = {name: experts_of(layer) for name, layer in found.items()}
         for name, layer in found.items():
             banks |= {f"{name}.{bank}".removeprefix("."): module for bank, module in layer.expert_banks().items()}

@@ -1,0 +1,131 @@
+"""Experts of transformers' models, computed by d9d's grouped products and dispatchers.
+
+transformers keeps the experts of a layer in two tensors: gate and up projections [E, 2 I, H], and down projections
+[E, H, I]. d9d keeps three banks of matrices [E, in, out], so that expert parallelism, LoRA and kernels work as in d9d's
+own models.
+
+Shapes: T tokens, k experts of a token, E experts, H features, I features inside.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from d9d_core.kernel import OpSlot
+from d9d_core.traits import Dispatcher, HasOps
+from d9d_moe.dispatch.local import LocalDispatcher
+from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
+from d9d_moe.router.routing import TopKRouting
+from torch import Tensor, nn
+
+#: Names of transformers' parameters.
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+#: Name of the banks in a replaced module.
+BANK = "bank"
+
+
+class RoutedExperts(nn.Module):
+    """Experts of a layer, with the arguments of transformers' module; routers of transformers choose the experts.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I.
+        experts: E.
+        std: initial standard deviation of all projections.
+
+    Attributes:
+        dispatcher: sends tokens to experts; replaced by expert parallelism.
+        chosen: k, known after a call on the meta device.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, experts: int, *, std: float) -> None:
+        super().__init__()
+        self.bank = GroupedSwiGLU(hidden_size, intermediate_size, experts, std=std, output_std=std)
+        self.dispatcher: Dispatcher = LocalDispatcher()
+        self.num_experts = experts
+        self.chosen = 1
+
+    def expert_banks(self) -> Mapping[str, nn.Module]:
+        """Bank of all experts."""
+        return {BANK: self.bank}
+
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        """Slots of the dispatcher, if it has any; the bank declares its own."""
+        slots = self.dispatcher.op_slots() if isinstance(self.dispatcher, HasOps) else {}
+        return {f"dispatcher.{name}": slot for name, slot in slots.items()}
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Map tokens [T, H] to [T, H]. Collective over the ranks that share the experts, if the dispatcher is.
+
+        Args:
+            hidden_states: [T, H].
+            top_k_index: int64 [T, k], experts of each token.
+            top_k_weights: [T, k], factors of their outputs.
+        """
+        if hidden_states.is_meta and not torch.is_grad_enabled():  # while a model is examined: counts have no values
+            self.chosen = top_k_index.shape[1]
+            return torch.empty_like(hidden_states)
+        wide = torch.promote_types(top_k_weights.dtype, torch.float32)
+        routing = TopKRouting.of(top_k_index, top_k_weights.to(wide), self.num_experts)
+        outside = getattr(self.dispatcher, "outside_graph", None)
+        mixed: Tensor = (
+            self._mixed(hidden_states, routing) if outside is None else outside(self._mixed, hidden_states, routing)
+        )
+        return mixed
+
+    def _mixed(self, tokens: Tensor, routing: TopKRouting) -> Tensor:
+        sent = self.dispatcher.dispatch(tokens, routing).wait()
+        outputs = self.bank(sent.tokens, sent.counts, spare_rows=sent.spare_rows)
+        return self.dispatcher.combine(outputs, sent.handle).wait()
+
+
+def replace_experts(base: nn.Module, std: float) -> list[str]:
+    """Replace expert modules that compute SwiGLU, in place; others stay as they are. Returns names of replaced ones.
+
+    Args:
+        base: model without its head, on the meta device.
+        std: initial standard deviation.
+    """
+    verdicts: dict[type, bool] = {}
+    replaced = []
+    for path, module in list(base.named_modules()):
+        kind = type(module)
+        shapes = {name: parameter.shape for name, parameter in module.named_parameters(recurse=False)}
+        if shapes.keys() != {GATE_UP, DOWN} or len(shapes[DOWN]) != 3:
+            continue
+        experts, hidden, inside = shapes[DOWN]
+        if shapes[GATE_UP] != (experts, 2 * inside, hidden):
+            continue
+        if kind not in verdicts:
+            verdicts[kind] = computes_swiglu(module)
+        if verdicts[kind]:
+            base.set_submodule(path, RoutedExperts(hidden, inside, experts, std=std))
+            replaced.append(path)
+    return replaced
+
+
+def computes_swiglu(module: nn.Module) -> bool:
+    """Whether an expert module of transformers computes SwiGLU, tried with small weights on the CPU."""
+    tokens, hidden, inside, experts, chosen = 6, 5, 4, 3, 2
+    with torch.device("cpu"), torch.no_grad():
+        draws = torch.Generator().manual_seed(0)
+        ours = RoutedExperts(hidden, inside, experts, std=1.0)
+        gate_up, down = (
+            torch.randn(size, generator=draws) for size in ((experts, 2 * inside, hidden), (experts, hidden, inside))
+        )
+        for bank, drawn in zip(ours.bank.banks().values(), (*gate_up.chunk(2, dim=1), down), strict=True):
+            bank.copy_(drawn.mT)
+        index = torch.stack([torch.randperm(experts, generator=draws)[:chosen] for _ in range(tokens)])
+        given = torch.randn(tokens, hidden, generator=draws), index, torch.rand(tokens, chosen, generator=draws)
+        small: Any = copy.copy(module)
+        # nn.Module keeps its parameters here; assigning one would replace the model's own.
+        small._parameters = {GATE_UP: nn.Parameter(gate_up), DOWN: nn.Parameter(down)}  # noqa: SLF001
+        small.num_experts, small.config = experts, SimpleNamespace(_experts_implementation="eager")
+        try:
+            return torch.allclose(small(*given), ours(*given), rtol=1e-4, atol=1e-5)
+        except Exception:  # a module that needs more than these attributes stays as it is
+            return False
