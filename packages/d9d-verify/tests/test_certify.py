@@ -26,7 +26,7 @@ from d9d_verify.certify import run
 from d9d_verify.certify.certificate import Cell, Certificate, fingerprint, installed_versions
 from d9d_verify.certify.features import export, packing
 from d9d_verify.certify.run import certify, job_of
-from d9d_verify.certify.tokens import RandomTokens, RandomTokensConfig
+from d9d_verify.certify.tokens import CertificateTokens, CertificateTokensConfig
 from d9d_verify.compare import Verdict
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ REGISTRY = Registry.of(nn_plugin, optim_plugin, parallel_plugin, peft_plugin, qw
 
 class TestRandomTokens(DatasetSuite):
     plugin = "d9d_verify.plugin"
-    target = "random_tokens"
+    target = "certificate_tokens"
 
 
 class Tokens(nn.Module):
@@ -174,9 +174,10 @@ def test_a_model_is_given_by_directory_name_or_type(tmp_path: Path) -> None:
 
 def test_ranks_share_the_samples_of_a_pack() -> None:
     context = {"seed": 3, "batch_size": 8, "microbatch_size": 2, "cache_dir": Path()}
-    whole = RandomTokens(RandomTokensConfig(), DataContext(**context)).next_pack()
+    whole = CertificateTokens(CertificateTokensConfig(), DataContext(**context)).next_pack()
     parts = [
-        RandomTokens(RandomTokensConfig(), DataContext(**context, rank=rank, ranks=2)).next_pack() for rank in (0, 1)
+        CertificateTokens(CertificateTokensConfig(), DataContext(**context, rank=rank, ranks=2)).next_pack()
+        for rank in (0, 1)
     ]
     assert [len(part) for part in (whole, *parts)] == [4, 2, 2]
     for name in ("tokens", "targets"):

@@ -33,10 +33,10 @@ def d9d_commands() -> Iterator[CommandSpec]:
 def d9d_datasets() -> Iterator[DatasetSpec]:
     """Dataset of certificates."""
     yield DatasetSpec(
-        name="random_tokens",
+        name="certificate_tokens",
         summary="Token ids drawn at random, in samples of one document.",
-        config=Ref("d9d_verify.certify.tokens:RandomTokensConfig"),
-        build=Ref("d9d_verify.certify.tokens:RandomTokens"),
+        config=Ref("d9d_verify.certify.tokens:CertificateTokensConfig"),
+        build=Ref("d9d_verify.certify.tokens:CertificateTokens"),
         gives={"tokens": 2, "targets": 2},
         requires=TORCH,
     )

@@ -79,7 +79,7 @@ def job_of(target: str, registry: Registry) -> Job:
         {
             "model": _model(target, registry),
             "task": "causal_lm",
-            "data": "random_tokens",
+            "data": "certificate_tokens",
             "optimizer": {"name": "adamw", "lr": 0.01},
             "batch": {"size": 8, "microbatch": 2},
             "steps": _STEPS,

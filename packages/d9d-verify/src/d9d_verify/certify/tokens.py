@@ -1,4 +1,4 @@
-"""Dataset ``random_tokens``: token ids that depend on the seed only, for certificates."""
+"""Dataset ``certificate_tokens``: token ids that depend on the seed only, for certificates."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from d9d_core.types import Pack, State
 from pydantic import PositiveInt
 
 
-class RandomTokensConfig(PluginConfig):
+class CertificateTokensConfig(PluginConfig):
     """Token ids drawn at random, in samples of one document."""
 
-    name: Literal["random_tokens"] = "random_tokens"
+    name: Literal["certificate_tokens"] = "certificate_tokens"
     """Selects the dataset."""
 
     vocab_size: PositiveInt = 64
@@ -25,10 +25,10 @@ class RandomTokensConfig(PluginConfig):
     """Positions of a sample."""
 
 
-class RandomTokens:
+class CertificateTokens:
     """Stream of packs of ``tokens`` and ``targets``, int64 [samples, positions]; a fifth of the targets is ignored."""
 
-    def __init__(self, config: RandomTokensConfig, context: DataContext) -> None:
+    def __init__(self, config: CertificateTokensConfig, context: DataContext) -> None:
         self._config, self._context, self._packs = config, context, 0
 
     @property

@@ -1,0 +1,109 @@
+"""Tokens per second of a training step: d9d's Qwen3, and transformers' Qwen3 by d9d-transformers, in one run.
+
+    python tools/bench/transformers_step.py
+
+Both have the same sizes and see the same tokens: bfloat16 parameters and optimizer states, fused AdamW. Blocks of steps
+alternate between the two, so that clocks and neighbours disturb both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from d9d_core.registry.registry import Registry
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
+from random_tokens import Synthetic
+from timing import timed
+
+MODULES = (
+    "d9d_nn.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin", "d9d_qwen3.plugin",
+    "d9d_transformers.plugin",
+)  # fmt: skip
+#: Plugins with kernels, which are used where they are installed and run.
+KERNELS = ("d9d_triton.plugin", "d9d_cublas.plugin")
+
+
+def models_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The same model in both ways."""
+    sizes = {"vocab_size": options.vocabulary, "hidden_size": options.hidden, "intermediate_size": options.inside}
+    heads = {"num_attention_heads": options.heads, "num_key_value_heads": options.groups, "head_dim": 128}
+    shapes = {"num_hidden_layers": options.layers, "max_position_embeddings": options.sequence}
+    return {
+        "qwen3": {**sizes, **heads, "name": "qwen3", "num_layers": options.layers, "max_positions": options.sequence},
+        "transformers": {"name": "transformers", "config": {"model_type": "qwen3", **sizes, **heads, **shapes}},
+    }
+
+
+def trainer_of(model: dict[str, Any], options: argparse.Namespace, directory: str) -> Trainer:
+    """Trainer of one model."""
+    values = {
+        "run": {"dir": directory, "name": model["name"]},
+        "steps": 10_000,
+        "batch": {"size": options.samples},
+        "parallel": ["compile"] if options.compile else [],
+        "precision": {"parameters": "bfloat16"},
+        "model": model,
+        "task": "causal_lm",
+        "data": {"name": "random_tokens", "vocab_size": options.vocabulary, "sequence_length": options.sequence},
+        "optimizer": {"name": "adamw", "lr": 1e-4},
+        "trackers": [],
+        "export": False,
+    }
+    plugins = map(importlib.import_module, (*MODULES, *(KERNELS if torch.cuda.is_available() else ())))
+    trainer: Trainer = Job.from_values(values, registry=Registry.of(*plugins, Synthetic())).build(print)
+    return trainer
+
+
+def main() -> None:
+    """Measure, and print one JSON line."""
+    parser = argparse.ArgumentParser()
+    for name, value in (
+        ("samples", 4), ("sequence", 4096), ("layers", 28), ("hidden", 1024), ("heads", 16), ("groups", 8),
+        ("inside", 3072), ("vocabulary", 151_936), ("steps", 5), ("rounds", 4),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        trainers = {name: trainer_of(model, options, directory) for name, model in models_of(options).items()}
+    numbers = iter(range(100_000))
+
+    def step_of(trainer: Trainer) -> Callable[[], Any]:
+        return lambda: trainer.step(next(numbers), trainer.prefetcher.next()).loss
+
+    runs = {name: step_of(trainer) for name, trainer in trainers.items()}
+    gc.collect()
+    gc.freeze()  # like the trainer
+    losses = {name: [run().item() for _ in range(3)] for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for index in range(options.rounds):
+        # Alternate the order: the first contender after a pause runs at other GPU clocks.
+        for name, run in list(runs.items())[:: 1 if index % 2 == 0 else -1]:
+            times[name].append(timed(run, options.steps))
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    tokens = options.samples * options.sequence
+    result = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "transformers": importlib.import_module("transformers").__version__,
+        "parameters": [sum(p.numel() for p in trainer.stage.parameters()) for trainer in trainers.values()],
+        "losses": losses,
+        "tokens_per_second": {name: round(tokens / found) for name, found in medians.items()},
+        "ratio": round(medians["qwen3"] / medians["transformers"], 3),
+        "ratios": [round(a / b, 3) for a, b in zip(times["qwen3"], times["transformers"], strict=True)],
+    }
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
