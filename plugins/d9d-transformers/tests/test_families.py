@@ -342,6 +342,18 @@ def test_experts_that_compute_something_else_stay_as_they_are() -> None:
     assert replace_experts(native.model, 0.02) == []
 
 
+def test_a_model_has_the_dtype_in_which_it_is_built() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = ours("qwen3_moe")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
+    given = inputs("qwen3_moe")
+    assert torch.isfinite(model(tokens=given["tokens"], targets=given["targets"])["token_loss"]).all()
+
+
 def test_initialisation_is_the_rule_of_the_model() -> None:
     model = initialised(SPEC, tiny("gemma3_text"))
     assert not model.get_parameter("model.norm.weight").any()

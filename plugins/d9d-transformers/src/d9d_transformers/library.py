@@ -52,7 +52,7 @@ def native_config(values: Mapping[str, Any]) -> Any:
 
 
 def native_model(config: Any) -> Any:
-    """Language model of transformers for a config, on the current device; in float32, with d9d's attention.
+    """Language model of transformers for a config, on the current device and in the default dtype; with d9d's attention.
 
     Raises:
         BuildError: transformers has no language model of this type, or cannot build it.
@@ -66,7 +66,7 @@ def native_model(config: Any) -> Any:
         )
     try:
         return transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
+            config, attn_implementation=ATTENTION, dtype=torch.get_default_dtype(), trust_remote_code=False
         )
     except Exception as error:  # constructors of models raise anything
         raise BuildError(f"model.config: transformers cannot build a {config.model_type}: {error}") from error
