@@ -28,6 +28,7 @@ from d9d_transformers.library import library, native_config
 from d9d_transformers.model import TransformersModel
 from d9d_transformers.plugin import d9d_models
 from d9d_weights.graph.graph import map_tensors
+from packaging.version import Version
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -60,6 +61,8 @@ TYPES = [
 
 def tiny(kind: str, **fields: Any) -> TransformersConfig:
     """Config with the sizes above that the type has."""
+    if kind == "ernie4_5_moe" and Version(library().__version__) < Version("5.23"):
+        pytest.skip("this release of transformers has no rule for the weights of its router")
     known = library().CONFIG_MAPPING[kind]().to_dict()
     own = {name: size for name, size in SIZES.items() if name in known}
     if kind == "deepseek_v3":  # its latent keys become as many heads as there are queries
@@ -209,7 +212,7 @@ def test_parts_that_a_plan_does_not_split_are_whole_on_every_rank(
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("gpt_oss", "passes s_aux, which d9d's attention does not have"),
+        ("gpt_oss", "passes s_aux, which d9d's attention does not have|fails with d9d's attention"),
         ("qwen3_next", "does not call transformers' attention, so documents in one sample cannot be kept apart"),
         ("phi", "the head of PhiForCausalLM is Linear, not a linear layer without bias"),
         ("seed_oss", "attention dropout of 0.1.* set attention_dropout of model.config to 0"),
@@ -342,15 +345,19 @@ def test_experts_that_compute_something_else_stay_as_they_are() -> None:
     assert replace_experts(native.model, 0.02) == []
 
 
-def test_a_model_has_the_dtype_in_which_it_is_built() -> None:
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "qwen3_moe"])
+def test_a_model_has_the_dtype_in_which_it_is_built(kind: str) -> None:
+    wide = ours(kind)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = ours("qwen3_moe")
+        model = ours(kind)
     finally:
         torch.set_default_dtype(torch.float32)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
-    given = inputs("qwen3_moe")
+    assert model.head == wide.head
+    assert modules_with(model, HasExperts).keys() == modules_with(wide, HasExperts).keys()
+    given = inputs(kind)
     assert torch.isfinite(model(tokens=given["tokens"], targets=given["targets"])["token_loss"]).all()
 
 

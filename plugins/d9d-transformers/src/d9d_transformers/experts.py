@@ -113,14 +113,14 @@ def computes_swiglu(module: nn.Module) -> bool:
     tokens, hidden, inside, experts, chosen = 6, 5, 4, 3, 2
     with torch.device("cpu"), torch.no_grad():
         draws = torch.Generator().manual_seed(0)
-        ours = RoutedExperts(hidden, inside, experts, std=1.0)
-        gate_up, down = (
-            torch.randn(size, generator=draws) for size in ((experts, 2 * inside, hidden), (experts, hidden, inside))
-        )
+        wide: dict[str, Any] = {"generator": draws, "dtype": torch.float32}  # whatever the default dtype is
+        ours = RoutedExperts(hidden, inside, experts, std=1.0).float()
+        gate_up = torch.randn(experts, 2 * inside, hidden, **wide)
+        down = torch.randn(experts, hidden, inside, **wide)
         for bank, drawn in zip(ours.bank.banks().values(), (*gate_up.chunk(2, dim=1), down), strict=True):
             bank.copy_(drawn.mT)
         index = torch.stack([torch.randperm(experts, generator=draws)[:chosen] for _ in range(tokens)])
-        given = torch.randn(tokens, hidden, generator=draws), index, torch.rand(tokens, chosen, generator=draws)
+        given = torch.randn(tokens, hidden, **wide), index, torch.rand(tokens, chosen, **wide)
         small: Any = copy.copy(module)
         # nn.Module keeps its parameters here; assigning one would replace the model's own.
         small._parameters = {GATE_UP: nn.Parameter(gate_up), DOWN: nn.Parameter(down)}  # noqa: SLF001

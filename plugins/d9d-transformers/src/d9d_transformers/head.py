@@ -91,8 +91,9 @@ def _measured(native: Any, name: str, output: nn.Linear) -> dict[str, Any]:
     kind = type(native).__name__
     with torch.device("cpu"), torch.no_grad():
         draws = torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, _POSITIONS, output.in_features, generator=draws)
-        logits = 30 * torch.randn(1, _POSITIONS, output.out_features, generator=draws)
+        wide: dict[str, Any] = {"generator": draws, "dtype": torch.float32}  # whatever the default dtype is
+        hidden = torch.randn(1, _POSITIONS, output.in_features, **wide)
+        logits = 30 * torch.randn(1, _POSITIONS, output.out_features, **wide)
         outputs = library().modeling_outputs.MoeModelOutputWithPast(last_hidden_state=hidden)
         shell = copy.copy(native)
         # nn.Module keeps its submodules here; assigning one would replace the model's own.

@@ -52,7 +52,7 @@ def native_config(values: Mapping[str, Any]) -> Any:
 
 
 def native_model(config: Any) -> Any:
-    """Language model of transformers for a config, on the current device and in the default dtype; with d9d's attention.
+    """Language model of transformers for a config, on the current device, in the default dtype, with d9d's attention.
 
     Raises:
         BuildError: transformers has no language model of this type, or cannot build it.
