@@ -186,7 +186,7 @@ def test_health_names_the_version_the_device_and_the_network(monkeypatch: pytest
     )
     monkeypatch.setattr(devices, "choose_device", lambda _name: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
-    assert health.check_device().message == "3 x cuda"
+    assert (health.check_device().ok, health.check_device().message) == (True, "3 x cuda")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     assert health.check_network().message.startswith("--nproc listens on the loopback only; ")

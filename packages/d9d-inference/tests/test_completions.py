@@ -100,6 +100,13 @@ def test_the_rest_of_another_command_is_neither_continued_nor_overwritten_unaske
     complete(file_job(tmp_path, overwrite=True), Model())
 
 
+def test_lines_without_a_description_are_not_continued(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl.partial").write_text("{}\n" * 4)
+    model = Model()
+    assert complete(file_job(tmp_path), model) == [f"5 completions in {tmp_path / 'out.jsonl'}"]
+    assert [prompts for prompts, _ in model.calls] == [IDS[:2], IDS[2:4], IDS[4:]]
+
+
 def test_an_output_needs_a_directory(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").mkdir()
     for directory in (tmp_path, tmp_path / "none"):

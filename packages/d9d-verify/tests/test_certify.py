@@ -183,6 +183,7 @@ def test_ranks_share_the_samples_of_a_pack() -> None:
     for name in ("tokens", "targets"):
         assert torch.equal(torch.cat([m[name] for m in whole]), torch.cat([m[name] for part in parts for m in part]))
     tokens, targets = (torch.cat([m[name] for m in whole]) for name in ("tokens", "targets"))
+    assert tokens.shape == targets.shape == (8, 16)
     kept = targets[:, :-1] != -100
     assert torch.equal(targets[:, :-1][kept], tokens[:, 1:][kept])
     share = (targets == -100).float().mean().item()
