@@ -28,7 +28,7 @@ class Alone:
 
 
 class OneOfTwo:
-    """Rank of two that knows what the other one sends."""
+    """Rank of two that receives prepared tensors."""
 
     def __init__(self, rank: int, *others: Tensor) -> None:
         self.rank, self.others, self.reduced = rank, list(others), torch.zeros(0)

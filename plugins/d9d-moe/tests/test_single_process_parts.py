@@ -163,7 +163,7 @@ def test_losses_over_split_samples_gather_logits_choices_and_padding(monkeypatch
 
 
 class SecondHalf:
-    """Second half of the positions of each sample, and what the rank with the first half sends."""
+    """Second half of the positions of each sample, and tensors from the rank with the first half."""
 
     ranks = 2
 

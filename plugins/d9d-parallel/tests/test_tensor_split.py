@@ -34,7 +34,7 @@ class Scale(nn.Module):
 
 
 class Adapted(nn.Linear):
-    """Linear layer with an adapter, which notes what it is told."""
+    """Linear layer with an adapter, which records its calls."""
 
     deferral = None
 

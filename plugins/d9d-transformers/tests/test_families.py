@@ -28,7 +28,6 @@ from d9d_transformers.library import library, native_config
 from d9d_transformers.model import TransformersModel
 from d9d_transformers.plugin import d9d_models
 from d9d_weights.graph.graph import map_tensors
-from packaging.version import Version
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -61,7 +60,8 @@ TYPES = [
 
 def tiny(kind: str, **fields: Any) -> TransformersConfig:
     """Config with the sizes above that the type has."""
-    if kind == "ernie4_5_moe" and Version(library().__version__) < Version("5.23"):
+    release = tuple(map(int, library().__version__.split(".")[:2]))
+    if kind == "ernie4_5_moe" and release < (5, 23):
         pytest.skip("this release of transformers has no rule for the weights of its router")
     known = library().CONFIG_MAPPING[kind]().to_dict()
     own = {name: size for name, size in SIZES.items() if name in known}

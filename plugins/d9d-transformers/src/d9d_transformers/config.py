@@ -84,7 +84,7 @@ class TransformersConfig(ModelConfig):
 
 
 def tiny() -> TransformersConfig:
-    """Config of a Mixtral that runs in milliseconds on a CPU; it also has sizes of other types, for :meth:`resized`."""
+    """Config of a Mixtral that runs in milliseconds on a CPU; it also has sizes of other types, for ``d9d verify``."""
     about: dict[str, JsonValue] = {
         "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 64,
         "max_position_embeddings": 64, "tie_word_embeddings": False,

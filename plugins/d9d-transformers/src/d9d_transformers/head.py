@@ -1,4 +1,4 @@
-"""Head of a language model of transformers: which module it is, and what the model does to hidden states and logits.
+"""Head of a language model of transformers: its module, and the operations on hidden states and logits around it.
 
 Shapes: B samples, S positions, H features, V words of the vocabulary.
 """

@@ -186,5 +186,10 @@ def test_ranks_share_the_samples_of_a_pack() -> None:
     assert tokens.shape == targets.shape == (8, 16)
     kept = targets[:, :-1] != -100
     assert torch.equal(targets[:, :-1][kept], tokens[:, 1:][kept])
+    (first, *_) = CertificateTokens(
+        CertificateTokensConfig(vocab_size=3, sequence_length=5), DataContext(**context)
+    ).next_pack()
+    assert first["tokens"].shape == (2, 5)
+    assert first["tokens"].unique().tolist() == [0, 1, 2]
     share = (targets == -100).float().mean().item()
     assert math.isclose(share, 0.2, abs_tol=0.1)
