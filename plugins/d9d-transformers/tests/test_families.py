@@ -282,14 +282,21 @@ def test_fields_about_files_and_programs_are_not_part_of_the_model() -> None:
 
 
 def test_a_smaller_model_keeps_each_kind_of_layer() -> None:
-    kinds = ["full", "full", "sliding", "full", "sliding", "full"]
+    full, sliding = "full_attention", "sliding_attention"
+    kinds = [full, full, sliding, full, sliding, full]
     config = TransformersConfig(
-        config={"model_type": "x", "num_hidden_layers": 6, "hidden_size": 64, "layer_types": kinds, "others": [1, 2]}
+        config={
+            "model_type": "qwen3",
+            "num_hidden_layers": 6,
+            "hidden_size": 64,
+            "layer_types": kinds,
+            "others": [1, 2],
+        }
     )
-    assert config.sizes() == {"num_hidden_layers": 6, "hidden_size": 64}
+    assert {"num_hidden_layers": 6, "hidden_size": 64, "head_dim": 128}.items() <= config.sizes().items()
     smaller = {count: config.resized({"num_hidden_layers": count, "hidden_size": 32}).config for count in (2, 4)}
-    assert smaller[2]["layer_types"] == ["full", "sliding"]
-    assert smaller[4]["layer_types"] == ["full", "full", "sliding", "full"]
+    assert smaller[2]["layer_types"] == [full, sliding]
+    assert smaller[4]["layer_types"] == [full, full, sliding, full]
     assert (smaller[2]["hidden_size"], smaller[2]["others"]) == (32, [1, 2])
     assert config.resized({"hidden_size": 8}).config == {**config.config, "hidden_size": 8}
 

@@ -49,8 +49,15 @@ class TransformersConfig(ModelConfig):
         return {name: field for name, field in value.items() if name not in VOLATILE}
 
     def sizes(self) -> Mapping[str, int]:
-        """Sizes of layers and experts that a smaller model of the same type may reduce."""
-        found = {name: _number(self.config.get(name)) for name in TINY}
+        """Sizes of layers and experts that a smaller model may reduce, with defaults of transformers.
+
+        Raises:
+            CheckpointError: transformers has no such type, or refuses the config.
+        """
+        from d9d_transformers.library import native_config
+
+        known = native_config(self.config).to_dict()
+        found = {name: _number(known.get(name)) for name in TINY}
         return {name: size for name, size in found.items() if size is not None}
 
     def resized(self, sizes: Mapping[str, int]) -> TransformersConfig:
