@@ -214,7 +214,7 @@ class Draft:
 def saved(
     monkeypatch: pytest.MonkeyPatch, rank: int = 0, stall: float | None = None, fails: Exception | None = None
 ) -> tuple[Any, Draft, list[Any]]:
-    """Report of a save whose clock moves by 8 s, its draft, and what was pruned."""
+    """Report of a save whose clock moves by 8 s, its draft, and the names of pruned checkpoints."""
     times, draft, pruned = iter([100.0, 108.0]), Draft(), list[Any]()
 
     def save(*_given: Any) -> int:

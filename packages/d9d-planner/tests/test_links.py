@@ -86,7 +86,7 @@ def test_the_median_time_of_the_slowest_rank_counts_after_two_warm_ups(monkeypat
 
     monkeypatch.setattr(worker.dist, "all_reduce", slowest)
     assert worker._seconds(torch.device("cpu"), lambda: ran.append("run")) == 4.5
-    # What was launched before and by the run is waited for.
+    # The timer waits for work that was launched before the run, and by it.
     assert ran == ["barrier", "wait for cpu", "run", "wait for cpu"] * 9
 
 

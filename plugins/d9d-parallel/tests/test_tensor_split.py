@@ -1,4 +1,4 @@
-"""What tensor parallelism makes of each module of a plan: shards, forwards, collectives and owners of gradients."""
+"""Tensor parallelism of each module of a plan: shards, forwards, collectives and owners of gradients."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def theirs(kind: str) -> Any:
 
 
 def ours(kind: str, stage: Stage = Stage()) -> TransformersModel:  # noqa: B008 - Stage is frozen
-    """The same model, or a stage of it, in d9d, with the same weights."""
+    """Model of d9d, or a stage of it, with the weights of transformers' model."""
     with torch.device("meta"):
         model = build(tiny(kind), stage)
     model.to_empty(device="cpu")

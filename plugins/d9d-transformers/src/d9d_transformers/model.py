@@ -70,6 +70,8 @@ class TransformersModel(nn.Module):
         if stage.is_last:
             sizes = head.features, head.vocabulary
             self.add_module(head.name, CausalLMHead(*sizes, std=head.std, tied=head.tied, softcap=head.softcap))
+        cores = (module for module in self.modules() if isinstance(module, AttentionCore))
+        self._slots = [core.attention for core in cores]  # found once, not in each step
         self._sequence_ranks = 1
         self._context: ContextShare | None = None
 
@@ -149,8 +151,7 @@ class TransformersModel(nn.Module):
             positions = torch.arange(length, device=given.device).unsqueeze(0)
             positions = positions if self._context is None else self._context.own(positions)
         base: Any = getattr(self, self._base_name)
-        slots = (core.attention for core in self.attention_cores().values() if isinstance(core, AttentionCore))
-        masks = prepare_masks(slots, documents, length, given.device)
+        masks = prepare_masks(self._slots, documents, length, given.device)
         if self._entry is not None:
             self._entry.hand(given)
         inputs = {"input_ids" if self.stage.is_first else "inputs_embeds": given}
