@@ -317,3 +317,33 @@ def test_making_a_mask_and_using_it_never_waits_for_the_gpu(backend: str) -> Non
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("option", ["sinks", "softcap"])
+def test_flex_computes_sinks_and_soft_caps_with_their_gradients(
+    option: str, window: int | None, documents: bool
+) -> None:
+    given: dict[str, Any] = {"sinks": True} if option == "sinks" else {"softcap": 2.0}
+    slot, plain = (
+        AttentionSlot(query_heads=8, key_value_heads=2, head_dim=64, window=window, **given) for _ in range(2)
+    )
+    slot.bind("flex", flex.build(OpSignature(slot.op, "cuda", "bfloat16", slot.static, documents=documents)))
+    packed = documents_of(2, 500, 5) if documents else None
+    query, key, value, grad = inputs_of(2, 500, 8, 2, 64, torch.bfloat16)
+    sinks = [torch.randn(8, device="cuda")] if option == "sinks" else []
+    mask = slot.prepare(packed, 500, query.device)
+
+    def computed(attend: AttentionSlot, mask: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (query, key, value, *sinks)]
+        out = attend(*leaves[:3], mask, *leaves[3:])
+        gradients = torch.autograd.grad(out, leaves, grad.to(dtype))
+        return dict(zip(("output", "query", "key", "value", "sinks"), (out.detach(), *gradients), strict=False))
+
+    found, expected, exact = (
+        computed(slot, mask, torch.bfloat16),
+        computed(plain, packed, torch.bfloat16),
+        computed(plain, packed, torch.float64),
+    )
+    assert_near(found, expected, exact, "bfloat16")

@@ -24,7 +24,7 @@ All other protocols are optional. :class:`ContextShare`, :class:`SplitsContext`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -262,6 +262,15 @@ class SplitsContext(Protocol):
 
 
 @runtime_checkable
+class SeesOneDocument(Protocol):
+    """Optional protocol of a stage whose samples may have to be one document each."""
+
+    def token_mixers(self) -> Sequence[str]:
+        """Names of modules other than attention that mix tokens, and so documents; empty if there are none."""
+        ...
+
+
+@runtime_checkable
 class SeesContext(Protocol):
     """Optional protocol for context parallelism: a module, not an attention core, that needs all positions."""
 
@@ -296,7 +305,8 @@ class SharesAttention(Protocol):
         """Replace the attention backend by a function from now on.
 
         Args:
-            function: ``(query, key, value, documents, window)``: query, key and value have shape [B, S / cp, heads, D];
+            function: ``(query, key, value, documents, window)``, and then ``sinks`` [N] if the core has learned sinks:
+                query, key and value have shape [B, S / cp, heads, D];
                 ``documents`` is int64 [B, S], or ``None`` if a sample is one document; ``window`` is the number of
                 positions that a query sees, or ``None`` for all earlier ones. Returns [B, S / cp, N, D]. If the
                 function has ``prepare(documents, length, window, device)``, ``documents`` may be replaced by its

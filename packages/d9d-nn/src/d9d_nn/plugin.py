@@ -156,6 +156,15 @@ def d9d_kernels() -> Iterable[KernelSpec]:
         supports=Ref("d9d_nn.ops.attention.flex:supports"),
         build=Ref("d9d_nn.ops.attention.flex:build"),
     )
+    for op, option in (("capped_attention", "a soft cap of the scores"), ("sink_attention", "learned sinks")):
+        yield KernelSpec(
+            name="flex",
+            summary=f"torch flex_attention with {option}: scores are never in memory; CUDA only.",
+            requires=frozenset({"import:triton"}),
+            op=op,
+            supports=Ref("d9d_nn.ops.attention.flex:supports"),
+            build=Ref("d9d_nn.ops.attention.flex:build"),
+        )
     yield KernelSpec(
         name="sdpa",
         summary="torch's fused kernels for attention to some keys; no documents, no windows.",

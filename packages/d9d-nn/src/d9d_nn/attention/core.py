@@ -27,6 +27,10 @@ class AttentionCore(nn.Module):
         head_dim: D.
         window: number of positions that a query attends to, including its own; ``None`` for all.
         softcap: soft cap of the scores, see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for none.
+        sinks: whether each call gets sinks, see there.
+
+    Raises:
+        BuildError: there is a soft cap and there are sinks.
     """
 
     def __init__(
@@ -37,8 +41,11 @@ class AttentionCore(nn.Module):
         head_dim: int,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
+        if sinks and softcap is not None:
+            raise BuildError("attention with sinks and a soft cap of scores is not implemented")
         self.softcap = softcap
         self.attention = AttentionSlot(
             query_heads=query_heads,
@@ -46,6 +53,7 @@ class AttentionCore(nn.Module):
             head_dim=head_dim,
             window=window,
             softcap=softcap,
+            sinks=sinks,
         )
         self._function: Callable[..., Tensor] | None = None
 
@@ -67,9 +75,8 @@ class AttentionCore(nn.Module):
         """Accept a rank's own queries with all keys and values.
 
         Raises:
-            BuildError: the scores have a soft cap.
+            BuildError: the bound backend cannot compute queries at some positions.
         """
-        self._check_whole()
         self.attention.see_queries(share)
 
     def attend_by(self, function: Callable[..., Tensor]) -> None:
@@ -78,21 +85,23 @@ class AttentionCore(nn.Module):
         Raises:
             BuildError: the scores have a soft cap, which the function would ignore.
         """
-        self._check_whole()
-        self.attention.attend_by(function)
-        self._function = function
-        for slot in self.op_slots().values():
-            slot.static = {**self.attention.static, **slot.static}
-
-    def _check_whole(self) -> None:
         if self.softcap is not None:
             raise BuildError(
                 "context_parallel: the model has a soft cap of attention scores, which this method does not compute; "
                 "use method ulysses"
             )
+        self.attention.attend_by(function)
+        self._function = function
+        for slot in self.op_slots().values():
+            slot.static = {**self.attention.static, **slot.static}
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: AttentionMasks | Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: AttentionMasks | Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`.
 
@@ -101,22 +110,24 @@ class AttentionCore(nn.Module):
             key: [B, S, K, D].
             value: [B, S, K, D].
             documents: int64 [B, S], or the masks shared by all layers; ``None`` if a sample is one document.
+            sinks: [N], if the core has sinks.
 
         Returns:
             [B, S, N, D], or [B, S / cp, N, D] for own queries.
         """
+        more = () if sinks is None else (sinks,)
         if self._function is not None:
             mask: Any = documents
             if isinstance(documents, AttentionMasks):  # a function without masks gets the documents
                 prepared = documents.prepared.get(self.attention.mask_key)
                 mask = documents.documents if prepared is None else prepared
-            return self._function(query, key, value, mask, self.attention.static["window"])
+            return self._function(query, key, value, mask, self.attention.static["window"], *more)
         if isinstance(documents, AttentionMasks):
             if self.attention.mask_key in documents.prepared:
-                return self._attend(query, key, value, documents.prepared[self.attention.mask_key])
+                return self._attend(query, key, value, documents.prepared[self.attention.mask_key], *more)
             documents = documents.documents  # a layer unknown to the model, such as a replacement
-        return self._attend(query, key, value, self.attention.prepare(documents, key.shape[1], query.device))
+        return self._attend(query, key, value, self.attention.prepare(documents, key.shape[1], query.device), *more)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-        out: Tensor = self.attention(query, key, value, mask)
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, *sinks: Tensor) -> Tensor:
+        out: Tensor = self.attention(query, key, value, mask, *sinks)
         return out

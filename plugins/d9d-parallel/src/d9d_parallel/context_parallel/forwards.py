@@ -35,11 +35,11 @@ class GatheredKeys:
         self.forward: Callable[..., Tensor] = core.forward
         self.share = share
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Any = None) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Any = None, *sinks: Tensor) -> Tensor:
         """Compute attention [B, S / R, N, D] of queries [B, S / R, N, D]; keys and values are [B, S / R, K, D]."""
         both = self.share.gather(torch.cat([key, value], dim=2))
         key, value = both.chunk(2, dim=2)
-        return self.forward(query, key, value, documents)
+        return self.forward(query, key, value, documents, *sinks)
 
 
 class ExchangedHeads:
@@ -57,8 +57,10 @@ class ExchangedHeads:
         self.forward: Callable[..., Tensor] = core.forward
         self.ranks = ranks
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Any = None) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Any = None, *sinks: Tensor) -> Tensor:
         """Compute attention [B, S / R, N, D] of queries [B, S / R, N, D]; keys and values are [B, S / R, K, D].
+
+        Sinks [N] of all heads are divided like the heads.
 
         Raises:
             BuildError: the heads can be neither divided over the ranks nor repeated.
@@ -70,7 +72,8 @@ class ExchangedHeads:
         parts = [torch.stack(heads.chunk(size, dim=2)) for heads in (query, key, value)]  # [R, B, S / R, N / R, D]
         counts = [part.shape[3] for part in parts]
         whole = ZigzagPositions.joined(exchange(torch.cat(parts, dim=3), self.ranks))
-        mixed = self.forward(*torch.split(whole, counts, dim=2), documents)
+        own = (one.chunk(size)[self.ranks.rank] for one in sinks)
+        mixed = self.forward(*torch.split(whole, counts, dim=2), documents, *own)
         back = exchange(ZigzagPositions.parted(mixed, size), self.ranks)
         return back.movedim(0, 2).flatten(2, 3)
 

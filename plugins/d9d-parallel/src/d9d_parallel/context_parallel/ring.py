@@ -61,7 +61,13 @@ class RingAttention:
         return Turns([plan.parts(plan.source(turn)) for turn in range(self.ranks.size)])
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Turns | Tensor | None, window: int | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Turns | Tensor | None,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute attention of a rank's own queries. Collective over the ring, in forward and backward.
 
@@ -71,11 +77,12 @@ class RingAttention:
             value: [B, S / R, K, D].
             documents: result of :meth:`prepare`; or int64 [B, S], or ``None`` if a sample is one document.
             window: number of positions that a query attends to, including its own; ``None`` for all.
+            sinks: [N], see :func:`d9d_nn.ops.attention.reference.attention`; ``None`` for none.
 
         Returns:
             [B, S / R, N, D] in the dtype of the queries.
         """
-        return self._attend(query, key, value, documents, window, self)
+        return self._attend(query, key, value, documents, window, self, sinks)
 
 
 class Part(NamedTuple):
@@ -140,7 +147,9 @@ class Plan:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, turns: Turns, ring: RingAttention) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, turns: Turns, ring: RingAttention
+    ) -> Tensor:
         blocks, last = ring.slot.function, len(turns.parts) - 1
         merged = Merged(query)
         here = torch.stack([key, value])
@@ -151,15 +160,19 @@ class _Ring(torch.autograd.Function):
             if coming is not None:
                 here = coming.wait()
         out, total = merged.found
+        if sinks is not None:  # once, after merging: a score without a value
+            of_keys, total = total, torch.logaddexp(total, sinks.to(total.dtype))
+            out = out * (of_keys - total).exp().unsqueeze(-1)
         result = out.to(query.dtype)
         ctx.turns, ctx.ring = turns, ring
-        ctx.save_for_backward(query, key, value, result, total)
+        ctx.save_for_backward(query, key, value, sinks, result, total)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, total = ctx.saved_tensors
+        query, key, value, sinks, result, total = ctx.saved_tensors
+        of_sinks = None if sinks is None else _of_sinks(grad, result, total, sinks)
         turns, ring = ctx.turns, ctx.ring
         blocks, last = ring.slot.function, len(turns.parts) - 1
         of_query = PlacedSum(torch.empty(query.shape, dtype=total.dtype, device=query.device))
@@ -184,7 +197,14 @@ class _Ring(torch.autograd.Function):
                 here = coming.wait()
         assert travelling is not None  # there is a turn
         of_key, of_value = travelling.wait().unbind()
-        return of_query.finish().to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None
+        grads = of_query.finish().to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+        return *grads, of_sinks, None, None
+
+
+def _of_sinks(grad: Tensor, result: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient of sinks [N]: minus the sum over queries of a sink's probability times ``grad @ result``."""
+    shares = (sinks.to(total.dtype) - total).exp()
+    return -(shares * (grad.to(total.dtype) * result.to(total.dtype)).sum(-1)).sum((0, 1)).to(sinks.dtype)
 
 
 class PlacedSum:
@@ -251,7 +271,13 @@ class Merged:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, documents: Turns | Tensor | None, window: int | None, ring: RingAttention
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Turns | Tensor | None,
+    window: int | None,
+    ring: RingAttention,
+    sinks: Tensor | None,
 ) -> Tensor:
     device = query.device.type
     if ring.slot.backend != "reference" and torch.is_autocast_enabled(device):  # autocast ignores custom kernels
@@ -261,7 +287,7 @@ def _attend(
     if not isinstance(turns, Turns):
         turns = ring.prepare(turns, query.shape[1] * ring.ranks.size, window, query.device)
     with torch.autocast(device, enabled=False):  # autocast would round products of scores
-        out: Tensor = _Ring.apply(query, key, value, turns, ring)
+        out: Tensor = _Ring.apply(query, key, value, sinks, turns, ring)
     return out
 
 

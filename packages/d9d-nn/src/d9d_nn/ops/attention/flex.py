@@ -35,7 +35,7 @@ _log = logging.getLogger("d9d.attention")
 
 def supports(signature: OpSignature) -> Decision:
     """Accept FlexAttention for causal attention on CUDA; above sdpa if documents or windows hide keys."""
-    head_dim, window = signature.static.get("head_dim", 16), signature.static.get("window")
+    head_dim = signature.static.get("head_dim", 16)
     if signature.device == "cpu":
         return Decision(accept=False, reason="FlexAttention has no backward on the CPU; use sdpa")
     if signature.device != "cuda":
@@ -46,8 +46,21 @@ def supports(signature: OpSignature) -> Decision:
         return Decision(accept=False, reason="computes causal attention only")
     if head_dim < 16:
         return Decision(accept=False, reason=f"its kernels need head_dim of 16 or more, here it is {head_dim}")
-    if not _skips(signature):
+    if signature.op != "attention":
+        option = "soft caps" if signature.op == "capped_attention" else "sinks"
+        reason = f"computes {option} without scores in memory; compiled in the first step"
+    elif not _skips(signature):
         return Decision(accept=True, reason="samples are one document each, with no window, so it skips nothing")
+    else:
+        reason = _skipping(signature)
+    if head_dim > _WIDEST_HEAD:
+        return Decision(accept=True, reason=f"{reason}; not tested with head_dim above {_WIDEST_HEAD}")
+    return Decision(accept=True, reason=reason, priority=PRIORITY)
+
+
+def _skipping(signature: OpSignature) -> str:
+    """Reason for attention that skips keys."""
+    window = signature.static.get("window")
     if signature.documents:
         skips = "the data packs documents: skips keys of other documents"
     elif window is not None:
@@ -59,9 +72,7 @@ def supports(signature: OpSignature) -> Decision:
     reason = f"{skips}, without a mask of S x S; compiled in the first step"
     if window is None and not signature.static.get("own_queries"):
         reason += "; microbatches without documents use sdpa"
-    if head_dim > _WIDEST_HEAD:
-        return Decision(accept=True, reason=f"{reason}; not tested with head_dim above {_WIDEST_HEAD}")
-    return Decision(accept=True, reason=reason, priority=PRIORITY)
+    return reason
 
 
 def _skips(signature: OpSignature) -> bool:
@@ -73,8 +84,14 @@ def build(signature: OpSignature) -> Callable[..., Tensor]:
     """Backend for this device, window and data; compiled on CUDA, when it is first called."""
     compiled = signature.device == "cuda"
     # If nothing is ever skipped, flex was chosen by name, perhaps to measure it.
-    plain = sdpa.build(signature) if compiled and _skips(signature) else None
-    return Flex(signature.static.get("window"), compiled=compiled, plain=plain, of_one=sdpa.of_one(signature))
+    plain = sdpa.build(signature) if compiled and signature.op == "attention" and _skips(signature) else None
+    return Flex(
+        signature.static.get("window"),
+        compiled=compiled,
+        plain=plain,
+        of_one=sdpa.of_one(signature),
+        softcap=signature.static.get("softcap"),
+    )
 
 
 class Flex:
@@ -85,6 +102,7 @@ class Flex:
         compiled: whether to compile attention; otherwise all scores are in memory at once, and nothing is skipped.
         plain: computes calls in which nothing would be skipped, with mask ``None``; by default flex does.
         of_one: do not read documents, see :func:`d9d_nn.ops.attention.sdpa.of_one`.
+        softcap: soft cap of the scores; ``None`` for none.
     """
 
     def __init__(
@@ -94,10 +112,13 @@ class Flex:
         compiled: bool,
         plain: Callable[..., Tensor] | None = None,
         of_one: bool = False,
+        softcap: float | None = None,
     ) -> None:
         # Imports torch's symbolic shapes, which takes a second and is not needed to refuse.
-        from torch.nn.attention.flex_attention import flex_attention
+        from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+        self._sums = AuxRequest(lse=True)
+        self._options = {} if softcap is None else {"score_mod": _capped(softcap)}
         self._window = window
         self._plain = plain
         self._of_one = of_one
@@ -121,31 +142,48 @@ class Flex:
         """Make the block mask of queries at some positions, in runs; see :func:`queries_block_mask`."""
         return queries_block_mask(None if self._of_one else documents, queries, length, self._window, device)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`; ``mask`` is from :meth:`prepare`."""
         if mask is None and self._plain is not None:
             return self._plain(query, key, value, None)
         heads = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        grouped = query.shape[2] != key.shape[2]
+        options: dict[str, Any] = {**self._options, "block_mask": mask, "enable_gqa": query.shape[2] != key.shape[2]}
+        if sinks is not None:
+            options["return_aux"] = self._sums
         if self._compiled is None or torch.compiler.is_compiling():  # compiled together with its block
-            mixed: Tensor = self._attend(*heads, block_mask=mask, enable_gqa=grouped)
+            mixed = self._attend(*heads, **options)
         else:
-            mixed = self._attend_compiled(*heads, block_mask=mask, enable_gqa=grouped)
-        return mixed.transpose(1, 2)
+            mixed = self._attend_compiled(*heads, **options)
+        if sinks is not None:  # a share of the probability goes to the sink, which has no value
+            mixed, sums = mixed
+            mixed = mixed * (sums.lse - sinks.to(sums.lse.dtype)[:, None]).sigmoid().unsqueeze(-1).to(mixed.dtype)
+        out: Tensor = mixed.transpose(1, 2)
+        return out
 
-    def _attend_compiled(self, *heads: Tensor, **options: Any) -> Tensor:
+    def _attend_compiled(self, *heads: Tensor, **options: Any) -> Any:
         """Call the compiled function; log the time of the first call, with backward and without."""
         assert self._compiled is not None
         training, started = torch.is_grad_enabled(), time.perf_counter()
         # If a caller forces eager mode, attention would hold all scores in memory.
         with compilable(), torch.compiler.set_stance("default"):
-            mixed: Tensor = self._compiled[training](*heads, **options)
+            mixed = self._compiled[training](*heads, **options)
         if training not in self._done:
             self._done.add(training)
             window = "" if self._window is None else f", window {self._window}"
             what = "" if training else ", forward only"
             _log.info("compiling attention (flex%s%s): %.1f s", window, what, time.perf_counter() - started)
         return mixed
+
+
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    """Function of a score that caps it softly."""
+
+    def capped(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        return torch.tanh(score / softcap) * softcap
+
+    return capped
 
 
 def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,8 +3,9 @@
 Shapes: B samples, S positions, N query heads, K key/value heads (N = K * G), D features of a head.
 
 The slot's static facts are ``head_dim``, ``query_heads``, ``key_value_heads``, ``causal`` and ``window``; a backend
-refuses windows that it cannot compute. With a soft cap of the scores, the op is called ``capped_attention``, so that no
-backend can ignore it. A backend is a function ``(query, key, value, mask)``, where ``mask`` is
+refuses windows that it cannot compute. With a soft cap of the scores, the op is called ``capped_attention``, and with
+sinks ``sink_attention``, so that no backend can ignore them. A backend is a function ``(query, key, value, mask)``, for
+``sink_attention`` ``(query, key, value, mask, sinks)``, where ``mask`` is
 ``documents`` as in :func:`attention` or, if the function has an attribute ``prepare``, the return value of ``prepare``;
 see :class:`d9d_nn.ops.attention.slot.AttentionSlot`.
 """
@@ -53,6 +54,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     documents: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     window: int | None = None,
     softcap: float | None = None,
@@ -67,6 +69,8 @@ def attention(
         key: [B, S, K, D].
         value: [B, S, K, D].
         documents: int64 [B, S]; ``None`` if a sample is one document.
+        sinks: [N], a learned score of each head that takes part in the softmax and has no value (OpenAI 2025,
+            "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2); ``None`` for none.
         window: a query sees a key iff ``0 <= query position - key position < window`` (Beltagy et al. 2020,
             "Longformer", section 3.1, causal); ``None`` for all earlier keys.
         softcap: each score x becomes ``softcap * tanh(x / softcap)`` before the softmax (Gemma team 2024, "Gemma 2",
@@ -84,6 +88,10 @@ def attention(
     if documents is not None:
         mask = mask[:, None, None]
     widest = torch.promote_types(scores.dtype, torch.float32)
-    probabilities = scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=widest)
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(key.shape[2], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    probabilities = scores.softmax(dim=-1, dtype=widest)[..., :length]
     mixed = torch.einsum("bkgst,btkd->bskgd", probabilities.to(value.dtype), value)
     return mixed.reshape(samples, length, heads, features)

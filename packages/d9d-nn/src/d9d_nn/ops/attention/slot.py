@@ -33,6 +33,7 @@ class AttentionSlot(OpSlot):
         head_dim: D.
         window: number of positions that a query sees, including its own; ``None`` for all.
         softcap: soft cap of the scores; ``None`` for none.
+        sinks: whether calls have sinks.
     """
 
     def __init__(
@@ -43,17 +44,21 @@ class AttentionSlot(OpSlot):
         head_dim: int,
         window: int | None,
         softcap: float | None = None,
+        sinks: bool = False,
     ) -> None:
+        assert not (sinks and softcap)  # the core refuses both at once
         options: dict[str, Any] = {"window": window, "softcap": softcap}
+        cap: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
         given = {name: value for name, value in options.items() if value is not None}
         super().__init__(
-            "attention" if softcap is None else "capped_attention",
+            "sink_attention" if sinks else "attention" if softcap is None else "capped_attention",
             partial(attention, **given) if given else attention,
             query_heads=query_heads,
             key_value_heads=key_value_heads,
             head_dim=head_dim,
             causal=True,
             window=window,
+            **cap,
         )
         self._prepare: Callable[[Tensor | None, int, torch.device], Any] = _documents
         self._share: ContextShare | None = None

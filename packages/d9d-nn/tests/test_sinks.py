@@ -1,0 +1,94 @@
+"""Learned sinks and soft caps of attention, by the reference and by FlexAttention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.errors import BuildError
+from d9d_core.kernel import OpSignature
+from d9d_nn.attention.core import AttentionCore
+from d9d_nn.ops.attention import flex
+from d9d_nn.ops.attention.reference import attention, visible
+from d9d_nn.ops.attention.slot import AttentionSlot
+from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [0] * 8])
+CPU = torch.device("cpu")
+
+
+def drawn(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values and sinks."""
+    draws = torch.Generator().manual_seed(0)
+    shapes = ((2, 8, 4, 16), (2, 8, 2, 16), (2, 8, 2, 16), (4,))
+    query, key, value, sinks = (torch.randn(shape, generator=draws, dtype=dtype).requires_grad_() for shape in shapes)
+    return query, key, value, sinks
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor) -> Tensor:
+    """Definition: exponentials of visible scores, divided by their sum and the sink's."""
+    key, value = (tensor.repeat_interleave(2, dim=2) for tensor in (key, value))
+    powers = (torch.einsum("bsnd,btnd->bnst", query, key) / math.sqrt(query.shape[-1])).exp() * mask
+    shares = powers / (powers.sum(-1, keepdim=True) + sinks.exp()[:, None, None])
+    return torch.einsum("bnst,btnd->bsnd", shares, value)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_a_sink_takes_a_share_of_the_probability(window: int | None, documents: Tensor | None) -> None:
+    query, key, value, sinks = drawn()
+    seen = visible(8, documents, CPU, window)
+    expected = plain(query, key, value, sinks, seen if documents is None else seen[:, None])
+    found = attention(query, key, value, documents, sinks, window=window)
+    torch.testing.assert_close(found, expected)
+    weights = torch.arange(float(found.numel()), dtype=torch.float64).view_as(found)
+    wanted = torch.autograd.grad((expected * weights).sum(), (query, key, value, sinks))
+    got = torch.autograd.grad((found * weights).sum(), (query, key, value, sinks))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    assert got[3].abs().min() > 0
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("option", ["sinks", "softcap"])
+def test_flex_computes_sinks_and_caps(option: str, window: int | None, documents: Tensor | None) -> None:
+    query, key, value, sinks = (tensor.detach() for tensor in drawn(torch.float32))
+    given: dict[str, Any] = {"sinks": True} if option == "sinks" else {"softcap": 0.5}
+    slot = AttentionSlot(query_heads=4, key_value_heads=2, head_dim=16, window=window, **given)
+    more = (sinks,) if option == "sinks" else ()
+    expected = slot(query, key, value, documents, *more)
+    plain_attention = attention(query, key, value, documents, window=window)
+    assert not torch.allclose(expected, plain_attention, atol=1e-2)
+    slot.bind("flex", flex.build(OpSignature(slot.op, "cpu", "float32", slot.static)))
+    torch.testing.assert_close(slot(query, key, value, slot.prepare(documents, 8, CPU), *more), expected)
+
+
+def test_backends_that_compute_no_sinks_cannot_be_chosen_for_them() -> None:
+    ops = {
+        AttentionSlot(query_heads=2, key_value_heads=2, head_dim=4, window=None, **given).op
+        for given in ({}, {"softcap": 1.0}, {"sinks": True})
+    }
+    assert ops == {"attention", "capped_attention", "sink_attention"}
+    with pytest.raises(BuildError, match="sinks and a soft cap"):
+        AttentionCore(query_heads=2, key_value_heads=2, head_dim=4, softcap=1.0, sinks=True)
+
+
+@pytest.mark.parametrize(("op", "reason"), [("capped_attention", "computes soft caps"), ("sink_attention", "sinks")])
+def test_flex_is_chosen_on_a_gpu_even_if_it_skips_nothing(op: str, reason: str) -> None:
+    facts = {"head_dim": 64, "causal": True, "window": None}
+    decision = flex.supports(OpSignature(op, "cuda", "bfloat16", facts, documents=False))
+    assert decision.accept
+    assert reason in decision.reason
+    assert decision.priority > 0
+
+
+def test_a_core_passes_its_sinks_on() -> None:
+    query, key, value, sinks = drawn()
+    core = AttentionCore(query_heads=4, key_value_heads=2, head_dim=16, sinks=True)
+    torch.testing.assert_close(core(query, key, value, None, sinks), attention(query, key, value, None, sinks))
+    core.attend_by(lambda *given: given[-1])
+    assert core(query, key, value, None, sinks) is sinks
