@@ -20,13 +20,15 @@ from d9d_nn.ops import grouped_linear_torch
 from d9d_testing.suites.model import ModelSuite
 from d9d_testing.suites.plugin import PluginSuite
 from d9d_testing.suites.support.models import initialised
+from d9d_transformers.attention import window_of
 from d9d_transformers.build import build
 from d9d_transformers.config import TransformersConfig
 from d9d_transformers.experts import replace_experts
 from d9d_transformers.hugging_face import TransformersFormat
-from d9d_transformers.library import library, native_config
+from d9d_transformers.library import library, native_config, native_model
 from d9d_transformers.model import TransformersModel
 from d9d_transformers.plugin import d9d_models
+from d9d_transformers.structure import Parts
 from d9d_weights.graph.graph import map_tensors
 from pydantic import ValidationError
 from safetensors.torch import load_file
@@ -48,14 +50,20 @@ SPLIT = [
     "ernie4_5", "arcee", "exaone4", "cohere2", "starcoder2", "helium", "gemma2",
 ]  # fmt: skip
 WHOLE = ["phi3", "olmo2", "olmo3", "glm", "glm4", "hunyuan_v1_dense"]
+#: Types with learned sinks in their attention.
+SINKS = ["gpt_oss", "granite_swa"]
+#: Types with token mixers other than attention: samples are one document each.
+MIXERS = ["qwen3_5_text", "qwen3_next", "olmo_hybrid", "lfm2", "jamba", "minimax", "nemotron_h", "mamba"]
 EXPERTS = [
     "mixtral", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe", "minimax_m2", "deepseek_v3",
 ]  # fmt: skip
 #: Tried in each run of the quick tests; the others are tried in .ci/run.
-FIRST = {"llama", "gemma3_text", "qwen3_moe"}
-TYPES = [
-    pytest.param(kind, marks=() if kind in FIRST else (pytest.mark.thorough,)) for kind in (*SPLIT, *WHOLE, *EXPERTS)
+FIRST = {"llama", "gemma3_text", "qwen3_moe", "gpt_oss"}
+APART = [
+    pytest.param(kind, marks=() if kind in FIRST else (pytest.mark.thorough,))
+    for kind in (*SPLIT, *WHOLE, *SINKS, *EXPERTS)
 ]
+TYPES = [*APART, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in MIXERS)]
 
 
 def tiny(kind: str, **fields: Any) -> TransformersConfig:
@@ -103,6 +111,8 @@ def converted(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     found = dict(tensors)
     for name in [name for name in found if name.endswith("experts.gate_up_proj")]:
         experts = name.removesuffix(".gate_up_proj")
+        if f"{name}_bias" in found:  # these experts compute something else than ours
+            continue
         both, down = found.pop(name), found.pop(f"{experts}.down_proj")
         assert both is not None
         assert down is not None
@@ -142,7 +152,7 @@ def test_logits_and_gradients_are_those_of_transformers(kind: str) -> None:
         assert (parameter.grad - wanted).norm() < 1e-5 * wanted.norm(), name
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", APART)
 def test_a_document_in_a_sample_is_computed_as_it_is_alone(kind: str) -> None:
     given, model = inputs(kind), ours(kind)
     packed = logits_of(model, given)
@@ -158,11 +168,12 @@ def test_a_document_in_a_sample_is_computed_as_it_is_alone(kind: str) -> None:
 def test_stages_compute_the_bits_of_the_whole_model_with_its_parameters(kind: str) -> None:
     given, whole = inputs(kind), ours(kind)
     stages = [ours(kind, Stage(index, 3)) for index in range(3)]
-    others = {name: given[name] for name in ("documents", "positions")}
+    names = [] if kind in MIXERS else ["documents", "positions"]
+    others = {name: given[name] for name in names}
     passed = stages[0](tokens=given["tokens"], **others)
     for stage in stages[1:]:
         passed = stage(**passed, **others)
-    assert torch.equal(passed["logits"], logits_of(whole, given))
+    assert torch.equal(passed["logits"], whole(tokens=given["tokens"], **others)["logits"])
     names = [name for stage in stages for name, _ in stage.named_parameters()]
     shared = {f"{whole.head.embedding}.weight"} if whole.head.tied else set()
     assert {name for name in names if names.count(name) > 1} == shared
@@ -212,8 +223,7 @@ def test_parts_that_a_plan_does_not_split_are_whole_on_every_rank(
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("gpt_oss", "passes s_aux, which d9d's attention does not have|fails with d9d's attention"),
-        ("qwen3_next", "does not call transformers' attention, so documents in one sample cannot be kept apart"),
+        ("doge", r"passes a mask of another kind \(changed\)|passes a mask, which"),
         ("phi", "the head of PhiForCausalLM is Linear, not a linear layer without bias"),
         ("seed_oss", "attention dropout of 0.1.* set attention_dropout of model.config to 0"),
         ("nemotron", "passes no keywords to its attention"),
@@ -225,12 +235,75 @@ def test_a_model_that_cannot_be_exact_is_refused_with_the_reason(kind: str, text
         build(tiny(kind), Stage())
 
 
-def test_values_that_only_a_constructor_knows_are_not_left_out_silently() -> None:
+def test_numbers_that_only_a_constructor_knows_are_found_in_a_small_model() -> None:
+    config = tiny("apertus", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    model = initialised(SPEC, config)
+    native = library().AutoModelForCausalLM.from_config(native_config(config.config))
+    path = "model.layers.0.mlp.act_fn"
+    expected = native.get_submodule(path).state_dict()
+    assert {"alpha_p", "beta"} <= expected.keys()
+    for name, tensor in model.get_submodule(path).state_dict().items():
+        torch.testing.assert_close(tensor, expected[name].to(tensor.dtype))
+
+
+def test_a_model_with_other_token_mixers_takes_one_document_per_sample_and_all_positions() -> None:
+    given, config = inputs("lfm2"), tiny("lfm2", layer_types=["conv", "conv", "full_attention"])
+    model = initialised(SPEC, config)
+    assert isinstance(model, TransformersModel)
+    assert model.token_mixers() == ["model.layers.0.conv", "model.layers.1.conv"]
+    with pytest.raises(ValueError, match=r"several documents, whose tokens model\.layers\.0\.conv would mix"):
+        logits_of(model, given)
+    with pytest.raises(BuildError, match=r"model\.layers\.0\.conv mixes tokens, and needs all positions"):
+        model.split_context(None)  # type: ignore[arg-type]
+    assert model.tensor_parallel_plan()["model.layers.0.conv"] is TensorStyle.GATHERED
+    assert ours("llama").token_mixers() == []
+
+
+def test_a_part_of_a_layer_that_no_small_model_has_is_refused() -> None:
+    config = tiny("lfm2", layer_types=["conv", "conv", "full_attention"])
     with torch.device("meta"):
-        model = build(tiny("apertus", rope_parameters={"rope_type": "default", "rope_theta": 1e4}), Stage())
-    activation: Any = model.to_empty(device="cpu").get_submodule("model.layers.0.mlp.act_fn")
-    with pytest.raises(BuildError, match="initialises alpha_p, .* of XIELUActivation in its constructor only"):
-        activation.reset_parameters()
+        native = native_model(native_config(config.config))
+        with pytest.raises(BuildError, match=r"layers\.0\.conv \(Lfm2ShortConv\) is in no small model"):
+            TransformersModel(native, Parts(frozenset(), frozenset({"Lfm2DecoderLayer"}), {}), Stage())
+
+
+@pytest.mark.parametrize(
+    ("function", "window"),
+    [
+        (lambda _b, _h, query, key: key <= query, None),
+        (lambda _b, _h, query, key: (key <= query) & (key > query - 4096), 4096),
+        (lambda _b, _h, query, key: key > query - 2**30, "which is not causal"),
+        (lambda _b, _h, query, key: (key <= query) & (key // 4096 == query // 4096), "which depends on the position"),
+        (lambda _b, _h, query, key: (key <= query) & (key % 2 == 0), "which leaves out some earlier keys"),
+        (lambda *_: 1 / 0, "which cannot be evaluated: division by zero"),
+    ],
+)
+def test_a_window_is_the_one_that_the_mask_computes(function: Callable[..., Any], window: int | str | None) -> None:
+    assert window_of(function) == window
+
+
+def test_values_that_no_rule_gives_are_not_left_out_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = build(tiny("llama"), Stage())
+    norm: Any = model.to_empty(device="cpu").get_submodule("model.layers.0.input_layernorm")
+    monkeypatch.setattr(type(getattr(model, "model")), "_init_weights", lambda *_: None)  # noqa: B009
+    norm.reset_parameters()  # ones in all small models
+    assert (norm.weight == 1).all()
+    projection: Any = model.get_submodule("model.layers.0.mlp.up_proj")
+    with pytest.raises(BuildError, match="initialises weight of Linear in its constructor only"):
+        projection.reset_parameters()
+
+
+def test_a_rule_of_the_containing_module_initialises_a_router_and_nothing_else() -> None:
+    with torch.device("meta"):
+        model = build(tiny("qwen3_next"), Stage())
+    block: Any = model.to_empty(device="cpu").get_submodule("model.layers.0.mlp")
+    for name, parameter in block.named_parameters():
+        nn.init.constant_(parameter, 7.0)
+        assert (parameter == 7).all(), name
+    block.gate.reset_parameters()
+    assert block.gate.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert all((tensor == 7).all() for name, tensor in block.named_parameters() if name != "gate.weight")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ TENSOR = [
 ]
 KINDS = {
     "llama": SIZES, "gemma3_text": WINDOW, "olmo2": SIZES, "phi3": SIZES | {"sliding_window": None},
-    "qwen3_moe": SIZES | EXPERTS,
+    "qwen3_moe": SIZES | EXPERTS, "gpt_oss": WINDOW | EXPERTS,
 }  # fmt: skip
 
 
@@ -62,6 +62,20 @@ def test_experts_train_the_same_on_several_ranks() -> None:
         Layout("tp 2, fsdp 2, ep 2", {"tp": 2, "dp_shard": 2, "ep": 2}, ("tensor_parallel", "fsdp", "expert_parallel")),
     ]
     assert_passed(Harness(values("qwen3_moe", SIZES | EXPERTS), PLUGINS).compare(layouts))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "nemotron_h", "lfm2"])
+def test_models_with_other_token_mixers_train_the_same_without_a_split_of_samples(kind: str) -> None:
+    layouts = [*(layout for layout in SPLIT if "cp" not in layout.mesh), TENSOR[0], TENSOR[2]]
+    sizes = {name: size for name, size in SIZES.items() if name != "intermediate_size" or kind != "nemotron_h"}
+    assert_passed(Harness(values(kind, sizes), PLUGINS).compare(layouts))
+
+
+@pytest.mark.thorough
+def test_sinks_train_the_same_over_context_and_stages() -> None:
+    kind = "gpt_oss"
+    assert_passed(Harness(values(kind, KINDS[kind]), PLUGINS).compare([SPLIT[3], SPLIT[4], SPLIT[5], TENSOR[0]]))
 
 
 @pytest.mark.thorough

@@ -10,24 +10,33 @@ Shapes: B samples, S positions, N query heads, K key/value heads, D features of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from d9d_core.errors import BuildError
 from d9d_nn.attention.core import AttentionCore
 from torch import Tensor, nn
 from torch.nn import functional
 
-from d9d_transformers.library import ATTENTION, library
+from d9d_transformers.library import ATTENTION, EXAMINED, MASKED, library
 
 #: Name of the core in an attention module.
 CORE = "d9d_core"
 #: Keyword of the forward with documents or masks.
 DOCUMENTS = "d9d_documents"
+#: Keyword of an attention with learned sinks, [N].
+SINKS = "s_aux"
 #: Keywords that models pass to their attention, and that do not change it.
 _IRRELEVANT = frozenset({"position_ids", "use_cache", "output_router_logits", "output_attentions", "cache_position"})
-_KNOWN = _IRRELEVANT | {"sliding_window", "softcap", DOCUMENTS}
+_KNOWN = _IRRELEVANT | {"sliding_window", "softcap", SINKS, DOCUMENTS}
+#: Attribute of a mask on the meta device: the window that the mask computes.
+_WINDOW = "d9d_window"
+#: Positions of queries at which a mask is evaluated: beyond the windows of all known models.
+_FAR = (2**20, 2**20 - 12_345, 2**19 + 1)
+#: Keys after a query's own position at which a mask is evaluated.
+_LATER = 8
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,7 @@ class AttentionCall:
         scaling: factor of the scores.
         window: number of positions that a query attends to; ``None`` for all.
         softcap: soft cap of the scores; ``None`` for none.
+        sinks: whether the softmax has a learned sink for each query head.
         others: names of keywords with a value that d9d's attention does not compute.
     """
 
@@ -52,15 +62,30 @@ class AttentionCall:
     scaling: float
     window: int | None
     softcap: float | None
+    sinks: bool
     others: tuple[str, ...]
 
     @classmethod
     def of(
-        cls, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: Any, keywords: Any
+        cls,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: Any,
+        keywords: Mapping[str, Any],
     ) -> AttentionCall:
+        """Read the arguments of a call; the window is the mask's, because plain attention ignores the keyword."""
         others = [name for name, given in keywords.items() if given is not None and name not in _KNOWN]
-        if not getattr(module, "is_causal", True):
+        if mask is None and not getattr(module, "is_causal", True):
             others.append("is_causal=False")
+        window = keywords.get("sliding_window")
+        if mask is not None:
+            window = getattr(mask, _WINDOW, "changed")
+            if isinstance(window, str):
+                others.append(f"a mask of another kind ({window})")
+                window = None
         default = query.shape[3] ** -0.5
         return cls(
             query_heads=query.shape[1],
@@ -68,8 +93,9 @@ class AttentionCall:
             head_dim=query.shape[3],
             value_dim=value.shape[3],
             scaling=default if scaling is None else float(scaling),
-            window=keywords.get("sliding_window"),
+            window=window,
             softcap=keywords.get("softcap"),
+            sinks=keywords.get(SINKS) is not None,
             others=tuple(sorted(others)),
         )
 
@@ -89,12 +115,17 @@ class AttentionCall:
             head_dim=max(self.head_dim, self.value_dim),
             window=self.window,
             softcap=self.softcap,
+            sinks=self.sinks,
         )
 
 
 def register() -> None:
-    """Make :func:`attend` known to transformers; idempotent."""
-    library().AttentionInterface.register(ATTENTION, attend)
+    """Make d9d's attention known to transformers, and the ones that record calls; idempotent."""
+    transformers = library()
+    transformers.AttentionInterface.register(ATTENTION, attend)
+    transformers.AttentionInterface.register(EXAMINED, record)
+    transformers.AttentionInterface.register(MASKED, record)
+    transformers.AttentionMaskInterface.register(MASKED, mask_on_meta)
 
 
 def attend(
@@ -116,10 +147,10 @@ def attend(
         query: [B, N, S, D].
         key: [B, K, S, D].
         value: [B, K, S, E]; E need not equal D.
-        attention_mask: ``None``, because no mask function is registered.
+        attention_mask: ``None``, because no mask function is registered for this attention.
         scaling: factor of the scores; ``None`` for D ** -0.5.
         dropout: zero.
-        keywords: documents or a recorder of calls, and keywords that were checked when the core was made.
+        keywords: documents, and keywords that were checked when the core was made.
 
     Returns:
         [B, S, N, E], and no attention weights.
@@ -131,19 +162,15 @@ def attend(
         given = "a mask" if attention_mask is not None else f"attention dropout of {dropout}"
         hint = "; set attention_dropout of model.config to 0" if attention_mask is None else ""
         raise ValueError(f"{type(module).__name__} passes {given}, which d9d's attention does not have{hint}")
-    documents = keywords.get(DOCUMENTS)
-    if isinstance(documents, CallRecorder):
-        return documents(module, query, key, value, scaling, keywords), None
-    core: Callable[..., Tensor] | None = getattr(module, CORE, None)
-    if core is None:  # while a model is examined
-        raise ValueError(f"{type(module).__name__} passes no keywords to its attention, so it would not see documents")
+    core: Callable[..., Tensor] = getattr(module, CORE)
     own, features = query.shape[-1], value.shape[-1]
     width = max(own, features)
     factor = (own**-0.5 if scaling is None else scaling) * math.sqrt(width)  # the core divides by the root of its width
     if not math.isclose(factor, 1.0, rel_tol=1e-6):
         query = query * factor
     query, key, value = (_padded(tensor.transpose(1, 2), width) for tensor in (query, key, value))
-    return core(query, key, value, documents)[..., :features], None
+    sinks = keywords.get(SINKS)
+    return core(query, key, value, keywords.get(DOCUMENTS), *(() if sinks is None else (sinks,)))[..., :features], None
 
 
 def _padded(tensor: Tensor, width: int) -> Tensor:
@@ -151,20 +178,72 @@ def _padded(tensor: Tensor, width: int) -> Tensor:
     return functional.pad(tensor, (0, missing)) if missing else tensor
 
 
-class CallRecorder:
-    """Records the calls of attention modules; passed to a forward in place of documents.
+def record(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Record a call of attention on the meta device, in a dict that stands in place of documents.
 
-    Attributes:
-        calls: attention module -> facts about its call.
+    Args:
+        module: attention module.
+        query: [B, N, S, D].
+        key: [B, K, S, D].
+        value: [B, K, S, E].
+        attention_mask: result of :func:`mask_on_meta`, or ``None`` without masks.
+        scaling: factor of the scores; ``None`` for D ** -0.5.
+        dropout: zero.
+        keywords: the dict, attention module -> :class:`AttentionCall`, and keywords of the model.
+
+    Returns:
+        Tensor of the attention's shape, [B, S, N, E], and no attention weights.
+
+    Raises:
+        ValueError: the model passes no keywords on, or uses dropout.
     """
+    if dropout:
+        text = f"attention dropout of {dropout}, which d9d's attention does not have"
+        raise ValueError(f"{type(module).__name__} passes {text}; set attention_dropout of model.config to 0")
+    if DOCUMENTS not in keywords:
+        raise ValueError(f"{type(module).__name__} passes no keywords to its attention, so it would not see documents")
+    calls: dict[nn.Module, AttentionCall] = keywords[DOCUMENTS]
+    calls[module] = AttentionCall.of(module, query, key, value, attention_mask, scaling, keywords)
+    samples, heads, length, _ = query.shape
+    return query.new_empty(samples, length, heads, value.shape[3]), None
 
-    def __init__(self) -> None:
-        self.calls: dict[nn.Module, AttentionCall] = {}
 
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: Any, keywords: Any
-    ) -> Tensor:
-        """Record a call; the result has the shape of the attention's."""
-        self.calls[module] = AttentionCall.of(module, query, key, value, scaling, keywords)
-        samples, heads, length, _ = query.shape
-        return query.new_empty(samples, length, heads, value.shape[3])
+def mask_on_meta(*, mask_function: Callable[..., Any], q_length: int, kv_length: int, **_: Any) -> Tensor:
+    """Mask without values, marked with the window that a model's mask function computes.
+
+    Args:
+        mask_function: whether a query sees a key, by indices of sample, head, query and key.
+        q_length: number of queries.
+        kv_length: number of keys.
+    """
+    mask = torch.empty(1, 1, q_length, kv_length, device="meta")
+    setattr(mask, _WINDOW, window_of(mask_function))
+    return mask
+
+
+def window_of(mask_function: Callable[..., Any]) -> int | str | None:
+    """Window of a mask function that is causal; ``None`` without a window; a text if it is something else."""
+    found = set()
+    for query in _FAR:
+        keys = torch.arange(query + _LATER, device="cpu")
+        one = torch.zeros_like(keys)
+        try:
+            seen = torch.as_tensor(mask_function(one, one, one + query, keys), device="cpu").expand_as(keys)
+        except Exception as error:  # functions of models raise anything
+            return f"which cannot be evaluated: {error}"
+        if seen[query + 1 :].any():
+            return "which is not causal"
+        count = int(seen.sum())
+        if not count or not seen[query + 1 - count : query + 1].all():
+            return "which leaves out some earlier keys"
+        found.add(None if count == query + 1 else count)
+    return found.pop() if len(found) == 1 else "which depends on the position"

@@ -7,6 +7,7 @@ from d9d_core.model import Stage
 from d9d_transformers.attention import register
 from d9d_transformers.config import TransformersConfig
 from d9d_transformers.library import native_config, native_model
+from d9d_transformers.mixing import parts_of
 from d9d_transformers.model import TransformersModel
 
 
@@ -18,4 +19,4 @@ def build(config: TransformersConfig, stage: Stage) -> TransformersModel:
         CheckpointError: transformers refuses the config.
     """
     register()
-    return TransformersModel(native_model(native_config(config.config)), stage)
+    return TransformersModel(native_model(native_config(config.config)), parts_of(config), stage)

@@ -38,6 +38,7 @@ class _Correspondence:
         third: mappers from transformers' tensors of experts to gate, up and down projections.
         fourth: mappers from these to d9d's banks.
         tied: name of the head's weight and of the embedding's, if they are tied.
+        prefixes: mappers from names in files of larger models, which contain this one.
     """
 
     first: list[Mapper] = field(default_factory=list)
@@ -45,6 +46,7 @@ class _Correspondence:
     third: list[Mapper] = field(default_factory=list)
     fourth: list[Mapper] = field(default_factory=list)
     tied: tuple[str, str] | None = None
+    prefixes: list[Mapper] = field(default_factory=list)
 
     def mapper(self, *others: Mapper) -> Mapper:
         mapper: Mapper = Parallel(*others, *self.first, Identity())
@@ -67,13 +69,13 @@ def importer(config: TransformersConfig, stored: TransformersConfig) -> Mapper: 
         CheckpointError: transformers converts tensors by an operation that d9d does not have.
     """
     found = _correspondence(config)
-    old = [Drop("{layer*}.rotary_emb.inv_freq", optional=True)]  # written by old releases
-    if found.tied is None:
-        return found.mapper(*old)
-    head, embedding = found.tied
-    return found.mapper(
-        *old, Copy(head, embedding, f"'{head}' in the files differs from '{embedding}', but config.json ties them")
-    )
+    first: list[Mapper] = [Drop("{layer*}.rotary_emb.inv_freq", optional=True)]  # written by old releases
+    if found.tied is not None:
+        head, embedding = found.tied
+        text = f"'{head}' in the files differs from '{embedding}', but config.json ties them"
+        first.append(Copy(head, embedding, text))
+    mapper = found.mapper(*first)
+    return Parallel(*found.prefixes, Identity()) >> mapper if found.prefixes else mapper
 
 
 def exporter(config: TransformersConfig) -> Mapper:
@@ -95,7 +97,12 @@ def _correspondence(config: TransformersConfig) -> _Correspondence:
         found.tied = f"{head.name}.weight", f"{head.embedding}.weight"
     transforms = conversions(native)
     merging = [transform for transform in transforms if getattr(transform, "operations", None)]
-    renaming = [transform for transform in transforms if not getattr(transform, "operations", None)]
+    longer = {id(one) for one in transforms if getattr(one, "prefix_to_remove", None)}
+    for transform in (one for one in transforms if id(one) in longer):
+        prefix = f"{transform.model_prefix}." if transform.model_prefix else ""
+        name = f"{prefix}{{rest*}}"
+        found.prefixes.append(Rename(f"{prefix}{transform.prefix_to_remove}.{{rest*}}", name, optional=True))
+    renaming = [one for one in transforms if not getattr(one, "operations", None) and id(one) not in longer]
     for name, tensor in native.state_dict(keep_vars=True).items():
         if found.tied is None or name != found.tied[0]:
             _add(found, name, tensor.shape, merging, renaming)

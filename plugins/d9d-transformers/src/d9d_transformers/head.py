@@ -14,7 +14,7 @@ import torch
 from d9d_core.errors import BuildError
 from torch import Tensor, nn
 
-from d9d_transformers.library import base_of, library
+from d9d_transformers.library import base_of
 
 _POSITIONS = 3
 
@@ -74,11 +74,26 @@ class Head:
         )
 
 
-class _Given(nn.Module):
-    """Returns a stored value, and keeps its first argument."""
+class _Outputs(dict[str, Tensor]):
+    """Outputs of a model without its head: hidden states, and nothing else that a head may read."""
 
-    def __init__(self, value: Any, weight: nn.Parameter | None = None) -> None:
+    def __getattr__(self, name: str) -> Tensor | None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self["last_hidden_state"] if key == 0 else super().__getitem__(key)
+
+
+class _Given(nn.Module):
+    """Returns a stored value, and keeps its first argument; has the numbers of the module that it replaces."""
+
+    def __init__(self, value: Any, replaced: nn.Module, weight: nn.Parameter | None = None) -> None:
         super().__init__()
+        for name, number in vars(replaced).items():
+            if isinstance(number, int | float):
+                setattr(self, name, number)
         self.value, self.seen, self.weight = value, None, weight
 
     def forward(self, *args: Any, **_: Any) -> Any:
@@ -94,12 +109,12 @@ def _measured(native: Any, name: str, output: nn.Linear) -> dict[str, Any]:
         wide: dict[str, Any] = {"generator": draws, "dtype": torch.float32}  # whatever the default dtype is
         hidden = torch.randn(1, _POSITIONS, output.in_features, **wide)
         logits = 30 * torch.randn(1, _POSITIONS, output.out_features, **wide)
-        outputs = library().modeling_outputs.MoeModelOutputWithPast(last_hidden_state=hidden)
         shell = copy.copy(native)
         # nn.Module keeps its submodules here; assigning one would replace the model's own.
         shell._modules = dict(native._modules)  # noqa: SLF001
-        head = _Given(logits, nn.Parameter(torch.ones(1)))
-        shell._modules |= {base_of(native)[0]: _Given(outputs), name: head}  # noqa: SLF001
+        head = _Given(logits, output, nn.Parameter(torch.ones(1)))
+        prefix, base = base_of(native)
+        shell._modules |= {prefix: _Given(_Outputs(last_hidden_state=hidden), base), name: head}  # noqa: SLF001
         tokens = torch.zeros(1, _POSITIONS, dtype=torch.int64)
         try:
             found = shell(input_ids=tokens, use_cache=False).logits

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 #: Name under which transformers finds d9d's attention.
 ATTENTION = "d9d"
+#: Names of attentions that record how a model calls them: without masks, and with the masks that a model makes.
+EXAMINED, MASKED = "d9d_examined", "d9d_masked"
+#: Name of an attention that mixes no tokens.
+OWN_VALUE = "d9d_own_value"
 
 
 def library() -> Any:
@@ -44,15 +48,28 @@ def native_config(values: Mapping[str, Any]) -> Any:
             f"config.json: transformers {transformers.__version__} has no model_type {kind!r}{stored}; install a "
             "release that has it"
         )
-    given = {name: value for name, value in values.items() if name != "auto_map"}
+    given = {name: _numbers(value) for name, value in values.items() if name != "auto_map"}
     try:
         return known[kind].from_dict(given)
     except Exception as error:  # validators of configs raise exceptions of several libraries
         raise CheckpointError(f"config.json: transformers refuses it for {kind}: {error}") from error
 
 
-def native_model(config: Any) -> Any:
-    """Language model of transformers for a config, on the current device, in the default dtype, with d9d's attention.
+def _numbers(value: Any) -> Any:
+    """JSON value with the numbers that JSON lacks, which transformers writes as objects."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _numbers(one) for name, one in value.items()}
+    return [_numbers(one) for one in value] if isinstance(value, list) else value
+
+
+def native_model(config: Any, attention: str = ATTENTION) -> Any:
+    """Language model of transformers for a config, on the current device, in the default dtype.
+
+    Args:
+        config: config object of transformers.
+        attention: registered name of its attention.
 
     Raises:
         BuildError: transformers has no language model of this type, or cannot build it.
@@ -66,16 +83,23 @@ def native_model(config: Any) -> Any:
         )
     try:
         return transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION, dtype=torch.get_default_dtype(), trust_remote_code=False
+            config, attn_implementation=attention, dtype=torch.get_default_dtype(), trust_remote_code=False
         )
     except Exception as error:  # constructors of models raise anything
         raise BuildError(f"model.config: transformers cannot build a {config.model_type}: {error}") from error
 
 
 def base_of(model: Any) -> tuple[str, nn.Module]:
-    """Name and module of the part of a language model that returns hidden states."""
+    """Name and module of the part of a language model that returns hidden states.
+
+    Raises:
+        BuildError: the model has no such module.
+    """
     name = model.base_model_prefix
-    return name, getattr(model, name)
+    base = getattr(model, name, None)
+    if base is None:
+        raise BuildError(f"model.config: {type(model).__name__} has no module {name!r} that returns hidden states")
+    return name, base
 
 
 def conversions(model: Any) -> list[Any]:

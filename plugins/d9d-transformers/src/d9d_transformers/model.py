@@ -5,7 +5,8 @@ Shapes: B samples, S positions, H features, V words of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from d9d_transformers.experts import replace_experts
 from d9d_transformers.head import Head
 from d9d_transformers.library import base_of
 from d9d_transformers.stages import keep_stage
-from d9d_transformers.structure import Structure, examine
+from d9d_transformers.structure import Parts, Structure, examine
 from d9d_transformers.tensor_styles import attach_styles, check_splittable, styles_of
 
 #: Cost of an embedding in a step, as a fraction of a head's; see :mod:`d9d_nn.decoder.stages`.
@@ -40,23 +41,24 @@ class TransformersModel(nn.Module):
 
     Args:
         native: language model of transformers, on the meta device.
+        parts: facts about the classes of its modules.
         stage: pipeline stage to build.
 
     Raises:
         BuildError: d9d cannot train the model, or the layers cannot be split over the stages.
     """
 
-    def __init__(self, native: Any, stage: Stage) -> None:
+    def __init__(self, native: Any, parts: Parts, stage: Stage) -> None:
         super().__init__()
         self.stage = stage
         self._base_name, base = base_of(native)
         head = Head.of(native)
         replace_experts(base, head.std)
-        structure = examine(base)
+        structure = examine(base, parts)
         self.head, self._structure = head, structure
         self.styles = styles_of(base, structure)
         self.layer_indices = _layers_of(base, structure, stage, head)
-        _attach(base, structure)
+        _attach(base, structure, parts.constants)
         attach_styles(base, structure, self.styles)
         self._entry, self._exit = keep_stage(
             base,
@@ -80,6 +82,10 @@ class TransformersModel(nn.Module):
         names = (f"{self._base_name}.{self._structure.layers}.{index}" for index in self.layer_indices)
         return {name: self.get_submodule(name) for name in names}
 
+    def token_mixers(self) -> Sequence[str]:
+        """Modules of this model, other than attention, that mix tokens."""
+        return [f"{self._base_name}.{name}" for name in self._structure.mixers]
+
     def attention_cores(self) -> Mapping[str, nn.Module]:
         """Attention cores of this stage's layers."""
         cores = (name for name, module in self.named_modules() if isinstance(module, AttentionCore))
@@ -102,7 +108,15 @@ class TransformersModel(nn.Module):
         self._sequence_ranks = ranks
 
     def split_context(self, share: ContextShare) -> None:
-        """Expect a rank's own positions from now on; ``documents`` still cover all positions."""
+        """Expect a rank's own positions from now on; ``documents`` still cover all positions.
+
+        Raises:
+            BuildError: a module other than attention mixes tokens.
+        """
+        if mixers := self.token_mixers():
+            raise BuildError(
+                f"strategy 'context_parallel': {mixers[0]} mixes tokens, and needs all positions of a sample"
+            )
         self._context = share
 
     def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
@@ -138,8 +152,11 @@ class TransformersModel(nn.Module):
             targets, else ``{"logits": [B, S, V]}``.
 
         Raises:
-            ValueError: the first stage got no tokens, or a later one no hidden states.
+            ValueError: the first stage got no tokens, a later one no hidden states, or a model with other token mixers
+                than attention got documents.
         """
+        if documents is not None and (mixers := self.token_mixers()):
+            raise ValueError(f"a sample has several documents, whose tokens {mixers[0]} would mix; use unpacked data")
         given = tokens if self.stage.is_first else hidden
         if given is None:
             what = "tokens" if self.stage.is_first else "hidden, returned by the previous stage"
@@ -167,37 +184,62 @@ class TransformersModel(nn.Module):
 
 
 class _Initialisation:
-    """Initialises a module's own parameters and buffers by the rules of its model."""
+    """Initialises a module's own parameters and buffers: by the rules of its model, or of the module that contains it.
 
-    def __init__(self, base: Any, module: nn.Module) -> None:
-        self._base, self._module = base, module
+    Args:
+        base: model without its head.
+        path: name of the module.
+        constants: class and name of a tensor -> its number, if no rule initialises it.
+    """
+
+    def __init__(self, base: Any, path: str, constants: Mapping[tuple[str, str], float]) -> None:
+        self._base, self._constants = base, constants
+        self._module, self._parent = base.get_submodule(path), base.get_submodule(path.rpartition(".")[0])
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Initialise.
 
         Raises:
-            BuildError: the rules leave out a tensor, whose value only the constructor knows.
+            BuildError: the rules leave out a tensor, whose values only the constructor knows.
         """
-        module = self._module
+        module, kind = self._module, type(self._module).__name__
         own = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
         numbers = {name: tensor for name, tensor in own.items() if tensor.is_floating_point()}
         for tensor in numbers.values():
             tensor.fill_(torch.nan)
         self._base._init_weights(module)  # noqa: SLF001 - the public initialize_weights() does all modules
-        if left := [name for name in own if name not in numbers or numbers[name].isnan().any()]:
+        left = [name for name in own if name not in numbers or numbers[name].isnan().any()]
+        if left and self._parent is not module:
+            self._base._init_weights(self._only(own.values()))  # noqa: SLF001
+            left = [name for name in left if name not in numbers or numbers[name].isnan().any()]
+        for name in [name for name in left if (kind, name) in self._constants]:
+            own[name].fill_(self._constants[kind, name])
+            left.remove(name)
+        if left:
             raise BuildError(
-                f"model.config: transformers initialises {', '.join(left)} of {type(module).__name__} in its "
-                "constructor only, so d9d, which builds models without memory first, cannot train it"
+                f"model.config: transformers initialises {', '.join(left)} of {kind} in its constructor only, so d9d, "
+                "which builds models without memory first, cannot train it"
             )
 
+    def _only(self, own: Iterable[Tensor]) -> nn.Module:
+        """Copy of the containing module that shares these tensors; all others have no memory."""
+        shared = {id(tensor): tensor for tensor in own}
+        memo: dict[int, Any] = {id(self._base): self._base, **shared}
+        for tensor in (*self._parent.parameters(), *self._parent.buffers()):
+            if id(tensor) not in shared:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+        copied: nn.Module = copy.deepcopy(self._parent, memo)
+        return copied
 
-def _attach(base: Any, structure: Structure) -> None:
+
+def _attach(base: Any, structure: Structure, constants: Mapping[tuple[str, str], float]) -> None:
     """Give every module with tensors an initialisation, and every attention module a core."""
-    for module in base.modules():
+    for path, module in base.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if own and not isinstance(module, GroupedSwiGLU):  # which initialises itself
-            module.reset_parameters = _Initialisation(base, module)
+            module.reset_parameters = _Initialisation(base, path, constants)
     for path, call in structure.attention.items():
         base.get_submodule(path).add_module(CORE, call.core(path))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from d9d_core.errors import BuildError
 from torch import Tensor, nn
 
-from d9d_transformers.attention import DOCUMENTS, AttentionCall, CallRecorder
+from d9d_transformers.attention import DOCUMENTS, AttentionCall
+from d9d_transformers.library import ATTENTION, EXAMINED, MASKED
 
 #: Number of positions of the forward that is examined.
 _POSITIONS = 16
@@ -26,6 +27,7 @@ class Structure:
         before: modules with parameters that run before the layers, in order.
         after: modules with parameters that run after the layers, in order.
         attention: attention modules -> facts about their calls.
+        mixers: parts of layers that mix tokens by something other than attention.
     """
 
     layers: str
@@ -33,20 +35,38 @@ class Structure:
     before: Sequence[str]
     after: Sequence[str]
     attention: Mapping[str, AttentionCall]
+    mixers: Sequence[str]
 
 
-def examine(base: Any) -> Structure:
+@dataclass(frozen=True)
+class Parts:
+    """Facts about the classes of a model's modules.
+
+    Attributes:
+        mixers: classes of layers or of their parts that mix tokens by something other than attention; empty for most
+            models.
+        others: classes of layers or of their parts that do not.
+        constants: class and name of a parameter or buffer -> the only number that is in it at the start.
+    """
+
+    mixers: frozenset[str]
+    others: frozenset[str]
+    constants: Mapping[tuple[str, str], float]
+
+
+def examine(base: Any, parts: Parts) -> Structure:
     """Examine a model without its head.
 
     Args:
         base: module of transformers that maps token ids to hidden states.
+        parts: facts about the classes of its modules.
 
     Raises:
         BuildError: d9d cannot train the model: it has no list of layers that map a tensor to a tensor, its forward
-            fails on the meta device, a layer mixes tokens by something other than attention, or the parameters of a
-            module are used without a call of the module.
+            fails on the meta device, the parameters of a module are used without a call of the module, or nothing is
+            known about a part of a layer.
     """
-    name, layers = _layer_list(base)
+    name, layers = layer_list(base)
     listed = [f"{name}.{index}" for index in range(len(layers))]
     outside = [path for path in with_parameters(base) if not path.startswith(f"{name}.")]
     order, attention = _traced(base, [*outside, *listed])
@@ -54,21 +74,32 @@ def examine(base: Any) -> Structure:
         raise BuildError(f"model.config: the layers in {name} do not run once each, in order")
     if idle := sorted(set(outside) - set(order)):
         raise BuildError(f"model.config: the parameters of {', '.join(idle)} are used outside of their modules")
-    for layer in listed:
-        if not any(path.startswith(f"{layer}.") for path in attention):
-            kind = type(base.get_submodule(layer)).__name__
-            raise BuildError(
-                f"model.config: {layer} ({kind}) does not call transformers' attention, so documents in one sample "
-                "cannot be kept apart"
-            )
+    mixing = tuple(_mixing(base, listed, parts, attention))
     first, last = order.index(listed[0]), order.index(listed[-1])
     if order[first : last + 1] != listed:
         raise BuildError(f"model.config: modules with parameters run between the layers in {name}")
-    return Structure(name, len(layers), tuple(dict.fromkeys(order[:first])), tuple(order[last + 1 :]), attention)
+    before, after = tuple(dict.fromkeys(order[:first])), tuple(order[last + 1 :])
+    return Structure(name, len(layers), before, after, _masked(base) if attention else {}, mixing)
 
 
-def _layer_list(base: Any) -> tuple[str, nn.ModuleList]:
-    """Name and module of the list of layers."""
+def _mixing(base: Any, layers: Sequence[str], parts: Parts, attention: Collection[str]) -> Iterator[str]:
+    """Names of layers, and of their parts, that mix tokens by something other than attention."""
+    for layer in layers:
+        module = base.get_submodule(layer)
+        for path, part in ((layer, module), *((f"{layer}.{name}", child) for name, child in module.named_children())):
+            kind = type(part).__name__
+            if kind in parts.mixers:
+                yield path
+            elif kind not in parts.others and not any(f"{one}.".startswith(f"{path}.") for one in attention):
+                raise BuildError(f"model.config: {path} ({kind}) is in no small model, so it may mix documents")
+
+
+def layer_list(base: Any) -> tuple[str, nn.ModuleList]:
+    """Name and module of the list of layers.
+
+    Raises:
+        BuildError: there is none, or there are several.
+    """
     count = base.config.num_hidden_layers
     classes = set(base._no_split_modules or ())  # noqa: SLF001 - no public attribute names the layers; a test reads it
     found = [
@@ -88,9 +119,8 @@ def with_parameters(base: nn.Module) -> list[str]:
 
 
 def _traced(base: Any, watched: Sequence[str]) -> tuple[list[str], Mapping[str, AttentionCall]]:
-    """Calls of the watched modules in order, and of attention modules, in one forward."""
+    """Calls of the watched modules in order, and of attention modules without masks."""
     order: list[str] = []
-    recorder = CallRecorder()
 
     def note(path: str, out: Any) -> None:
         order.append(path)
@@ -101,18 +131,46 @@ def _traced(base: Any, watched: Sequence[str]) -> tuple[list[str], Mapping[str, 
         base.get_submodule(path).register_forward_hook(lambda *given, path=path: note(path, given[-1]))
         for path in watched
     ]
-    tokens = torch.zeros(1, _POSITIONS, dtype=torch.int64, device="meta")
-    positions = torch.arange(_POSITIONS, device="meta").unsqueeze(0)
     try:
-        with torch.no_grad():
-            base(input_ids=tokens, position_ids=positions, use_cache=False, **{DOCUMENTS: recorder})
-    except BuildError:
-        raise
-    except Exception as error:  # forwards of models raise anything
-        text = f"model.config: the forward of {type(base).__name__} fails with d9d's attention: {error}"
-        raise BuildError(text) from error
+        return order, _calls(base, EXAMINED)
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _masked(base: Any) -> Mapping[str, AttentionCall]:
+    """Calls of attention modules with the masks that the model makes."""
+    # With a mask of padding, transformers does not search positions for documents, which would need their values.
+    ones = torch.ones(1, _POSITIONS, dtype=torch.int64, device="meta").as_subclass(_Ones)
+    return _calls(base, MASKED, attention_mask=ones)
+
+
+class _Ones(Tensor):
+    """Mask without padding, on the meta device: models ask whether all of its values are one."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), keywords: Any = None) -> Any:
+        if function in (torch.all, Tensor.all):
+            return torch.ones((), dtype=torch.bool, device="cpu")
+        return super().__torch_function__(function, types, args, keywords or {})  # type: ignore[no-untyped-call]
+
+
+def _calls(base: Any, attention: str, **inputs: Tensor) -> Mapping[str, AttentionCall]:
+    """Calls of attention modules in one forward with an attention that records them."""
+    calls: dict[nn.Module, AttentionCall] = {}
+    tokens = torch.zeros(1, _POSITIONS, dtype=torch.int64, device="meta")
+    positions = torch.arange(_POSITIONS, device="meta").unsqueeze(0)
+    base.set_attn_implementation(attention)
+    try:
+        with torch.no_grad():
+            base(input_ids=tokens, position_ids=positions, use_cache=False, **inputs, **{DOCUMENTS: calls})
+    except BuildError:
+        raise
+    except Exception as error:  # forwards of models raise anything
+        with_masks = " and masks" if inputs else ""
+        text = f"model.config: the forward of {type(base).__name__} fails with d9d's attention{with_masks}: {error}"
+        raise BuildError(text) from error
+    finally:
+        base.set_attn_implementation(ATTENTION)
     names = {module: path for path, module in base.named_modules()}
-    return order, {names[module]: call for module, call in recorder.calls.items()}
+    return {names[module]: call for module, call in calls.items()}

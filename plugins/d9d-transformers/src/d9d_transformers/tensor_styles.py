@@ -58,12 +58,13 @@ def styles_of(base: Any, structure: Structure) -> Styles:
             found.refusal = f"{path} runs before the layers, and is not an embedding"
     for part, paths in parts.items():
         is_layer = part.count(".") == structure.layers.count(".") + 1  # its own parameters, next to its parts
-        attends = not is_layer and any(f"{path}.".startswith(f"{part}.") for path in structure.attention)
+        mixing = (*structure.attention, *structure.mixers)
+        attends = not is_layer and any(f"{path}.".startswith(f"{part}.") for path in mixing)
         styles = {path: _STYLES.get(_planned(plan, path)) for path in paths}
         owners = {
             path.rpartition(".")[0] for path, style in styles.items() if style in (TensorStyle.COLUMN, TensorStyle.ROW)
         }
-        if None not in styles.values() and len(owners) == 1:
+        if None not in styles.values() and len(owners) == 1 and part not in structure.mixers:
             (owner,) = owners
             found.owners[owner] = {path.removeprefix(f"{owner}."): style for path, style in styles.items() if style}
         else:

@@ -31,7 +31,7 @@ from d9d_engine.compose.initialise import Undrawn
 from d9d_engine.compose.joined_stages import JoinedStages, joined_stages
 from d9d_engine.compose.kernels import KernelChoice, bind_kernels, holders_alike, ops_elsewhere, slot_facts
 from d9d_engine.compose.parts.cuda_graphs import check_cuda_graphs
-from d9d_engine.compose.parts.data import documents_of
+from d9d_engine.compose.parts.data import check_documents, documents_of
 from d9d_engine.compose.parts.sample_lengths import check_lengths
 from d9d_engine.compose.root import Root
 from d9d_engine.distributed.mesh import Topology
@@ -147,6 +147,7 @@ def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
     everything = build_stages(job, selection, pipeline)
     full_model = joined_stages(everything)
     check_divisibility(full_model, job.mesh.sizes())
+    check_documents(job, everything)
     peft: PeftMethod | None = None
     trainable = frozenset(name for name, parameter in full_model.named_parameters() if parameter.requires_grad)
     before = model_tensors(full_model).keys()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -12,8 +12,10 @@ from d9d_core.config import ModelConfig
 from d9d_core.data import DataContext, DataStream, TextInputs, packs_documents
 from d9d_core.errors import JobError
 from d9d_core.job_file.job import BaseJob, JobConfig
+from d9d_core.model import SeesOneDocument
 from d9d_core.registry.capabilities import Chosen
 from d9d_core.types import Microbatch, State
+from torch import nn
 
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.distributed.positions import ZigzagPositions
@@ -27,6 +29,20 @@ def documents_of(job: BaseJob) -> bool | None:
     """
     evaluation = job.evaluation if isinstance(job, JobConfig) else None
     return packs_documents(job.data, *(evaluation.datasets.values() if evaluation else ()))
+
+
+def check_documents(job: BaseJob, stages: Sequence[nn.Module]) -> None:
+    """Check that the model keeps documents of a sample apart, if the data packs them.
+
+    Raises:
+        JobError: it does not.
+    """
+    mixers = [name for stage in stages if isinstance(stage, SeesOneDocument) for name in stage.token_mixers()]
+    if mixers and documents_of(job):
+        raise JobError(
+            f"data: samples hold several documents, whose tokens {mixers[0]} of the model would mix; use data with one "
+            "document in each sample, such as chat with packing: none"
+        )
 
 
 def split_of(task: CheckedTask, topology: Topology) -> Callable[[Microbatch], Microbatch] | None:
