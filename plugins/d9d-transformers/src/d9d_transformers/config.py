@@ -12,13 +12,15 @@ from pydantic import JsonValue, field_validator
 #: Fields of config.json about a file or a program, not about the model.
 VOLATILE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 _LAYERS = "num_hidden_layers"
+_LAYERS_OF_EXAMPLE = 4
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 #: Sizes of a model that runs in milliseconds on a CPU.
 TINY: Mapping[str, int] = {
     "hidden_size": 32, "intermediate_size": 48, _LAYERS: 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
     "num_experts_per_tok": 2, "moe_k": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
     "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": 8,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": 8, "vocab_size": 128,
 }  # fmt: skip
 #: Fields of config.json that state what d9d cannot train, and why.
 _REFUSED = {
@@ -72,6 +74,12 @@ class TransformersConfig(ModelConfig):
             for name, value in self.config.items():
                 if isinstance(value, list) and len(value) == before:
                     fields[name] = [value[index] for index in _kept(value, after)]
+        if (words := sizes.get("vocab_size")) is not None:
+            from d9d_transformers.library import native_config
+
+            for name, value in native_config(self.config).to_dict().items():
+                if name.endswith("_token_id") and isinstance(value, int) and value >= words:
+                    fields[name] = words - 1
         return TransformersConfig(config=fields)
 
     @property
@@ -96,7 +104,31 @@ def tiny() -> TransformersConfig:
         "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 64,
         "max_position_embeddings": 64, "tie_word_embeddings": False,
     }  # fmt: skip
-    return TransformersConfig(config={**about, **TINY})
+    return TransformersConfig(config={**TINY, **about})
+
+
+def example(model_type: str) -> TransformersConfig:
+    """Small config of a type, with a size for each field of a size, and without dropout.
+
+    Raises:
+        CheckpointError: transformers has no such type, or refuses the config.
+    """
+    from d9d_transformers.library import native_config
+
+    known = native_config({"model_type": model_type}).to_dict()
+    fields: dict[str, JsonValue] = {name: size for name, size in TINY.items() if name in known}
+    before, after = _number(known.get(_LAYERS)), _LAYERS_OF_EXAMPLE
+    if before is not None:
+        fields[_LAYERS] = after = min(before, _LAYERS_OF_EXAMPLE)
+    for name, value in known.items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+            fields[name] = 0.0
+        elif isinstance(value, list) and len(value) == before:
+            fields[name] = [value[index] for index in _kept(value, after)]
+    fields |= {name: number for number, name in enumerate(_TOKENS) if name in known}
+    if "kv_lora_rank" in known and "num_key_value_heads" in known:  # latent keys become a head for each query head
+        fields["num_key_value_heads"] = TINY["num_attention_heads"]
+    return TransformersConfig(config={"model_type": model_type, **fields})
 
 
 def _kept(entries: Sequence[object], count: int) -> list[int]:

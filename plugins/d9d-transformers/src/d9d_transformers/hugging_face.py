@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from d9d_core.errors import CheckpointError
 from pydantic import ValidationError
 
-from d9d_transformers.config import VOLATILE, TransformersConfig
+from d9d_transformers.config import VOLATILE, TransformersConfig, example
 
 if TYPE_CHECKING:
     from d9d_weights.graph.base import Mapper
@@ -37,6 +37,10 @@ class TransformersFormat:
         except ValidationError as error:
             problems = "; ".join(line["msg"].removeprefix("Value error, ") for line in error.errors())
             raise CheckpointError(f"config.json: {problems}") from error
+
+    def example(self, model_type: str) -> TransformersConfig:
+        """Small config of a type; see :func:`d9d_transformers.config.example`."""
+        return example(model_type)
 
     def importer(self, config: TransformersConfig, stored: TransformersConfig) -> Mapper:
         """Mapper from files to the model's names; see :mod:`d9d_transformers.conversion`."""

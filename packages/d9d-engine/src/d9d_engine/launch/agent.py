@@ -91,12 +91,23 @@ def run_ranks(
         environ: environment variables; by default, the ones of this process.
         output: file for their output; by default, the output of this process.
     """
-    store = _loopback_store()
+    with rank_environments(processes, environ) as each:
+        return Ranks(arguments, each, output).wait(signals, patience)
+
+
+@contextmanager
+def rank_environments(processes: int, environ: Mapping[str, str] | None = None) -> Iterator[Sequence[dict[str, str]]]:
+    """Yield torchrun's environment variables for each rank, with a store that this process serves inside the block.
+
+    Args:
+        processes: number of processes on this machine.
+        environ: further variables; by default, the ones of this process.
+    """
+    store = _loopback_store()  # serves until it is deleted
     common = _environment(processes) | dict(os.environ if environ is None else environ)
     common |= {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
     sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    each = [{**common, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    return Ranks(arguments, each, output).wait(signals, patience)
+    yield [{**common, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def run_module(

@@ -1,24 +1,31 @@
-"""Checks of a model that need one process: documents in one sample, and weights to files and back.
+"""Checks of a model that need one process: numbers of transformers, documents in one sample, files and back.
 
 Shapes: S positions, V words of the vocabulary.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import math
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
+from d9d_core.model import SeesOneDocument
 from d9d_core.plugin import ModelSpec
 from d9d_core.traits import modules_with
 from d9d_engine.compose.initialise import initialise
 from d9d_weights.graph.graph import map_tensors
 from torch import Tensor, nn
+from torch.nn import functional
 
 from d9d_verify.certify.certificate import Cell
 
 _FIRST, _LENGTH = 7, 16
-#: Largest difference of logits, relative to the largest logit, that rounding explains.
-_ROUNDING = 1e-5
+#: Largest differences of logits and of gradients, relative to the largest number, that rounding explains.
+_ROUNDING, _GRADIENTS = 1e-5, 1e-4
 
 
 def packing(stage: nn.Module) -> Cell:
@@ -27,9 +34,9 @@ def packing(stage: nn.Module) -> Cell:
     Args:
         stage: whole language model, under the meta device.
     """
-    model = stage.to_empty(device="cpu")
-    initialise(model, 0, torch.device("cpu"))
-    model.eval()
+    if isinstance(stage, SeesOneDocument) and (mixers := stage.token_mixers()):
+        return Cell("packed", "refused", f"{mixers[0]} mixes tokens by something other than attention")
+    model = _initialised(stage).eval()
     draws = torch.Generator().manual_seed(0)
     tokens, others = (torch.randint(8, (1, _LENGTH), generator=draws) for _ in range(2))
     others[:, _FIRST:] = tokens[:, _FIRST:]
@@ -46,6 +53,69 @@ def packing(stage: nn.Module) -> Cell:
         return Cell("packed", "differs", f"a document changes its neighbour's logits by {leak:.1e}")
     off = _deviation(packed, alone)
     return Cell("packed", "exact" if off < _ROUNDING else "differs", f"alone and packed: {off:.1e}")
+
+
+def parity(stage: nn.Module, spec: ModelSpec, config: Any) -> Cell:
+    """Check that logits and gradients are those of transformers' own model, which reads the exported weights.
+
+    Args:
+        stage: whole language model, under the meta device.
+        spec: record of the model.
+        config: config of the stage.
+    """
+    name = "transformers"
+    if spec.hugging_face is None or importlib.util.find_spec(name) is None:
+        why = "the model has no Hugging Face format" if spec.hugging_face is None else "transformers is not installed"
+        return Cell(name, "not applicable", why)
+    form, model = spec.hugging_face.load()(), _initialised(stage)
+    draws = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws))
+    tokens, targets = (torch.randint(8, 64, (2, _LENGTH), generator=draws) for _ in range(2))
+    try:
+        theirs = _of_transformers(form, config, dict(model.named_parameters()))
+        expected = theirs(input_ids=tokens, use_cache=False).logits
+        functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    except Exception as error:  # models of transformers raise anything
+        return Cell(name, "differs", f"transformers does not compute the exported model: {error}".splitlines()[0])
+    off = _deviation(expected.detach(), _logits(model, tokens=tokens).detach())
+    model(tokens=tokens, targets=targets)["token_loss"].sum().backward()
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    mine = map_tensors(form.exporter(config), grads)
+    theirs_by_name = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None and name in mine}
+    worst = max((_deviation(grad, mine[name]) for name, grad in theirs_by_name.items()), default=math.inf)
+    exact = off < _ROUNDING and worst < _GRADIENTS
+    text = f"logits: {off:.1e}, {len(theirs_by_name)} gradients: {worst:.1e}"
+    return Cell(name, "exact" if exact else "differs", text)
+
+
+def _of_transformers(form: Any, config: Any, state: dict[str, Tensor]) -> Any:
+    """Model of transformers that reads exported weights.
+
+    Raises:
+        ValueError: it lacks some of its weights, or does not know others.
+    """
+    import transformers
+    from safetensors.torch import save_file
+
+    with tempfile.TemporaryDirectory() as directory:
+        tensors = map_tensors(form.exporter(config), {name: tensor.detach() for name, tensor in state.items()})
+        tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, Path(directory) / "model.safetensors", {"format": "pt"})
+        (Path(directory) / "config.json").write_text(json.dumps(form.config_json(config, "float32")))
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        )
+    if wrong := [*told["missing_keys"], *told["unexpected_keys"]]:
+        raise ValueError(f"it lacks or does not know {', '.join(map(str, wrong[:3]))}")
+    return model
+
+
+def _initialised(stage: nn.Module) -> nn.Module:
+    model = stage.to_empty(device="cpu")
+    initialise(model, 0, torch.device("cpu"))
+    return model
 
 
 def export(stage: nn.Module, spec: ModelSpec, config: Any) -> Cell:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from d9d_core.config import Resizable
 from d9d_core.errors import D9dError, JobError
 from d9d_core.job_file.found_model import model_for_type
 from d9d_core.job_file.resolve import select
@@ -16,12 +17,15 @@ from d9d_core.untrusted import Place
 from d9d_engine.job import Job
 
 from d9d_verify.certify.certificate import Cell, Certificate, fingerprint, installed_versions
-from d9d_verify.certify.features import export, has_trait, packing
+from d9d_verify.certify.features import export, has_trait, packing, parity
+from d9d_verify.certify.forks import forking_launch
 from d9d_verify.compare import Verdict
 from d9d_verify.layouts import REFERENCE_LAYOUT, Layout, layout_values, scaled_model, scaled_values
-from d9d_verify.run import verify
+from d9d_verify.run import Launch, verify
 
 _STEPS = 2
+#: Words of a certified model's vocabulary, and seconds in which a layout must end.
+_WORDS, _PATIENCE = 128, 120.0
 _LORA = "lora"
 #: Layouts and strategies of a certificate.
 LAYOUTS = (
@@ -52,32 +56,49 @@ def certify(target: str, registry: Registry, note: Note) -> Certificate:
     Raises:
         D9dError: no model is found, or it cannot be built at all.
     """
-    job = job_of(target, registry)
+    whole = job_of(target, registry).model
+    job = job_of(target, registry, _with_few_words(whole))
     values = scaled_values(job, [REFERENCE_LAYOUT], _STEPS)
     spec = select(job, registry).model.spec
     assert isinstance(spec, ModelSpec)
     small = type(job.model).model_validate(values["model"])
     experts = has_trait(scaled_model(job, values), HasExperts)
-    cells = [packing(scaled_model(job, values))]
+    cells = [parity(scaled_model(job, values), spec, small), packing(scaled_model(job, values))]
     skipped = () if experts else ("ep 2",)
-    cells += _in_layouts(job, [layout for layout in LAYOUTS if layout.name not in skipped], note)
+    launch = forking_launch(_PATIENCE)
+    cells += _in_layouts(job, [layout for layout in LAYOUTS if layout.name not in skipped], note, launch)
     cells += [Cell(name, "not applicable", "d9d finds no experts in the model") for name in skipped]
-    cells.append(_with_lora(job, note))
+    cells.append(_with_lora(job, note, launch))
     cells.append(export(scaled_model(job, values), spec, small))
     form = None if spec.hugging_face is None else spec.hugging_face.load()()
-    model_type = None if form is None else str(form.config_json(job.model, "float32")["model_type"])
-    return Certificate(job.model.selector, model_type, fingerprint(job.model), installed_versions(), cells)
+    model_type = None if form is None else str(form.config_json(whole, "float32")["model_type"])
+    return Certificate(whole.selector, model_type, fingerprint(whole), installed_versions(), cells)
 
 
-def job_of(target: str, registry: Registry) -> Job:
+def _with_few_words(model: Any) -> dict[str, Any]:
+    """Values of a config with a small vocabulary, without weights: words of no sample take most of the time."""
+    if isinstance(model, Resizable):
+        model = model.resized({name: _WORDS for name in model.sizes() if name == "vocab_size"})
+    values: dict[str, Any] = model.model_dump(mode="json", exclude={"pretrained"})
+    if isinstance(size := values.get("vocab_size"), int):
+        values["vocab_size"] = min(size, _WORDS)
+    return values
+
+
+def job_of(target: str, registry: Registry, model: Mapping[str, Any] | None = None) -> Job:
     """Job that trains a model on random tokens.
+
+    Args:
+        target: directory or address of a model, name of a model plugin, or a ``model_type``.
+        registry: registry with the plugins.
+        model: values of the model; ``None`` for the target's.
 
     Raises:
         D9dError: there is no such model, or no optimizer is installed.
     """
     return Job.from_values(
         {
-            "model": _model(target, registry),
+            "model": _model(target, registry) if model is None else model,
             "task": "causal_lm",
             "data": "certificate_tokens",
             "optimizer": {"name": "adamw", "lr": 0.01},
@@ -101,18 +122,20 @@ def _model(target: str, registry: Registry) -> Mapping[str, Any]:
         spec = registry.find("model", selector).spec
         assert isinstance(spec, ModelSpec)
         assert spec.hugging_face is not None
-        return dict(spec.hugging_face.load()().config_from_json({"model_type": target}).model_dump(mode="json"))
+        form = spec.hugging_face.load()()
+        config = form.example(target) if hasattr(form, "example") else form.config_from_json({"model_type": target})
+        return dict(config.model_dump(mode="json"))
     assert isinstance(spec, ModelSpec)
     if spec.tiny is None:
         raise JobError(f"model '{target}' has no tiny config; give the directory of a model instead")
     return dict(spec.tiny.load()().model_dump(mode="json"))
 
 
-def _in_layouts(job: Job, layouts: Sequence[Layout], note: Note) -> list[Cell]:
+def _in_layouts(job: Job, layouts: Sequence[Layout], note: Note, launch: Launch) -> list[Cell]:
     """One cell for each layout; refused layouts are not run."""
     chosen = [_choose(job, layout) for layout in layouts]
     run = [layout for layout, refusal, _ in chosen if refusal is None]
-    verdicts = {verdict.layout: verdict for verdict in (verify(job, run, _STEPS, note) if run else ())}
+    verdicts = {verdict.layout: verdict for verdict in (verify(job, run, _STEPS, note, launch) if run else ())}
     return [
         _cell(verdicts[layout.name], remark) if refusal is None else Cell(layout.name, "refused", refusal)
         for layout, refusal, remark in chosen
@@ -145,10 +168,10 @@ def _refusal(job: Job, layout: Layout) -> str | None:
     return None
 
 
-def _with_lora(job: Job, note: Note) -> Cell:
+def _with_lora(job: Job, note: Note, launch: Launch) -> Cell:
     try:
         tuned = Job.from_values({**job.resolved(), "peft": {"name": "lora", "r": 4}}, registry=job.registry)
-        (cell,) = _in_layouts(tuned, [Layout(_LORA, {"dp_shard": 2}, ("fsdp",))], note)
+        (cell,) = _in_layouts(tuned, [Layout(_LORA, {"dp_shard": 2}, ("fsdp",))], note, launch)
     except D9dError as error:
         return Cell(_LORA, "refused", str(error).splitlines()[0])
     return cell

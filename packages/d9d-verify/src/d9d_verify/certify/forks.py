@@ -1,0 +1,81 @@
+"""Processes of layouts, forked from a server that has imported the libraries: one starts in a tenth of a second."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from d9d_engine.launch.agent import rank_environments
+
+from d9d_verify.run import Launch, launch_processes
+
+#: Packages whose imported modules the server imports, too.
+_PACKAGES = ("d9d_", "torch", "transformers")
+#: Seconds in which other ranks may still fail by themselves after the first one.
+_LAST_SECONDS = 2.0
+
+
+def forking_launch(patience: float) -> Launch:
+    """Launch that forks processes where the system can; elsewhere it starts interpreters.
+
+    Args:
+        patience: seconds in which a layout must end.
+    """
+    if sys.platform != "linux":  # elsewhere libraries do not survive a fork
+        return launch_processes
+    context = multiprocessing.get_context("forkserver")
+    imported = sorted(name for name in sys.modules if name.startswith(_PACKAGES))
+    context.set_forkserver_preload([*imported, "d9d_verify.worker"])
+
+    def launch(directory: Path, ranks: int) -> str | None:
+        with rank_environments(ranks) as environments:
+            started: list[BaseProcess] = []
+            try:
+                for environ in environments:
+                    process = context.Process(target=_run, args=(directory, environ))
+                    process.start()
+                    started.append(process)
+                failure = _ended(started, patience)
+            finally:
+                for process in started:
+                    process.kill()
+                    process.join()
+        stated = directory / "failure.txt"
+        return stated.read_text().strip() if failure is not None and stated.exists() else failure
+
+    return launch
+
+
+def _ended(processes: Sequence[BaseProcess], patience: float) -> str | None:
+    """Wait for processes; returns the first failure."""
+    failure, running = None, {process.sentinel: process for process in processes}
+    while running:
+        ready = wait(list(running), timeout=patience if failure is None else _LAST_SECONDS)
+        if not ready:
+            return failure or f"did not end in {patience:g} s"
+        for sentinel in ready:
+            process = running.pop(sentinel)  # type: ignore[index]  # sentinels are integers
+            process.join()
+            if process.exitcode and failure is None:
+                signal = f"signal {-process.exitcode}"
+                failure = "was killed by " + signal if process.exitcode < 0 else f"exit status {process.exitcode}"
+    return failure
+
+
+def _run(directory: Path, environ: Mapping[str, str]) -> None:
+    """Run one rank, with its output in a file."""
+    os.environ.update(environ)
+    output = os.open(directory / f"output-{environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    import torch
+
+    from d9d_verify.worker import main
+
+    torch.set_num_threads(1)
+    main(directory)

@@ -1,0 +1,170 @@
+"""Certify each type of language model in the installed transformers, and write docs/certificates.md.
+
+    uv run python tools/certificates.py                  # all types; continues after an interruption
+    uv run python tools/certificates.py gemma2 gpt_oss   # some types, to standard output
+
+Certificates are kept in build/certificates, by commit and by versions of torch and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import d9d_moe.plugin as moe_plugin
+import d9d_nn.plugin as nn_plugin
+import d9d_optim.plugin as optim_plugin
+import d9d_parallel.plugin as parallel_plugin
+import d9d_peft.plugin as peft_plugin
+import d9d_pipeline.plugin as pipeline_plugin
+import d9d_transformers.plugin as transformers_plugin
+import d9d_verify.plugin as verify_plugin
+from d9d_core.errors import D9dError
+from d9d_core.registry.registry import Registry
+from d9d_verify.certify.certificate import installed_versions
+from d9d_verify.certify.run import certify
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, DATA = ROOT / "docs" / "certificates.md", ROOT / "docs" / "certificates.json"
+COLUMNS = (
+    "transformers", "packed", "replicate 2", "fsdp 2", "hsdp 2 x 2", "pp 2", "tp 2", "cp 2", "tp 2 x pp 2", "ep 2",
+    "checkpointing", "compile", "lora", "export",
+)  # fmt: skip
+SIGNS = {"exact": "=", "refused": "r", "differs": "**!**", "not applicable": "·"}
+PLUGINS = (
+    moe_plugin, nn_plugin, optim_plugin, parallel_plugin, peft_plugin, pipeline_plugin, transformers_plugin,
+    verify_plugin,
+)  # fmt: skip
+
+Row = Mapping[str, Any]
+
+
+def main() -> None:
+    """Certify, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--part", default="1/1", help="K/N: only every Nth type, from the Kth one")
+    given = parser.parse_args()
+    place = ROOT / "build" / "certificates" / _key()
+    place.mkdir(parents=True, exist_ok=True)
+    part, parts = map(int, given.part.split("/"))
+    types = given.types or language_models()
+    for kind in types[part - 1 :: parts]:
+        file = place / f"{kind}.json"
+        if not file.exists():
+            row = certified(kind)
+            file.write_text(json.dumps(row, indent=1) + "\n")
+        print(shown(json.loads(file.read_text())), flush=True)  # noqa: T201 - console output is the purpose
+    rows = [json.loads(file.read_text()) for file in sorted(place.glob("*.json"))]
+    if not given.types and len(rows) == len(types):
+        facts = {name: version for name, version in installed_versions().items() if not name.startswith("d9d-")}
+        DATA.write_text(
+            json.dumps({"date": date.today().isoformat(), "versions": facts, "rows": rows}, indent=1) + "\n"
+        )
+        PAGE.write_text(page(json.loads(DATA.read_text())))
+
+
+def language_models() -> list[str]:
+    """Types that transformers can build as causal language models."""
+    import transformers
+
+    known = transformers.AutoModelForCausalLM._model_mapping  # noqa: SLF001 - no public list
+    return sorted({config.model_type for config in known})
+
+
+def certified(kind: str) -> Row:
+    """Row of a type: its cells, or the reason why it is refused, and the seconds that this took."""
+    started = time.monotonic()
+    row: dict[str, Any] = {"type": kind, "refused": None, "cells": {}}
+    try:
+        found = certify(kind, Registry.of(*PLUGINS), lambda _: None)
+    except D9dError as error:
+        row["refused"] = str(error).splitlines()[0]
+    else:
+        row["cells"] = {cell.name: [cell.standing, cell.detail] for cell in found.cells}
+    return row | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def shown(row: Row) -> str:
+    """One line about a row."""
+    if row["refused"]:
+        return f"{row['type']:24s} {row['seconds']:5.1f} s  refused: {row['refused']}"
+    count = Counter(standing for standing, _ in row["cells"].values())
+    worst = "; ".join(f"{name}: {detail}" for name, (standing, detail) in row["cells"].items() if standing == "differs")
+    return f"{row['type']:24s} {row['seconds']:5.1f} s  {dict(count)} {worst}"
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """Markdown of the page."""
+    built = [row for row in data["rows"] if not row["refused"]]
+    cells = [standing for row in built for standing, _ in row["cells"].values() if standing != "not applicable"]
+    exact = cells.count("exact")
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(data["versions"].items()))
+    lines = [
+        "# Certificates",
+        "",
+        f"<!-- written by tools/certificates.py, {data['date']} -->",
+        f"`d9d certify` of each type of language model in transformers, made on {data['date']} with {versions}: a small",
+        "model of the type, random weights, float32, by [d9d-transformers](../plugins/d9d-transformers/README.md). A",
+        "certificate holds for its config and these versions only: `d9d certify DIR` makes the one of your model.",
+        "",
+        f"{len(built)} of {len(data['rows'])} types train; {exact} of the {len(cells)} cells that apply to them are exact",
+        f"({exact / max(1, len(cells)):.0%}). `=` exact up to rounding, `r` refused before training, `!` differs, `·` does not",
+        "apply (no experts). Reasons and deviations stand in [certificates.json](certificates.json).",
+        "",
+        "| type | " + " | ".join(COLUMNS) + " |",
+        "|---|" + "---|" * len(COLUMNS),
+        *(_line(row) for row in built),
+        "",
+        "## Cells that are refused",
+        "",
+        "| reason | cells | types |",
+        "|---|---|---|",
+        *_reasons(built),
+        "",
+        "## Types that are refused",
+        "",
+        "| type | reason |",
+        "|---|---|",
+        *(f"| {row['type']} | {_text(row['refused'])} |" for row in data["rows"] if row["refused"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Row) -> str:
+    signs = (SIGNS[row["cells"].get(name, ["not applicable"])[0]] for name in COLUMNS)
+    return f"| {row['type']} | " + " | ".join(signs) + " |"
+
+
+def _reasons(rows: Sequence[Row]) -> Iterable[str]:
+    found: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        for name, (standing, detail) in row["cells"].items():
+            if standing in ("refused", "differs"):
+                found.setdefault(detail, {}).setdefault(row["type"], []).append(name)
+    for reason, types in sorted(found.items(), key=lambda item: -len(item[1])):
+        names = sorted({name for cells in types.values() for name in cells})
+        yield f"| {_text(reason)} | {', '.join(names)} | {', '.join(types)} |"
+
+
+def _text(reason: str) -> str:
+    return reason.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _key() -> str:
+    versions = installed_versions()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return f"{commit.stdout.strip()}-torch-{versions['torch']}-transformers-{versions['transformers']}"
+
+
+if __name__ == "__main__":
+    main()
