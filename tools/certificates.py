@@ -61,7 +61,7 @@ def main() -> None:
         if not file.exists():
             row = certified(kind)
             file.write_text(json.dumps(row, indent=1) + "\n")
-        print(shown(json.loads(file.read_text())), flush=True)  # noqa: T201 - console output is the purpose
+        print(shown(json.loads(file.read_text())), flush=True)
     rows = [json.loads(file.read_text()) for file in sorted(place.glob("*.json"))]
     if not given.types and len(rows) == len(types):
         facts = {name: version for name, version in installed_versions().items() if not name.startswith("d9d-")}
@@ -111,13 +111,14 @@ def page(data: Mapping[str, Any]) -> str:
         "# Certificates",
         "",
         f"<!-- written by tools/certificates.py, {data['date']} -->",
-        f"`d9d certify` of each type of language model in transformers, made on {data['date']} with {versions}: a small",
-        "model of the type, random weights, float32, by [d9d-transformers](../plugins/d9d-transformers/README.md). A",
-        "certificate holds for its config and these versions only: `d9d certify DIR` makes the one of your model.",
+        f"`d9d certify` of each type of language model in transformers, made on {data['date']} with {versions}: a",
+        "small model of the type, random weights, float32, by",
+        "[d9d-transformers](../plugins/d9d-transformers/README.md). A certificate holds for its config and these",
+        "versions only: `d9d certify DIR` makes the one of your model.",
         "",
-        f"{len(built)} of {len(data['rows'])} types train; {exact} of the {len(cells)} cells that apply to them are exact",
-        f"({exact / max(1, len(cells)):.0%}). `=` exact up to rounding, `r` refused before training, `!` differs, `·` does not",
-        "apply (no experts). Reasons and deviations stand in [certificates.json](certificates.json).",
+        f"{len(built)} of {len(data['rows'])} types train; {exact} of the {len(cells)} cells that apply to them are",
+        f"exact ({exact / max(1, len(cells)):.0%}). `=` exact up to rounding, `r` refused before training, `!`",
+        "differs, `·` does not apply. Reasons and deviations stand in [certificates.json](certificates.json).",
         "",
         "| type | " + " | ".join(COLUMNS) + " |",
         "|---|" + "---|" * len(COLUMNS),

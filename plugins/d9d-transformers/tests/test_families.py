@@ -175,7 +175,7 @@ def test_stages_compute_the_bits_of_the_whole_model_with_its_parameters(kind: st
         passed = stage(**passed, **others)
     assert torch.equal(passed["logits"], whole(tokens=given["tokens"], **others)["logits"])
     names = [name for stage in stages for name, _ in stage.named_parameters()]
-    shared = {f"{whole.head.embedding}.weight"} if whole.head.tied else set()
+    shared = {f"{whole.head_facts.embedding}.weight"} if whole.head_facts.tied else set()
     assert {name for name in names if names.count(name) > 1} == shared
     assert set(names) == {name for name, _ in whole.named_parameters()}
 
@@ -200,7 +200,7 @@ def test_a_plan_of_transformers_becomes_styles_of_every_parameter(kind: str) -> 
     model = ours(kind)
     plan = model.tensor_parallel_plan()
     assert {plan[name] for name in plan if name.endswith("norm")} <= {TensorStyle.SEQUENCE}
-    assert plan[model.head.name] is plan[model.head.embedding] is TensorStyle.VOCAB
+    assert plan[model.head_facts.name] is plan[model.head_facts.embedding] is TensorStyle.VOCAB
     attention = model.get_submodule("model.layers.0.self_attn")
     styles: Any = attention.tensor_parallel_plan()  # type: ignore[operator]
     assert (styles["q_proj"], styles["o_proj"]) == (TensorStyle.COLUMN, TensorStyle.ROW)
@@ -435,7 +435,7 @@ def test_a_model_has_the_dtype_in_which_it_is_built(kind: str) -> None:
         torch.set_default_dtype(torch.float32)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
-    assert model.head == wide.head
+    assert model.head_facts == wide.head_facts
     assert modules_with(model, HasExperts).keys() == modules_with(wide, HasExperts).keys()
     given = inputs(kind)
     assert torch.isfinite(model(tokens=given["tokens"], targets=given["targets"])["token_loss"]).all()

@@ -21,6 +21,7 @@ TINY: Mapping[str, int] = {
     "num_experts_per_tok": 2, "moe_k": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
     "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": 8, "vocab_size": 128,
+    "n_embd": 32, "n_layer": 2, "n_head": 4,
 }  # fmt: skip
 #: Fields of config.json that state what d9d cannot train, and why.
 _REFUSED = {

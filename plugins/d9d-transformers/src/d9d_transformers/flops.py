@@ -23,7 +23,7 @@ def training_flops_per_token(config: TransformersConfig, sequence_length: int) -
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     for experts in (module for module in model.modules() if isinstance(module, RoutedExperts)):
         matrices += sum(bank[0].numel() for bank in experts.bank.parameters()) * experts.chosen
-    total = 6.0 * (matrices + model.head.features * model.head.vocabulary)
+    total = 6.0 * (matrices + model.head_facts.features * model.head_facts.vocabulary)
     for core in model.attention_cores().values():
         assert isinstance(core, AttentionCore)
         facts = core.attention.static

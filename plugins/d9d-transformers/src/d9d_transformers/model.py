@@ -55,7 +55,7 @@ class TransformersModel(nn.Module):
         head = Head.of(native)
         replace_experts(base, head.std)
         structure = examine(base, parts)
-        self.head, self._structure = head, structure
+        self.head_facts, self._structure = head, structure
         self.styles = styles_of(base, structure)
         self.layer_indices = _layers_of(base, structure, stage, head)
         _attach(base, structure, parts.constants)
@@ -100,7 +100,7 @@ class TransformersModel(nn.Module):
         check_splittable(self.styles)
         plan = {f"{self._base_name}.{name}": style for name, style in self.styles.model.items()}
         mine = [name for name, _ in self.named_parameters()]
-        head = {self.head.name: TensorStyle.VOCAB} if self.stage.is_last else {}
+        head = {self.head_facts.name: TensorStyle.VOCAB} if self.stage.is_last else {}
         return {part: style for part, style in plan.items() if any(name.startswith(f"{part}.") for name in mine)} | head
 
     def split_sequence(self, ranks: int) -> None:
@@ -124,7 +124,7 @@ class TransformersModel(nn.Module):
         if self.stage.is_last:
             return {}
         samples, length = microbatch["tokens"].shape
-        shape = samples, length // self._sequence_ranks, self.head.features
+        shape = samples, length // self._sequence_ranks, self.head_facts.features
         return {"hidden": TensorSpec(shape, next(self.parameters()).dtype)}
 
     def forward(
@@ -176,10 +176,10 @@ class TransformersModel(nn.Module):
         if self._exit is not None:
             return {"hidden": self._exit.take()}
         final: Tensor = outputs.last_hidden_state
-        if self.head.scale != 1:
-            final = final * self.head.scale
-        weight = self.get_parameter(f"{self.head.embedding}.weight") if self.head.tied else None
-        loss: dict[str, Tensor] = getattr(self, self.head.name)(final, targets, weight)
+        if self.head_facts.scale != 1:
+            final = final * self.head_facts.scale
+        weight = self.get_parameter(f"{self.head_facts.embedding}.weight") if self.head_facts.tied else None
+        loss: dict[str, Tensor] = getattr(self, self.head_facts.name)(final, targets, weight)
         return loss
 
 

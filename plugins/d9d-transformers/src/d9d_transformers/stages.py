@@ -19,10 +19,12 @@ class AbsentLayer(nn.Module):
 
     Args:
         layer: layer of another stage.
+        outputs: number of values that the layer returns in a tuple; ``None`` for a tensor.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, outputs: int | None) -> None:
         super().__init__()
+        self._outputs = outputs
         for name, value in vars(layer).items():
             if isinstance(value, str | int | float) and name not in vars(self):
                 setattr(self, name, value)
@@ -39,12 +41,12 @@ class AbsentLayer(nn.Module):
         seen, self._seen = self._seen, None
         return seen
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the input [B, S, H], or the tensor that was handed over."""
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor | None, ...]:
+        """Return the input [B, S, H], or the tensor that was handed over, in the form of the layer's output."""
         if self._handed is not None:
             hidden_states, self._handed = self._handed, None
         self._seen = hidden_states
-        return hidden_states
+        return hidden_states if self._outputs is None else (hidden_states, *(None,) * (self._outputs - 1))
 
 
 class Absent(nn.Module):
@@ -75,7 +77,7 @@ def keep_stage(
     listed = base.get_submodule(structure.layers)
     for index in range(structure.count):
         if index not in layers:
-            listed[index] = AbsentLayer(listed[index])
+            listed[index] = AbsentLayer(listed[index], structure.outputs)
     kept = structure.before[:1] if embedding else ()
     absent = [name for name in structure.before if not first and name not in kept]
     absent += [] if last else structure.after

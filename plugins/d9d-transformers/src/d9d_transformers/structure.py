@@ -26,6 +26,7 @@ class Structure:
         count: number of layers.
         before: modules with parameters that run before the layers, in order.
         after: modules with parameters that run after the layers, in order.
+        outputs: number of values that a layer returns in a tuple, hidden states first; ``None`` for a tensor.
         attention: attention modules -> facts about their calls.
         mixers: parts of layers that mix tokens by something other than attention.
     """
@@ -34,6 +35,7 @@ class Structure:
     count: int
     before: Sequence[str]
     after: Sequence[str]
+    outputs: int | None
     attention: Mapping[str, AttentionCall]
     mixers: Sequence[str]
 
@@ -69,9 +71,12 @@ def examine(base: Any, parts: Parts) -> Structure:
     name, layers = layer_list(base)
     listed = [f"{name}.{index}" for index in range(len(layers))]
     outside = [path for path in with_parameters(base) if not path.startswith(f"{name}.")]
-    order, attention = _traced(base, [*outside, *listed])
+    order, outputs, attention = _traced(base, [*outside, *listed])
+    kinds = {outputs[layer] for layer in listed if layer in outputs}
     if [path for path in order if path in listed] != listed:
         raise BuildError(f"model.config: the layers in {name} do not run once each, in order")
+    if len(kinds) > 1:
+        raise BuildError(f"model.config: the layers in {name} return different numbers of values")
     if idle := sorted(set(outside) - set(order)):
         raise BuildError(f"model.config: the parameters of {', '.join(idle)} are used outside of their modules")
     mixing = tuple(_mixing(base, listed, parts, attention))
@@ -79,7 +84,8 @@ def examine(base: Any, parts: Parts) -> Structure:
     if order[first : last + 1] != listed:
         raise BuildError(f"model.config: modules with parameters run between the layers in {name}")
     before, after = tuple(dict.fromkeys(order[:first])), tuple(order[last + 1 :])
-    return Structure(name, len(layers), before, after, _masked(base) if attention else {}, mixing)
+    masked = _masked(base) if attention else {}
+    return Structure(name, len(layers), before, after, kinds.pop(), masked, mixing)
 
 
 def _mixing(base: Any, layers: Sequence[str], parts: Parts, attention: Collection[str]) -> Iterator[str]:
@@ -118,21 +124,27 @@ def with_parameters(base: nn.Module) -> list[str]:
     return [path for path, module in base.named_modules() if any(True for _ in module.parameters(recurse=False))]
 
 
-def _traced(base: Any, watched: Sequence[str]) -> tuple[list[str], Mapping[str, AttentionCall]]:
-    """Calls of the watched modules in order, and of attention modules without masks."""
+def _traced(
+    base: Any, watched: Sequence[str]
+) -> tuple[list[str], Mapping[str, int | None], Mapping[str, AttentionCall]]:
+    """Calls of the watched modules in order, sizes of returned tuples, and calls of attention without masks."""
     order: list[str] = []
+    outputs: dict[str, int | None] = {}
 
     def note(path: str, out: Any) -> None:
         order.append(path)
-        if not isinstance(out, Tensor):
-            raise BuildError(f"model.config: {path} returns {type(out).__name__}, not a tensor")
+        outputs[path] = len(out) if isinstance(out, tuple) else None
+        first, *others = out if isinstance(out, tuple) and out else (out,)
+        if not isinstance(first, Tensor) or any(other is not None for other in others):
+            raise BuildError(f"model.config: {path} returns more than one tensor ({type(out).__name__})")
 
     hooks = [
         base.get_submodule(path).register_forward_hook(lambda *given, path=path: note(path, given[-1]))
         for path in watched
     ]
     try:
-        return order, _calls(base, EXAMINED)
+        calls = _calls(base, EXAMINED)
+        return order, outputs, calls
     finally:
         for hook in hooks:
             hook.remove()
@@ -146,12 +158,14 @@ def _masked(base: Any) -> Mapping[str, AttentionCall]:
 
 
 class _Ones(Tensor):
-    """Mask without padding, on the meta device: models ask whether all of its values are one."""
+    """Mask without padding, on the meta device: models ask which values it has."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), keywords: Any = None) -> Any:
         if function in (torch.all, Tensor.all):
             return torch.ones((), dtype=torch.bool, device="cpu")
+        if function is Tensor.__contains__:
+            return args[1] == 1
         return super().__torch_function__(function, types, args, keywords or {})  # type: ignore[no-untyped-call]
 
 

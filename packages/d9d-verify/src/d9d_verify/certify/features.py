@@ -74,14 +74,16 @@ def parity(stage: nn.Module, spec: ModelSpec, config: Any) -> Cell:
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws))
     tokens, targets = (torch.randint(8, 64, (2, _LENGTH), generator=draws) for _ in range(2))
     try:
-        theirs = _of_transformers(form, config, dict(model.named_parameters()))
+        theirs = _of_transformers(form, config, model.state_dict())
         expected = theirs(input_ids=tokens, use_cache=False).logits
         functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     except Exception as error:  # models of transformers raise anything
         return Cell(name, "differs", f"transformers does not compute the exported model: {error}".splitlines()[0])
     off = _deviation(expected.detach(), _logits(model, tokens=tokens).detach())
     model(tokens=tokens, targets=targets)["token_loss"].sum().backward()
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    grads = {name: getattr(parameters.get(name), "grad", None) for name in model.state_dict()}
+    grads = {name: torch.zeros_like(model.state_dict()[name]) if g is None else g for name, g in grads.items()}
     mine = map_tensors(form.exporter(config), grads)
     theirs_by_name = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None and name in mine}
     worst = max((_deviation(grad, mine[name]) for name, grad in theirs_by_name.items()), default=math.inf)

@@ -170,7 +170,7 @@ def _refusal(job: Job, layout: Layout) -> str | None:
 
 def _with_lora(job: Job, note: Note, launch: Launch) -> Cell:
     try:
-        tuned = Job.from_values({**job.resolved(), "peft": {"name": "lora", "r": 4}}, registry=job.registry)
+        tuned = Job.from_values({**job.resolved(), "peft": {"name": "lora", "r": 1}}, registry=job.registry)
         (cell,) = _in_layouts(tuned, [Layout(_LORA, {"dp_shard": 2}, ("fsdp",))], note, launch)
     except D9dError as error:
         return Cell(_LORA, "refused", str(error).splitlines()[0])
