@@ -164,8 +164,6 @@ class _Ones(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), keywords: Any = None) -> Any:
         if function in (torch.all, Tensor.all):
             return torch.ones((), dtype=torch.bool, device="cpu")
-        if function is Tensor.__contains__:
-            return args[1] == 1
         return super().__torch_function__(function, types, args, keywords or {})  # type: ignore[no-untyped-call]
 
 

@@ -26,7 +26,8 @@ from d9d_verify.run import Launch, verify
 _STEPS = 2
 #: Words of a certified model's vocabulary, and seconds in which a layout must end.
 _WORDS, _PATIENCE = 128, 120.0
-_LORA = "lora"
+#: Ranks of LoRA to try, because a rank may be larger than a matrix.
+_LORA, _LORA_RANKS = "lora", (4, 1)
 #: Layouts and strategies of a certificate.
 LAYOUTS = (
     Layout("replicate 2", {"dp_replicate": 2}, ("replicate",)),
@@ -169,9 +170,15 @@ def _refusal(job: Job, layout: Layout) -> str | None:
 
 
 def _with_lora(job: Job, note: Note, launch: Launch) -> Cell:
-    try:
-        tuned = Job.from_values({**job.resolved(), "peft": {"name": "lora", "r": 1}}, registry=job.registry)
-        (cell,) = _in_layouts(tuned, [Layout(_LORA, {"dp_shard": 2}, ("fsdp",))], note, launch)
-    except D9dError as error:
-        return Cell(_LORA, "refused", str(error).splitlines()[0])
+    """Cell of LoRA, of a rank that fits all matrices."""
+    cell: Cell | None = None
+    for rank in _LORA_RANKS:
+        try:
+            tuned = Job.from_values({**job.resolved(), "peft": {"name": "lora", "r": rank}}, registry=job.registry)
+            (cell,) = _in_layouts(tuned, [Layout(_LORA, {"dp_shard": 2}, ("fsdp",))], note, launch)
+        except D9dError as error:
+            cell = Cell(_LORA, "refused", str(error).splitlines()[0])
+        if cell.standing != "refused":
+            break
+    assert cell is not None
     return cell
