@@ -32,7 +32,7 @@ import worker
 from contender import CONTENDERS, DEFAULT, FLOAT8
 from settings import CHECKPOINTED, MODELS, Precision, Setting
 
-LENGTHS = {"4k": 4096, "16k": 16_384, "64k": 65_536}
+LENGTHS = {"4k": 4096, "8k": 8192, "16k": 16_384, "64k": 65_536}
 BENCHMARKS = records.BENCHMARKS
 TINY_CONTENDERS = ("d9d", "transformers", "liger")
 TINY = Setting("tiny", 64, 2, backend="aot_eager", warmup=1, steps=2)
@@ -71,6 +71,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20, help="measured steps of a round")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--checkpointed", action="store_true", help="compute activations again at any length")
     parser.add_argument("--samples", type=int, help="samples of a step; by default 16,384 tokens")
     parser.add_argument("--seconds", type=float, help="budget: a round that would exceed it is left out")
     parser.add_argument("--folder", type=Path, default=BENCHMARKS, help="where the results are")
@@ -94,7 +95,7 @@ def _setting(options: argparse.Namespace) -> Setting:
     length = LENGTHS[options.length]
     samples = options.samples or max(1, 16_384 // length)
     return Setting(
-        options.model, length, samples, options.data, options.precision, length >= CHECKPOINTED,
+        options.model, length, samples, options.data, options.precision, options.checkpointed or length >= CHECKPOINTED,
         warmup=options.warmup, steps=options.steps,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from microbatches import ComparedPlugin
 from settings import BETAS, CLIP, DECAY, LR, RECIPE, Setting
 from torch import Tensor
 
-PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_qwen3")
+PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_qwen3", "d9d_llama", "d9d_transformers")
 #: Optional packages, used if installed, as in a job.
 OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention", "d9d_fp8", "d9d_quack", "d9d_cublas")
 #: Bytes per parameter: reads parameter, gradient and lower bits (2 each), moments (4 each); writes all but the
@@ -28,6 +28,17 @@ BYTES_WITH_MASTERS = 14 + 12
 def build(setting: Setting, device: torch.device) -> Contender:
     """Contender with compiled blocks."""
     return _build(setting, device, [{"name": "compile", "backend": setting.backend}])
+
+
+def build_transformers(setting: Setting, device: torch.device) -> Contender:
+    """Contender with compiled blocks of transformers' model, by d9d-transformers."""
+    values = setting.files().config_json(setting.config(), "bfloat16")
+    return _build(
+        setting,
+        device,
+        [{"name": "compile", "backend": setting.backend}],
+        model={"name": "transformers", "config": values},
+    )
 
 
 def build_eager(setting: Setting, device: torch.device) -> Contender:
@@ -55,10 +66,11 @@ def _build(
     strategies: list[dict[str, Any]],
     masters: bool = False,
     save: Sequence[str] = (),
+    model: dict[str, Any] | None = None,
 ) -> Contender:
     recomputed = [{"name": "activation_checkpointing", "save": save}] if setting.checkpointed else []
     with tempfile.TemporaryDirectory() as directory:
-        trainer = _job(setting, device, recomputed + strategies, directory, masters).build(lambda _: None)
+        trainer = _job(setting, device, recomputed + strategies, directory, masters, model).build(lambda _: None)
     numbers = count()
 
     def step() -> Tensor:
@@ -75,7 +87,12 @@ def _build(
 
 
 def _job(
-    setting: Setting, device: torch.device, strategies: list[dict[str, Any]], directory: str, masters: bool
+    setting: Setting,
+    device: torch.device,
+    strategies: list[dict[str, Any]],
+    directory: str,
+    masters: bool,
+    model: dict[str, Any] | None,
 ) -> Job:
     float8 = []
     if setting.precision == "fp8":
@@ -89,7 +106,7 @@ def _job(
         "batch": {"size": setting.samples},
         "parallel": float8 + strategies,
         "precision": {"autocast": "bfloat16"} if autocast else {"parameters": "bfloat16"},
-        "model": setting.model_values,
+        "model": setting.model_values if model is None else model,
         "task": "causal_lm",
         "data": {
             "name": "compared", "model": setting.model, "sequence_length": setting.length,

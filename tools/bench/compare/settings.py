@@ -33,6 +33,11 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "experts_per_token": 8,
         "moe_intermediate_size": 768,
     },
+    "llama-8b": {
+        "name": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 500_000.0,
+    },
+    "tiny-llama": _TINY | {"name": "llama", "intermediate_size": 96},
     "tiny": _TINY | {"name": "qwen3", "intermediate_size": 96},
     "tiny-moe": _TINY | {"name": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 32},
 }  # fmt: skip
@@ -93,13 +98,23 @@ class Setting:
         return {**MODELS[self.model], "max_positions": self.length}
 
     def config(self) -> Any:
-        """Config of the model, which is d9d-qwen3's."""
+        """Config of the model, which is d9d-qwen3's or d9d-llama's."""
+        from d9d_llama.config import LlamaConfig
         from d9d_qwen3.config import Qwen3Config
         from d9d_qwen3.moe_config import Qwen3MoeConfig
 
         values = self.model_values
-        kind = Qwen3Config if values["name"] == "qwen3" else Qwen3MoeConfig
-        return kind.model_validate(values)
+        kinds = {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "llama": LlamaConfig}
+        return kinds[values["name"]].model_validate(values)
+
+    def files(self) -> Any:
+        """Hugging Face format of the model."""
+        from d9d_llama.hugging_face import LlamaHuggingFace
+        from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
+        from d9d_qwen3.hugging_face.moe import Qwen3MoeHuggingFace
+
+        kinds = {"qwen3": Qwen3HuggingFace, "qwen3_moe": Qwen3MoeHuggingFace, "llama": LlamaHuggingFace}
+        return kinds[self.model_values["name"]]()
 
     def flops_per_token(self) -> float:
         """FLOPs per token, forward and backward, by the formula used for all contenders."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ def _build(setting: Setting, device: torch.device, checkpointing: str) -> Conten
     try:
         from torchtitan.config.job_config import ActivationCheckpoint, Compile
         from torchtitan.distributed.activation_checkpoint import apply_ac
+        from torchtitan.models.llama3 import Transformer, TransformerModelArgs
         from torchtitan.models.llama4.infra.parallelize import apply_compile
         from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
         from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list  # the contender's own default
@@ -50,7 +52,10 @@ def _build(setting: Setting, device: torch.device, checkpointing: str) -> Conten
     if packed and device.type != "cuda":
         raise NotHereError("flex attention trains on CUDA only")
     with torch.device("meta"):
-        model = Qwen3Model(Qwen3ModelArgs(**_sizes(setting, packed)))
+        if setting.model_values["name"] == "llama":
+            model = Transformer(TransformerModelArgs(**_llama_sizes(setting, packed)))
+        else:
+            model = Qwen3Model(Qwen3ModelArgs(**_sizes(setting, packed)))
     model.to_empty(device=device)
     with torch.no_grad(), device:
         model.init_weights(buffer_device=device)
@@ -115,6 +120,24 @@ def _sizes(setting: Setting, packed: bool) -> dict[str, Any]:
     )  # fmt: skip
     inside = values["moe_intermediate_size"]
     return sizes | {"hidden_dim": inside, "moe_enabled": True, "moe_inter_dim": inside, "moe_args": experts}
+
+
+def _llama_sizes(setting: Setting, packed: bool) -> dict[str, Any]:
+    """Sizes of its Llama, whose features inside are 8 / 3 of the hidden ones, times a factor, rounded up."""
+    values = setting.model_values
+    hidden, inside = values["hidden_size"], values["intermediate_size"]
+    attention = {"attn_type": "flex", "attn_mask_type": "block_causal"} if packed else {}
+    return attention | {
+        "dim": hidden,
+        "n_layers": values["num_layers"],
+        "n_heads": values["num_attention_heads"],
+        "n_kv_heads": values["num_key_value_heads"],
+        "vocab_size": values["vocab_size"],
+        "ffn_dim_multiplier": inside / (8 * hidden / 3),
+        "multiple_of": math.gcd(inside, 1024),
+        "rope_theta": values.get("rope_theta", 10_000.0),
+        "max_seq_len": setting.length,
+    }
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:

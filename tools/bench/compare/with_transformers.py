@@ -34,9 +34,9 @@ def build_liger(setting: Setting, device: torch.device) -> Contender:
     versions = installed("transformers", "liger-kernel")
     if device.type != "cuda":
         raise NotHereError("Liger's kernels need a GPU")
-    from liger_kernel.transformers import apply_liger_kernel_to_qwen3, apply_liger_kernel_to_qwen3_moe
+    from liger_kernel import transformers as liger
 
-    (apply_liger_kernel_to_qwen3 if setting.model_values["name"] == "qwen3" else apply_liger_kernel_to_qwen3_moe)()
+    getattr(liger, f"apply_liger_kernel_to_{setting.model_values['name']}")()
     return _build(setting, device, "sdpa", versions)
 
 
@@ -69,19 +69,11 @@ def _build(
 def _model(setting: Setting, device: torch.device, attention: str) -> Any:
     """Transformers model of the same sizes as d9d's."""
     import transformers
-    from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
-    from d9d_qwen3.hugging_face.moe import Qwen3MoeHuggingFace
 
-    config, dtype = setting.config(), dtype_of(setting)
-    name = str(dtype).removeprefix("torch.")
-    if setting.model_values["name"] == "qwen3":
-        values = Qwen3HuggingFace().config_json(config, name)
-        theirs: Any = transformers.Qwen3Config.from_dict(values)
-        experts = {}
-    else:
-        values = Qwen3MoeHuggingFace().config_json(config, name)
-        theirs = transformers.Qwen3MoeConfig.from_dict(values)
-        experts = {"experts_implementation": "grouped_mm"}
+    dtype = dtype_of(setting)
+    values = setting.files().config_json(setting.config(), str(dtype).removeprefix("torch."))
+    theirs: Any = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    experts = {"experts_implementation": "grouped_mm"} if setting.model_values["name"] == "qwen3_moe" else {}
     torch.manual_seed(0)
     with device:
         return transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
