@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +27,8 @@ from d9d_core.registry.registry import Registry
 from d9d_testing.suites.dataset import DatasetSuite
 from d9d_verify.certify import run
 from d9d_verify.certify.certificate import Cell, Certificate, fingerprint, installed_versions
-from d9d_verify.certify.features import export, packing
+from d9d_verify.certify.features import export, packing, parity
+from d9d_verify.certify.forks import ended, forking_launch
 from d9d_verify.certify.run import certify, job_of
 from d9d_verify.certify.tokens import CertificateTokens, CertificateTokensConfig
 from d9d_verify.compare import Verdict
@@ -86,6 +90,61 @@ def test_a_document_that_depends_on_its_neighbour_or_its_place_is_found(
     assert cell.detail.startswith(text)
 
 
+def test_a_model_that_mixes_documents_by_design_is_refused_for_packed_data() -> None:
+    with torch.device("meta"):
+        stage: Any = Tokens(all_earlier)
+    stage.token_mixers = lambda: ["layers.0.mixer"]
+    assert packing(stage) == Cell("packed", "refused", "layers.0.mixer mixes tokens by something other than attention")
+
+
+def test_numbers_are_compared_with_the_ones_of_transformers() -> None:
+    spec = REGISTRY.find("model", "qwen3").spec
+    assert isinstance(spec, ModelSpec)
+    assert spec.tiny is not None
+    config = spec.tiny.load()()
+
+    def cell(**changes: Any) -> Cell:
+        with torch.device("meta"):
+            stage = spec.build.load()(config.model_copy(update=changes), Stage())
+        return parity(stage, spec, config)
+
+    exact = cell()
+    assert (exact.name, exact.standing) == ("transformers", "exact")
+    assert exact.detail.startswith("logits: ")
+    assert cell(rms_norm_eps=0.1).standing == "differs"
+    assert cell(rope_theta=50.0).standing == "differs"
+    more = cell(num_layers=config.num_layers + 1)
+    assert more.standing == "differs"
+    assert "it lacks or does not know model.layers." in more.detail
+    none: Any = SimpleNamespace(hugging_face=None)
+    with torch.device("meta"):
+        assert parity(Tokens(own), none, None).standing == "not applicable"
+
+
+def test_forked_ranks_say_why_they_end(tmp_path: Path) -> None:
+    values = {"steps": 1, "model": "no_such_model"}
+    (tmp_path / "job.json").write_text(json.dumps(values))
+    assert "no_such_model" in (forking_launch(30.0)(tmp_path, 2) or "")
+    outputs = sorted(file.name for file in tmp_path.glob("output-*.txt"))
+    assert outputs == ["output-0.txt", "output-1.txt"]
+
+
+def test_a_rank_that_does_not_end_is_stopped() -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=sleep, args=(seconds,)) for seconds in (0.0, 60.0)]
+    try:
+        for process in processes:
+            process.start()
+        assert ended(processes, 0.5) == "did not end in 0.5 s"
+        failing = context.Process(target=os._exit, args=(3,))
+        failing.start()
+        assert ended([failing], 10.0) == "exit status 3"
+        processes[1].kill()
+        assert ended(processes, 10.0) == "was killed by signal 9"
+    finally:
+        processes[1].kill()
+
+
 def test_weights_and_config_go_to_files_and_back() -> None:
     spec = REGISTRY.find("model", "qwen3").spec
     assert isinstance(spec, ModelSpec)
@@ -116,8 +175,9 @@ def test_weights_and_config_go_to_files_and_back() -> None:
 def test_a_certificate_has_a_cell_for_each_layout_and_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
 
-    def verify(job: Any, layouts: Sequence[Any], steps: int, note: Any) -> list[Verdict]:
+    def verify(job: Any, layouts: Sequence[Any], steps: int, note: Any, launch: Any) -> list[Verdict]:
         assert (steps, note) == (2, print)
+        assert callable(launch)
         ran.append([layout.name for layout in layouts])
         nothing = (0.5, "weight")
         diverged = {"cp 2": (1, "the loss is off")}
@@ -129,6 +189,7 @@ def test_a_certificate_has_a_cell_for_each_layout_and_feature(monkeypatch: pytes
     found = certify("qwen3", REGISTRY, print)
     cells = {cell.name: (cell.standing, cell.detail) for cell in found.cells}
     assert cells.pop("packed")[0] == "exact"
+    assert cells.pop("transformers")[0] == "exact"
     assert cells.pop("export")[0] == "exact"
     assert cells.pop("ep 2") == ("not applicable", "d9d finds no experts in the model")
     assert cells.pop("cp 2") == ("differs", "step 2: the loss is off")

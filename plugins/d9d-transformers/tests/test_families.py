@@ -22,7 +22,7 @@ from d9d_testing.suites.plugin import PluginSuite
 from d9d_testing.suites.support.models import initialised
 from d9d_transformers.attention import window_of
 from d9d_transformers.build import build
-from d9d_transformers.config import TransformersConfig
+from d9d_transformers.config import TransformersConfig, example
 from d9d_transformers.experts import replace_experts
 from d9d_transformers.hugging_face import TransformersFormat
 from d9d_transformers.library import library, native_config, native_model
@@ -292,6 +292,12 @@ def test_values_that_no_rule_gives_are_not_left_out_silently(monkeypatch: pytest
     projection: Any = model.get_submodule("model.layers.0.mlp.up_proj")
     with pytest.raises(BuildError, match="initialises weight of Linear in its constructor only"):
         projection.reset_parameters()
+
+
+def test_a_rule_of_the_containing_module_comes_after_the_own_one() -> None:
+    mixer = initialised(SPEC, example("falcon_mamba")).get_submodule("backbone.layers.1.mixer")
+    steps = functional.softplus(mixer.get_parameter("dt_proj.bias"))
+    assert 5e-4 < steps.min() < steps.max() < 0.2  # of zeros, which the rule of linear layers gives, it would be 0.69
 
 
 def test_a_rule_of_the_containing_module_initialises_a_router_and_nothing_else() -> None:

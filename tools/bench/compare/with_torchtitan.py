@@ -43,6 +43,7 @@ def _build(setting: Setting, device: torch.device, checkpointing: str) -> Conten
         from torchtitan.config.job_config import ActivationCheckpoint, Compile
         from torchtitan.distributed.activation_checkpoint import apply_ac
         from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+        from torchtitan.models.llama3.infra.parallelize import apply_compile as apply_compile_to_llama
         from torchtitan.models.llama4.infra.parallelize import apply_compile
         from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
         from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list  # the contender's own default
@@ -69,7 +70,11 @@ def _build(setting: Setting, device: torch.device, checkpointing: str) -> Conten
     if setting.checkpointed:
         chosen = ActivationCheckpoint(mode=checkpointing, selective_ac_option="op")
         apply_ac(model, chosen, model_compile_enabled=True, op_sac_save_list=_op_sac_save_list)
-    apply_compile(model, Compile(enable=True, components=["model", "loss"], backend=setting.backend), False)
+    compiling = Compile(enable=True, components=["model", "loss"], backend=setting.backend)
+    if setting.model_values["name"] == "llama":
+        apply_compile_to_llama(model, compiling)
+    else:
+        apply_compile(model, compiling, False)
     loss_function = torch.compile(_loss, backend=setting.backend)
     tokenizer = _Tokenizer(setting.model_values["vocab_size"] - 1)
 

@@ -11,7 +11,7 @@ from pydantic import JsonValue, field_validator
 
 #: Fields of config.json about a file or a program, not about the model.
 VOLATILE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
-_LAYERS = "num_hidden_layers"
+_LAYERS, _HEADS, _GROUPS = "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
 _LAYERS_OF_EXAMPLE = 4
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 #: Sizes of a model that runs in milliseconds on a CPU.
@@ -69,7 +69,9 @@ class TransformersConfig(ModelConfig):
         Raises:
             ValueError: the config is invalid.
         """
-        fields = {**self.config, **sizes}
+        fields, known = {**self.config, **sizes}, self.sizes()
+        if known.get(_GROUPS) is not None and known.get(_GROUPS) == known.get(_HEADS) and _HEADS in sizes:
+            fields[_GROUPS] = sizes[_HEADS]  # a key for each query, as before: some models have no other form
         before, after = self.sizes().get(_LAYERS), sizes.get(_LAYERS)
         if before is not None and after is not None:
             for name, value in self.config.items():

@@ -184,17 +184,22 @@ class TransformersModel(nn.Module):
 
 
 class _Initialisation:
-    """Initialises a module's own parameters and buffers: by the rules of its model, or of the module that contains it.
+    """Initialises a module's own parameters and buffers by the rules of its model.
+
+    As in transformers, the rule of the containing module comes after the module's own: some give a projection another
+    start, or are the only rule of a router.
 
     Args:
         base: model without its head.
-        path: name of the module.
+        module: the module.
+        parent: module of the same layer that contains it; ``None`` if there is none.
         constants: class and name of a tensor -> its number, if no rule initialises it.
     """
 
-    def __init__(self, base: Any, path: str, constants: Mapping[tuple[str, str], float]) -> None:
-        self._base, self._constants = base, constants
-        self._module, self._parent = base.get_submodule(path), base.get_submodule(path.rpartition(".")[0])
+    def __init__(
+        self, base: Any, module: nn.Module, parent: nn.Module | None, constants: Mapping[tuple[str, str], float]
+    ) -> None:
+        self._base, self._module, self._parent, self._constants = base, module, parent, constants
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -203,16 +208,16 @@ class _Initialisation:
         Raises:
             BuildError: the rules leave out a tensor, whose values only the constructor knows.
         """
-        module, kind = self._module, type(self._module).__name__
-        own = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
+        kind = type(self._module).__name__
+        own = dict([*self._module.named_parameters(recurse=False), *self._module.named_buffers(recurse=False)])
         numbers = {name: tensor for name, tensor in own.items() if tensor.is_floating_point()}
         for tensor in numbers.values():
             tensor.fill_(torch.nan)
-        self._base._init_weights(module)  # noqa: SLF001 - the public initialize_weights() does all modules
+        for owner in (self._module, self._parent):
+            if owner is not None:
+                # The public initialize_weights() initialises all modules.
+                self._base._init_weights(self._only(owner, own.values()))  # noqa: SLF001
         left = [name for name in own if name not in numbers or numbers[name].isnan().any()]
-        if left and self._parent is not module:
-            self._base._init_weights(self._only(own.values()))  # noqa: SLF001
-            left = [name for name in left if name not in numbers or numbers[name].isnan().any()]
         for name in [name for name in left if (kind, name) in self._constants]:
             own[name].fill_(self._constants[kind, name])
             left.remove(name)
@@ -222,24 +227,29 @@ class _Initialisation:
                 "which builds models without memory first, cannot train it"
             )
 
-    def _only(self, own: Iterable[Tensor]) -> nn.Module:
-        """Copy of the containing module that shares these tensors; all others have no memory."""
+    def _only(self, owner: nn.Module, own: Iterable[Tensor]) -> nn.Module:
+        """Module itself, if it has no other tensors; else a copy that shares these tensors, and has others on meta."""
         shared = {id(tensor): tensor for tensor in own}
+        others = [tensor for tensor in (*owner.parameters(), *owner.buffers()) if id(tensor) not in shared]
+        if not others:
+            return owner
         memo: dict[int, Any] = {id(self._base): self._base, **shared}
-        for tensor in (*self._parent.parameters(), *self._parent.buffers()):
-            if id(tensor) not in shared:
-                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
-        copied: nn.Module = copy.deepcopy(self._parent, memo)
+        for tensor in others:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+        copied: nn.Module = copy.deepcopy(owner, memo)
         return copied
 
 
 def _attach(base: Any, structure: Structure, constants: Mapping[tuple[str, str], float]) -> None:
     """Give every module with tensors an initialisation, and every attention module a core."""
+    inside = structure.layers.count(".") + 2  # dots in the name of a module inside a part of a layer
     for path, module in base.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if own and not isinstance(module, GroupedSwiGLU):  # which initialises itself
-            module.reset_parameters = _Initialisation(base, path, constants)
+            in_part = path.startswith(f"{structure.layers}.") and path.count(".") > inside
+            parent = base.get_submodule(path.rpartition(".")[0]) if in_part else None
+            module.reset_parameters = _Initialisation(base, module, parent, constants)
     for path, call in structure.attention.items():
         base.get_submodule(path).add_module(CORE, call.core(path))
 

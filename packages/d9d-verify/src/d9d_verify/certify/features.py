@@ -26,6 +26,8 @@ from d9d_verify.certify.certificate import Cell
 _FIRST, _LENGTH = 7, 16
 #: Largest differences of logits and of gradients, relative to the largest number, that rounding explains.
 _ROUNDING, _GRADIENTS = 1e-5, 1e-4
+#: Largest change of logits by another document: products by expert round in another order for another routing.
+_LEAK = 1e-6
 
 
 def packing(stage: nn.Module) -> Cell:
@@ -49,7 +51,7 @@ def packing(stage: nn.Module) -> Cell:
         )
         alone = _logits(model, tokens=tokens[:, _FIRST:])
     leak = _deviation(packed, changed)
-    if leak:
+    if leak > _LEAK:
         return Cell("packed", "differs", f"a document changes its neighbour's logits by {leak:.1e}")
     off = _deviation(packed, alone)
     return Cell("packed", "exact" if off < _ROUNDING else "differs", f"alone and packed: {off:.1e}")

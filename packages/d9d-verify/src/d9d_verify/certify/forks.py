@@ -40,7 +40,7 @@ def forking_launch(patience: float) -> Launch:
                     process = context.Process(target=_run, args=(directory, environ))
                     process.start()
                     started.append(process)
-                failure = _ended(started, patience)
+                failure = ended(started, patience)
             finally:
                 for process in started:
                     process.kill()
@@ -51,8 +51,16 @@ def forking_launch(patience: float) -> Launch:
     return launch
 
 
-def _ended(processes: Sequence[BaseProcess], patience: float) -> str | None:
-    """Wait for processes; returns the first failure."""
+def ended(processes: Sequence[BaseProcess], patience: float) -> str | None:
+    """Wait for processes.
+
+    Args:
+        processes: started processes.
+        patience: seconds in which another one must end.
+
+    Returns:
+        First failure; ``None`` if there was none.
+    """
     failure, running = None, {process.sentinel: process for process in processes}
     while running:
         ready = wait(list(running), timeout=patience if failure is None else _LAST_SECONDS)

@@ -46,13 +46,17 @@ _OTHERWISE = {"cp 2": ({"name": "context_parallel", "method": "ulysses"},)}
 Note = Callable[[str], None]
 
 
-def certify(target: str, registry: Registry, note: Note) -> Certificate:
+def certify(
+    target: str, registry: Registry, note: Note, layouts: Sequence[Layout] = LAYOUTS, lora: bool = True
+) -> Certificate:
     """Check a model in every layout, and its documents, adapters and files.
 
     Args:
         target: directory or address of a model, name of a model plugin, or a ``model_type``.
         registry: registry with the plugins.
         note: called with a line for each step of the work.
+        layouts: layouts and strategies to run.
+        lora: whether to run LoRA, too.
 
     Raises:
         D9dError: no model is found, or it cannot be built at all.
@@ -65,11 +69,12 @@ def certify(target: str, registry: Registry, note: Note) -> Certificate:
     small = type(job.model).model_validate(values["model"])
     experts = has_trait(scaled_model(job, values), HasExperts)
     cells = [parity(scaled_model(job, values), spec, small), packing(scaled_model(job, values))]
-    skipped = () if experts else ("ep 2",)
+    skipped = [layout.name for layout in layouts if "ep" in layout.mesh and not experts]
     launch = forking_launch(_PATIENCE)
-    cells += _in_layouts(job, [layout for layout in LAYOUTS if layout.name not in skipped], note, launch)
+    cells += _in_layouts(job, [layout for layout in layouts if layout.name not in skipped], note, launch)
     cells += [Cell(name, "not applicable", "d9d finds no experts in the model") for name in skipped]
-    cells.append(_with_lora(job, note, launch))
+    if lora:
+        cells.append(_with_lora(job, note, launch))
     cells.append(export(scaled_model(job, values), spec, small))
     form = None if spec.hugging_face is None else spec.hugging_face.load()()
     model_type = None if form is None else str(form.config_json(whole, "float32")["model_type"])
