@@ -69,7 +69,11 @@ def parity(stage: nn.Module, spec: ModelSpec, config: Any) -> Cell:
     """
     name = "transformers"
     if spec.hugging_face is None or importlib.util.find_spec(name) is None:
-        why = "the model has no Hugging Face format" if spec.hugging_face is None else "transformers is not installed"
+        why = (
+            "the model has no Hugging Face format"
+            if spec.hugging_face is None
+            else "transformers is missing: pip install 'd9d-verify[transformers]'"
+        )
         return Cell(name, "not applicable", why)
     form, model = spec.hugging_face.load()(), _initialised(stage)
     draws = torch.Generator().manual_seed(1)
