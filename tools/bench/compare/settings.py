@@ -104,7 +104,7 @@ class Setting:
         from d9d_qwen3.moe_config import Qwen3MoeConfig
 
         values = self.model_values
-        kinds = {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "llama": LlamaConfig}
+        kinds: dict[str, Any] = {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "llama": LlamaConfig}
         return kinds[values["name"]].model_validate(values)
 
     def files(self) -> Any:

@@ -70,8 +70,8 @@ class TransformersConfig(ModelConfig):
             ValueError: the config is invalid.
         """
         fields, known = {**self.config, **sizes}, self.sizes()
-        if known.get(_GROUPS) is not None and known.get(_GROUPS) == known.get(_HEADS) and _HEADS in sizes:
-            fields[_GROUPS] = sizes[_HEADS]  # a key for each query, as before: some models have no other form
+        if _GROUPS in sizes and known.get(_GROUPS) == known.get(_HEADS):
+            fields[_GROUPS] = sizes.get(_HEADS, known[_HEADS])  # a key for each query: some models have no other form
         before, after = self.sizes().get(_LAYERS), sizes.get(_LAYERS)
         if before is not None and after is not None:
             for name, value in self.config.items():

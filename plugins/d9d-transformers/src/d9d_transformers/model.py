@@ -5,7 +5,6 @@ Shapes: B samples, S positions, H features, V words of the vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -228,17 +227,25 @@ class _Initialisation:
             )
 
     def _only(self, owner: nn.Module, own: Iterable[Tensor]) -> nn.Module:
-        """Module itself, if it has no other tensors; else a copy that shares these tensors, and has others on meta."""
-        shared = {id(tensor): tensor for tensor in own}
-        others = [tensor for tensor in (*owner.parameters(), *owner.buffers()) if id(tensor) not in shared]
-        if not others:
-            return owner
-        memo: dict[int, Any] = {id(self._base): self._base, **shared}
-        for tensor in others:
+        """Copy of a module that shares these tensors; all others have no memory."""
+        shared = {id(tensor) for tensor in own}
+
+        def bare(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or id(tensor) in shared:
+                return tensor
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
-        copied: nn.Module = copy.deepcopy(owner, memo)
-        return copied
+            return nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+
+        def shell(module: nn.Module) -> nn.Module:
+            # deepcopy refuses modules of FSDP2, whose class is a subclass of the module's own.
+            copied = object.__new__(type(module))
+            copied.__dict__.update(module.__dict__)
+            copied.__dict__["_parameters"] = {name: bare(one) for name, one in module._parameters.items()}  # noqa: SLF001
+            copied.__dict__["_buffers"] = {name: bare(one) for name, one in module._buffers.items()}  # noqa: SLF001
+            copied.__dict__["_modules"] = {name: shell(child) for name, child in module.named_children()}
+            return copied
+
+        return shell(owner)
 
 
 def _attach(base: Any, structure: Structure, constants: Mapping[tuple[str, str], float]) -> None:

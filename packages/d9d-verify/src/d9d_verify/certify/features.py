@@ -84,14 +84,14 @@ def parity(stage: nn.Module, spec: ModelSpec, config: Any) -> Cell:
     try:
         theirs = _of_transformers(form, config, model.state_dict())
         expected = theirs(input_ids=tokens, use_cache=False).logits
-        functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+        loss = functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum")
+        torch.autograd.backward(loss)
     except Exception as error:  # models of transformers raise anything
         return Cell(name, "differs", f"transformers does not compute the exported model: {error}".splitlines()[0])
     off = _deviation(expected.detach(), _logits(model, tokens=tokens).detach())
     model(tokens=tokens, targets=targets)["token_loss"].sum().backward()
-    parameters = dict(model.named_parameters())
-    grads = {name: getattr(parameters.get(name), "grad", None) for name in model.state_dict()}
-    grads = {name: torch.zeros_like(model.state_dict()[name]) if g is None else g for name, g in grads.items()}
+    grads = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    grads |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     mine = map_tensors(form.exporter(config), grads)
     theirs_by_name = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None and name in mine}
     # A gradient that is zero by construction, such as a router's of one expert, is only rounding.
@@ -108,7 +108,7 @@ def _of_transformers(form: Any, config: Any, state: dict[str, Tensor]) -> Any:
     Raises:
         ValueError: it lacks some of its weights, or does not know others.
     """
-    import transformers
+    transformers: Any = importlib.import_module("transformers")
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory() as directory:

@@ -37,7 +37,7 @@ def forking_launch(patience: float) -> Launch:
             started: list[BaseProcess] = []
             try:
                 for environ in environments:
-                    process = context.Process(target=_run, args=(directory, environ))
+                    process: BaseProcess = context.Process(target=_run, args=(directory, environ))
                     process.start()
                     started.append(process)
                 failure = ended(started, patience)
@@ -67,7 +67,7 @@ def ended(processes: Sequence[BaseProcess], patience: float) -> str | None:
         if not ready:
             return failure or f"did not end in {patience:g} s"
         for sentinel in ready:
-            process = running.pop(sentinel)  # type: ignore[index]  # sentinels are integers
+            process = running.pop(sentinel)  # type: ignore[arg-type]  # sentinels are integers
             process.join()
             if process.exitcode and failure is None:
                 signal = f"signal {-process.exitcode}"
