@@ -41,7 +41,8 @@ def test_most_cells_are_exact_and_none_differs_silently() -> None:
 
 @pytest.mark.thorough
 def test_types_of_the_day_are_as_the_page_says(tool: Callable[[str], ModuleType]) -> None:
-    built = {row["type"]: row["cells"] for row in DATA["rows"] if row["cells"]}
+    rows = [row for row in DATA["rows"] if row["cells"] and "differs" not in dict(row["cells"].values())]
+    built = {row["type"]: row["cells"] for row in rows}
     seed = date.today().toordinal()
     drawn = random.Random(seed).sample(sorted(built), COUNT)
     print(f"types of seed {seed}: {', '.join(drawn)}")

@@ -69,6 +69,10 @@ def examine(base: Any, parts: Parts) -> Structure:
             known about a part of a layer.
     """
     name, layers = layer_list(base)
+    names: dict[nn.Parameter, str] = {}
+    for path, parameter in base.named_parameters(remove_duplicate=False):
+        if (other := names.setdefault(parameter, path)) != path:
+            raise BuildError(f"model.config: {path} and {other} are one parameter, which d9d does not train")
     listed = [f"{name}.{index}" for index in range(len(layers))]
     outside = [path for path in with_parameters(base) if not path.startswith(f"{name}.")]
     order, outputs, attention = _traced(base, [*outside, *listed])
