@@ -228,6 +228,10 @@ def test_parts_that_a_plan_does_not_split_are_whole_on_every_rank(
         ("seed_oss", "attention dropout of 0.1.* set attention_dropout of model.config to 0"),
         ("nemotron", "passes no keywords to its attention"),
         ("vit", "transformers has no language model"),
+        (
+            "zamba2",
+            "Zamba2MambaDecoderLayer gets more than|Zamba2HybridLayer gets more than the hidden states|refuses it",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_exact_is_refused_with_the_reason(kind: str, text: str) -> None:

@@ -122,6 +122,10 @@ def _outputs(
     def enter(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         hidden, *others = args or (keywords.pop("hidden_states"),)
         inputs[layer] = hidden
+        for other in (*others, *keywords.values()):  # such as the embeddings, which only the first stage has
+            if isinstance(other, Tensor) and other.shape == hidden.shape and other.is_floating_point():
+                kind = type(layer).__name__
+                raise BuildError(f"model.config: {kind} gets more than the hidden states of the layer before it")
         return (given.get(layer, hidden), *others), keywords
 
     def leave(path: str, out: Any) -> None:
@@ -137,6 +141,8 @@ def _outputs(
     try:
         positions = torch.arange(_POSITIONS).unsqueeze(0)
         base(input_ids=positions + 3, position_ids=positions, use_cache=False)
+    except BuildError:
+        raise
     except Exception as error:  # forwards of models raise anything
         text = f"a small {type(base).__name__}, made to find modules that mix tokens, fails: {error}"
         raise BuildError(f"model.config: {text}") from error
