@@ -72,7 +72,7 @@ def parity(stage: nn.Module, spec: ModelSpec, config: Any) -> Cell:
         why = (
             "the model has no Hugging Face format"
             if spec.hugging_face is None
-            else "transformers is missing: pip install 'd9d-verify[transformers]'"
+            else "transformers is not installed; d9d-transformers brings it"
         )
         return Cell(name, "not applicable", why)
     form, model = spec.hugging_face.load()(), _initialised(stage)
@@ -108,7 +108,7 @@ def _of_transformers(form: Any, config: Any, state: dict[str, Tensor]) -> Any:
     Raises:
         ValueError: it lacks some of its weights, or does not know others.
     """
-    transformers: Any = importlib.import_module("transformers")
+    transformers: Any = importlib.import_module("transformers")  # not required: only this check needs it
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory() as directory:
