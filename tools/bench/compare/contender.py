@@ -43,9 +43,9 @@ Build = Callable[[Setting, torch.device], Contender]
 CONTENDERS: Mapping[str, tuple[str, str]] = {
     "d9d": ("d9d", "ours:build"),
     "d9d-eager": ("d9d without compile", "ours:build_eager"),
-    "d9d-transformers": ("d9d-transformers", "ours:build_transformers"),
     "d9d-masters": ("d9d, master weights", "ours:build_masters"),
     "d9d-attention-kept": ("d9d, attention kept", "ours:build_attention_kept"),
+    "d9d-transformers": ("d9d-transformers", "ours:build_transformers"),
     "transformers": ("transformers, SDPA", "with_transformers:build"),
     "transformers-flex": ("transformers, flex", "with_transformers:build_flex"),
     "transformers-compile": ("transformers + torch.compile", "with_transformers:build_compiled"),

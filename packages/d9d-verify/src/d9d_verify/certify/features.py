@@ -60,7 +60,7 @@ def packing(stage: nn.Module) -> Cell:
 
 
 def parity(stage: nn.Module, spec: ModelSpec, config: Any) -> Cell:
-    """Check that logits and gradients are those of transformers' own model, which reads the exported weights.
+    """Check that transformers' own model, with the exported weights, has the same logits and gradients.
 
     Args:
         stage: whole language model, under the meta device.
