@@ -81,15 +81,12 @@ def native_model(config: Any, attention: str = ATTENTION) -> Any:
         raise BuildError(
             f"model.config: transformers has no language model (ForCausalLM) of type {config.model_type!r}"
         )
-    failure: Exception | None = None
-    for name in (attention, "eager"):  # older models compute attention by themselves: a token mixer as any other
-        try:
-            return transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=name, dtype=torch.get_default_dtype(), trust_remote_code=False
-            )
-        except Exception as error:  # constructors of models raise anything
-            failure = failure or error
-    raise BuildError(f"model.config: transformers cannot build a {config.model_type}: {failure}") from failure
+    try:
+        return transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.get_default_dtype(), trust_remote_code=False
+        )
+    except Exception as error:  # constructors of models raise anything
+        raise BuildError(f"model.config: transformers cannot build a {config.model_type}: {error}") from error
 
 
 def base_of(model: Any) -> tuple[str, nn.Module]:
