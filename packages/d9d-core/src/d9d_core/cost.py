@@ -253,8 +253,7 @@ class StrategyCost:
             forward to its backward; or twice, once for each of the two.
         reduces: when gradients are reduced over data-parallel ranks. ``each``: during the backward of each microbatch.
             ``replicas_last``: to shards in each microbatch, over replicas in the last one. ``last``: during the
-                backward
-            of the last microbatch; full gradients are kept until then.
+            backward of the last microbatch; full gradients are kept until then.
         in_place: whether, if each of ``dp_shard``, ``cp`` and ``pp`` has one rank, nothing is gathered or copied and
             gradients are reduced in place, during the backward of the last microbatch.
         compute_width, reduce_width: bytes per element of parameters in computation, and of gradients in reductions.

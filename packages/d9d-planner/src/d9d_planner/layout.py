@@ -70,14 +70,14 @@ def _described(config: PluginConfig) -> str:
 
 
 def axis_group(mesh: Mesh, axis: str) -> Group:
-    """Group of the ranks along a base axis or ``ep``."""
+    """Size and stride of a group of ranks along a base axis or ``ep``."""
     sizes = mesh.sizes()
     inner = AXES[AXES.index(axis) + 1 :] if axis in AXES else ()
     return Group(sizes[axis], math.prod(sizes[name] for name in inner))
 
 
 def view_group(mesh: Mesh, view: ViewSpec, dim: str) -> Group:
-    """Group of the ranks along a dimension of a view."""
+    """Size and stride of a group of ranks along a dimension of a view."""
     grid = Grid.of_view(view, mesh.sizes())
     names = list(grid.sizes)
     return Group(grid.sizes[dim], math.prod(grid.sizes[name] for name in names[names.index(dim) + 1 :]))

@@ -122,8 +122,9 @@ def joint_rows_gradient(grad: Tensor, weights: list[Tensor]) -> Tensor:
 
     Args:
         grad: [T, N].
-        grad: [T, N].
         weights: [..., K], N rows together.
+
+    Returns:
         [T, K].
     """
     return _PRODUCTS.multiply("rows_gradient", grad, stacked(weights))

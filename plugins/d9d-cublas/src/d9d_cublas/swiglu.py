@@ -25,7 +25,7 @@ class CuBlasProducts:
         return found
 
     def joint_rows_gradient(self, grad: Tensor, weights: list[Tensor]) -> Tensor:
-        """:meth:`rows_gradient` of several weights, concatenated along dimension 0."""
+        """:meth:`rows_gradient` of one weight [N, K], the concatenation of ``weights`` along dimension 0."""
         found: Tensor = products.joint_rows_gradient(grad, weights)
         return found
 

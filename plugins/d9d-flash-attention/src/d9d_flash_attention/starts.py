@@ -31,9 +31,8 @@ def document_starts(documents: Tensor) -> Tensor:
     """Starts of documents in concatenated samples for FlashAttention, padded with B * S.
 
     The number of documents is unknown without synchronisation. So the result has space for :func:`most_documents`, and
-    missing documents become empty ones at the end. More documents are an error: a ``RuntimeError`` on a CPU, an
-        assertion
-    on the device on a GPU.
+    missing documents become empty ones at the end. More documents are an error: a ``RuntimeError`` on a CPU,
+    an assertion on the device on a GPU.
 
     Args:
         documents: int64 [B, S], document indices; tokens of one document are adjacent, as packing produces them. A

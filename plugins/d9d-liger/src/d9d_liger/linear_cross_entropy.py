@@ -25,8 +25,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     """Linear cross-entropy by Liger, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
 
     Exact for any function of the losses: the library computes only losses in the forward, and recomputes the logits in
-        the
-    backward, when the gradient of each token's loss is known. Both wait for the device to count the tokens with a
+    the backward, when the gradient of each token's loss is known. Both wait for the device to count the tokens with a
     target.
 
     Args:

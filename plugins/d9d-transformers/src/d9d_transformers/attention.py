@@ -78,7 +78,7 @@ class AttentionCall:
     ) -> AttentionCall:
         """Read the arguments of a call; the window is the mask's, because plain attention ignores the keyword."""
         others = [name for name, given in keywords.items() if given is not None and name not in _KNOWN]
-        if mask is None and not getattr(module, "is_causal", True):
+        if not getattr(module, "is_causal", True):  # some models make a causal mask as well, which sdpa ignores
             others.append("is_causal=False")
         window = keywords.get("sliding_window")
         if mask is not None:
@@ -231,7 +231,7 @@ def mask_on_meta(*, mask_function: Callable[..., Any], q_length: int, kv_length:
 
 
 def window_of(mask_function: Callable[..., Any]) -> int | str | None:
-    """Window of a mask function that is causal; ``None`` without a window; a text if it is something else."""
+    """Window of a causal mask function; ``None`` without a window; for another function, a clause that says why."""
     found = set()
     for query in _FAR:
         keys = torch.arange(query + _LATER, device="cpu")

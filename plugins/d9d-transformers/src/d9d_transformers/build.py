@@ -6,6 +6,7 @@ from d9d_core.model import Stage
 
 from d9d_transformers.attention import register
 from d9d_transformers.config import TransformersConfig
+from d9d_transformers.containers import check_container
 from d9d_transformers.library import native_config, native_model
 from d9d_transformers.mixing import parts_of
 from d9d_transformers.model import TransformersModel
@@ -19,4 +20,7 @@ def build(config: TransformersConfig, stage: Stage) -> TransformersModel:
         CheckpointError: transformers refuses the config.
     """
     register()
-    return TransformersModel(native_model(native_config(config.config)), parts_of(config), stage)
+    native = native_model(native_config(config.config))
+    if config.container is not None:
+        check_container(config.container, native)
+    return TransformersModel(native, parts_of(config), stage)

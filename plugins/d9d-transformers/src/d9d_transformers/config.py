@@ -41,6 +41,9 @@ class TransformersConfig(ModelConfig):
     config: dict[str, JsonValue]
     """Contents of config.json: model_type, and the fields of this type that differ from transformers' defaults."""
 
+    container: str | None = None
+    """Type of a larger model, such as one of images and text, whose files hold this model; only this model is trained."""
+
     @field_validator("config")
     @classmethod
     def _is_a_decoder(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -83,7 +86,7 @@ class TransformersConfig(ModelConfig):
             for name, value in native_config(self.config).to_dict().items():
                 if name.endswith("_token_id") and isinstance(value, int) and value >= words:
                     fields[name] = words - 1
-        return TransformersConfig(config=fields)
+        return TransformersConfig(config=fields, container=self.container)
 
     @property
     def model_type(self) -> str:
@@ -102,7 +105,10 @@ class TransformersConfig(ModelConfig):
 
 
 def tiny() -> TransformersConfig:
-    """Config of a Mixtral that runs in milliseconds on a CPU; it also has sizes of other types, for ``d9d verify``."""
+    """Config of a Mixtral that runs in milliseconds on a CPU.
+
+    It also has size fields of other types: ``d9d verify`` reduces the model of a job to these sizes, whatever its type.
+    """
     about: dict[str, JsonValue] = {
         "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 64,
         "max_position_embeddings": 64, "tie_word_embeddings": False,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from d9d_core.errors import CheckpointError
-from d9d_weights.graph.base import Mapper, Parallel
+from d9d_weights.graph.base import Effect, Mapper, Parallel, Scope
 from d9d_weights.graph.mappers import Identity, Rename, Transpose
 from d9d_weights.graph.merging import Chunk, Concatenate, Stack
 from d9d_weights.graph.select import Copy, Drop
@@ -28,6 +28,39 @@ from d9d_transformers.library import base_of, conversions, native_config, native
 _INDEX = "*"
 
 
+#: Names of a language model inside the files of a larger model, and of the model's own head.
+_INSIDE = ("language_model.model", "model.language_model", "model.text_model")
+_HEAD_INSIDE = "language_model"
+#: Pattern that each name matches.
+_ANY = ("",)
+
+
+@dataclass(frozen=True)
+class _Rest(Mapper):
+    """Mapper that takes all tensors which its neighbours leave, keeps them, and leaves out the ones to be ignored.
+
+    Attributes:
+        known: names of the model's tensors, which are always kept.
+        ignored: regular expressions; a tensor with another name that matches one is left out.
+    """
+
+    known: frozenset[str]
+    ignored: tuple[str, ...]
+
+    def apply(self, scope: Scope) -> Effect:
+        kept = {name: value for name, value in scope.values.items() if not self._is_ignored(name)}
+        return Effect(dict.fromkeys(scope.values, "the rest of the model"), kept)
+
+    def _is_ignored(self, name: str) -> bool:
+        return name not in self.known and any(re.search(pattern, name) for pattern in self.ignored)
+
+    def inverse(self) -> Mapper:
+        return Identity()
+
+    def rest(self) -> bool:
+        return True
+
+
 @dataclass
 class _Correspondence:
     """Mappers from files to memory, in steps, and names.
@@ -37,19 +70,27 @@ class _Correspondence:
         second: mappers from parts to transformers' tensors.
         third: mappers from transformers' tensors of experts to gate, up and down projections.
         fourth: mappers from these to d9d's banks.
+        base: name of the model without its head.
+        head: name of the head.
         tied: name of the head's weight and of the embedding's, if they are tied.
         prefixes: mappers from names in files of larger models, which contain this one.
+        ignored: regular expressions of names in files that the model does not use.
+        known: names of transformers' tensors in memory.
     """
 
     first: list[Mapper] = field(default_factory=list)
     second: list[Mapper] = field(default_factory=list)
     third: list[Mapper] = field(default_factory=list)
     fourth: list[Mapper] = field(default_factory=list)
+    base: str = ""
+    head: str = ""
     tied: tuple[str, str] | None = None
     prefixes: list[Mapper] = field(default_factory=list)
+    ignored: tuple[str, ...] = ()
+    known: frozenset[str] = frozenset()
 
     def mapper(self, *others: Mapper) -> Mapper:
-        mapper: Mapper = Parallel(*others, *self.first, Identity())
+        mapper: Mapper = Parallel(*others, *self.first, _Rest(self.known, self.ignored))
         for step in (self.second, self.third, self.fourth):
             mapper = mapper >> Parallel(*step, Identity()) if step else mapper
         return mapper
@@ -62,13 +103,19 @@ class _Correspondence:
         self.fourth += [Transpose(name, to=f"{experts}.{BANK}.{bank}") for name, bank in banks.items()]
 
 
-def importer(config: TransformersConfig, stored: TransformersConfig) -> Mapper:  # noqa: ARG001 - files have one head
+def importer(config: TransformersConfig, stored: TransformersConfig) -> Mapper:
     """Mapper from files to the model.
+
+    Args:
+        config: config of the model.
+        stored: config of the files, which may belong to a larger model.
 
     Raises:
         CheckpointError: transformers converts tensors by an operation that d9d does not have.
     """
     found = _correspondence(config)
+    if stored.container is not None:
+        found.prefixes, found.ignored = _from_container(found), _ANY
     first: list[Mapper] = [Drop("{layer*}.rotary_emb.inv_freq", optional=True)]  # written by old releases
     if found.tied is not None:
         head, embedding = found.tied
@@ -103,13 +150,22 @@ def _correspondence(config: TransformersConfig) -> _Correspondence:
         name = f"{prefix}{{rest*}}"
         found.prefixes.append(Rename(f"{prefix}{transform.prefix_to_remove}.{{rest*}}", name, optional=True))
     renaming = [one for one in transforms if not getattr(one, "operations", None) and id(one) not in longer]
-    for name, tensor in native.state_dict(keep_vars=True).items():
+    stored = native.state_dict(keep_vars=True)
+    found.known, found.ignored = frozenset(stored), tuple(native._keys_to_ignore_on_load_unexpected or ())  # noqa: SLF001 - no public attribute; a test reads it
+    for name, tensor in stored.items():
         if found.tied is None or name != found.tied[0]:
             _add(found, name, tensor.shape, merging, renaming)
     prefix, base = base_of(native)
+    found.base, found.head = prefix, head.name
     for experts in replace_experts(base, head.std):
         found.add_banks(f"{prefix}.{experts}")
     return found
+
+
+def _from_container(found: _Correspondence) -> list[Mapper]:
+    """Mappers from the names that a larger model, such as one of images and text, gives to its language model."""
+    head = Rename(f"{_HEAD_INSIDE}.{found.head}.weight", f"{found.head}.weight", optional=True)
+    return [*(Rename(f"{outer}.{{rest*}}", f"{found.base}.{{rest*}}", optional=True) for outer in _INSIDE), head]
 
 
 def _add(

@@ -74,6 +74,16 @@ class Head:
         )
 
 
+def logits_of_head(native: Any, name: str, output: nn.Linear) -> tuple[float, float | None]:
+    """Factor and soft cap of the logits of a model with a head of this name; random hidden states and logits tell them.
+
+    Raises:
+        BuildError: the model does more to hidden states or logits than to multiply them by a number.
+    """
+    measured = _measured(native, name, output)
+    return measured["scale"], measured["softcap"]
+
+
 class _Outputs(dict[str, Tensor]):
     """Outputs of a model without its head: hidden states, and nothing else that a head may read."""
 

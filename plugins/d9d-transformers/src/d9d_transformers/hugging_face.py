@@ -31,9 +31,15 @@ class TransformersFormat:
         Raises:
             CheckpointError: the file describes no decoder that could be trained.
         """
-        fields = {name: value for name, value in data.items() if name not in VOLATILE}
+        from d9d_transformers.library import language_fields
+
+        stated = data.get("model_type")
+        inside = language_fields(data) if isinstance(stated, str) else None
+        fields = {name: value for name, value in (inside or data).items() if name not in VOLATILE}
         try:
-            return TransformersConfig.model_validate({"config": fields})
+            return TransformersConfig.model_validate(
+                {"config": fields, "container": None if inside is None else stated}
+            )
         except ValidationError as error:
             problems = "; ".join(line["msg"].removeprefix("Value error, ") for line in error.errors())
             raise CheckpointError(f"config.json: {problems}") from error

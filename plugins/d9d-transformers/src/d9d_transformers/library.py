@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 ATTENTION = "d9d"
 #: Names of attentions that record how a model calls them: without masks, and with the masks that a model makes.
 EXAMINED, MASKED = "d9d_examined", "d9d_masked"
+#: Classes that find models with a language model inside, in order; releases have different ones.
+_CONTAINERS = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText", "AutoModelForCausalLM")
+#: Fields of a larger model's config that also hold for the language model inside it.
+_OF_FILES = ("quantization_config", "is_encoder_decoder")
 #: Name of an attention that mixes no tokens.
 OWN_VALUE = "d9d_own_value"
 
@@ -55,6 +59,32 @@ def native_config(values: Mapping[str, Any]) -> Any:
         raise CheckpointError(f"config.json: transformers refuses it for {kind}: {error}") from error
 
 
+def language_fields(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Contents of a ``config.json`` for the language model inside a larger model; ``None`` if there is none.
+
+    Raises:
+        CheckpointError: the installed release has no such type, or refuses a value.
+    """
+    whole = native_config(values)
+    inside = whole.get_text_config()
+    name = next((name for name in getattr(whole, "sub_configs", {}) if getattr(whole, name, None) is inside), None)
+    kinds = library().AutoModelForCausalLM._model_mapping  # noqa: SLF001 - no public look-up; a test reads it
+    if name is None or type(inside) not in kinds:
+        return None
+    given = values.get(name)
+    fields = {**(given if isinstance(given, Mapping) else {}), "model_type": inside.model_type}
+    # Configs of larger models change fields of the inner one, such as whether its attention is causal.
+    alone = native_config(fields).to_dict()
+    changed = {field: value for field, value in inside.to_dict().items() if alone.get(field, value) != value}
+    return {
+        **fields,
+        **changed,
+        **{field: values[field] for field in _OF_FILES if field in values},
+        "architectures": [kinds[type(inside)].__name__],
+        "tie_word_embeddings": bool(getattr(whole, "tie_word_embeddings", inside.tie_word_embeddings)),
+    }
+
+
 def _numbers(value: Any) -> Any:
     """JSON value with the numbers that JSON lacks, which transformers writes as objects."""
     if isinstance(value, Mapping):
@@ -74,15 +104,35 @@ def native_model(config: Any, attention: str = ATTENTION) -> Any:
     Raises:
         BuildError: transformers has no language model of this type, or cannot build it.
     """
-    import torch
-
     transformers = library()
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - no public look-up; a test reads it
         raise BuildError(
             f"model.config: transformers has no language model (ForCausalLM) of type {config.model_type!r}"
         )
+    return _built(transformers.AutoModelForCausalLM, config, attention)
+
+
+def container_model(config: Any) -> Any:
+    """Model of transformers that contains a language model and other parts, such as one of images and text.
+
+    Args:
+        config: config object of transformers.
+
+    Raises:
+        BuildError: transformers has no such model, or cannot build it.
+    """
+    transformers = library()
+    found = [getattr(transformers, name, None) for name in _CONTAINERS]
+    for kind in (kind for kind in found if kind is not None and type(config) in kind._model_mapping):  # noqa: SLF001 - as above
+        return _built(kind, config, ATTENTION)
+    raise BuildError(f"model.config: transformers has no model of type {config.model_type!r}")
+
+
+def _built(kind: Any, config: Any, attention: str) -> Any:
+    import torch
+
     try:
-        return transformers.AutoModelForCausalLM.from_config(
+        return kind.from_config(
             config, attn_implementation=attention, dtype=torch.get_default_dtype(), trust_remote_code=False
         )
     except Exception as error:  # constructors of models raise anything

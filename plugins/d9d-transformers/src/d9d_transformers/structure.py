@@ -88,7 +88,7 @@ def examine(base: Any, parts: Parts) -> Structure:
     if order[first : last + 1] != listed:
         raise BuildError(f"model.config: modules with parameters run between the layers in {name}")
     before, after = tuple(dict.fromkeys(order[:first])), tuple(order[last + 1 :])
-    masked = _masked(base) if attention else {}
+    masked = masked_calls(base) if attention else {}
     return Structure(name, len(layers), before, after, kinds.pop(), masked, mixing)
 
 
@@ -101,7 +101,8 @@ def _mixing(base: Any, layers: Sequence[str], parts: Parts, attention: Collectio
             if kind in parts.mixers:
                 yield path
             elif kind not in parts.others and not any(f"{one}.".startswith(f"{path}.") for one in attention):
-                raise BuildError(f"model.config: {path} ({kind}) is in no small model, so it may mix documents")
+                text = f"model.config: d9d cannot tell whether {path} ({kind}) mixes documents; the small model that it examines"
+                raise BuildError(f"{text} has no {kind}")
 
 
 def layer_list(base: Any) -> tuple[str, nn.ModuleList]:
@@ -154,7 +155,7 @@ def _traced(
             hook.remove()
 
 
-def _masked(base: Any) -> Mapping[str, AttentionCall]:
+def masked_calls(base: Any) -> Mapping[str, AttentionCall]:
     """Calls of attention modules with the masks that the model makes."""
     # With a mask of padding, transformers does not search positions for documents, which would need their values.
     ones = torch.ones(1, _POSITIONS, dtype=torch.int64, device="meta").as_subclass(_Ones)

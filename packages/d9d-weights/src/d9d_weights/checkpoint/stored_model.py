@@ -55,7 +55,7 @@ def merger_of(tensors: CheckpointTensors, registry: Registry) -> Mapper:
         config = load_config(entry).model_validate(given, context={"registry": registry})
     except ValidationError as error:
         raise CheckpointError(
-            f"{tensors.location}: the fine-tuning method in its manifest does not fit {entry}: {error}"
+            f"{tensors.location}: its manifest has settings of a fine-tuning method that {entry} refuses: {error}"
         ) from error
     method = instantiate(choose(registry, "peft method", "peft", config), config)
     if not isinstance(method, MergesTensors):

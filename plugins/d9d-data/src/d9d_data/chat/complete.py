@@ -86,7 +86,7 @@ class _Words:
         return changed
 
     def _put(self, what: str) -> Callable[[str], str]:
-        """Function that appends a new marker to a text; ``what`` describes the text in errors."""
+        """Make a function that appends a new marker to a text; ``what`` describes the text in errors."""
 
         def put(text: str) -> str:
             word = f"{self._word}{len(self.what)}x"

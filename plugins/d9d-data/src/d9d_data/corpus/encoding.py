@@ -156,8 +156,8 @@ def check_cut(encoding: Encoding, inputs: TextInputs, limit: Limit | None, cut: 
     if encoding.encoder in _CUT_ALIKE[inputs] and not (inputs == "as_encoded" and loses_beginning):
         return
     raise DataError(
-        f"data.sequence_length: {cut:,} {encoding.plural} are too long, and this dataset truncates them unlike "
-        "the dataset that the head is trained with; use longer samples, or that dataset"
+        f"data.sequence_length: {cut:,} {encoding.plural} are too long; this dataset and the one that the "
+        "head is trained with truncate them in different ways; raise data.sequence_length, or use the head's dataset"
     )
 
 

@@ -23,8 +23,7 @@ class SequenceBalance:
 
     f_i = E / (k S) * (number of tokens of the sample that chose expert i); P_i is the mean of expert i's normalised
     scores: DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20. The actual choice counts, which may differ from the k
-        best
-    scores of equation 18 because of a bias or of groups.
+    best scores of equation 18 because of a bias or of groups.
 
     Layout invariant as long as each sample is whole on a rank: if ranks share the positions of a sample, each part is
     balanced separately.

@@ -34,7 +34,7 @@ class Products(Protocol):
         """``grad @ weight``: [R, N] and [N, K] to [R, K]."""
 
     def joint_rows_gradient(self, grad: Tensor, weights: list[Tensor]) -> Tensor:
-        """:meth:`rows_gradient` of several weights, concatenated along dimension 0."""
+        """:meth:`rows_gradient` of one weight [N, K], the concatenation of ``weights`` along dimension 0."""
 
     def weight_gradient(self, grad: Tensor, rows: Tensor) -> Tensor:
         """``grad.T @ rows``: [R, N] and [R, K] to [N, K]."""

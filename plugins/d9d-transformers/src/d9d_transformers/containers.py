@@ -1,0 +1,46 @@
+"""Language models inside larger models, such as ones of images and text, which d9d trains alone.
+
+A larger model may compute text in another way than its language model does: without the factor of the logits, or with
+attention to later tokens of a prompt. Both are compared on the meta device, and such models are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from d9d_core.errors import BuildError
+
+from d9d_transformers.head import logits_of_head
+from d9d_transformers.library import base_of, container_model, native_config
+from d9d_transformers.structure import masked_calls
+
+
+def check_container(model_type: str, native: Any) -> None:
+    """Check that a larger model computes text like a language model of transformers.
+
+    Args:
+        model_type: type of the larger model.
+        native: the language model, on the meta device.
+
+    Raises:
+        BuildError: the larger model computes text in another way, or cannot be examined.
+    """
+    config = native_config({"model_type": model_type, "text_config": native.config.to_dict()})
+    with torch.device("meta"):
+        whole = container_model(config).eval()
+    base = base_of(native)[1]
+    where = f"model.config: a {model_type}"
+    if type(whole.get_decoder()) is not type(base):
+        inside, alone = type(whole.get_decoder()).__name__, type(base).__name__
+        raise BuildError(f"{where} computes text by {inside}, not by {alone}, so d9d cannot train its language model")
+    if _logits(whole) != _logits(native):
+        raise BuildError(f"{where} changes logits in another way than its language model alone, which d9d would train")
+    if list(masked_calls(base_of(whole)[1]).values()) != list(masked_calls(base).values()):
+        raise BuildError(f"{where} has other attention masks than its language model alone, which d9d would train")
+
+
+def _logits(native: Any) -> tuple[float, float | None]:
+    names = {module: path for path, module in native.named_modules()}
+    output = native.get_output_embeddings()
+    return logits_of_head(native, names[output], output)
