@@ -140,7 +140,7 @@ def test_classes_of_documents_and_pairs_are_those_of_labelled_texts(data: Data) 
             if LONG not in texts:
                 assert data.inputs(PairsConfig, build_documents, pairs, task.text_inputs)[::2] == trained
                 continue
-            with pytest.raises(DataError, match="the one that the head is trained with truncate them in different ways"):
+            with pytest.raises(DataError, match="the head is trained with truncate them in different ways"):
                 data.inputs(PairsConfig, build_documents, pairs, task.text_inputs)
     words = [{"tokens": text.split(), "labels": [0, 1, 0, 1][: len(text.split())]} for text in TEXTS]
     trained = data.inputs(LabelledConfig, build_documents, words, one_pass=False, per="word")

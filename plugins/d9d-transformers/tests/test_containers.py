@@ -1,4 +1,4 @@
-"""Language models inside larger models are trained alone, exactly, or refused; tensors that a model ignores are left out."""
+"""Language models inside larger models are trained alone, exactly, or refused; ignored tensors are left out."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def test_an_export_is_a_language_model_that_transformers_loads(tmp_path: Path) -
     torch.testing.assert_close(native.eval()(input_ids=tokens).logits, whole(input_ids=tokens).logits)
 
 
-@pytest.mark.parametrize(("kind", "text"), [("cohere2_vision", "changes logits"), ("paligemma", "is_causal=False|mask")])
+@pytest.mark.parametrize(
+    ("kind", "text"), [("cohere2_vision", "changes logits"), ("paligemma", "is_causal=False|mask")]
+)
 def test_a_larger_model_that_computes_text_in_another_way_is_refused(kind: str, text: str) -> None:
     config = FORM.config_from_json(json.loads(whole_config(kind).to_json_string()))
     with torch.device("meta"), pytest.raises(BuildError, match=text):
@@ -107,7 +109,9 @@ def test_quantized_weights_of_a_larger_model_are_refused() -> None:
         FORM.config_from_json(described)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("qwen3_next", "mtp.fc.weight"), ("glm4_moe", "model.layers.92.eh_proj.weight")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("qwen3_next", "mtp.fc.weight"), ("glm4_moe", "model.layers.92.eh_proj.weight")]
+)
 def test_tensors_that_a_model_ignores_are_left_out_and_others_are_errors(kind: str, name: str) -> None:
     config = example(kind)
     with torch.device("meta"):

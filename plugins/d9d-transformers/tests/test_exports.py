@@ -22,7 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"mesh": {"tp": 2}, "parallel": ["tensor_parallel"]},
     "pp": {"mesh": {"pp": 2}, "pipeline": "1f1b"},
 }
-#: Types by the conversions that their files need: none, fused matrices, banks of experts, banks with a bias, latent keys.
+#: Types by the conversions of their files: none, fused matrices, banks of experts, banks with a bias, latent keys.
 TYPES = ["llama", "phi3", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma2"]
 
 
@@ -72,6 +72,10 @@ def tensors_of(file: Path) -> dict[str, tuple[str, list[int], bytes]]:
     header = json.loads(content[8:start])
     header.pop("__metadata__", None)
     return {
-        name: (entry["dtype"], entry["shape"], content[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]])
+        name: (
+            entry["dtype"],
+            entry["shape"],
+            content[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]],
+        )
         for name, entry in header.items()
     }

@@ -42,7 +42,7 @@ class TransformersConfig(ModelConfig):
     """Contents of config.json: model_type, and the fields of this type that differ from transformers' defaults."""
 
     container: str | None = None
-    """Type of a larger model, such as one of images and text, whose files hold this model; only this model is trained."""
+    """Type of a larger model, such as one of images and text, whose files hold this model; other parts stay out."""
 
     @field_validator("config")
     @classmethod

@@ -101,8 +101,8 @@ def _mixing(base: Any, layers: Sequence[str], parts: Parts, attention: Collectio
             if kind in parts.mixers:
                 yield path
             elif kind not in parts.others and not any(f"{one}.".startswith(f"{path}.") for one in attention):
-                text = f"model.config: d9d cannot tell whether {path} ({kind}) mixes documents; the small model that it examines"
-                raise BuildError(f"{text} has no {kind}")
+                text = f"model.config: d9d cannot tell whether {path} ({kind}) mixes documents"
+                raise BuildError(f"{text}; the small model that it examines has no {kind}")
 
 
 def layer_list(base: Any) -> tuple[str, nn.ModuleList]:

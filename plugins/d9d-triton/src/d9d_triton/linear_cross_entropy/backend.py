@@ -256,7 +256,7 @@ def _fitting(length: int, hidden: Tensor) -> int:
 
 
 def rows_of_chunk(hidden: Tensor, size: int) -> int:
-    """Number of tokens of a chunk with ``size`` logits per token: as many as the memory of a chunk holds, at least 256."""
+    """Number of tokens of a chunk with ``size`` logits per token: as many as a chunk's memory holds, at least 256."""
     return max(_LEAST_ROWS, _CHUNK_BYTES // (size * hidden.itemsize))
 
 
