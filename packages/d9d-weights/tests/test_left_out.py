@@ -9,7 +9,7 @@ from d9d_weights.graph.base import Mapper, Parallel, Sequential
 from d9d_weights.graph.compose import Connect, Prefix, Shard
 from d9d_weights.graph.graph import StateGraph, specs_of
 from d9d_weights.graph.mappers import Rename
-from d9d_weights.graph.select import Copy, Drop, Explained, Select
+from d9d_weights.graph.select import Copy, Drop, Explained, Rest, Select
 from d9d_weights.hugging_face.load import check_duplicates
 from torch import Tensor
 
@@ -84,6 +84,16 @@ def test_what_no_output_is_made_of_is_left_out_whichever_mapper_took_it() -> Non
     source = Tensors(**{name: torch.zeros(1) for name in ("in.a", "in.b", "c")})
     assert graph(Select("in"), source).left_out == ["c"]
     assert graph(Parallel(Drop("in.{name}"), Rename("c", "c")), source).left_out == ["in.a", "in.b"]
+
+
+def test_the_rest_is_kept_but_for_ignored_names_that_are_not_known() -> None:
+    source = Tensors(**{name: torch.zeros(1) for name in ("a", "mtp.b", "mtp.c", "d")})
+    rest = Rest(frozenset({"mtp.c"}), (r"^mtp\.", "x"))
+    made = graph(Parallel(Rename("a", "z"), rest), source)
+    assert list(made.outputs) == ["z", "mtp.c", "d"]
+    assert made.left_out == ["mtp.b"]
+    assert list(graph(rest.inverse(), source).outputs) == ["a", "mtp.b", "mtp.c", "d"]
+    assert list(graph(Rest(), source).outputs) == ["a", "mtp.b", "mtp.c", "d"]
 
 
 def test_an_explained_mapper_fails_in_words_of_its_own() -> None:

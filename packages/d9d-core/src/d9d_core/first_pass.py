@@ -26,9 +26,9 @@ class FirstPass:
         by: model of the first pass. ``model``: the trained model, with the random draws (dropout) of the second pass.
             ``without_adapter``: the trained model with its adapter disabled. ``copy``: a frozen copy of the model at
             the start of the run. ``stored``: the model at the start of the run, evaluated once on all samples before
-            the first step; microbatches need ``samples`` int64 [B], the index of each sample in the dataset, and the data
-            stream needs the fact ``samples``. ``frozen``: ``without_adapter`` if possible, else ``copy``. ``other``:
-            the model given by ``other``.
+            the first step; microbatches need ``samples`` int64 [B], the index of each sample in the dataset, and the
+            data stream needs the fact ``samples``. ``frozen``: ``without_adapter`` if possible, else ``copy``.
+            ``other``: the model given by ``other``.
         other: config of another model, with ``pretrained``.
         where: field of the job file that makes this choice, for messages.
     """

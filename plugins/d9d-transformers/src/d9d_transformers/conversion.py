@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from d9d_core.errors import CheckpointError
-from d9d_weights.graph.base import Effect, Mapper, Parallel, Scope
+from d9d_weights.graph.base import Mapper, Parallel
 from d9d_weights.graph.mappers import Identity, Rename, Transpose
 from d9d_weights.graph.merging import Chunk, Concatenate, Stack
-from d9d_weights.graph.select import Copy, Drop
+from d9d_weights.graph.select import Copy, Drop, Rest
 
 from d9d_transformers.attention import register
 from d9d_transformers.config import TransformersConfig
@@ -33,32 +33,6 @@ _INSIDE = ("language_model.model", "model.language_model", "model.text_model")
 _HEAD_INSIDE = "language_model"
 #: Pattern that each name matches.
 _ANY = ("",)
-
-
-@dataclass(frozen=True)
-class _Rest(Mapper):
-    """Mapper that takes all tensors which its neighbours leave, keeps them, and leaves out the ones to be ignored.
-
-    Attributes:
-        known: names of the model's tensors, which are always kept.
-        ignored: regular expressions; a tensor with another name that matches one is left out.
-    """
-
-    known: frozenset[str]
-    ignored: tuple[str, ...]
-
-    def apply(self, scope: Scope) -> Effect:
-        kept = {name: value for name, value in scope.values.items() if not self._is_ignored(name)}
-        return Effect(dict.fromkeys(scope.values, "the rest of the model"), kept)
-
-    def _is_ignored(self, name: str) -> bool:
-        return name not in self.known and any(re.search(pattern, name) for pattern in self.ignored)
-
-    def inverse(self) -> Mapper:
-        return Identity()
-
-    def rest(self) -> bool:
-        return True
 
 
 @dataclass
@@ -90,7 +64,7 @@ class _Correspondence:
     known: frozenset[str] = frozenset()
 
     def mapper(self, *others: Mapper) -> Mapper:
-        mapper: Mapper = Parallel(*others, *self.first, _Rest(self.known, self.ignored))
+        mapper: Mapper = Parallel(*others, *self.first, Rest(self.known, self.ignored))
         for step in (self.second, self.third, self.fourth):
             mapper = mapper >> Parallel(*step, Identity()) if step else mapper
         return mapper

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from d9d_core.errors import CheckpointError
 
 from d9d_weights.graph.base import Duplicate, Effect, Mapper, Parallel, Scope
-from d9d_weights.graph.mappers import Pattern, Rename
+from d9d_weights.graph.mappers import Identity, Pattern, Rename
 
-__all__ = ["Copy", "Drop", "Either", "Explained", "Fresh", "Select", "Share"]
+__all__ = ["Copy", "Drop", "Either", "Explained", "Fresh", "Rest", "Select", "Share"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,32 @@ class Drop(Mapper):
 
     def inverse(self) -> Mapper:
         return _Nothing()
+
+
+@dataclass(frozen=True)
+class Rest(Mapper):
+    """Mapper that takes all tensors which its neighbours leave: keeps them, and leaves out the ignored ones.
+
+    Attributes:
+        known: names that are kept, whatever is ignored.
+        ignored: regular expressions; a tensor that is not known is left out if one is found in its name.
+    """
+
+    known: frozenset[str] = frozenset()
+    ignored: tuple[str, ...] = ()
+
+    def apply(self, scope: Scope) -> Effect:
+        kept = {name: value for name, value in scope.values.items() if not self._is_ignored(name)}
+        return Effect(dict.fromkeys(scope.values, "Rest"), kept)
+
+    def inverse(self) -> Mapper:
+        return Identity()
+
+    def rest(self) -> bool:
+        return True
+
+    def _is_ignored(self, name: str) -> bool:
+        return name not in self.known and any(re.search(pattern, name) for pattern in self.ignored)
 
 
 @dataclass(frozen=True)
