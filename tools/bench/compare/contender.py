@@ -45,6 +45,7 @@ CONTENDERS: Mapping[str, tuple[str, str]] = {
     "d9d-eager": ("d9d without compile", "ours:build_eager"),
     "d9d-masters": ("d9d, master weights", "ours:build_masters"),
     "d9d-attention-kept": ("d9d, attention kept", "ours:build_attention_kept"),
+    "d9d-fewer-blocks": ("d9d, 20 blocks checkpointed", "ours:build_fewer_blocks"),
     "d9d-transformers": ("d9d-transformers", "ours:build_transformers"),
     "transformers": ("transformers, SDPA", "with_transformers:build"),
     "transformers-flex": ("transformers, flex", "with_transformers:build_flex"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,18 +58,27 @@ def build_attention_kept(setting: Setting, device: torch.device) -> Contender:
     """Contender whose checkpointed blocks keep the outputs of attention."""
     if not setting.checkpointed:
         raise NotHereError("nothing is computed again at this length")
-    return _build(setting, device, [{"name": "compile", "backend": setting.backend}], save=["attention"])
+    return _build(setting, device, [{"name": "compile", "backend": setting.backend}], {"save": ["attention"]})
+
+
+def build_fewer_blocks(setting: Setting, device: torch.device) -> Contender:
+    """Contender that checkpoints the first 20 blocks only, and keeps the outputs of attention there."""
+    if not setting.checkpointed:
+        raise NotHereError("nothing is computed again at this length")
+    chosen = {"match": ["layers.?", "layers.1?"], "save": ["attention"]}
+    return _build(setting, device, [{"name": "compile", "backend": setting.backend}], chosen)
 
 
 def _build(
     setting: Setting,
     device: torch.device,
     strategies: list[dict[str, Any]],
+    checkpointing: Mapping[str, Any] = MappingProxyType({}),
+    *,
     masters: bool = False,
-    save: Sequence[str] = (),
     model: dict[str, Any] | None = None,
 ) -> Contender:
-    recomputed = [{"name": "activation_checkpointing", "save": save}] if setting.checkpointed else []
+    recomputed = [{"name": "activation_checkpointing", **checkpointing}] if setting.checkpointed else []
     with tempfile.TemporaryDirectory() as directory:
         trainer = _job(setting, device, recomputed + strategies, directory, masters, model).build(lambda _: None)
     numbers = count()
