@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from d9d_testing.layouts import Harness, assert_passed
+from d9d_transformers.config import example
 from d9d_verify.layouts import Layout
 
 PLUGINS = (
@@ -62,6 +63,22 @@ def test_experts_train_the_same_on_several_ranks() -> None:
         Layout("tp 2, fsdp 2, ep 2", {"tp": 2, "dp_shard": 2, "ep": 2}, ("tensor_parallel", "fsdp", "expert_parallel")),
     ]
     assert_passed(Harness(values("qwen3_moe", SIZES | EXPERTS), PLUGINS).compare(layouts))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("kind", "balancing"),
+    [
+        ("qwen3_moe", [{"name": "auxiliary_loss", "coefficient": 0.01}]),
+        ("deepseek_v3", [{"name": "bias_update", "rate": 0.01}, "z_loss"]),
+    ],
+)
+def test_balanced_experts_train_the_same_in_every_layout(kind: str, balancing: list[Any]) -> None:
+    job = values(kind, {**example(kind).config, "vocab_size": 96})
+    job["model"]["balancing"] = balancing
+    experts = Layout("fsdp 2, ep 2", {"dp_shard": 2, "ep": 2}, ("fsdp", "expert_parallel"))
+    layouts = [SPLIT[1], SPLIT[3], SPLIT[4], TENSOR[0], TENSOR[3], experts]
+    assert_passed(Harness(job, PLUGINS).compare(layouts))
 
 
 @pytest.mark.full

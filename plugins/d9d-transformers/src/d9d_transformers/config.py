@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from d9d_core.config import ModelConfig
+from d9d_moe.balancing.config import Balancing
 from d9d_nn.heads.config import CausalLMHeadConfig
 from pydantic import JsonValue, field_validator
 
@@ -34,6 +35,7 @@ class TransformersConfig(ModelConfig):
     """Decoder language model that transformers implements, described by its ``config.json``."""
 
     heads: ClassVar[Mapping[str, CausalLMHeadConfig]] = {"causal_lm": CausalLMHeadConfig()}
+    free_on_resume: ClassVar[frozenset[str]] = frozenset({"balancing"})
 
     name: Literal["transformers"] = "transformers"
     """Selects the plugin."""
@@ -43,6 +45,10 @@ class TransformersConfig(ModelConfig):
 
     container: str | None = None
     """Type of a larger model, such as one of images and text, whose files hold this model; other parts stay out."""
+
+    balancing: tuple[Balancing, ...] | None = None
+    """Load balancing of experts, at most one of each kind: auxiliary_loss, z_loss, bias_update. An empty list only
+    counts the tokens of each expert, for the metric ``router``. Null: routers are not observed."""
 
     @field_validator("config")
     @classmethod
@@ -86,7 +92,7 @@ class TransformersConfig(ModelConfig):
             for name, value in native_config(self.config).to_dict().items():
                 if name.endswith("_token_id") and isinstance(value, int) and value >= words:
                     fields[name] = words - 1
-        return TransformersConfig(config=fields, container=self.container)
+        return self.model_copy(update={"config": fields})
 
     @property
     def model_type(self) -> str:

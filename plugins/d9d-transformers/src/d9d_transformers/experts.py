@@ -22,6 +22,8 @@ from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
 from d9d_moe.router.routing import TopKRouting
 from torch import Tensor, nn
 
+from d9d_transformers.balance import Balance
+
 #: Names of transformers' parameters.
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 #: Name of the banks in a replaced module.
@@ -40,6 +42,7 @@ class RoutedExperts(nn.Module):
     Attributes:
         dispatcher: sends tokens to experts; replaced by expert parallelism.
         chosen: k, known after a call on the meta device.
+        balance: balance of the experts; ``None`` without balancing.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, experts: int, *, std: float) -> None:
@@ -48,6 +51,7 @@ class RoutedExperts(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.num_experts = experts
         self.chosen = 1
+        self.balance: Balance | None = None
 
     def expert_banks(self) -> Mapping[str, nn.Module]:
         """Bank of all experts."""
@@ -69,6 +73,8 @@ class RoutedExperts(nn.Module):
         if hidden_states.is_meta and not torch.is_grad_enabled():  # while a model is examined: counts have no values
             self.chosen = top_k_index.shape[1]
             return torch.empty_like(hidden_states)
+        if self.balance is not None:
+            top_k_weights = self.balance(hidden_states, top_k_index, top_k_weights)
         wide = torch.promote_types(top_k_weights.dtype, torch.float32)
         routing = TopKRouting.of(top_k_index, top_k_weights.to(wide), self.num_experts)
         outside = getattr(self.dispatcher, "outside_graph", None)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from d9d_transformers.config import TINY, TransformersConfig
 from d9d_transformers.library import OWN_VALUE, base_of, library, native_config, native_model
+from d9d_transformers.routers import find_routers
 from d9d_transformers.structure import Parts, layer_list
 
 #: Positions of the small model's sample, and the one whose input changes.
@@ -46,6 +47,7 @@ def _parts_of(config: str) -> Parts:
         kind, (name, layers) = type(base).__name__, layer_list(base)
         first, inputs = _outputs(base, layers, {})
         second, _ = _outputs(base, layers, {layer: _changed(hidden) for layer, hidden in inputs.items()})
+        routers = find_routers(base, lambda: _outputs(base, layers, {}))
     found, all_classes = set(), {type(part).__name__ for layer in layers for part in (layer, *layer.children())}
     for index, layer in enumerate(layers):
         prefix = f"{name}.{index}"
@@ -58,7 +60,7 @@ def _parts_of(config: str) -> Parts:
                 part = path.removeprefix(prefix).removeprefix(".").partition(".")[0]
                 found.add(type(layer.get_submodule(part)).__name__)
                 break
-    return Parts(frozenset(found), frozenset(all_classes - found), _constants(base))
+    return Parts(frozenset(found), frozenset(all_classes - found), _constants(base), routers)
 
 
 def _constants(base: nn.Module) -> dict[tuple[str, str], float]:

@@ -13,6 +13,7 @@ from d9d_core.errors import BuildError
 from d9d_core.model import ContextShare, Stage
 from d9d_core.traits import TensorStyle
 from d9d_core.types import TensorSpec
+from d9d_moe.balancing.base import Balancer
 from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import prepare_masks
@@ -21,7 +22,8 @@ from d9d_nn.stages import stage_layers
 from torch import Tensor, nn
 
 from d9d_transformers.attention import CORE, DOCUMENTS
-from d9d_transformers.experts import replace_experts
+from d9d_transformers.balance import Balance
+from d9d_transformers.experts import RoutedExperts, replace_experts
 from d9d_transformers.head import Head
 from d9d_transformers.library import base_of
 from d9d_transformers.stages import keep_stage
@@ -42,12 +44,13 @@ class TransformersModel(nn.Module):
         native: language model of transformers, on the meta device.
         parts: facts about the classes of its modules.
         stage: pipeline stage to build.
+        balancing: balancers of the routers; ``None`` if routers are not observed.
 
     Raises:
         BuildError: d9d cannot train the model, or the layers cannot be split over the stages.
     """
 
-    def __init__(self, native: Any, parts: Parts, stage: Stage) -> None:
+    def __init__(self, native: Any, parts: Parts, stage: Stage, balancing: Sequence[Balancer] | None = None) -> None:
         super().__init__()
         self.stage = stage
         self._base_name, base = base_of(native)
@@ -56,6 +59,8 @@ class TransformersModel(nn.Module):
         structure = examine(base, parts)
         self.head_facts, self._structure = head, structure
         self.styles = styles_of(base, structure)
+        if balancing is not None:
+            _balance(base, parts, balancing)
         self.layer_indices = _layers_of(base, structure, stage, head)
         _attach(base, structure, parts.constants)
         attach_styles(base, structure, self.styles)
@@ -73,6 +78,7 @@ class TransformersModel(nn.Module):
             self.add_module(head.name, CausalLMHead(*sizes, std=head.std, tied=head.tied, softcap=head.softcap))
         cores = (module for module in self.modules() if isinstance(module, AttentionCore))
         self._slots = [core.attention for core in cores]  # found once, not in each step
+        self._balances = {name: module for name, module in self.named_modules() if isinstance(module, Balance)}
         self._sequence_ranks = 1
         self._context: ContextShare | None = None
 
@@ -100,6 +106,7 @@ class TransformersModel(nn.Module):
         plan = {f"{self._base_name}.{name}": style for name, style in self.styles.model.items()}
         mine = [name for name, _ in self.named_parameters()]
         head = {self.head_facts.name: TensorStyle.VOCAB} if self.stage.is_last else {}
+        head |= dict.fromkeys(self._balances, TensorStyle.SEQUENCE)
         return {part: style for part, style in plan.items() if any(name.startswith(f"{part}.") for name in mine)} | head
 
     def split_sequence(self, ranks: int) -> None:
@@ -168,6 +175,8 @@ class TransformersModel(nn.Module):
             positions = positions if self._context is None else self._context.own(positions)
         base: Any = getattr(self, self._base_name)
         masks = prepare_masks(self._slots, documents, length, given.device)
+        for balance in self._balances.values():
+            balance.samples = len(given)
         if self._entry is not None:
             self._entry.hand(given)
         inputs = {"input_ids" if self.stage.is_first else "inputs_embeds": given}
@@ -253,12 +262,32 @@ def _attach(base: Any, structure: Structure, constants: Mapping[tuple[str, str],
     inside = structure.layers.count(".") + 2  # dots in the name of a module inside a part of a layer
     for path, module in base.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if own and not isinstance(module, GroupedSwiGLU):  # which initialises itself
+        if own and not isinstance(module, GroupedSwiGLU | Balance):  # which initialise themselves
             in_part = path.startswith(f"{structure.layers}.") and path.count(".") > inside
             parent = base.get_submodule(path.rpartition(".")[0]) if in_part else None
             module.reset_parameters = _Initialisation(base, module, parent, constants)
     for path, call in structure.attention.items():
         base.get_submodule(path).add_module(CORE, call.core(path))
+
+
+def _balance(base: Any, parts: Parts, balancing: Sequence[Balancer]) -> None:
+    """Observe the routers of all layers with d9d's experts.
+
+    Raises:
+        BuildError: there are none, or nothing is known about the scores of a router.
+    """
+    found = {path: module for path, module in base.named_modules() if isinstance(module, RoutedExperts)}
+    if not found:
+        raise BuildError("model.balancing: the model has no experts that d9d computes; remove the field")
+    for path, module in found.items():
+        parent = base.get_submodule(path.rpartition(".")[0])
+        facts = parts.routers.get(type(parent).__name__)
+        if facts is None:
+            kind = type(parent).__name__
+            raise BuildError(
+                f"model.balancing: d9d cannot tell how the router of {kind} scores experts; remove the field"
+            )
+        module.balance = Balance(module.num_experts, module.chosen, balancing, parent, facts)
 
 
 def _layers_of(base: Any, structure: Structure, stage: Stage, head: Head) -> range:

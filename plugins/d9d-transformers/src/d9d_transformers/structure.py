@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from d9d_transformers.attention import DOCUMENTS, AttentionCall
 from d9d_transformers.library import ATTENTION, EXAMINED, MASKED
+from d9d_transformers.routers import RouterFacts
 
 #: Number of positions of the forward that is examined.
 _POSITIONS = 16
@@ -49,11 +50,13 @@ class Parts:
             models.
         others: classes of layers or of their parts that do not.
         constants: class and name of a parameter or buffer -> the only number that is in it at the start.
+        routers: class of a module that contains experts -> facts about its router, if they are known.
     """
 
     mixers: frozenset[str]
     others: frozenset[str]
     constants: Mapping[tuple[str, str], float]
+    routers: Mapping[str, RouterFacts]
 
 
 def examine(base: Any, parts: Parts) -> Structure:
