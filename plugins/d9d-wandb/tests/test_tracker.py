@@ -50,6 +50,11 @@ class TestWandb(TrackerSuite):
     patience: ClassVar = 10.0
     rewinds: ClassVar = False
 
+    @pytest.fixture(autouse=True)
+    def _a_service_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # A child process would share the service of this process, where a killed run stays in use.
+        monkeypatch.delenv("WANDB_SERVICE", raising=False)
+
     def default_fields(self) -> Mapping[str, Any]:
         return {"project": "suite", "mode": "offline"}
 
