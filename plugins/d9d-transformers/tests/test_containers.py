@@ -103,6 +103,21 @@ def test_a_larger_model_gives_its_language_model_fields_that_its_file_leaves_out
     assert language_fields({"model_type": "llama"}) is None
 
 
+def test_tensors_outside_of_the_language_model_are_left_out_only_of_a_larger_model_s_files() -> None:
+    config = example("llama")
+    with torch.device("meta"):
+        specs = specs_of(dict(build(config, Stage()).state_dict()))
+    files = {f"model.language_model.{name.removeprefix('model.')}": spec for name, spec in specs.items()}
+    files["lm_head.weight"] = files.pop("model.language_model.lm_head.weight")
+    files["model.vision_tower.weight"] = next(iter(specs.values()))
+    stored = TransformersConfig(config=config.config, container="llava")
+    graph = StateGraph(importer(config, stored), files)
+    graph.check(specs)
+    assert list(graph.left_out) == ["model.vision_tower.weight"]
+    with pytest.raises(CheckpointError, match="vision_tower"):
+        StateGraph(importer(config, config), files).check(specs)
+
+
 def test_quantized_weights_of_a_larger_model_are_refused() -> None:
     described = {"model_type": "mistral3", "quantization_config": {"quant_method": "fp8"}}
     with pytest.raises(CheckpointError, match="quantized weights"):

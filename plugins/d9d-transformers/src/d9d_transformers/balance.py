@@ -5,7 +5,7 @@ Shapes: B samples, T tokens, E experts, k experts of a token, H features.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,8 +93,10 @@ class Balance(BalancedRouter):
 
     def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:
         """Collectives over ``tp``: the all-gathers of logits [B, S, E] and of the chosen experts [B, S, k]."""
-        rows = ("all_gather", step.bytes_of(self.experts, max(step.itemsize, 4)))
-        return [rows, ("all_gather", step.bytes_of(self.chosen, 8))]
+        return [
+            ("all_gather", step.bytes_of(self.experts, max(step.itemsize, 4))),
+            ("all_gather", step.bytes_of(self.chosen, 8)),
+        ]
 
     def context_collectives(self, step: StepShape) -> Sequence[ContextCall]:
         """Collectives of losses over samples whose positions are split over ``cp``; none without losses."""
@@ -108,7 +110,7 @@ class Balance(BalancedRouter):
             ContextCall("reduce_scatter", logits, "gradients of logits", backward=True),
         )
 
-    def adapts_to(self) -> Collection[str]:
+    def adapts_to(self) -> Sequence[str]:
         """Tally of the rows of each expert, if a balancer updates the bias."""
         return ("expert_tokens",) if self._moves is not None else ()
 

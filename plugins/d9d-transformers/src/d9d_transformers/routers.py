@@ -109,7 +109,7 @@ def _matches(
         for scoring in ("softmax", "sigmoid"):
             ratio = call.weights / scores_of(logits, scoring).gather(1, call.index)
             if torch.allclose(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-4, atol=0):
-                yield name, scoring  # type: ignore[misc]
+                yield name, scoring
 
 
 def _bias(base: nn.Module, path: str, call: ExpertsCall, router: str, run: Callable[[], object]) -> str | None:
