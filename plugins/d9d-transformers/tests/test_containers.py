@@ -114,7 +114,7 @@ def test_tensors_outside_of_the_language_model_are_left_out_only_of_a_larger_mod
     graph = StateGraph(importer(config, stored), files)
     graph.check(specs)
     assert list(graph.left_out) == ["model.vision_tower.weight"]
-    with pytest.raises(CheckpointError, match="vision_tower"):
+    with pytest.raises(CheckpointError, match="does not give"):
         StateGraph(importer(config, config), files).check(specs)
 
 
