@@ -57,6 +57,10 @@ class RoutedExperts(nn.Module):
         """Bank of all experts."""
         return {BANK: self.bank}
 
+    def unused_numbers(self) -> int:
+        """Number of elements of the parameters that one token does not use."""
+        return sum(bank[0].numel() for bank in self.bank.parameters()) * (self.num_experts - self.chosen)
+
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Slots of the dispatcher, if it has any; the bank declares its own."""
         slots = self.dispatcher.op_slots() if isinstance(self.dispatcher, HasOps) else {}

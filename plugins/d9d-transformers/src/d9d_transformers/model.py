@@ -18,7 +18,6 @@ from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import prepare_masks
 from d9d_nn.heads.causal_lm import CausalLMHead
-from d9d_nn.stages import stage_layers
 from torch import Tensor, nn
 
 from d9d_transformers.attention import CORE, DOCUMENTS
@@ -26,12 +25,9 @@ from d9d_transformers.balance import Balance
 from d9d_transformers.experts import RoutedExperts, replace_experts
 from d9d_transformers.head import Head
 from d9d_transformers.library import base_of
-from d9d_transformers.stages import keep_stage
+from d9d_transformers.stages import keep_stage, layers_of
 from d9d_transformers.structure import Parts, Structure, examine
 from d9d_transformers.tensor_styles import attach_styles, check_splittable, styles_of
-
-#: Cost of an embedding in a step, as a fraction of a head's; see :mod:`d9d_nn.decoder.stages`.
-_EMBEDDING_PER_HEAD = 1 / 16
 
 
 class TransformersModel(nn.Module):
@@ -46,6 +42,14 @@ class TransformersModel(nn.Module):
         stage: pipeline stage to build.
         balancing: balancers of the routers; ``None`` if routers are not observed.
 
+    Attributes:
+        base_name: name of the part without the head.
+        head_facts: facts about the head.
+        structure: parts of the model without its head, of all stages.
+        styles: their styles over ``tp``.
+        layer_numbers: number of elements of the parameters of all stages' layers that one token uses.
+        layer_indices: layers of the stage.
+
     Raises:
         BuildError: d9d cannot train the model, or the layers cannot be split over the stages.
     """
@@ -53,15 +57,16 @@ class TransformersModel(nn.Module):
     def __init__(self, native: Any, parts: Parts, stage: Stage, balancing: Sequence[Balancer] | None = None) -> None:
         super().__init__()
         self.stage = stage
-        self._base_name, base = base_of(native)
+        self.base_name, base = base_of(native)
         head = Head.of(native)
         replace_experts(base, head.std)
         structure = examine(base, parts)
-        self.head_facts, self._structure = head, structure
+        self.head_facts, self.structure = head, structure
         self.styles = styles_of(base, structure)
         if balancing is not None:
             _balance(base, parts, balancing)
-        self.layer_indices = _layers_of(base, structure, stage, head)
+        self.layer_numbers = _used_numbers(base.get_submodule(structure.layers))
+        self.layer_indices = layers_of(structure.count, self.layer_numbers, head, stage)
         _attach(base, structure, parts.constants)
         attach_styles(base, structure, self.styles)
         self._entry, self._exit = keep_stage(
@@ -72,7 +77,7 @@ class TransformersModel(nn.Module):
             last=stage.is_last,
             embedding=stage.is_last and head.tied,
         )
-        self.add_module(self._base_name, base)
+        self.add_module(self.base_name, base)
         if stage.is_last:
             sizes = head.features, head.vocabulary
             self.add_module(head.name, CausalLMHead(*sizes, std=head.std, tied=head.tied, softcap=head.softcap))
@@ -84,12 +89,12 @@ class TransformersModel(nn.Module):
 
     def blocks(self) -> Mapping[str, nn.Module]:
         """Layers of this stage."""
-        names = (f"{self._base_name}.{self._structure.layers}.{index}" for index in self.layer_indices)
+        names = (f"{self.base_name}.{self.structure.layers}.{index}" for index in self.layer_indices)
         return {name: self.get_submodule(name) for name in names}
 
     def token_mixers(self) -> Sequence[str]:
         """Modules of this model, other than attention, that mix tokens."""
-        return [f"{self._base_name}.{name}" for name in self._structure.mixers]
+        return [f"{self.base_name}.{name}" for name in self.structure.mixers]
 
     def attention_cores(self) -> Mapping[str, nn.Module]:
         """Attention cores of this stage's layers."""
@@ -103,7 +108,7 @@ class TransformersModel(nn.Module):
             BuildError: the model cannot be split.
         """
         check_splittable(self.styles)
-        plan = {f"{self._base_name}.{name}": style for name, style in self.styles.model.items()}
+        plan = {f"{self.base_name}.{name}": style for name, style in self.styles.model.items()}
         mine = [name for name, _ in self.named_parameters()]
         head = {self.head_facts.name: TensorStyle.VOCAB} if self.stage.is_last else {}
         head |= dict.fromkeys(self._balances, TensorStyle.SEQUENCE)
@@ -173,7 +178,7 @@ class TransformersModel(nn.Module):
         if positions is None:
             positions = torch.arange(length, device=given.device).unsqueeze(0)
             positions = positions if self._context is None else self._context.own(positions)
-        base: Any = getattr(self, self._base_name)
+        base: Any = getattr(self, self.base_name)
         masks = prepare_masks(self._slots, documents, length, given.device)
         for balance in self._balances.values():
             balance.samples = len(given)
@@ -257,6 +262,12 @@ class _Initialisation:
         return shell(owner)
 
 
+def _used_numbers(layers: nn.Module) -> int:
+    """Number of elements of the parameters that one token uses: of its own experts only."""
+    unused = sum(module.unused_numbers() for module in layers.modules() if isinstance(module, RoutedExperts))
+    return sum(parameter.numel() for parameter in layers.parameters()) - unused
+
+
 def _attach(base: Any, structure: Structure, constants: Mapping[tuple[str, str], float]) -> None:
     """Give every module with tensors an initialisation, and every attention module a core."""
     inside = structure.layers.count(".") + 2  # dots in the name of a module inside a part of a layer
@@ -288,10 +299,3 @@ def _balance(base: Any, parts: Parts, balancing: Sequence[Balancer]) -> None:
                 f"model.balancing: d9d cannot tell how the router of {kind} scores experts; remove the field"
             )
         module.balance = Balance(module.num_experts, module.chosen, balancing, parent, facts)
-
-
-def _layers_of(base: Any, structure: Structure, stage: Stage, head: Head) -> range:
-    layers = base.get_submodule(structure.layers)
-    layer = sum(parameter.numel() for parameter in layers.parameters()) / structure.count
-    cost = head.features * head.vocabulary / layer
-    return stage_layers(structure.count, stage, first=_EMBEDDING_PER_HEAD * cost, last=cost)

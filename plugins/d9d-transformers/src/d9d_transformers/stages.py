@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from d9d_core.model import Stage
+from d9d_nn.stages import stage_layers
 from torch import Tensor, nn
 
+from d9d_transformers.head import Head
 from d9d_transformers.structure import Structure
+
+#: Cost of an embedding in a step, as a fraction of a head's; see :mod:`d9d_nn.decoder.stages`.
+_EMBEDDING_PER_HEAD = 1 / 16
 
 
 class AbsentLayer(nn.Module):
@@ -55,6 +61,22 @@ class Absent(nn.Module):
     def forward(self, value: Any, *_: Any, **__: Any) -> Any:
         """Return the argument."""
         return value
+
+
+def layers_of(count: int, numbers: int, head: Head, stage: Stage) -> range:
+    """Layers of a stage, chosen so that all stages cost about the same, including head and embedding.
+
+    Args:
+        count: number of layers of the whole model.
+        numbers: number of elements of their parameters that one token uses.
+        head: facts about the head.
+        stage: pipeline stage.
+
+    Raises:
+        BuildError: the layers cannot be split over the stages.
+    """
+    cost = head.features * head.vocabulary / (numbers / count)
+    return stage_layers(count, stage, first=_EMBEDDING_PER_HEAD * cost, last=cost)
 
 
 def keep_stage(
