@@ -20,6 +20,7 @@ def d9d_models() -> Iterable[ModelSpec]:
         hugging_face=Ref("d9d_transformers.hugging_face:TransformersFormat"),
         model_types=frozenset({ANY_MODEL_TYPE}),
         flops=Ref("d9d_transformers.flops:training_flops_per_token"),
+        cost=Ref("d9d_transformers.costs:stage_cost"),
         tiny=Ref("d9d_transformers.config:tiny"),
         provides=frozenset(
             {
