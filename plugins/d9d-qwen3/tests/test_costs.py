@@ -98,10 +98,11 @@ def test_attention_has_two_products_forward_and_five_backward_over_half_of_all_p
     assert flops(cost, {"attention"}) == pytest.approx(6 * 7 * 2 * (2 * 16) * 8 * 8 * 16)
 
 
-def test_more_ranks_than_key_and_value_heads_compute_them_several_times() -> None:
-    config = CONFIGS["dense"]
-    four = stage_cost(config, Stage(), Share(2, 16, tensor=4))
-    assert parameters(four) > parameters(stage_cost(config, Stage(), Share(2, 16))) / 4
+def test_more_ranks_than_key_and_value_heads_hold_their_weights_whole_and_compute_one_head() -> None:
+    four = stage_cost(CONFIGS["dense"], Stage(), Share(2, 16, tensor=4))
+    (op,) = (op for block in four.blocks for op in block.ops if op.name == "query, key, value")
+    assert [weight.shape for weight in op.weights] == [(32, 32), (32, 32), (32, 32)]  # of 8, 2 and 2 heads
+    assert op.flops == 2 * (2 * 16) * 32 * (32 + 16 + 16)
 
 
 def test_expert_groups_share_the_experts_and_exchange_tokens() -> None:

@@ -175,8 +175,12 @@ def _attention(config: DecoderConfig, layer: int, share: Share, head_norms: bool
     # With fewer key and value heads than ranks, several ranks compute the same head.
     pairs = max(config.num_key_value_heads / share.tensor, 1)
     outputs, inside = int(queries) * head, (queries + 2 * pairs) * head
-    sizes = {"q_proj": outputs, "k_proj": int(pairs * head), "v_proj": int(pairs * head)}
-    into = [weight for name, size in sizes.items() for weight in _linear(config, name, size, hidden, 0)]
+    into = _linear(config, "q_proj", outputs, hidden, 0)
+    for name in ("k_proj", "v_proj"):
+        if config.num_key_value_heads < share.tensor:  # each rank has the whole weight
+            into += _linear(config, name, config.num_key_value_heads * head, hidden, None)
+        else:
+            into += _linear(config, name, int(pairs * head), hidden, 0)
     out_of = _linear(config, "o_proj", hidden, outputs, 1)
     heads = Weight("attention.q_norm.weight", (head,)), Weight("attention.k_norm.weight", (head,))
     placed = (
@@ -192,7 +196,7 @@ def _attention(config: DecoderConfig, layer: int, share: Share, head_norms: bool
     ]
 
 
-def _linear(config: DecoderConfig, name: str, outputs: int, features: int, cut: int) -> list[Weight]:
+def _linear(config: DecoderConfig, name: str, outputs: int, features: int, cut: int | None) -> list[Weight]:
     """Weight and optional bias of an attention projection."""
     weight = Weight(f"attention.{name}.weight", (outputs, features), "linear", cut)
     bias = Weight(f"attention.{name}.bias", (outputs,), cut=0 if cut == 0 else None)
