@@ -75,6 +75,8 @@ def test_why_no_layout_fits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     device: Any = SimpleNamespace(memory=4 * GIB)
     text = command._nothing(Found([], 0, None), 8, device, job)
     assert text.startswith("no layout on 8 devices is valid: batch.size 12 ")
+    text = command._nothing(Found([], 0, None), 8, device, job, JobError("the model has no layers"))
+    assert text == "no layout on 8 devices is valid: the model has no layers"
     smallest = prediction(1.0, 9.25)
     smallest.layout = "tp=8, tp"
     text = command._nothing(Found([], 3, smallest), 8, device, job)

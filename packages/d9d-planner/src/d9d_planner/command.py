@@ -30,7 +30,7 @@ from rich.text import Text
 from d9d_planner.device import Device
 from d9d_planner.prediction import Prediction
 from d9d_planner.report import advice, largest, memory_line, plan_table, time_line
-from d9d_planner.search import Found, search
+from d9d_planner.search import Found, refusal, search
 from d9d_planner.workload import Workload
 
 app = command_app("plan", "Find the fastest layout of a job that fits, without a GPU.")
@@ -75,7 +75,8 @@ def plan(
         found = search(workload, devices, device)
     ranked = accepted(found, loaded, top)
     if not ranked:
-        raise JobError(_nothing(found, devices, device, loaded))
+        reason = None if found.legal else refusal(workload, devices, device)
+        raise JobError(_nothing(found, devices, device, loaded, reason))
     console = console_for()
     console.print(plan_table(found, ranked))
     console.print(f"* no other layout is both faster and smaller; {found.legal:,} layouts were compared")
@@ -136,8 +137,10 @@ def job_text(job: JobFile, prediction: Prediction) -> str:
     return f"# Layout by d9d plan; predicted: {predicted}.\n" + write_yaml(values, width=120)
 
 
-def _nothing(found: Found, devices: int, device: Device, job: JobFile) -> str:
-    """Text that says why no layout fits."""
+def _nothing(found: Found, devices: int, device: Device, job: JobFile, reason: D9dError | None = None) -> str:
+    """Text that says why no layout fits; ``reason`` is why the first layout is invalid."""
+    if found.smallest is None and reason is not None:
+        return f"no layout on {devices} devices is valid: {reason}"
     if found.smallest is None:
         return (
             f"no layout on {devices} devices is valid: batch.size {job.batch.size} and the model's heads, layers and "

@@ -78,6 +78,17 @@ def search(workload: Workload, devices: int, device: Device) -> Found:
     return Found(fitting, len(bases), min(possible, key=_needed, default=None))
 
 
+def refusal(workload: Workload, devices: int, device: Device) -> D9dError | None:
+    """Reason why the model does not support the first layout, which splits nothing; ``None`` if it does."""
+    for layout in layouts(workload, devices, device.node):
+        try:
+            Prediction(workload, layout, device).least_time  # noqa: B018 - the value is cached
+        except D9dError as error:
+            return error
+        break
+    return None
+
+
 def _by_least_time(workload: Workload, devices: int, device: Device) -> list[Prediction]:
     """Layouts that the model supports, without a schedule, ordered by a lower bound of their time.
 
