@@ -65,11 +65,16 @@ def _check(model: Anatomy, share: Share) -> None:
     for call in calls:
         if call.kind == "experts" and (count := _experts(call)) % ep:
             raise BuildError(f"mesh.ep is {ep}, which does not divide {count} experts")
+    for call in sorted(calls, key=lambda call: call.core is None):  # heads say more than features
         _check_split(call, tp)
 
 
 def _check_split(call: Call, tp: int) -> None:
-    """Check that ``tp`` divides the features or heads of a module."""
+    """Check that ``tp`` divides the heads or features of a module.
+
+    Raises:
+        BuildError: it does not.
+    """
     if call.core is not None and call.style is None:
         heads, pairs = call.core.query_heads, call.core.key_value_heads
         if heads % tp:
@@ -332,7 +337,8 @@ class _Ops:
         """Module of another kind, as measured."""
         rows, width, found = self._tokens(call), self._share.width, call.measured
         weights = self._weights(call)
-        banks = [len(weight.shape) == 3 for weight in weights if len(weight.shape) > 1]
+        # Weights of convolutions have three dimensions too, next to linear layers.
+        grouped = any(len(weight.shape) == 3 for weight in weights) and not any(w.kind == "linear" for w in weights)
         kept = found.kept * rows
         self.workspace = max(self.workspace, kept)
         if found.keeps_input and self._keeps(call):
@@ -342,7 +348,7 @@ class _Ops:
         self.ops.append(
             OpCost(
                 call.path,
-                "grouped_product" if banks and all(banks) else "product",
+                "grouped_product" if grouped else "product",
                 flops,
                 2 * flops,
                 traffic + found.kept * rows,
