@@ -396,7 +396,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, *_: Tensor) -> Any:
-        raise NotImplementedError("only what the forward keeps is measured")
+        raise NotImplementedError("only the kept tensors of a forward are measured")
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
