@@ -12,7 +12,6 @@ from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
-from d9d_core.cost import WeightKind
 from d9d_core.errors import BuildError, D9dError
 from d9d_core.model import Stage
 from d9d_core.traits import TensorStyle
@@ -36,6 +35,9 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 #: Kinds of modules. An ``other`` one is measured; the parameters of an ``idle`` one are used by another module.
 Kind = Literal["linear", "norm", "attention", "experts", "embedding", "other", "idle"]
 
+#: Kinds of parameters, see :class:`d9d_core.cost.Weight`.
+ParameterKind = Literal["linear", "embedding", "bank", "other"]
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -49,7 +51,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    kind: WeightKind
+    kind: ParameterKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ def anatomy(config: TransformersConfig, width: int) -> Anatomy:
     """
     found = _anatomy(config.model_dump_json(), width)
     if isinstance(found, D9dError):
-        raise found
+        raise found.with_traceback(None)  # a raised error keeps the tracebacks of all raises
     return found
 
 
@@ -166,7 +168,7 @@ def _anatomy(config: str, width: int) -> Anatomy | D9dError:
             model = build(TransformersConfig.model_validate_json(config), Stage())
             return _Examination(model.to(_DTYPES[width])).anatomy()
     except D9dError as error:
-        return error
+        return error.with_traceback(None)  # which holds the model
 
 
 class _Examination:
@@ -374,7 +376,7 @@ def _parameters(module: nn.Module, *, whole: bool = False) -> tuple[Parameter, .
     found = []
     for name, parameter in module.named_parameters(recurse=whole):
         owner = module.get_submodule(name.rpartition(".")[0])
-        kind: WeightKind = "other"
+        kind: ParameterKind = "other"
         if isinstance(owner, GroupedSwiGLU):
             kind = "bank"
         elif name.rpartition(".")[2] == "weight":
