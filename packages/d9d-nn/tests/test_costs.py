@@ -211,12 +211,13 @@ def test_ranks_of_tensor_parallelism_have_a_part_of_each_matrix_and_exchange_pos
     assert (embedding.parameters, embedding.exchanges, embedding.backward_exchanges) == (26 * 8, (scatter,), (gather,))
     assert (heads.parameters, heads.exchanges, heads.backward_exchanges) == (27 * 8, (gather,), (scatter,))
     assert (layer.exchanges, layer.backward_exchanges) == ((gather, scatter) * 2, (gather, scatter) * 2)
-    # Two ranks have the same one of two key heads.
+    # Two ranks compute the same one of two key heads, from the whole weight: tensor_parallel does not split it.
     assert layer.ops[1].weights == (
         Weight("attention.q_proj.weight", (12, 8), "linear", 0),
-        Weight("attention.k_proj.weight", (6, 8), "linear", 0),
-        Weight("attention.v_proj.weight", (6, 8), "linear", 0),
+        Weight("attention.k_proj.weight", (12, 8), "linear"),
+        Weight("attention.v_proj.weight", (12, 8), "linear"),
     )
+    assert layer.ops[1].flops == 2 * 24 * 8 * (12 + 6 + 6)
     assert layer.ops[3].attention == AttentionShape(24, 2.0, 1, 6, 2)
     assert (layer.ops[0].rows, heads.ops[0].rows, layer.input) == (6.0, 6.0, 96.0)
 
