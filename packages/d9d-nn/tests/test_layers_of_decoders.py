@@ -65,11 +65,11 @@ def test_a_swiglu_offers_the_whole_layer_unless_a_projection_was_changed() -> No
 
 def test_arguments_of_whole_ops_are_weights_in_the_order_of_the_op() -> None:
     def layer(value: float) -> Any:
-        return SimpleNamespace(weight=torch.full((1,), value))
+        return SimpleNamespace(weight=torch.full((1,), value), factor=lambda: torch.full((1,), value), eps=0.5)
 
     module = SimpleNamespace(
         gate_proj=layer(1), up_proj=layer(2), down_proj=layer(3), q_proj=layer(4), k_proj=layer(5), v_proj=layer(6),
-        q_norm=SimpleNamespace(weight=torch.full((1,), 7.0), eps=0.5), k_norm=layer(8),
+        q_norm=layer(7), k_norm=layer(8),
     )  # fmt: skip
     hidden, rotation = torch.zeros(1), SimpleNamespace(cos="cos", sin="sin")
     found = swiglu_op._arguments(module, hidden)

@@ -187,13 +187,14 @@ def d9d_kernels() -> Iterable[KernelSpec]:
         supports=Ref("d9d_nn.ops.rms_norm:torch_supports"),
         build=Ref("d9d_nn.ops.rms_norm:torch_build"),
     )
-    yield KernelSpec(
-        name="recomputed",
-        summary="The gate of SwiGLU, computed again in the backward of compiled blocks instead of stored.",
-        op="silu_mul",
-        supports=Ref("d9d_nn.ops.silu_mul:recomputed_supports"),
-        build=Ref("d9d_nn.ops.silu_mul:recomputed_build"),
-    )
+    for op, layer in (("silu_mul", "SwiGLU"), ("gelu_mul", "GeGLU")):
+        yield KernelSpec(
+            name="recomputed",
+            summary=f"The gate of {layer}, computed again in the backward of compiled blocks instead of stored.",
+            op=op,
+            supports=Ref("d9d_nn.ops.silu_mul:recomputed_supports"),
+            build=Ref(f"d9d_nn.ops.{op}:recomputed_build"),
+        )
     yield KernelSpec(
         name="grouped_mm",
         summary="torch.nn.functional.grouped_mm: all experts in one call; on CUDA bfloat16, without host reads.",

@@ -35,6 +35,10 @@ class RMSNorm(nn.Module):
         """Set the weight to one."""
         nn.init.ones_(self.weight)
 
+    def factor(self) -> Tensor:
+        """Factor of each feature, [features]: the weight itself."""
+        return self.weight
+
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Slot of the norm, and at branches also of addition and norm, unless the forward was replaced."""
         whole = {"add_rms_norm": self.add_rms_norm} if self._residual and self.is_plain() else {}
@@ -42,7 +46,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., features] to the same shape and dtype."""
-        out: Tensor = self.rms_norm(x, self.weight, self.eps)
+        out: Tensor = self.rms_norm(x, self.factor(), self.eps)
         return out
 
     @in_one_op("add_rms_norm")
@@ -62,3 +66,18 @@ class RMSNorm(nn.Module):
     def is_plain(self) -> bool:
         """Whether :meth:`forward` was not replaced, so that a kernel may replace it."""
         return type(self).forward is RMSNorm.forward and "forward" not in vars(self)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm layer whose factors are ``1 + weight`` (Gemma team 2024, "Gemma 2"); the weight starts at zero.
+
+    Weight decay and rounding thus act on the difference from one. Kernels get the factors in float32 or wider.
+    """
+
+    def reset_parameters(self) -> None:
+        """Set the weight to zero."""
+        nn.init.zeros_(self.weight)
+
+    def factor(self) -> Tensor:
+        """Factor of each feature, [features]: ``1 + weight``, not rounded to the dtype of the weight."""
+        return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))

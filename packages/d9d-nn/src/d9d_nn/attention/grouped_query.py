@@ -35,6 +35,8 @@ class GroupedQueryAttention(nn.Module):
         head_norm_eps: epsilon of an RMSNorm of each query and key head before the rotation; ``None`` for no norm.
         biases: names of the projections that have biases; they start at zero.
         window: number of positions that a token attends to, including its own; ``None`` for all earlier ones.
+        softcap: soft cap of the scores; ``None`` for none.
+        norm: class of the head norms.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class GroupedQueryAttention(nn.Module):
         head_norm_eps: float | None = None,
         biases: Collection[str] = (),
         window: int | None = None,
+        softcap: float | None = None,
+        norm: type[RMSNorm] = RMSNorm,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -57,10 +61,14 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = Linear(hidden_size, key_value_heads * head_dim, std=std, bias="k_proj" in biases)
         self.v_proj = Linear(hidden_size, key_value_heads * head_dim, std=std, bias="v_proj" in biases)
         self.o_proj = Linear(query_heads * head_dim, hidden_size, std=output_std, bias="o_proj" in biases)
-        self.q_norm = None if head_norm_eps is None else RMSNorm(head_dim, eps=head_norm_eps)
-        self.k_norm = None if head_norm_eps is None else RMSNorm(head_dim, eps=head_norm_eps)
+        self.q_norm = None if head_norm_eps is None else norm(head_dim, eps=head_norm_eps)
+        self.k_norm = None if head_norm_eps is None else norm(head_dim, eps=head_norm_eps)
         self.core = AttentionCore(
-            query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim, window=window
+            query_heads=query_heads,
+            key_value_heads=key_value_heads,
+            head_dim=head_dim,
+            window=window,
+            softcap=softcap,
         )
         self.rope = OpSlot("rope", rope, head_dim=head_dim)
         heads = {"head_dim": head_dim, "query_heads": query_heads, "key_heads": key_value_heads}

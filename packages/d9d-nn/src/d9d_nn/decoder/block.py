@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.decoder.config import DecoderConfig
+from d9d_nn.geglu import GeGLU
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope.rotary_embedding import Rotation
 from d9d_nn.swiglu import SwiGLU
@@ -27,6 +28,7 @@ class DecoderBlock(nn.Module):
         config: config of the whole model.
         attention: attention layer, maps [B, S, H], a rotation and masks to [B, S, H].
         ffn: feed-forward layer, maps [B, S, H] to [B, S, H].
+        norm: class of the norms.
 
     Attributes:
         routes: whether the feed-forward layer routes tokens. Such a layer skips padding, and its router also reads the
@@ -35,12 +37,19 @@ class DecoderBlock(nn.Module):
 
     routes: ClassVar[bool] = False
 
-    def __init__(self, config: DecoderConfig, attention: GroupedQueryAttention, ffn: nn.Module) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        attention: GroupedQueryAttention,
+        ffn: nn.Module,
+        *,
+        norm: type[RMSNorm] = RMSNorm,
+    ) -> None:
         super().__init__()
-        norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, residual=True)
-        self.attention_norm = norm(for_products=True)
+        of_stream = partial(norm, config.hidden_size, eps=config.rms_norm_eps, residual=True)
+        self.attention_norm = of_stream(for_products=True)
         self.attention = attention
-        self.ffn_norm = norm(for_products=not self.routes)
+        self.ffn_norm = of_stream(for_products=not self.routes)
         self.ffn = ffn
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
@@ -68,8 +77,53 @@ class DecoderBlock(nn.Module):
         return hidden + self.ffn(normed)  # type: ignore[no-any-return]  # [B, S, H]
 
 
+class SandwichBlock(DecoderBlock):
+    """Decoder block with four norms: the outputs of attention and feed-forward are normalised before they are added.
+
+    Ding et al. 2021, "CogView", section 2.4, call it sandwich norm; Gemma 2 and 3 use it.
+
+    Args:
+        config, attention, ffn, norm: see :class:`DecoderBlock`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        attention: GroupedQueryAttention,
+        ffn: nn.Module,
+        *,
+        norm: type[RMSNorm] = RMSNorm,
+    ) -> None:
+        super().__init__(config, attention, ffn, norm=norm)
+        self.post_attention_norm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_ffn_norm = norm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        """Styles of the four norms, which compute a share of the positions."""
+        outputs = dict.fromkeys(("post_attention_norm", "post_ffn_norm"), TensorStyle.SEQUENCE)
+        return {**super().tensor_parallel_plan(), **outputs}
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        documents: AttentionMasks | Tensor | None,
+        padding: Tensor | None = None,  # noqa: ARG002 - for layers that route
+    ) -> Tensor:
+        """Map [B, S, H] to [B, S, H], see :meth:`DecoderBlock.forward`."""
+        normed, hidden = self.attention_norm.branch(hidden)  # [B, S, H] each
+        attended = self.post_attention_norm(self.attention(normed, rotation, documents))  # [B, S, H]
+        normed, hidden = self.ffn_norm.branch(hidden, attended)  # [B, S, H] each: norm of the sum, and the sum
+        return hidden + self.post_ffn_norm(self.ffn(normed))  # type: ignore[no-any-return]  # [B, S, H]
+
+
 def grouped_query_attention(
-    config: DecoderConfig, layer: int, *, head_norm_eps: float | None = None
+    config: DecoderConfig,
+    layer: int,
+    *,
+    head_norm_eps: float | None = None,
+    softcap: float | None = None,
+    norm: type[RMSNorm] = RMSNorm,
 ) -> GroupedQueryAttention:
     """Build the grouped-query attention of a decoder block.
 
@@ -77,6 +131,8 @@ def grouped_query_attention(
         config: config of the whole model.
         layer: index of the layer in the whole model.
         head_norm_eps: see :class:`GroupedQueryAttention`.
+        softcap: see there.
+        norm: see there.
     """
     return GroupedQueryAttention(
         config.hidden_size,
@@ -88,6 +144,8 @@ def grouped_query_attention(
         head_norm_eps=head_norm_eps,
         biases=config.biased_projections(),
         window=config.window(layer),
+        softcap=softcap,
+        norm=norm,
     )
 
 
@@ -95,3 +153,9 @@ def swiglu(config: DecoderConfig, intermediate_size: int) -> SwiGLU:
     """Build a SwiGLU feed-forward layer with ``intermediate_size`` inner features."""
     output_std = config.initialization.output_std(config.num_layers)
     return SwiGLU(config.hidden_size, intermediate_size, std=config.initialization.std, output_std=output_std)
+
+
+def geglu(config: DecoderConfig, intermediate_size: int) -> GeGLU:
+    """Build a GeGLU feed-forward layer with ``intermediate_size`` inner features."""
+    output_std = config.initialization.output_std(config.num_layers)
+    return GeGLU(config.hidden_size, intermediate_size, std=config.initialization.std, output_std=output_std)

@@ -1,10 +1,14 @@
-"""Config of a decoder: fields of attention, embeddings, norms and heads; of dense decoders also feed-forward layers."""
+"""Config of a decoder: fields of attention, embeddings, norms and heads; of dense decoders also feed-forward layers.
+
+Dense decoders have a window in all layers or the later ones (:class:`DenseConfig`), or in a repeated pattern
+(:class:`AlternatingConfig`).
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from d9d_core.config import ModelConfig
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -12,8 +16,10 @@ from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_v
 from d9d_nn.decoder.presets import Presets, fill, sizes_or_preset
 from d9d_nn.heads.config import CausalLMHeadConfig, Heads, check_heads
 from d9d_nn.initialization import Initialization
-from d9d_nn.rope.scaling import RopeScaling
+from d9d_nn.rope.scaling import Rope, RopeScaling
 
+#: Kind of a layer's attention, as transformers calls it.
+LayerType = Literal["full_attention", "sliding_attention"]
 #: Projections of attention, all of which may have biases.
 PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 
@@ -126,6 +132,10 @@ class DecoderConfig(ModelConfig, ABC):
         """Number of positions that a token of this layer attends to; ``None`` for all."""
         return self.sliding_window
 
+    def rope(self, layer: int) -> Rope:  # noqa: ARG002 - subclasses may have two kinds of layers
+        """Settings of the rotary positions of this layer."""
+        return Rope(self.rope_theta, self.rope_scaling)
+
     def kind(self, layer: int) -> Hashable:
         """Key that is equal for layers of equal structure."""
         return self.window(layer)
@@ -160,4 +170,56 @@ class DenseConfig(DecoderConfig):
 
     def feed_forward_parameters(self, layer: int) -> int:  # noqa: ARG002 - all layers are alike
         """Number of matrix elements of SwiGLU, in its three matrices."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+
+class AlternatingConfig(DecoderConfig):
+    """Base config of a dense decoder whose layers alternate between a window and attention to all positions.
+
+    Sliding layers may have another base of their rotary positions.
+    """
+
+    local_rope_theta: float | None = Field(default=None, gt=1, allow_inf_nan=False)
+    """Base of the frequencies in sliding layers, which then ignore rope_scaling; null: the same rotation in all
+    layers."""
+
+    intermediate_size: int = Field(gt=0)
+    """Features inside the feed-forward layers."""
+
+    sliding_window: int = Field(default=4096, gt=0)
+    """Number of positions that a token of a sliding layer attends to, including its own."""
+
+    layer_types: tuple[LayerType, ...] = Field(default=("sliding_attention", "full_attention"), min_length=1)
+    """Kinds of attention of successive layers, repeated until the last layer."""
+
+    @field_validator("local_rope_theta")
+    @classmethod
+    def _null_if_it_changes_nothing(cls, value: float | None, info: ValidationInfo) -> float | None:
+        same = value == info.data.get("rope_theta") and info.data.get("rope_scaling") is None
+        return None if same else value
+
+    @field_validator("layer_types")
+    @classmethod
+    def _shortest_pattern(cls, value: tuple[LayerType, ...], info: ValidationInfo) -> tuple[LayerType, ...]:
+        """Pattern that does not depend on how often the given one repeats, so that equal models have equal configs."""
+        layers = info.data.get("num_layers", len(value))
+        types = tuple(value[layer % len(value)] for layer in range(layers))
+        periods = (size for size in range(1, layers) if types[size:] == types[:-size])
+        return types[: next(periods, layers)]
+
+    def layer_type(self, layer: int) -> LayerType:
+        """Kind of attention of this layer."""
+        return self.layer_types[layer % len(self.layer_types)]
+
+    def window(self, layer: int) -> int | None:
+        """Number of positions that a token of this layer attends to; ``None`` for all."""
+        return self.sliding_window if self.layer_type(layer) == "sliding_attention" else None
+
+    def rope(self, layer: int) -> Rope:
+        """Settings of the rotary positions of this layer."""
+        is_local = self.local_rope_theta is not None and self.window(layer) is not None
+        return Rope(self.local_rope_theta) if is_local else super().rope(layer)
+
+    def feed_forward_parameters(self, layer: int) -> int:  # noqa: ARG002 - all layers are alike
+        """Number of matrix elements of SwiGLU or GeGLU, in its three matrices."""
         return 3 * self.hidden_size * self.intermediate_size

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from d9d_core.errors import CheckpointError
 from d9d_weights.hugging_face.family import Family, published_head
 from d9d_weights.hugging_face.fields import HARMLESS, check_fields
 
-from d9d_nn.decoder.config import DecoderConfig, DenseConfig
+from d9d_nn.decoder.config import AlternatingConfig, DecoderConfig, DenseConfig, LayerType
 from d9d_nn.heads.config import ClassificationHeadConfig, HeadConfig, TokenClassificationHeadConfig
 from d9d_nn.rope.scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
 
@@ -163,6 +163,71 @@ def late_windows(data: Mapping[str, Any], family: Family) -> tuple[int | None, i
     if window is None or first >= layers:
         return None, 0
     return window, first
+
+
+def layer_types_json(config: AlternatingConfig) -> list[str]:
+    """Write the field that :func:`layer_types` reads."""
+    return [config.layer_type(layer) for layer in range(config.num_layers)]
+
+
+def layer_types(data: Mapping[str, Any], pattern: int) -> list[str]:
+    """Kinds of attention of the layers of a ``config.json``; by default every ``pattern``-th layer is full.
+
+    Raises:
+        CheckpointError: the number of kinds is not the number of layers.
+    """
+    kinds, layers = data.get("layer_types"), data["num_hidden_layers"]
+    if kinds is None:
+        return ["full_attention" if layer % pattern == 0 else "sliding_attention" for layer in range(1, layers + 1)]
+    if len(kinds) != layers:
+        raise CheckpointError(f"config.json: layer_types has {len(kinds)} entries, but the model has {layers} layers")
+    return list(kinds)
+
+
+def kinds_of_rope_json(config: AlternatingConfig) -> dict[str, Any]:
+    """Write the fields of rotary positions of full and of sliding layers, which transformers 5 separates."""
+    full = {"rope_theta": config.rope_theta, **scaling_to_hugging_face(config.rope_scaling)}
+    local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
+    kinds = {"full_attention": full, "sliding_attention": full if config.local_rope_theta is None else local}
+    return {"rope_parameters": kinds, "rope_local_base_freq": kinds["sliding_attention"]["rope_theta"]}
+
+
+def merge_kinds_of_rope(data: Mapping[str, Any], theta: float, local_theta: float) -> dict[str, Any]:
+    """Replace the fields of :func:`kinds_of_rope_json` by fields of full layers and ``rope_local_base_freq``.
+
+    Args:
+        data: contents of ``config.json``. Before transformers 5, ``rope_scaling`` was the scaling of full layers.
+        theta: base of full layers if the file states none.
+        local_theta: base of sliding layers if the file states none.
+
+    Returns:
+        Contents of ``config.json``; ``rope_local_base_freq`` is ``None`` if all layers rotate alike.
+
+    Raises:
+        CheckpointError: only sliding layers have a scaling, or a field is no mapping of kinds.
+    """
+    kinds, scaling = data.get("rope_parameters") or {}, data.get("rope_scaling") or {}
+    if not isinstance(kinds, Mapping) or kinds.keys() - set(get_args(LayerType)) or not isinstance(scaling, Mapping):
+        raise CheckpointError(
+            f"config.json: rope_parameters is {kinds!r} and rope_scaling is {scaling!r}; rope_parameters must be a "
+            f"mapping of {' and '.join(get_args(LayerType))}, and rope_scaling a mapping or null"
+        )
+    bases = {"full_attention": ("rope_theta", theta), "sliding_attention": ("rope_local_base_freq", local_theta)}
+    full, sliding = (
+        {"rope_theta": data.get(name, default), "rope_type": "default", **(kinds.get(kind) or {})}
+        for kind, (name, default) in bases.items()
+    )
+    full |= scaling
+    if sliding != full and sliding["rope_type"] != "default":
+        raise CheckpointError(f"config.json: rope_parameters is {kinds!r}; only full layers may have a scaling here")
+    local = None if sliding == full else sliding["rope_theta"]
+    return {
+        **data,
+        "rope_theta": full["rope_theta"],
+        "rope_parameters": None,
+        "rope_scaling": full,
+        "rope_local_base_freq": local,
+    }
 
 
 def _rope(data: Mapping[str, Any]) -> Mapping[str, Any]:

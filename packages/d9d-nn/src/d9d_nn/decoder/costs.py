@@ -23,7 +23,7 @@ from d9d_nn.costs import (
     rotation,
     silu_mul,
 )
-from d9d_nn.decoder.config import DecoderConfig, DenseConfig
+from d9d_nn.decoder.config import DecoderConfig
 from d9d_nn.decoder.flops import keys_of
 from d9d_nn.decoder.stages import layers_of
 from d9d_nn.heads.config import ClassificationHeadConfig, TokenClassificationHeadConfig
@@ -54,7 +54,13 @@ FeedForward = Callable[[Any, int, Share], FeedForwardCost]
 
 
 def decoder_cost(
-    config: DecoderConfig, stage: Stage, share: Share, feed_forward: FeedForward, *, head_norms: bool
+    config: DecoderConfig,
+    stage: Stage,
+    share: Share,
+    feed_forward: FeedForward,
+    *,
+    head_norms: bool,
+    output_norms: bool = False,
 ) -> StageCost:
     """Cost of a stage of a decoder: embedding, layers, and final norm with heads.
 
@@ -64,6 +70,7 @@ def decoder_cost(
         share: share of one rank.
         feed_forward: cost of the feed-forward part of a layer.
         head_norms: whether attention normalises the heads of queries and keys.
+        output_norms: whether the outputs of attention and feed-forward are normalised.
 
     Raises:
         BuildError: the heads, positions or feed-forward layers cannot be divided over the ranks.
@@ -74,7 +81,7 @@ def decoder_cost(
         blocks.append(_embedding(config, share))
     for first, layers in _alike(config, layers_of(config, stage)).items():
         names = tuple(f"layers.{layer}" for layer in layers)
-        cost = _layer(config, first, share, feed_forward(config, first, share), head_norms)
+        cost = _layer(config, first, share, feed_forward(config, first, share), head_norms, output_norms)
         blocks.append(replace(cost, count=len(layers), names=names))
     if stage.is_last:
         blocks.append(_heads(config, stage, share))
@@ -82,7 +89,7 @@ def decoder_cost(
 
 
 def swiglu_cost(config: Any, _layer: int, share: Share) -> FeedForwardCost:
-    """Cost of the SwiGLU of a decoder layer, whose inner features are split over ``tp``.
+    """Cost of the SwiGLU or GeGLU of a decoder layer, whose inner features are split over ``tp``.
 
     Raises:
         BuildError: the number of ranks does not divide the features.
@@ -104,7 +111,9 @@ def swiglu_cost(config: Any, _layer: int, share: Share) -> FeedForwardCost:
     return FeedForwardCost("layer", ops, 3 * hidden * features, 0, 2 * width * tokens * features, around, around)
 
 
-def dense_cost(config: DenseConfig, stage: Stage, share: Share, *, head_norms: bool) -> StageCost:
+def dense_cost(
+    config: DecoderConfig, stage: Stage, share: Share, *, head_norms: bool, output_norms: bool = False
+) -> StageCost:
     """Cost of a stage of a dense decoder; see :func:`decoder_cost`.
 
     Raises:
@@ -112,7 +121,7 @@ def dense_cost(config: DenseConfig, stage: Stage, share: Share, *, head_norms: b
     """
     if share.experts > 1:
         raise BuildError(f"mesh.ep is {share.experts}, but the model has no experts")
-    return decoder_cost(config, stage, share, swiglu_cost, head_norms=head_norms)
+    return decoder_cost(config, stage, share, swiglu_cost, head_norms=head_norms, output_norms=output_norms)
 
 
 def state_bytes(config: DecoderConfig, share: Share) -> float:
@@ -147,20 +156,23 @@ def _check(config: DecoderConfig, share: Share) -> None:
 
 
 def _layer(
-    config: DecoderConfig, layer: int, share: Share, feed_forward: FeedForwardCost, head_norms: bool
+    config: DecoderConfig,
+    layer: int,
+    share: Share,
+    feed_forward: FeedForwardCost,
+    head_norms: bool,
+    output_norms: bool,
 ) -> BlockCost:
     width, hidden, own = share.width, config.hidden_size, share.tokens / share.tensor
-    norms = [
-        rms_norm(name, own, hidden, width, weights=(Weight(f"{name}.weight", (hidden,)),))
-        for name in ("attention_norm", "ffn_norm")
-    ]
+    names = ("attention_norm", "ffn_norm", *(("post_attention_norm", "post_ffn_norm") if output_norms else ()))
+    norms = [rms_norm(name, own, hidden, width, weights=(Weight(f"{name}.weight", (hidden,)),)) for name in names]
     attended = _attention(config, layer, share, head_norms)
     parameters = sum(weight.numbers for op in attended for weight in op.weights)
     around, state = sequence_exchanges(config, share), state_bytes(config, share)
     return BlockCost(
         feed_forward.name,
-        (norms[0], *attended, norms[1], *feed_forward.ops),
-        parameters + 2 * hidden + feed_forward.parameters,
+        (norms[0], *attended, *norms[2:3], norms[1], *feed_forward.ops, *norms[3:]),
+        parameters + len(norms) * hidden + feed_forward.parameters,
         feed_forward.experts,
         state,
         3 * state + feed_forward.workspace,

@@ -27,7 +27,8 @@ class DecoderFormat(ABC, Generic[C]):
     own names, which transformers ignores.
 
     Attributes:
-        family: names of the models in transformers.
+        family: names of the models in transformers; a model that transformers implements as several families overrides
+            :meth:`family_of` and :meth:`family_in`.
         config: config class of the models.
     """
 
@@ -47,6 +48,14 @@ class DecoderFormat(ABC, Generic[C]):
             KeyError: a field is missing.
         """
 
+    def family_of(self, config: C) -> Family:  # noqa: ARG002 - overridden by models of several families
+        """Family of transformers that a model of ours belongs to."""
+        return self.family
+
+    def family_in(self, data: Mapping[str, Any]) -> Family:  # noqa: ARG002 - likewise
+        """Family that a ``config.json`` belongs to; if it belongs to none, any, which then refuses it."""
+        return self.family
+
     def own_fields(self, config: C) -> dict[str, Any]:  # noqa: ARG002 - overridden by some families
         """Fields of this family that transformers has no field for; stored unchanged."""
         return {}
@@ -61,11 +70,12 @@ class DecoderFormat(ABC, Generic[C]):
         Raises:
             CheckpointError: Hugging Face layout has no such dtype, or cannot express the model.
         """
-        return common_json(config, self.family, dtype, self.own_fields(config)) | self.special_json(config)
+        common = common_json(config, self.family_of(config), dtype, self.own_fields(config))
+        return common | self.special_json(config)
 
     def kept_fields(self, source: Mapping[str, Any], config: C) -> dict[str, Any]:
         """Fields about tokens, labels and generation, copied from the pretrained model's config."""
-        return kept_fields(source, config, self.family)
+        return kept_fields(source, config, self.family_of(config))
 
     def config_from_json(self, data: Mapping[str, Any]) -> C:
         """Read our config from a published ``config.json``, of transformers 4 or 5.
@@ -73,10 +83,11 @@ class DecoderFormat(ABC, Generic[C]):
         Raises:
             CheckpointError: it describes another architecture, an unsupported variant, or an invalid model.
         """
-        name = self.family.model_type
-        check_computable(data, self.family)
+        family = self.family_in(data)
+        name = family.model_type
+        check_computable(data, family)
         try:
-            values = self.special_fields(data) | common_fields(data, self.family)
+            values = self.special_fields(data) | common_fields(data, family)
         except KeyError as error:
             raise CheckpointError(
                 f"config.json: {error.args[0]} is missing; take it from the config.json of the published model"
@@ -94,7 +105,7 @@ class DecoderFormat(ABC, Generic[C]):
         # Imported here, because reading a config must not import torch.
         from d9d_weights.hugging_face.names import layer_names
 
-        return list(layer_names(self.family.layer, config.biased_projections()))
+        return list(layer_names(self.family_of(config).layer, config.biased_projections()))
 
     def importer(self, config: C, stored: C) -> Mapper:
         """Mapper from files to the model, see :func:`d9d_weights.hugging_face.names.importer`."""

@@ -24,7 +24,7 @@ from d9d_nn.heads.config import head_layers
 from d9d_nn.heads.heads import Heads
 from d9d_nn.heads.layer_mean import Layers, LayerSums, sums_begun
 from d9d_nn.rms_norm import RMSNorm
-from d9d_nn.rope.rotary_embedding import RotaryEmbedding
+from d9d_nn.rope.rotary_embedding import LayerRotations
 
 #: Builds the layer of an index in the whole model.
 BuildBlock = Callable[[Any, int], DecoderBlock]
@@ -44,13 +44,24 @@ class DecoderModel(nn.Module):
         stage: pipeline stage to build.
         block: builds the layer of an index in the whole model.
         heads: whether the last stage has the heads; otherwise it returns the hidden states that they read.
+        norm: class of the final norm.
+        logit_softcap: soft cap of the logits of causal_lm heads; ``None`` for none.
 
     Raises:
         BuildError: the layers cannot be split over the stages in the requested way; or a head has a name that a module
             cannot have.
     """
 
-    def __init__(self, config: DecoderConfig, stage: Stage, block: BuildBlock, *, heads: bool = True) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        stage: Stage,
+        block: BuildBlock,
+        *,
+        heads: bool = True,
+        norm: type[RMSNorm] = RMSNorm,
+        logit_softcap: float | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.stage = stage
@@ -61,12 +72,12 @@ class DecoderModel(nn.Module):
         self.layer_means: tuple[Layers, ...] = tuple(sorted({layers for layers in read if layers is not None}))
         if stage.is_first:
             self.embedding = _embedding(config)
-        self.rotary = RotaryEmbedding(config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling)
         self.layer_indices = layers_of(config, stage)
+        self.rotary = LayerRotations(config.head_dim, {layer: config.rope(layer) for layer in self.layer_indices})
         self.layers = nn.ModuleDict({str(index): block(config, index) for index in self.layer_indices})
         self._routes = any(layer.routes for layer in self.layers.values())
         if stage.is_last:
-            self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
         if self.has_heads and not stage.is_first and config.tie_embeddings:
             self.embedding = _embedding(config)
         if self.has_heads:
@@ -78,6 +89,7 @@ class DecoderModel(nn.Module):
                 std=config.initialization.std,
                 tied=config.tie_embeddings,
                 added_tokens=config.added_tokens,
+                softcap=logit_softcap,
             )
 
     def blocks(self) -> Mapping[str, nn.Module]:
@@ -126,6 +138,10 @@ class DecoderModel(nn.Module):
         done = range(self.layer_indices.stop)
         return dict.fromkeys(("hidden", *sums_begun(self.layer_means, done)), state)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Map token ids int64 [B, S] to the residual stream before the first layer, [B, S, H]."""
+        return self.embedding(tokens)  # type: ignore[no-any-return]
+
     def forward(
         self,
         *,
@@ -166,7 +182,7 @@ class DecoderModel(nn.Module):
         if self.stage.is_first:
             if tokens is None:
                 raise ValueError(f"the first stage of {self.config.name} needs tokens")
-            hidden = self.embedding(tokens)
+            hidden = self.embed(tokens)
         if hidden is None:
             name = self.config.name
             raise ValueError(f"stage {self.stage.index} of {name} needs hidden, returned by the previous stage")
@@ -179,14 +195,14 @@ class DecoderModel(nn.Module):
             positions = places
         done = range(self.layer_indices.start)
         sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
-        rotation = self.rotary(positions, lengths)
+        rotations = self.rotary(positions, lengths)
         slots = (layer.attention.core.attention for layer in self.layers.values() if isinstance(layer, DecoderBlock))
         masks = prepare_masks(slots, documents, length, hidden.device)
         padding = None
         if lengths is not None and self._routes:
             padding = places >= lengths.unsqueeze(1)
         for index, layer in self.layers.items():
-            hidden = layer(hidden, rotation, masks, padding)
+            hidden = layer(hidden, rotations[int(index)], masks, padding)
             sums.add(int(index), hidden)
         if not self.stage.is_last:
             return {"hidden": hidden, **sums.to_send()}
@@ -195,7 +211,7 @@ class DecoderModel(nn.Module):
             return {"hidden": final}
         outputs: dict[str, Tensor] = self.heads(
             final,
-            sums.means(self.norm.weight),
+            sums.means(self.norm.factor()),
             targets=targets,
             lengths=lengths,
             ends=ends,

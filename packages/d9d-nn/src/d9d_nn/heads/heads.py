@@ -33,6 +33,7 @@ class Heads(nn.ModuleDict):
         std: standard deviation of the initial weights.
         tied: whether causal_lm heads take the embedding's weight.
         added_tokens: number of last words with a separate parameter in a causal_lm head.
+        softcap: soft cap of the logits of causal_lm heads; ``None`` for none.
 
     Raises:
         BuildError: the name of a head is already an attribute of modules.
@@ -48,6 +49,7 @@ class Heads(nn.ModuleDict):
         std: float,
         tied: bool = False,
         added_tokens: int = 0,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         self._reads: dict[str, Layers | None] = {}
@@ -62,7 +64,9 @@ class Heads(nn.ModuleDict):
             elif isinstance(config, EmbeddingHeadConfig):
                 self[name] = EmbeddingHead(pooling=config.pooling, normalize=config.normalize, dim=config.dim)
             else:
-                self[name] = CausalLMHead(hidden_size, vocabulary, std=std, tied=tied, added_tokens=added_tokens)
+                self[name] = CausalLMHead(
+                    hidden_size, vocabulary, std=std, tied=tied, added_tokens=added_tokens, softcap=softcap
+                )
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """Styles of the heads: language model heads split the vocabulary; others are small, or need all positions."""

@@ -58,14 +58,14 @@ class LayerSums:
         """Sums of at least one layer, which the next stage needs; [B, S, H] each."""
         return self._sums
 
-    def means(self, norm_weight: Tensor) -> dict[Layers, Tensor]:
+    def means(self, norm_factor: Tensor) -> dict[Layers, Tensor]:
         """Mean of the normalised outputs of each set of layers, [B, S, H], when all have been added."""
-        return {layers: self._mean(layers, norm_weight) for layers in self._wanted}
+        return {layers: self._mean(layers, norm_factor) for layers in self._wanted}
 
-    def _mean(self, layers: Layers, norm_weight: Tensor) -> Tensor:
+    def _mean(self, layers: Layers, norm_factor: Tensor) -> Tensor:
         total = self._sums[sum_name(layers)]
         wide = total.to(torch.promote_types(total.dtype, torch.float32))
-        return (wide / len(layers) * norm_weight).to(total.dtype)
+        return (wide / len(layers) * norm_factor).to(total.dtype)
 
 
 def sums_begun(wanted: Iterable[Layers], layers_done: Sequence[int] | range) -> list[str]:

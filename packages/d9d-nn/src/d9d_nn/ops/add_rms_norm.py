@@ -49,7 +49,7 @@ def add_rms_norm_slot(features: int, *, for_products: bool) -> WholeSlot:
     """
 
     def arguments(module: Any, x: Tensor, added: Tensor | None = None) -> tuple[Any, ...]:
-        return x, added, module.weight, module.eps, autocast_dtype(x) if for_products else None
+        return x, added, module.factor(), module.eps, autocast_dtype(x) if for_products else None
 
     def fits(module: Any) -> bool:
         return module.is_plain() and not has_hooks(module)

@@ -64,7 +64,7 @@ def attention_inputs_slot(**facts: Any) -> WholeSlot:
 
 def _arguments(module: Any, hidden: Tensor, rotation: Any) -> tuple[Any, ...]:
     layers = module.q_proj, module.k_proj, module.v_proj
-    norms = module.q_norm.weight, module.k_norm.weight
+    norms = module.q_norm.factor(), module.k_norm.factor()
     weights = *as_autocast_together([layer.weight for layer in layers]), *norms
     return as_autocast(hidden), *weights, rotation.cos, rotation.sin, module.q_norm.eps
 

@@ -43,5 +43,5 @@ def normed_rope_slot(**facts: Any) -> WholeSlot:
 
 
 def _arguments(module: Any, query: Tensor, key: Tensor, rotation: Any) -> tuple[Any, ...]:
-    weights = module.q_norm.weight, module.k_norm.weight
+    weights = module.q_norm.factor(), module.k_norm.factor()
     return query, key, *weights, rotation.cos, rotation.sin, module.q_norm.eps

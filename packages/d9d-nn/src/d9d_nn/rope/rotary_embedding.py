@@ -5,10 +5,12 @@ Shapes: B samples, S positions, D features of a head.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from d9d_core.errors import BuildError
 from torch import Tensor, nn
 
-from d9d_nn.rope.scaling import RopeScaling
+from d9d_nn.rope.scaling import Rope, RopeScaling
 from d9d_nn.rope.scaling_frequencies import rotary_frequencies
 
 
@@ -19,7 +21,7 @@ class Rotation:
     wrong positions for distant tokens.
 
     Args:
-        cos: float32 [B or 1, S, D/2]; YaRN multiplies it and the sine by its attention factor.
+        cos: float32 [B or 1, S, D/2]; YaRN multiplies it and the sine by its attention factor, models by a magnitude.
         sin: float32 [B or 1, S, D/2].
     """
 
@@ -39,12 +41,15 @@ class RotaryEmbedding(nn.Module):
         head_dim: D.
         theta: the longest wavelength is ``2 pi theta``.
         scaling: change of frequencies for sequences longer than in pretraining.
+        magnitude: multiplies cosine and sine, so its square multiplies the scores of attention.
 
     Raises:
         BuildError: dynamic scaling of heads with a single pair.
     """
 
-    def __init__(self, head_dim: int, *, theta: float, scaling: RopeScaling | None = None) -> None:
+    def __init__(
+        self, head_dim: int, *, theta: float, scaling: RopeScaling | None = None, magnitude: float = 1.0
+    ) -> None:
         super().__init__()
         if scaling is not None and scaling.type == "dynamic" and head_dim <= 2:
             raise BuildError(
@@ -54,6 +59,7 @@ class RotaryEmbedding(nn.Module):
         self.head_dim = head_dim
         self.theta = theta
         self.scaling = scaling
+        self.magnitude = magnitude
 
     def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Rotation:
         """Compute the angles in float32.
@@ -68,7 +74,30 @@ class RotaryEmbedding(nn.Module):
         length = positions.shape[1] if lengths is None else lengths
         frequencies, factor = rotary_frequencies(self.head_dim, self.theta, self.scaling, length, positions.device)
         angles = positions.unsqueeze(-1).float() * frequencies
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin, factor = angles.cos(), angles.sin(), factor * self.magnitude
         if factor != 1.0:
             cos, sin = cos * factor, sin * factor
         return Rotation(cos=cos, sin=sin)
+
+
+class LayerRotations(nn.Module):
+    """Rotary embeddings of a stage's layers: layers with equal settings share one rotation.
+
+    Args:
+        head_dim: D.
+        ropes: settings of the rotary positions, by layer.
+
+    Raises:
+        BuildError: see :class:`RotaryEmbedding`.
+    """
+
+    def __init__(self, head_dim: int, ropes: Mapping[int, Rope]) -> None:
+        super().__init__()
+        different = list(dict.fromkeys(ropes.values()))
+        self.embeddings = nn.ModuleList(RotaryEmbedding(head_dim, **rope._asdict()) for rope in different)
+        self._choices = {layer: different.index(rope) for layer, rope in ropes.items()}
+
+    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Mapping[int, Rotation]:
+        """Rotation of each layer, see :meth:`RotaryEmbedding.forward`."""
+        rotations = [embedding(positions, lengths) for embedding in self.embeddings]
+        return {layer: rotations[choice] for layer, choice in self._choices.items()}

@@ -6,7 +6,7 @@ Does not import torch; :mod:`d9d_nn.rope.scaling_frequencies` computes the frequ
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from d9d_core.config import Section
 from d9d_core.errors import CheckpointError
@@ -111,6 +111,21 @@ class Llama3Scaling(_Scaling):
 
 
 RopeScaling = Annotated[LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling, Field(discriminator="type")]
+
+
+class Rope(NamedTuple):
+    """Settings of the rotary positions of a layer.
+
+    Attributes:
+        theta: base of the frequencies.
+        scaling: scaling beyond the lengths of pretraining; ``None`` for none.
+        magnitude: factor of rotated queries and keys.
+    """
+
+    theta: float
+    scaling: RopeScaling | None = None
+    magnitude: float = 1.0
+
 
 _SCALING: TypeAdapter[LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling] = TypeAdapter(RopeScaling)
 

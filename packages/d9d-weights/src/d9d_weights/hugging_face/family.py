@@ -68,6 +68,7 @@ class Family:
         layer: names inside a layer, transformers' -> d9d's.
         read: fields of ``config.json`` that become part of d9d's config.
         only: further fields -> accepted values; other values are refused.
+        causal_lm: class name of the language model, if it does not begin with the prefix.
     """
 
     model_type: str
@@ -75,11 +76,12 @@ class Family:
     layer: Mapping[str, str]
     read: frozenset[str] = READ
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    causal_lm: str = ""
 
     @property
     def language_model(self) -> str:
         """Class name of the language model."""
-        return f"{self.prefix}ForCausalLM"
+        return self.causal_lm or f"{self.prefix}ForCausalLM"
 
     @property
     def classifier(self) -> str:

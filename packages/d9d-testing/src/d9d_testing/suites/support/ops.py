@@ -303,6 +303,12 @@ KNOWN_OPS: Mapping[str, Op] = {
         invoke_plainly,
         at_random=_silu_mul_at_random,
     ),
+    "gelu_mul": Op(
+        partial(_plain_slot, "gelu_mul", "d9d_nn.ops.gelu_mul:gelu_mul"),
+        _silu_muls,
+        invoke_plainly,
+        at_random=_silu_mul_at_random,
+    ),
     "swiglu": Op(
         partial(_plain_slot, "swiglu", "d9d_nn.ops.swiglu:swiglu"),
         _swiglus,
