@@ -101,10 +101,12 @@ def test_the_records_of_a_layout_are_merged_to_its_largest_deviations(table: Mod
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma 2", "gemma 3"])
 def test_further_families_compute_what_one_process_does(table: ModuleType, tmp_path: Path, family: str) -> None:
-    chosen = [layout for layout in table.LAYOUTS if layout.name in {"tp 4", "hsdp 2 x 2, tp 2", "cp 2, ring, tp 2"}]
     model, corpus = table.FAMILIES[family], tmp_path / "corpus"
+    with_context = "cp 4, ulysses" if "score_softcap" in model else "cp 2, ring, tp 2"
+    names = {"tp 4", "hsdp 2 x 2, tp 2", with_context}
+    chosen = [layout for layout in table.of_family(family) if layout.name in names]
     rows = table.run(corpus, chosen, ["float32"], [3], model=model)
     rows += table.run_pipelines(
         corpus, [table.Piped("zb1p", 2, 3, tied=model.get("tie_embeddings", False), model=model)]

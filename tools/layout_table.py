@@ -37,7 +37,7 @@ PARTS = {
 
 PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin",
-    "d9d_pipeline.plugin", "d9d_qwen3.plugin", "d9d_llama.plugin",
+    "d9d_pipeline.plugin", "d9d_qwen3.plugin", "d9d_llama.plugin", "d9d_gemma.plugin",
 )  # fmt: skip
 
 
@@ -145,7 +145,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": DENSE | {"name": "llama"},
     "mistral": DENSE | {"name": "mistral", "sliding_window": 8},
     "qwen2": DENSE | {"name": "qwen2", "tie_embeddings": True},
-}
+    "gemma 2": DENSE | {
+        "name": "gemma", "generation": 2, "sliding_window": 8, "tie_embeddings": True, "score_softcap": 2.0,
+        "logit_softcap": 3.0,
+    },
+    "gemma 3": DENSE | {"name": "gemma", "sliding_window": 8, "tie_embeddings": True, "local_rope_theta": 10_000.0},
+}  # fmt: skip
+
+
+def of_family(family: str) -> list[Layout]:
+    """Layouts of a family: with a soft cap of scores, context parallelism only by ``ulysses``."""
+    if "score_softcap" not in FAMILIES[family]:
+        return list(LAYOUTS)
+    return [layout for layout in LAYOUTS if "cp" not in layout.mesh or "ulysses" in layout.name]
 
 
 def job(corpus: Path, dtype: str, device: str = "cpu", model: Mapping[str, Any] = DENSE) -> dict[str, Any]:

@@ -217,8 +217,9 @@ class AlternatingConfig(DecoderConfig):
 
     def rope(self, layer: int) -> Rope:
         """Settings of the rotary positions of this layer."""
-        is_local = self.local_rope_theta is not None and self.window(layer) is not None
-        return Rope(self.local_rope_theta) if is_local else super().rope(layer)
+        if self.local_rope_theta is None or self.window(layer) is None:
+            return super().rope(layer)
+        return Rope(self.local_rope_theta)
 
     def feed_forward_parameters(self, layer: int) -> int:  # noqa: ARG002 - all layers are alike
         """Number of matrix elements of SwiGLU or GeGLU, in its three matrices."""
