@@ -72,6 +72,8 @@ def test_a_norm_of_offsets_starts_as_the_identity_of_unit_rows() -> None:
     norm = offset_norm()
     norm.reset_parameters()
     assert not norm.weight.any()
+    assert not OffsetRMSNorm(8, eps=1e-6).weight.any()
+    assert (RMSNorm(8, eps=1e-6).weight == 1).all()
     torch.testing.assert_close(norm(torch.ones(2, 8)), torch.ones(2, 8))
 
 

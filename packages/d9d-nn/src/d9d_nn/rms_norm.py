@@ -26,10 +26,11 @@ class RMSNorm(nn.Module):
     def __init__(self, features: int, *, eps: float, residual: bool = False, for_products: bool = False) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(features))
+        self.weight = nn.Parameter(torch.empty(features))
         self.rms_norm = OpSlot("rms_norm", rms_norm, features=features)
         self.add_rms_norm = add_rms_norm_slot(features, for_products=for_products)
         self._residual = residual
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the weight to one."""
