@@ -32,7 +32,7 @@ FORM = GemmaHuggingFace()
 TINY = {2: tiny(2), 3: tiny()}
 SIX = ("sliding_attention",) * 5 + ("full_attention",)
 VARIANTS: list[tuple[int, dict[str, Any]]] = [
-    (2, {"num_layers": 3}),
+    (2, {"num_layers": 3, "logit_softcap": 5.0}),
     (2, {"score_softcap": None, "logit_softcap": None, "tie_embeddings": False}),
     (2, {"rope_scaling": {"type": "linear", "factor": 4.0}, "head_dim": 24, "attention_bias": True}),
     (3, {"num_layers": 7, "layer_types": SIX, "sliding_window": 3}),
