@@ -212,14 +212,14 @@ def test_the_square_of_the_magnitude_multiplies_the_scores() -> None:
 
 def test_layers_with_equal_settings_share_a_rotation() -> None:
     near, far = Rope(100.0), Rope(1000.0, LinearScaling(factor=2.0))
-    rotations = LayerRotations(4, {3: near, 4: far, 5: Rope(100.0)})
+    rotations = LayerRotations(4, [near, far, Rope(100.0)])
     positions = torch.arange(5).unsqueeze(0)
     found = rotations(positions)
-    assert list(found) == [3, 4, 5]
-    assert found[3] is found[5]
+    assert len(found) == 3
+    assert found[0] is found[2]
     for layer, expected in (
-        (3, RotaryEmbedding(4, theta=100.0)),
-        (4, RotaryEmbedding(4, theta=1000.0, scaling=LinearScaling(factor=2.0))),
+        (0, RotaryEmbedding(4, theta=100.0)),
+        (1, RotaryEmbedding(4, theta=1000.0, scaling=LinearScaling(factor=2.0))),
     ):
         assert torch.equal(found[layer].cos, expected(positions).cos)
         assert torch.equal(found[layer].sin, expected(positions).sin)

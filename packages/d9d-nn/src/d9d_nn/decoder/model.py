@@ -73,7 +73,7 @@ class DecoderModel(nn.Module):
         if stage.is_first:
             self.embedding = _embedding(config)
         self.layer_indices = layers_of(config, stage)
-        self.rotary = LayerRotations(config.head_dim, {layer: config.rope(layer) for layer in self.layer_indices})
+        self.rotary = LayerRotations(config.head_dim, [config.rope(index) for index in self.layer_indices])
         self.layers = nn.ModuleDict({str(index): block(config, index) for index in self.layer_indices})
         self._routes = any(layer.routes for layer in self.layers.values())
         if stage.is_last:
@@ -201,8 +201,8 @@ class DecoderModel(nn.Module):
         padding = None
         if lengths is not None and self._routes:
             padding = places >= lengths.unsqueeze(1)
-        for index, layer in self.layers.items():
-            hidden = layer(hidden, rotations[int(index)], masks, padding)
+        for (index, layer), rotation in zip(self.layers.items(), rotations, strict=True):
+            hidden = layer(hidden, rotation, masks, padding)
             sums.add(int(index), hidden)
         if not self.stage.is_last:
             return {"hidden": hidden, **sums.to_send()}

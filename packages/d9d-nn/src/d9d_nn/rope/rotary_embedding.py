@@ -5,7 +5,7 @@ Shapes: B samples, S positions, D features of a head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from d9d_core.errors import BuildError
 from torch import Tensor, nn
@@ -85,19 +85,19 @@ class LayerRotations(nn.Module):
 
     Args:
         head_dim: D.
-        ropes: settings of the rotary positions, by layer.
+        ropes: settings of the rotary positions of each layer.
 
     Raises:
         BuildError: see :class:`RotaryEmbedding`.
     """
 
-    def __init__(self, head_dim: int, ropes: Mapping[int, Rope]) -> None:
+    def __init__(self, head_dim: int, ropes: Sequence[Rope]) -> None:
         super().__init__()
-        different = list(dict.fromkeys(ropes.values()))
+        different = list(dict.fromkeys(ropes))
         self.embeddings = nn.ModuleList(RotaryEmbedding(head_dim, **rope._asdict()) for rope in different)
-        self._choices = {layer: different.index(rope) for layer, rope in ropes.items()}
+        self._choices = [different.index(rope) for rope in ropes]
 
-    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Mapping[int, Rotation]:
+    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> list[Rotation]:
         """Rotation of each layer, see :meth:`RotaryEmbedding.forward`."""
         rotations = [embedding(positions, lengths) for embedding in self.embeddings]
-        return {layer: rotations[choice] for layer, choice in self._choices.items()}
+        return [rotations[choice] for choice in self._choices]
