@@ -268,8 +268,8 @@ def test_a_part_of_a_layer_that_no_small_model_has_is_refused() -> None:
     config = tiny("lfm2", layer_types=["conv", "conv", "full_attention"])
     with torch.device("meta"):
         native = native_model(native_config(config.config))
-        with pytest.raises(BuildError, match=r"layers\.0\.conv \(Lfm2ShortConv\) mixes documents; the small model"):
-            TransformersModel(native, Parts(frozenset(), frozenset({"Lfm2DecoderLayer"}), {}), Stage())
+        with pytest.raises(BuildError, match=r"layers\.0\.conv \(Lfm2ShortConv\) mixes documents"):
+            TransformersModel(native, Parts(frozenset(), frozenset({"Lfm2DecoderLayer"}), {}, {}), Stage())
 
 
 @pytest.mark.parametrize(

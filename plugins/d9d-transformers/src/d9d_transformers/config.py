@@ -44,7 +44,7 @@ class TransformersConfig(ModelConfig):
     """Contents of config.json: model_type, and the fields of this type that differ from transformers' defaults."""
 
     container: str | None = None
-    """Type of a larger model, such as one of images and text, whose files hold this model; other parts stay out."""
+    """Type of a larger model, such as one of images and text, whose language model this is; other parts stay out."""
 
     balancing: tuple[Balancing, ...] | None = None
     """Load balancing of experts, at most one of each kind: auxiliary_loss, z_loss, bias_update. An empty list only
