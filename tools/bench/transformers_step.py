@@ -1,6 +1,7 @@
-"""Tokens per second of a training step: d9d's Qwen3, and transformers' Qwen3 by d9d-transformers, in one run.
+"""Tokens per second of a training step: a model of d9d, and transformers' by d9d-transformers, in one run.
 
-    python tools/bench/transformers_step.py
+    python tools/bench/transformers_step.py                           Qwen3, of the sizes that options give
+    python tools/bench/transformers_step.py --preset gemma/3-1b       a published size of another model
 
 Both have the same sizes and see the same tokens: bfloat16 parameters and optimizer states, fused AdamW. Blocks of steps
 alternate between the two, so that clocks and neighbours disturb both alike.
@@ -27,14 +28,28 @@ from timing import timed
 
 MODULES = (
     "d9d_nn.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin", "d9d_qwen3.plugin",
-    "d9d_transformers.plugin",
+    "d9d_llama.plugin", "d9d_gemma.plugin", "d9d_transformers.plugin",
 )  # fmt: skip
 #: Plugins with kernels, which are used where they are installed and run.
 KERNELS = ("d9d_triton.plugin", "d9d_cublas.plugin")
 
 
 def models_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Fields of d9d's Qwen3 and of transformers', of equal sizes."""
+    """Fields of a model of d9d and of transformers', of equal sizes."""
+    if options.preset is not None:
+        name, _, preset = options.preset.partition("/")
+        own = {"name": name, "preset": preset}
+        registry = Registry.of(*map(importlib.import_module, MODULES))
+        spec: Any = registry.find("model", name).spec
+        config = spec.config.load().model_validate(own)
+        options.vocabulary = config.vocab_size
+        return {
+            name: own,
+            "transformers": {
+                "name": "transformers",
+                "config": spec.hugging_face.load()().config_json(config, "bfloat16"),
+            },
+        }
     sizes = {"vocab_size": options.vocabulary, "hidden_size": options.hidden, "intermediate_size": options.inside}
     heads = {"num_attention_heads": options.heads, "num_key_value_heads": options.groups, "head_dim": 128}
     shapes = {"num_hidden_layers": options.layers, "max_position_embeddings": options.sequence}
@@ -72,6 +87,7 @@ def main() -> None:
         ("inside", 3072), ("vocabulary", 151_936), ("steps", 5), ("rounds", 4),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--preset", help="model and published size, instead of sizes")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -91,7 +107,7 @@ def main() -> None:
         for name, run in list(runs.items())[:: 1 if index % 2 == 0 else -1]:
             times[name].append(timed(run, options.steps))
     medians = {name: statistics.median(found) for name, found in times.items()}
-    tokens = options.samples * options.sequence
+    tokens, own = options.samples * options.sequence, next(iter(times))
     result = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
         "torch": torch.__version__,
@@ -99,8 +115,8 @@ def main() -> None:
         "parameters": [sum(p.numel() for p in trainer.stage.parameters()) for trainer in trainers.values()],
         "losses": losses,
         "tokens_per_second": {name: round(tokens / found) for name, found in medians.items()},
-        "ratio": round(medians["qwen3"] / medians["transformers"], 3),
-        "ratios": [round(a / b, 3) for a, b in zip(times["qwen3"], times["transformers"], strict=True)],
+        "ratio": round(medians[own] / medians["transformers"], 3),
+        "ratios": [round(a / b, 3) for a, b in zip(times[own], times["transformers"], strict=True)],
     }
     print(json.dumps(result), flush=True)
 
