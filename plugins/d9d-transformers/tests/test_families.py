@@ -411,6 +411,21 @@ class TestModel(ModelSuite):
         """As on a GPU: the reference of the products by expert reads the counts of rows."""
         super().test_a_step_never_waits_for_the_device(replace(spec, build=OnDevice("on:device")), config)
 
+    def test_claims_agree_with_traits(self, spec: ModelSpec, config: Any) -> None:  # type: ignore[override]
+        """With balancing: without it, routers are not observed."""
+        super().test_claims_agree_with_traits(spec, initialised(spec, config.model_copy(update={"balancing": ()})))
+
+
+@pytest.mark.thorough
+class TestBalancedModel(TestModel):
+    test_hugging_face_round_trip_is_bitwise = None  # balancing is no field of config.json
+
+    @pytest.fixture
+    def config(self, spec: ModelSpec) -> Any:
+        assert spec.tiny is not None
+        balancing = [{"name": "auxiliary_loss", "coefficient": 0.01}]
+        return TransformersConfig.model_validate({**spec.tiny.load()().model_dump(), "balancing": balancing})
+
 
 class TestPlugin(PluginSuite):
     plugin = "d9d_transformers.plugin"

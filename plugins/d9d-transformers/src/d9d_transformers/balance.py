@@ -6,6 +6,7 @@ Shapes: B samples, T tokens, E experts, k experts of a token, H features.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -160,5 +161,6 @@ class Balance(BalancedRouter):
         router: Any = self._router[0]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         bias = getattr(router, "bias", None)
-        with torch.autocast(hidden.device.type, enabled=False):
+        # The type meta has no autocast.
+        with nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False):
             return functional.linear(hidden.to(wide), router.weight.to(wide), None if bias is None else bias.to(wide))

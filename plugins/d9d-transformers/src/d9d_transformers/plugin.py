@@ -24,8 +24,9 @@ def d9d_models() -> Iterable[ModelSpec]:
         tiny=Ref("d9d_transformers.config:tiny"),
         provides=frozenset(
             {
-                "model:banks", "model:blocks", "model:causal_lm", "model:context_parallel", "model:experts",
-                "model:late_init", "model:ops", "model:pipeline", "model:tensor_parallel",
+                "model:adapts", "model:banks", "model:blocks", "model:causal_lm", "model:context_parallel",
+                "model:experts", "model:late_init", "model:layout_dependent", "model:losses", "model:ops",
+                "model:pipeline", "model:tallies", "model:tensor_parallel",
             }
         ),
     )  # fmt: skip
