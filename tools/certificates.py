@@ -128,7 +128,7 @@ def page(data: Mapping[str, Any]) -> str:
         "|---|" + "---|" * len(COLUMNS),
         *(_line(row) for row in built),
         "",
-        "## Cells that are refused",
+        "## Cells that are refused or differ",
         "",
         "| reason | cells | types |",
         "|---|---|---|",

@@ -93,6 +93,28 @@ def test_a_factor_of_a_term_adds_its_gradient_to_the_router_and_to_hidden_states
     assert "lm_head.weight" not in changed
 
 
+def test_padding_is_not_counted() -> None:
+    tokens = torch.randint(3, 100, (2, 8), generator=torch.Generator().manual_seed(0))
+    alone, padded = (
+        built(config_of("qwen3_moe", AUXILIARY, "z_loss")),
+        built(config_of("qwen3_moe", AUXILIARY, "z_loss")),
+    )
+    alone(tokens=tokens)
+    padded(tokens=torch.nn.functional.pad(tokens, (0, 5)), lengths=torch.tensor([8, 8]))
+    for one, other in zip(balances(alone), balances(padded), strict=True):
+        for name, tally in one.tallies().items():
+            torch.testing.assert_close(other.tallies()[name], tally)
+        for name, total in one.loss_sums().items():
+            torch.testing.assert_close(other.loss_sums()[name], total)
+
+
+def test_padded_samples_of_balanced_experts_are_refused_in_a_pipeline() -> None:
+    with torch.device("meta"):
+        stage = build(config_of("qwen3_moe", AUXILIARY), Stage(0, 2))
+    with pytest.raises(ValueError, match="samples are padded"):
+        stage(tokens=torch.zeros(2, 8, dtype=torch.int64), lengths=torch.tensor([8, 4]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_moves_the_selection_bias_towards_experts_with_less_load(dtype: torch.dtype) -> None:
     before = torch.get_default_dtype()

@@ -96,6 +96,17 @@ def test_a_larger_model_that_computes_text_in_another_way_is_refused(kind: str, 
         build(config, Stage())
 
 
+def test_adapters_have_the_names_of_the_larger_model(tmp_path: Path) -> None:
+    whole, described, files = saved("gemma3", tmp_path)
+    config = FORM.config_from_json(described)
+    named = map_tensors(FORM.adapter_names(config), dict(loaded(config, files).state_dict()))
+    assert named.keys() < {name for name, _ in whole.named_parameters()} | {name for name, _ in whole.named_buffers()}
+    alone = example("llama")
+    with torch.device("meta"):
+        state = dict(build(alone, Stage()).state_dict())
+    assert map_tensors(FORM.adapter_names(alone), state).keys() == map_tensors(FORM.exporter(alone), state).keys()
+
+
 def test_a_larger_model_gives_its_language_model_fields_that_its_file_leaves_out() -> None:
     found = language_fields({"model_type": "mistral3"})
     assert found is not None

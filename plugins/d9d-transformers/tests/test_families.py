@@ -225,7 +225,7 @@ def test_parts_that_a_plan_does_not_split_are_whole_on_every_rank(
     [
         ("doge", r"passes a mask of another kind \(changed\)|passes a mask, which"),
         ("phi", "the head of PhiForCausalLM is Linear, not a linear layer without bias"),
-        ("seed_oss", "attention dropout of 0.1.* set attention_dropout of model.config to 0"),
+        ("seed_oss", "attention_dropout is 0.1; .* set attention_dropout to 0 in config.json"),
         ("nemotron", "passes no keywords to its attention"),
         ("vit", "transformers has no language model"),
     ],
@@ -262,6 +262,47 @@ def test_a_model_with_other_token_mixers_takes_one_document_per_sample_and_all_p
         model.split_context(None)  # type: ignore[arg-type]
     assert model.tensor_parallel_plan()["model.layers.0.conv"] is TensorStyle.GATHERED
     assert ours("llama").token_mixers() == []
+
+
+def test_padding_is_no_second_document_for_a_model_with_other_token_mixers() -> None:
+    model = ours("qwen3_5_text")
+    tokens = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[0] * 8, [0] * 5 + [1] * 3])
+    alone = model(tokens=tokens[1:, :5])["logits"]
+    padded = model(tokens=tokens, documents=documents, lengths=torch.tensor([8, 5]))["logits"]
+    torch.testing.assert_close(padded[1:, :5], alone, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="several documents"):
+        model(tokens=tokens, documents=documents)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "text"),
+    [
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "'dynamic', whose angles",
+        ),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; .* set router_jitter_noise to 0"),
+        ("starcoder2", {"residual_dropout": 0.1}, "residual_dropout is 0.1"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        (
+            "phi3",
+            {
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [2.0] * 4,
+                }
+            },
+            "'longrope', whose angles",
+        ),
+    ],
+)
+def test_computations_that_depend_on_the_batch_are_refused(kind: str, fields: dict[str, Any], text: str) -> None:
+    with torch.device("meta"), pytest.raises(BuildError, match=text):
+        build(tiny(kind, **fields), Stage())
 
 
 def test_a_part_of_a_layer_that_no_small_model_has_is_refused() -> None:

@@ -36,7 +36,8 @@ class Balance(BalancedRouter):
         facts: facts about the router.
 
     Attributes:
-        samples: B of the microbatch; set by the model before its layers run.
+        samples: B of the microbatch; set by the model before its layers run, like ``padding``.
+        padding: bool [T], padded positions, which are not counted, of all ranks of ``tp``; ``None`` if there are none.
 
     Raises:
         BuildError: two balancers add the same term, or the router has no selection bias to update.
@@ -59,6 +60,7 @@ class Balance(BalancedRouter):
         if self._moves is not None:
             self._keep_bias(parent, facts)
         self.samples = 1
+        self.padding: Tensor | None = None
         self._share: SequenceShare | None = None
         self._context: ContextShare | None = None
 
@@ -108,6 +110,7 @@ class Balance(BalancedRouter):
         return (
             ContextCall("all_gather", logits, "logits"),
             ContextCall("all_gather", step.bytes_of(ranks * self.chosen, 8), "chosen experts"),
+            ContextCall("all_gather", step.bytes_of(ranks, 1), "padding, if there is any", at_most=True),
             ContextCall("reduce_scatter", logits, "gradients of logits", backward=True),
         )
 
@@ -140,7 +143,9 @@ class Balance(BalancedRouter):
         if self._share is not None:
             logits = self._share.gather(logits.view(self.samples, -1, self.experts)).flatten(0, 1)
             indices = self._share.gather(indices.view(self.samples, -1, indices.shape[1])).flatten(0, 1)
-        choice = Choice(logits, scores_of(logits, self._facts.scoring), indices, self.samples)
+        if self.padding is not None:
+            indices = indices.masked_fill(self.padding.unsqueeze(1), self.experts)
+        choice = Choice(logits, scores_of(logits, self._facts.scoring), indices, self.samples, self.padding)
         weights = self.add_auxiliary_losses(weights, self._everywhere(choice))
         self.tally(choice, count_rows(indices, self.experts))
         return weights
@@ -155,7 +160,8 @@ class Balance(BalancedRouter):
             return context.gather(tensor.view(choice.samples, -1, tensor.shape[1])).flatten(0, 1)
 
         logits = whole(choice.logits)
-        return Choice(logits, scores_of(logits, self._facts.scoring), whole(choice.indices), choice.samples)
+        padding = None if choice.padding is None else whole(choice.padding.byte().unsqueeze(1)).bool().flatten()
+        return Choice(logits, scores_of(logits, self._facts.scoring), whole(choice.indices), choice.samples, padding)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         router: Any = self._router[0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from d9d_core.errors import BuildError
 from d9d_core.model import Stage
 from d9d_moe.balancing.balancers import build_balancers
@@ -13,6 +16,11 @@ from d9d_transformers.library import native_config, native_model
 from d9d_transformers.mixing import parts_of
 from d9d_transformers.model import TransformersModel
 
+#: Rotary positions whose angles depend on the longest sample of a batch.
+_OF_BATCHES = frozenset({"dynamic", "longrope"})
+#: Parts of names of fields that switch on random numbers in training.
+_RANDOM = ("dropout", "pdrop", "jitter")
+
 
 def build(config: TransformersConfig, stage: Stage) -> TransformersModel:
     """Build a stage, under the meta device.
@@ -22,7 +30,9 @@ def build(config: TransformersConfig, stage: Stage) -> TransformersModel:
         CheckpointError: transformers refuses the config.
     """
     register()
-    native = native_model(native_config(config.config))
+    known = native_config(config.config)
+    _check_fields(known)
+    native = native_model(known)
     if config.container is not None:
         check_container(config.container, native)
     if config.balancing is None and getattr(native.config, "output_router_logits", False):
@@ -32,3 +42,30 @@ def build(config: TransformersConfig, stage: Stage) -> TransformersModel:
         )
     balancing = None if config.balancing is None else build_balancers(config.balancing)
     return TransformersModel(native, parts_of(config), stage, balancing)
+
+
+def _check_fields(known: Any) -> None:
+    """Raise if a config asks for computations that depend on the other samples of a batch, or on the layout.
+
+    Raises:
+        BuildError: it has such rotary positions, or draws random numbers.
+    """
+    if found := sorted(_OF_BATCHES.intersection(_rope_types(getattr(known, "rope_parameters", None)))):
+        raise BuildError(
+            f"model.config: rope_parameters has the type {found[0]!r}, whose angles depend on the longest sample of a "
+            "batch, so samples and ranks would change each other's results; d9d cannot train it exactly"
+        )
+    for name, value in known.to_dict().items():
+        if any(part in name for part in _RANDOM) and isinstance(value, float | int) and value > 0:
+            raise BuildError(
+                f"model.config: {name} is {value}; transformers draws its random numbers by microbatch, so results "
+                f"would depend on the layout; set {name} to 0 in config.json, or in model.config"
+            )
+
+
+def _rope_types(value: Any) -> Iterator[Any]:
+    """Types of rotary positions in a mapping, which may have one mapping for each type of layer."""
+    if isinstance(value, Mapping):
+        yield value.get("rope_type")
+        for inner in value.values():
+            yield from _rope_types(inner)

@@ -136,7 +136,7 @@ def example(model_type: str) -> TransformersConfig:
     if before is not None:
         fields[_LAYERS] = after = min(before, _LAYERS_OF_EXAMPLE)
     for name, value in known.items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+        if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
             fields[name] = 0.0
         elif isinstance(value, list) and len(value) == before:
             fields[name] = [value[index] for index in _kept(value, after)]

@@ -26,9 +26,7 @@ def check_container(model_type: str, native: Any) -> None:
     Raises:
         BuildError: the larger model computes text in another way, or cannot be examined.
     """
-    config = native_config({"model_type": model_type, "text_config": native.config.to_dict()})
-    with torch.device("meta"):
-        whole = container_model(config).eval()
+    whole = _whole(model_type, native)
     base = base_of(native)[1]
     where = f"model.config: a {model_type}"
     if type(whole.get_decoder()) is not type(base):
@@ -38,6 +36,20 @@ def check_container(model_type: str, native: Any) -> None:
         raise BuildError(f"{where} changes logits in another way than its language model alone, which d9d would train")
     if list(masked_calls(base_of(whole)[1]).values()) != list(masked_calls(base).values()):
         raise BuildError(f"{where} has other attention masks than its language model alone, which d9d would train")
+
+
+def name_inside(model_type: str, native: Any) -> str:
+    """Name that the model without its head has inside a larger model of this type."""
+    whole = _whole(model_type, native)
+    decoder = whole.get_decoder()
+    return next(path for path, module in whole.named_modules() if module is decoder)
+
+
+def _whole(model_type: str, native: Any) -> Any:
+    """Larger model around a language model, with its other parts at their default sizes, on the meta device."""
+    config = native_config({"model_type": model_type, "text_config": native.config.to_dict()})
+    with torch.device("meta"):
+        return container_model(config).eval()
 
 
 def _logits(native: Any) -> tuple[float, float | None]:

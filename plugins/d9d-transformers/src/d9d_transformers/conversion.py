@@ -20,6 +20,7 @@ from d9d_weights.graph.select import Copy, Drop, Rest
 
 from d9d_transformers.attention import register
 from d9d_transformers.config import TransformersConfig
+from d9d_transformers.containers import name_inside
 from d9d_transformers.experts import BANK, DOWN, GATE_UP, replace_experts
 from d9d_transformers.head import Head
 from d9d_transformers.library import base_of, conversions, native_config, native_model
@@ -106,6 +107,18 @@ def exporter(config: TransformersConfig) -> Mapper:
         CheckpointError: transformers converts tensors by an operation that d9d does not have.
     """
     return _correspondence(config).mapper().inverse()
+
+
+def adapter_names(config: TransformersConfig) -> Mapper:
+    """Mapper from the model to names of adapters: names of the larger model, if there is one, else names in files."""
+    if config.container is None:
+        return exporter(config)
+    register()
+    with torch.device("meta"):
+        native = native_model(native_config(config.config))
+        inside = name_inside(config.container, native)
+    prefix = base_of(native)[0]
+    return exporter(config) >> Parallel(Rename(f"{prefix}.{{rest*}}", f"{inside}.{{rest*}}"), Identity())
 
 
 def _correspondence(config: TransformersConfig) -> _Correspondence:

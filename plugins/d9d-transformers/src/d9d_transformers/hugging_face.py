@@ -48,6 +48,12 @@ class TransformersFormat:
         """Small config of a type; see :func:`d9d_transformers.config.example`."""
         return example(model_type)
 
+    def adapter_names(self, config: TransformersConfig) -> Mapper:
+        """Mapper from the model's names to the names in the model that transformers builds for the base's directory."""
+        from d9d_transformers.conversion import adapter_names
+
+        return adapter_names(config)
+
     def importer(self, config: TransformersConfig, stored: TransformersConfig) -> Mapper:
         """Mapper from files to the model's names; see :mod:`d9d_transformers.conversion`."""
         from d9d_transformers.conversion import importer

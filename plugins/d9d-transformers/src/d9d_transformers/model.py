@@ -146,7 +146,7 @@ class TransformersModel(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         targets: Tensor | None = None,
-        lengths: Tensor | None = None,  # noqa: ARG002 - padding is behind the tokens, which attend to earlier ones only
+        lengths: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Run this stage.
 
@@ -155,6 +155,7 @@ class TransformersModel(nn.Module):
             hidden: [B, S, H], for later stages: returned by the previous one.
             positions: int64 [B, S], position inside the document; counted from the sample's start if ``None``.
             documents: int64 [B, S]; tokens attend only within their own document. ``None`` if a sample is one document.
+                With other token mixers than attention and ``lengths``, a sample must be one document and padding.
             targets: int64 [B, S], -100 where nothing is predicted.
             lengths: int64 [B], tokens of each right-padded sample.
 
@@ -163,11 +164,15 @@ class TransformersModel(nn.Module):
             targets, else ``{"logits": [B, S, V]}``.
 
         Raises:
-            ValueError: the first stage got no tokens, a later one no hidden states, or a model with other token mixers
-                than attention got documents.
+            ValueError: the first stage got no tokens, a later one no hidden states, a model with other token mixers
+                than attention got documents, or a stage with balanced experts got padded samples.
         """
         if documents is not None and (mixers := self.token_mixers()):
-            raise ValueError(f"a sample has several documents, whose tokens {mixers[0]} would mix; use unpacked data")
+            if lengths is None:
+                raise ValueError(
+                    f"a sample has several documents, whose tokens {mixers[0]} would mix; use unpacked data"
+                )
+            documents = None  # marks padding, which comes last and changes no earlier position
         given = tokens if self.stage.is_first else hidden
         if given is None:
             what = "tokens" if self.stage.is_first else "hidden, returned by the previous stage"
@@ -180,8 +185,9 @@ class TransformersModel(nn.Module):
             positions = positions if self._context is None else self._context.own(positions)
         base: Any = getattr(self, self.base_name)
         masks = prepare_masks(self._slots, documents, length, given.device)
+        padding = self._padding(lengths, length)
         for balance in self._balances.values():
-            balance.samples = len(given)
+            balance.samples, balance.padding = len(given), padding
         if self._entry is not None:
             self._entry.hand(given)
         inputs = {"input_ids" if self.stage.is_first else "inputs_embeds": given}
@@ -194,6 +200,22 @@ class TransformersModel(nn.Module):
         weight = self.get_parameter(f"{self.head_facts.embedding}.weight") if self.head_facts.tied else None
         loss: dict[str, Tensor] = getattr(self, self.head_facts.name)(final, targets, weight)
         return loss
+
+    def _padding(self, lengths: Tensor | None, length: int) -> Tensor | None:
+        """Mask bool [T] of padded positions of this rank, for balanced experts; ``None`` if there are none.
+
+        Raises:
+            ValueError: the model is a stage of several, where recomputed blocks would see another microbatch's mask.
+        """
+        if lengths is None or not self._balances:
+            return None
+        if self.stage.count > 1:
+            raise ValueError(
+                "model.balancing: samples are padded, which balancing does not support in a pipeline; use data without "
+                "padding, or no pipeline"
+            )
+        padded = torch.arange(length, device=lengths.device) >= lengths.unsqueeze(1)
+        return (padded if self._context is None else self._context.own(padded)).flatten()
 
 
 class _Initialisation:

@@ -18,6 +18,7 @@ from d9d_weights.graph.graph import StateGraph, specs_of
 from d9d_weights.hugging_face.adapter import ADAPTER_FILES, AdapterFormat, published_names
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.export import ModelFiles, export_model
+from d9d_weights.hugging_face.format import NamesAdapters
 from d9d_weights.hugging_face.index import read_object
 from d9d_weights.hugging_face.layout import some
 from d9d_weights.hugging_face.load import load_tensors
@@ -140,7 +141,9 @@ def _published(job: BaseJob, selection: Parts, assembly: Assembly) -> Mapping[st
     if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
         raise CheckpointError(f"model {selection.model.entry} has no Hugging Face layout, so its adapters have none")
     own = {n: s for n, s in specs_of(model_tensors(assembly.full_model)).items() if n not in assembly.injected}
-    return published_names(spec.hugging_face.load()().exporter(job.model), own)
+    layout = spec.hugging_face.load()()
+    named = layout.adapter_names if isinstance(layout, NamesAdapters) else layout.exporter
+    return published_names(named(job.model), own)
 
 
 def _classes(job: JobConfig, selection: Selection) -> dict[str, Any]:

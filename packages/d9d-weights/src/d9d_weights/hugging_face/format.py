@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from d9d_weights.graph.base import Mapper
 
-__all__ = ["HuggingFaceFormat"]
+__all__ = ["HuggingFaceFormat", "NamesAdapters"]
 
 
 class HuggingFaceFormat(Protocol):
@@ -51,4 +51,13 @@ class KeepsFields(Protocol):
             source: ``config.json`` of the pretrained weights.
             config: config of the trained model.
         """
+        ...
+
+
+@runtime_checkable
+class NamesAdapters(Protocol):
+    """Optional protocol of a format whose adapters have other names than its files."""
+
+    def adapter_names(self, config: Any) -> Mapper:
+        """Mapper from the model's names to the names in the model that the ``peft`` library adapts."""
         ...
