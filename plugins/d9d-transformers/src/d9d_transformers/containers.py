@@ -42,7 +42,8 @@ def name_inside(model_type: str, native: Any) -> str:
     """Name that the model without its head has inside a larger model of this type."""
     whole = _whole(model_type, native)
     decoder = whole.get_decoder()
-    return next(path for path, module in whole.named_modules() if module is decoder)
+    names = {module: path for path, module in whole.named_modules()}
+    return str(names[decoder])
 
 
 def _whole(model_type: str, native: Any) -> Any:
