@@ -49,7 +49,7 @@ class Balance(BalancedRouter):
         super().__init__(
             experts, [one for one in balancing if isinstance(one, BalancingLoss)], selection_bias=False, drops=False
         )
-        self.chosen = chosen
+        self.balancing, self.chosen = tuple(balancing), chosen
         updates = [one for one in balancing if isinstance(one, BiasUpdate)]
         if len(updates) > 1:
             raise BuildError("model.balancing: two balancers update the selection bias; keep one of them")
@@ -80,12 +80,6 @@ class Balance(BalancedRouter):
         """Set the buffers of losses and tallies to zero."""
         self.reset_buffers()
 
-    def layout_dependence(self) -> Sequence[str]:
-        """Balancers whose result depends on the division of a batch into microbatches and over ranks."""
-        moves = [] if self._moves is None or self._moves.layout_invariant else [type(self._moves).__name__]
-        kinds = [f"{kind} balances the experts of each microbatch on each rank separately" for kind in moves]
-        return [*super().layout_dependence(), *kinds]
-
     def see_sequence(self, share: SequenceShare) -> None:
         """Get a share of the positions; losses and tallies are computed for all positions on every rank of ``tp``."""
         self._share = share
@@ -103,16 +97,7 @@ class Balance(BalancedRouter):
 
     def context_collectives(self, step: StepShape) -> Sequence[ContextCall]:
         """Collectives of losses over samples whose positions are split over ``cp``; none without losses."""
-        if self._context is None or not self.loss_terms():
-            return ()
-        ranks = self._context.ranks
-        logits = step.bytes_of(ranks * self.experts, max(step.itemsize, 4))
-        return (
-            ContextCall("all_gather", logits, "logits"),
-            ContextCall("all_gather", step.bytes_of(ranks * self.chosen, 8), "chosen experts"),
-            ContextCall("all_gather", step.bytes_of(ranks, 1), "padding, if there is any", at_most=True),
-            ContextCall("reduce_scatter", logits, "gradients of logits", backward=True),
-        )
+        return self.collectives_everywhere(step, self._context, self.chosen)
 
     def adapts_to(self) -> Sequence[str]:
         """Tally of the rows of each expert, if a balancer updates the bias."""
@@ -145,23 +130,13 @@ class Balance(BalancedRouter):
             indices = self._share.gather(indices.view(self.samples, -1, indices.shape[1])).flatten(0, 1)
         if self.padding is not None:
             indices = indices.masked_fill(self.padding.unsqueeze(1), self.experts)
-        choice = Choice(logits, scores_of(logits, self._facts.scoring), indices, self.samples, self.padding)
-        weights = self.add_auxiliary_losses(weights, self._everywhere(choice))
+        choice = Choice(logits, self._scores(logits), indices, self.samples, self.padding)
+        weights = self.add_auxiliary_losses(weights, self.everywhere(choice, self._context, self._scores))
         self.tally(choice, count_rows(indices, self.experts))
         return weights
 
-    def _everywhere(self, choice: Choice) -> Choice:
-        """Choice for all positions of the samples."""
-        context = self._context
-        if context is None or not self.loss_terms():
-            return choice
-
-        def whole(tensor: Tensor) -> Tensor:
-            return context.gather(tensor.view(choice.samples, -1, tensor.shape[1])).flatten(0, 1)
-
-        logits = whole(choice.logits)
-        padding = None if choice.padding is None else whole(choice.padding.byte().unsqueeze(1)).bool().flatten()
-        return Choice(logits, scores_of(logits, self._facts.scoring), whole(choice.indices), choice.samples, padding)
+    def _scores(self, logits: Tensor) -> Tensor:
+        return scores_of(logits, self._facts.scoring)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         router: Any = self._router[0]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from d9d_core.errors import BuildError
 
-from d9d_transformers.head import logits_of_head
+from d9d_transformers.head import measured
 from d9d_transformers.library import base_of, container_model, native_config
 from d9d_transformers.structure import masked_calls
 
@@ -53,7 +53,7 @@ def _whole(model_type: str, native: Any) -> Any:
         return container_model(config).eval()
 
 
-def _logits(native: Any) -> tuple[float, float | None]:
+def _logits(native: Any) -> dict[str, Any]:
     names = {module: path for path, module in native.named_modules()}
     output = native.get_output_embeddings()
-    return logits_of_head(native, names[output], output)
+    return measured(native, names[output], output)

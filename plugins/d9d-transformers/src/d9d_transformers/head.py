@@ -70,18 +70,8 @@ class Head:
             vocabulary=output.out_features,
             std=float(getattr(native.config, "initializer_range", None) or 0.02),
             tied=bool(tied),
-            **_measured(native, names[output], output),
+            **measured(native, names[output], output),
         )
-
-
-def logits_of_head(native: Any, name: str, output: nn.Linear) -> tuple[float, float | None]:
-    """Factor and soft cap of the logits of a model with a head of this name; random hidden states and logits tell them.
-
-    Raises:
-        BuildError: the model does more to hidden states or logits than to multiply them by a number.
-    """
-    measured = _measured(native, name, output)
-    return measured["scale"], measured["softcap"]
 
 
 class _Outputs(dict[str, Tensor]):
@@ -111,8 +101,12 @@ class _Given(nn.Module):
         return self.value
 
 
-def _measured(native: Any, name: str, output: nn.Linear) -> dict[str, Any]:
-    """Factor and soft cap: the model gets random hidden states, and its head returns random logits."""
+def measured(native: Any, name: str, output: nn.Linear) -> dict[str, Any]:
+    """Factor and soft cap: the model gets random hidden states, and its head returns random logits.
+
+    Raises:
+        BuildError: the model does more to hidden states or logits than to multiply them by a number.
+    """
     kind = type(native).__name__
     with torch.device("cpu"), torch.no_grad():
         draws = torch.Generator().manual_seed(0)

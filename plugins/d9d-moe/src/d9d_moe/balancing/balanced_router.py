@@ -5,10 +5,12 @@ Shapes: T tokens, E experts, k experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from d9d_core.errors import BuildError
+from d9d_core.model import ContextShare
+from d9d_core.strategy import ContextCall, StepShape
 from d9d_core.traits import LossTerm
 from d9d_nn.auxiliary_loss import add_auxiliary_loss
 from torch import Tensor, nn
@@ -106,6 +108,33 @@ class BalancedRouter(nn.Module):
         if self._update is not None:
             bias = self.get_buffer("selection_bias")
             bias.copy_(torch.where(finite, self._update.moved(bias, tallies["expert_tokens"]), bias))
+
+    def everywhere(self, choice: Choice, context: ContextShare | None, scores: Callable[[Tensor], Tensor]) -> Choice:
+        """Choice for all positions of the samples. With losses, collective over ``cp``, also in the backward."""
+        if context is None or not self.loss_terms():
+            return choice
+
+        def whole(tensor: Tensor) -> Tensor:
+            return context.gather(tensor.view(choice.samples, -1, *tensor.shape[1:])).flatten(0, 1)
+
+        padding = None if choice.padding is None else whole(choice.padding.byte()).bool()
+        logits = whole(choice.logits)  # recomputing scores costs less than gathering them
+        return Choice(logits, scores(logits), whole(choice.indices), choice.samples, padding)
+
+    def collectives_everywhere(
+        self, step: StepShape, context: ContextShare | None, chosen: int
+    ) -> Sequence[ContextCall]:
+        """Collectives of :meth:`everywhere`, for ``chosen`` experts of each token; none without losses."""
+        if context is None or not self.loss_terms():
+            return ()
+        ranks = context.ranks
+        logits = step.bytes_of(ranks * self.experts, max(step.itemsize, 4))
+        return (
+            ContextCall("all_gather", logits, "logits"),
+            ContextCall("all_gather", step.bytes_of(ranks * chosen, 8), "chosen experts"),
+            ContextCall("all_gather", step.bytes_of(ranks, 1), "padding, if there is any", at_most=True),
+            ContextCall("reduce_scatter", logits, "gradients of logits", backward=True),
+        )
 
     def add_auxiliary_losses(self, weights: Tensor, choice: Choice) -> Tensor:
         """Attach the loss terms to the weights [T, k], whose backward then also starts the terms' backward."""

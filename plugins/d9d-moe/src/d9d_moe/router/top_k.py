@@ -111,16 +111,7 @@ class TopKRouter(BalancedRouter):
 
     def context_collectives(self, step: StepShape) -> Sequence[ContextCall]:
         """Collectives of losses over samples whose positions are split over ``cp``; none without losses."""
-        if self._context is None or not self.loss_terms():
-            return ()
-        ranks = self._context.ranks
-        logits = step.bytes_of(ranks * self.experts, max(step.itemsize, 4))
-        return (
-            ContextCall("all_gather", logits, "logits"),
-            ContextCall("all_gather", step.bytes_of(ranks * self.top_k, 8), "chosen experts"),
-            ContextCall("all_gather", step.bytes_of(ranks, 1), "padding, if there is any", at_most=True),
-            ContextCall("reduce_scatter", logits, "gradients of logits", backward=True),
-        )
+        return self.collectives_everywhere(step, self._context, self.top_k)
 
     def forward(self, tokens: Tensor, samples: int = 1, padding: Tensor | None = None) -> TopKRouting:
         """Choose the experts of each token.
@@ -146,7 +137,10 @@ class TopKRouter(BalancedRouter):
             absent = padding.unsqueeze(1)
             indices, weights = indices.masked_fill(absent, self.experts), weights.masked_fill(absent, 0)
         choice = Choice(logits, scores, indices, samples, padding)
-        weights, limit = self.add_auxiliary_losses(weights * self.scale, self._everywhere(choice)), None
+        weights, limit = (
+            self.add_auxiliary_losses(weights * self.scale, self.everywhere(choice, self._context, self._scores)),
+            None,
+        )
         if self.capacity is not None:
             limit = math.ceil(self.capacity * indices.numel() / self.experts)  # with padding, so that the host knows it
             late = over_capacity(indices, self._taken(choice.positions()))
@@ -158,19 +152,6 @@ class TopKRouter(BalancedRouter):
             indices, weights, scores = (self._share.own(tensor).flatten(0, 1) for tensor in whole)
             counts = count_rows(indices, self.experts)
         return TopKRouting(indices, weights, scores, counts, limit, incomplete=padding is not None)
-
-    def _everywhere(self, choice: Choice) -> Choice:
-        """Choice for all positions of the samples. With losses, collective over ``cp``, also in the backward."""
-        context = self._context
-        if context is None or not self.loss_terms():
-            return choice
-
-        def whole(tensor: Tensor) -> Tensor:
-            return context.gather(tensor.view(choice.samples, -1, *tensor.shape[1:])).flatten(0, 1)
-
-        padding = None if choice.padding is None else whole(choice.padding.byte()).bool()
-        logits = whole(choice.logits)  # recomputing scores costs less than gathering them
-        return Choice(logits, self._scores(logits), whole(choice.indices), choice.samples, padding)
 
     def _taken(self, positions: Tensor | int) -> Tensor | int:
         """Most rows of an expert in a microbatch with this number of positions."""
