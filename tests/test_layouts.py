@@ -101,7 +101,7 @@ def test_the_records_of_a_layout_are_merged_to_its_largest_deviations(table: Mod
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma 2", "gemma 3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "glm", "gemma 2", "gemma 3"])
 def test_further_families_compute_what_one_process_does(table: ModuleType, tmp_path: Path, family: str) -> None:
     model, corpus = table.FAMILIES[family], tmp_path / "corpus"
     with_context = "cp 4, ulysses" if "score_softcap" in model else "cp 2, ring, tp 2"

@@ -145,6 +145,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": DENSE | {"name": "llama"},
     "mistral": DENSE | {"name": "mistral", "sliding_window": 8},
     "qwen2": DENSE | {"name": "qwen2", "tie_embeddings": True},
+    "glm": DENSE | {"name": "glm"},
     "gemma 2": DENSE | {
         "name": "gemma", "generation": 2, "sliding_window": 8, "tie_embeddings": True, "score_softcap": 2.0,
         "logit_softcap": 3.0,

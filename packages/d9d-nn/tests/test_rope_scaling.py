@@ -13,6 +13,7 @@ from d9d_nn.rope.scaling import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    NtkScaling,
     RopeScaling,
     YarnScaling,
     scaling_from_hugging_face,
@@ -134,9 +135,29 @@ def test_other_scalings_do_not_read_lengths() -> None:
     assert torch.equal(rotary(positions, torch.tensor([4, 9])).cos, rotary(positions).cos)
 
 
-def test_dynamic_scaling_of_one_pair_is_refused() -> None:
-    with pytest.raises(BuildError, match="dynamic scaling needs more than one pair.*head_dim is 2"):
-        RotaryEmbedding(2, theta=100.0, scaling=DynamicScaling(factor=2, original_max_positions=8))
+@pytest.mark.parametrize("scaling", [DynamicScaling(factor=2, original_max_positions=8), NtkScaling(factor=2)])
+def test_ntk_scaling_of_one_pair_is_refused(scaling: DynamicScaling | NtkScaling) -> None:
+    with pytest.raises(BuildError, match=f"{scaling.type} scaling needs more than one pair.*head_dim is 2"):
+        RotaryEmbedding(2, theta=100.0, scaling=scaling)
+
+
+@pytest.mark.parametrize("head_dim", [6, 64, 128])
+def test_static_ntk_is_dynamic_ntk_at_one_length(head_dim: int, transformers: Any) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e4}
+    config = transformers.Qwen3Config(head_dim=head_dim, rope_parameters=parameters, max_position_embeddings=4096)
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, CPU, seq_len=8192)  # twice the original: 3 * 2 - (3 - 1) = 4
+    found, factor = rotary_frequencies(head_dim, 1e4, NtkScaling(factor=4), 1, CPU)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert factor == 1.0
+    plain, _ = rotary_frequencies(head_dim, 1e4, None, 1, CPU)
+    torch.testing.assert_close(plain[-1] / found[-1], torch.tensor(4.0))
+
+
+def test_a_config_json_states_static_ntk_as_a_larger_base() -> None:
+    assert scaling_to_hugging_face(NtkScaling(factor=4)) == {"rope_type": "default"}
+    assert scaling_from_hugging_face({"rope_type": "ntk", "factor": 4.0}, 4096) == NtkScaling(factor=4)
 
 
 def test_yarn_scales_scores_by_the_square_of_its_attention_factor() -> None:
@@ -203,7 +224,7 @@ def test_what_config_json_leaves_out_is_what_transformers_takes() -> None:
 @pytest.mark.parametrize(
     ("stated", "text"),
     [
-        ({"rope_type": "longrope", "factor": 2.0}, "rope_type 'longrope' .*'linear', 'dynamic', 'yarn', 'llama3'"),
+        ({"rope_type": "longrope", "factor": 2.0}, "rope_type 'longrope' .*'linear', 'ntk', 'dynamic', 'yarn'"),
         ({"rope_type": "mrope"}, "rope_type 'mrope' "),
         ({"rope_type": "linear"}, "factor: missing"),
         ({"rope_type": "linear", "factor": 0.5}, "factor: .*greater than or equal to 1"),
@@ -222,7 +243,7 @@ def test_config_json_of_another_method_is_refused(stated: dict[str, Any], text: 
     [
         (
             {"type": "longrope", "factor": 2},
-            "longrope.* expected tags: .linear., .dynamic., .yarn., .llama3.",
+            "longrope.* expected tags: .linear., .ntk., .dynamic., .yarn., .llama3.",
         ),
         ({"factor": 2}, "discriminator 'type'"),
         ({"type": "yarn", **YARN, "mscale": 1.0}, "only together"),

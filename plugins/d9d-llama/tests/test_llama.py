@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen2 keep what holds for every model and compute what transformers computes."""
+"""Llama, Mistral, Qwen2 and GLM keep what holds for every model and compute what transformers computes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from d9d_core.model import Stage
 from d9d_llama import config as configs
 from d9d_llama import hugging_face
 from d9d_llama.config import stage_cost
-from d9d_llama.model import Llama
+from d9d_llama.model import Glm, Llama
 from d9d_llama.plugin import d9d_models
-from d9d_nn.rope.scaling import Llama3Scaling
+from d9d_nn.rope.scaling import Llama3Scaling, NtkScaling
 from d9d_testing.suites.model import ModelSuite
 from d9d_testing.suites.plugin import PluginSuite
 from d9d_testing.suites.support.models import export_to, random_model
@@ -33,15 +33,20 @@ PUBLISHED = {
         "0.5b": 494_032_768, "1.5b": 1_543_714_304, "3b": 3_085_938_688, "7b": 7_615_616_512, "14b": 14_770_033_664,
         "32b": 32_763_876_352, "72b": 72_706_203_648,
     },
+    "Glm": {"4-9b": 9_399_951_360},
 }  # fmt: skip
 SPECS = {spec.name: spec for spec in d9d_models()}
 SCALING = Llama3Scaling(factor=8.0, original_max_positions=16, low_freq_factor=1.0, high_freq_factor=4.0)
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {"rope_scaling": SCALING, "rope_theta": 5e5, "tie_embeddings": True}),
     ("Llama", {"attention_bias": True, "head_dim": 24}),
+    ("Llama", {"rope_scaling": NtkScaling(factor=4.0), "rope_theta": 100.0}),
     ("Mistral", {"sliding_window": None, "rms_norm_eps": 1e-5}),
     ("Mistral", {"sliding_window": 3}),
     ("Qwen2", {"num_layers": 3, "sliding_window": 4, "sliding_from_layer": 1, "tie_embeddings": True}),
+    ("Glm", {"tie_embeddings": True, "rope_theta": 1e4}),
+    ("Glm", {"partial_rotary_factor": 1.0, "attention_bias": False, "rope_scaling": SCALING}),
+    ("Glm", {"rope_scaling": NtkScaling(factor=4.0), "head_dim": 16}),
 ]
 
 
@@ -71,6 +76,11 @@ class TestQwen2(Suite):
     target = "qwen2"
 
 
+@pytest.mark.thorough
+class TestGlm(Suite):
+    target = "glm"
+
+
 class TestPlugin(PluginSuite):
     plugin = "d9d_llama.plugin"
     builds_on = ("d9d_nn.plugin",)
@@ -98,7 +108,7 @@ def test_transformers_computes_the_same_from_an_export_and_back(
 def test_a_preset_has_the_published_number_of_parameters(family: str, preset: str) -> None:
     config = getattr(configs, f"{family}Config").model_validate({"preset": preset})
     with torch.device("meta"):
-        model = Llama(config)
+        model = Glm(config) if family == "Glm" else Llama(config)
     count = sum(prod(p.shape) for p in model.parameters())
     assert count == PUBLISHED[family][preset]
     blocks = stage_cost(config, Stage(), Share(1, 32)).blocks
@@ -136,6 +146,28 @@ def test_words_are_no_truth_values() -> None:
 
 
 def test_fields_that_a_family_lacks_are_refused() -> None:
-    for family, fields in (("Llama", {"sliding_window": 4}), ("Mistral", {"attention_bias": True})):
+    for family, fields in (
+        ("Llama", {"sliding_window": 4}),
+        ("Mistral", {"attention_bias": True}),
+        ("Glm", {"sliding_window": 4}),
+    ):
         with pytest.raises(ValidationError, match=next(iter(fields))):
             config_of(family, **fields)
+
+
+def test_shares_that_rotate_no_whole_pairs_are_refused() -> None:
+    for share, found in ((0.01, "0 rotated features"), (0.7, "5 rotated features")):
+        with pytest.raises(ValidationError, match=f"{share:g} of head_dim = 8 are {found}"):
+            config_of("Glm", partial_rotary_factor=share)
+
+
+def test_the_share_of_rotated_features_may_stand_with_the_rotary_base_or_alone() -> None:
+    form, config = hugging_face.GlmHuggingFace(), config_of("Glm", partial_rotary_factor=0.25)
+    data = form.config_json(config, "float32")
+    assert form.config_from_json({name: value for name, value in data.items() if name != "rope_parameters"}) == config
+    assert form.config_from_json(data | {"partial_rotary_factor": None}) == config
+    alone = data | {"rope_parameters": {"rope_theta": config.rope_theta}}
+    assert form.config_from_json(alone) == config
+    assert form.config_from_json(alone | {"partial_rotary_factor": None}).partial_rotary_factor == 0.5
+    with pytest.raises(CheckpointError, match="rope_parameters is 'plain', not a mapping"):
+        form.config_from_json(data | {"rope_parameters": "plain"})

@@ -1,1 +1,1 @@
-"""Llama, Mistral and Qwen2 models, and their Hugging Face layout."""
+"""Llama, Mistral, Qwen2 and GLM models, and their Hugging Face layout."""

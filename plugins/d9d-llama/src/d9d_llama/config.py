@@ -1,4 +1,4 @@
-"""Configs and costs of Llama, Mistral and Qwen2, whose published sizes are in :mod:`d9d_llama.presets`. No torch."""
+"""Configs and costs of Llama, Mistral, Qwen2 and GLM; published sizes are in :mod:`d9d_llama.presets`. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from d9d_core.model import Stage
 from d9d_nn.decoder.config import DenseConfig
 from d9d_nn.decoder.costs import dense_cost
 from d9d_nn.decoder.presets import TINY, Presets
+from d9d_nn.rope.scaling import Rope
+from pydantic import Field, ValidationInfo, field_validator
 
-from d9d_llama.presets import LLAMA, MISTRAL, QWEN2
+from d9d_llama.presets import GLM, LLAMA, MISTRAL, QWEN2
 
 
 class LlamaConfig(DenseConfig):
@@ -65,6 +67,49 @@ class Qwen2Config(DenseConfig):
         return frozenset({"q_proj", "k_proj", "v_proj"})
 
 
+class GlmConfig(DenseConfig):
+    """GLM-4 (GLM team 2024, "ChatGLM: A Family of Large Language Models"): only a part of each head rotates.
+
+    Neighbouring features are the pairs that rotate.
+    """
+
+    presets: ClassVar[Presets] = GLM
+
+    name: Literal["glm"] = "glm"
+    """Selects the plugin."""
+
+    preset: str | None = None
+    """A published size: 4-9b. Fills every field that is not given."""
+
+    sliding_window: None = None
+    """Null: all layers attend to all positions."""
+
+    attention_bias: bool = True
+    """Biases in the query, key and value projections."""
+
+    partial_rotary_factor: float = Field(default=0.5, gt=0, le=1, validate_default=True)
+    """Share of the features of a head that rotate, the first ones; must give an even number of features."""
+
+    @field_validator("partial_rotary_factor")
+    @classmethod
+    def _rotates_pairs(cls, value: float, info: ValidationInfo) -> float:
+        features = info.data.get("head_dim")
+        if features is not None and (int(features * value) % 2 or int(features * value) == 0):
+            raise ValueError(
+                f"{value:g} of head_dim = {features} are {int(features * value)} rotated features; choose a share that "
+                "gives an even number, at least 2"
+            )
+        return value
+
+    def rope(self, layer: int) -> Rope:
+        """Settings of the rotary positions of this layer."""
+        return super().rope(layer)._replace(features=int(self.head_dim * self.partial_rotary_factor))
+
+    def biased_projections(self) -> frozenset[str]:
+        """Names of the attention projections that have a bias."""
+        return frozenset({"q_proj", "k_proj", "v_proj"}) if self.attention_bias else frozenset()
+
+
 def stage_cost(config: DenseConfig, stage: Stage, share: Share) -> StageCost:
     """Cost of a stage.
 
@@ -90,3 +135,8 @@ def tiny_mistral() -> MistralConfig:
 def tiny_qwen2() -> Qwen2Config:
     """Config of a Qwen2 that runs in milliseconds on a CPU."""
     return Qwen2Config.model_validate(_TINY)
+
+
+def tiny_glm() -> GlmConfig:
+    """Config of a GLM that runs in milliseconds on a CPU."""
+    return GlmConfig.model_validate(_TINY)

@@ -1,9 +1,9 @@
-"""Hugging Face formats of Llama, Mistral and Qwen2."""
+"""Hugging Face formats of Llama, Mistral, Qwen2 and GLM."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from d9d_nn.decoder.config import DenseConfig
 from d9d_nn.decoder.config_json import flag, late_windows, late_windows_json
@@ -11,11 +11,15 @@ from d9d_nn.decoder.format import DecoderFormat
 from d9d_weights.hugging_face.family import ATTENTION, SWIGLU, Family
 from d9d_weights.hugging_face.fields import READ
 
-from d9d_llama.config import LlamaConfig, MistralConfig, Qwen2Config
+from d9d_llama.config import GlmConfig, LlamaConfig, MistralConfig, Qwen2Config
+
+if TYPE_CHECKING:
+    from d9d_weights.graph.base import Mapper
 
 C = TypeVar("C", bound=DenseConfig)
 _LAYER = ATTENTION | SWIGLU
 _WINDOWS = {"layer_types", "max_window_layers", "use_sliding_window"}
+_SHARE = "partial_rotary_factor"
 
 
 class _Format(DecoderFormat[C]):
@@ -88,3 +92,58 @@ class Qwen2HuggingFace(_Format[Qwen2Config]):
         """Also read which layers use the window."""
         window, first = late_windows(data, self.family)
         return super().special_fields(data) | {"sliding_window": window, "sliding_from_layer": first}
+
+
+class GlmHuggingFace(_Format[GlmConfig]):
+    """Format of transformers' ``GlmForCausalLM`` and the other classes of its family."""
+
+    family: ClassVar[Family] = Family(
+        "glm",
+        "Glm",
+        ATTENTION | {"mlp.down_proj": "ffn.down_proj"},
+        READ - _WINDOWS - {"sliding_window"} | {_SHARE},
+        {"sliding_window": ()},
+    )
+    config = GlmConfig
+    key_value_heads = 2
+
+    def config_json(self, config: GlmConfig, dtype: str) -> dict[str, Any]:
+        """Write a ``config.json``, in which transformers 5 reads the share of rotated features with the rotary base."""
+        data = super().config_json(config, dtype) | {_SHARE: config.partial_rotary_factor}
+        for name in ("rope_parameters", "rope_scaling"):
+            data[name] = data[name] and {**data[name], _SHARE: config.partial_rotary_factor}
+        return data
+
+    def special_json(self, config: GlmConfig) -> dict[str, Any]:
+        """Add whether queries, keys and values have biases."""
+        # transformers' padding token, if the field is absent, is outside of small vocabularies.
+        return super().special_json(config) | {"attention_bias": config.attention_bias, "pad_token_id": None}
+
+    def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Also read biases and the share of rotated features."""
+        found = {"attention_bias": flag(data, "attention_bias"), _SHARE: data[_SHARE]}
+        return super().special_fields(data) | found
+
+    def config_from_json(self, data: Mapping[str, Any]) -> GlmConfig:
+        """Read a config; the share of rotated features stands alone or with the rotary base."""
+        absent = {_SHARE: 0.5, "attention_bias": True}
+        found = absent | {name: value for name, value in data.items() if value is not None}
+        for name in ("rope_parameters", "rope_scaling"):
+            if isinstance(rope := found.get(name), Mapping):
+                found[_SHARE] = rope.get(_SHARE, found[_SHARE])
+                found[name] = {key: value for key, value in rope.items() if key != _SHARE}
+        return super().config_from_json(found)
+
+    def layers(self, config: GlmConfig, stored: GlmConfig) -> list[Mapper]:
+        """Mappers of the tensors in layers; a file has the gate and up projections of a layer in one tensor."""
+        # Imported here, because reading a config must not import torch.
+        from d9d_weights.graph.merging import Chunk
+
+        gates = (
+            Chunk(
+                f"model.layers.{layer}.mlp.gate_up_proj.weight",
+                (f"layers.{layer}.ffn.gate_proj.weight", f"layers.{layer}.ffn.up_proj.weight"),
+            )
+            for layer in range(config.num_layers)
+        )
+        return [*super().layers(config, stored), *gates]

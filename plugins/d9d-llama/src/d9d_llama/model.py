@@ -1,4 +1,4 @@
-"""Llama, whole or as one pipeline stage; Mistral and Qwen2 are the same modules."""
+"""Llama and GLM, whole or as one pipeline stage; Mistral and Qwen2 are the modules of Llama."""
 
 from __future__ import annotations
 
@@ -25,3 +25,23 @@ class Llama(DecoderModel):
 
     def __init__(self, config: DenseConfig, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
         super().__init__(config, stage, LlamaBlock)
+
+
+class GlmBlock(DecoderBlock):
+    """Transformer block: attention in which pairs of neighbouring features rotate, then SwiGLU.
+
+    Args:
+        config: config of the whole model.
+        layer: index of the layer in the whole model.
+    """
+
+    def __init__(self, config: DenseConfig, layer: int) -> None:
+        attention = grouped_query_attention(config, layer, interleaved=True)
+        super().__init__(config, attention, swiglu(config, config.intermediate_size))
+
+
+class Glm(DecoderModel):
+    """Model of one pipeline stage, see :class:`~d9d_nn.decoder.model.DecoderModel`."""
+
+    def __init__(self, config: DenseConfig, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
+        super().__init__(config, stage, GlmBlock)

@@ -1,4 +1,4 @@
-"""Published sizes of Llama 3.1 and 3.2, Mistral 7B and Qwen2.5, as in their ``config.json``."""
+"""Published sizes of Llama 3.1 and 3.2, Mistral 7B, Qwen2.5 and GLM-4, as in their ``config.json``."""
 
 from __future__ import annotations
 
@@ -40,3 +40,5 @@ QWEN2: Presets = {
     "32b": sizes(5120, 27648, 64, 40, 8, vocab_size=152_064, rms_norm_eps=1e-5),
     "72b": sizes(8192, 29568, 80, 64, 8, vocab_size=152_064, rms_norm_eps=1e-5),
 }
+_GLM = {"vocab_size": 151_552, "rope_theta": 10_000.0, "rms_norm_eps": 1.5625e-7, "max_positions": 131_072}
+GLM: Presets = {"4-9b": sizes(4096, 13696, 40, 32, 2, **_GLM)}

@@ -1,12 +1,13 @@
 """Grouped-query attention with rotary positions.
 
-Shapes: B samples, S positions, H features, N query heads, K key/value heads, D features of a head.
+Shapes: B samples, S positions, H features, N query heads, K key/value heads, D features of a head, R of which rotate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from d9d_core.kernel import OpSlot
 from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
@@ -37,6 +38,10 @@ class GroupedQueryAttention(nn.Module):
         window: number of positions that a token attends to, including its own; ``None`` for all earlier ones.
         softcap: soft cap of the scores; ``None`` for none.
         norm: class of the head norms.
+        rotary_dim: R, an even number; ``None`` for D. The first R features of a query or key head rotate, and the
+            others do not (Black et al. 2022, "GPT-NeoX-20B", section 2.1.1).
+        interleaved: whether neighbouring features 2 i and 2 i + 1 are a pair that rotates, as in Su et al. 2021;
+            otherwise features i and i + R/2 are.
     """
 
     def __init__(
@@ -53,9 +58,13 @@ class GroupedQueryAttention(nn.Module):
         window: int | None = None,
         softcap: float | None = None,
         norm: type[RMSNorm] = RMSNorm,
+        rotary_dim: int | None = None,
+        interleaved: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
+        self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        self.interleaved = interleaved
         self._query_heads, self._key_value_heads = query_heads, key_value_heads
         self.q_proj = Linear(hidden_size, query_heads * head_dim, std=std, bias="q_proj" in biases)
         self.k_proj = Linear(hidden_size, key_value_heads * head_dim, std=std, bias="k_proj" in biases)
@@ -70,25 +79,25 @@ class GroupedQueryAttention(nn.Module):
             window=window,
             softcap=softcap,
         )
-        self.rope = OpSlot("rope", rope, head_dim=head_dim)
+        self.rope = OpSlot("rope", rope, head_dim=self.rotary_dim)
         heads = {"head_dim": head_dim, "query_heads": query_heads, "key_heads": key_value_heads}
         self.normed_rope = normed_rope_slot(**heads)
         self.attention_inputs = attention_inputs_slot(hidden=hidden_size, **heads)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slots of the rotation and, with head norms, of norm and rotation in one op.
+        """Slots of the rotation and, with head norms of heads that rotate by halves, of norm and rotation in one op.
 
-        With head norms, there is also a slot of all ops before the attention, unless a projection was replaced or
+        With such a slot, there is also a slot of all ops before the attention, unless a projection was replaced or
         adapted. The slot of the attention belongs to the core.
         """
-        if self.q_norm is None:
+        if self.q_norm is None or not self._rotates_by_halves():
             return {"rope": self.rope}
         whole = {"attention_inputs": self.attention_inputs} if all(map(is_plain, self._projections())) else {}
         return {"rope": self.rope, "normed_rope": self.normed_rope, **whole}
 
     def adjacent_weights(self) -> Sequence[Sequence[str]]:
         """Weights that :attr:`attention_inputs` may read as one tensor: of queries, keys and values."""
-        plain = self.q_norm is not None and all(map(is_plain, self._projections()))
+        plain = "attention_inputs" in self.op_slots()
         return [("q_proj.weight", "k_proj.weight", "v_proj.weight")] if plain else []
 
     def attention_cores(self) -> Mapping[str, nn.Module]:
@@ -143,8 +152,27 @@ class GroupedQueryAttention(nn.Module):
         """Normalised and rotated query and key."""
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self.rope(query, key, rotation.cos, rotation.sin)
+        if self._rotates_by_halves():
+            query, key = self.rope(query, key, rotation.cos, rotation.sin)
+            return query, key
+        turned = self.rope(self._rotary_features(query), self._rotary_features(key), rotation.cos, rotation.sin)
+        query, key = (
+            torch.cat((part, heads[..., self.rotary_dim :]), dim=-1)
+            for part, heads in zip(turned, (query, key), strict=True)
+        )
         return query, key
+
+    def _rotates_by_halves(self) -> bool:
+        """Whether the op ``rope`` rotates whole heads as they are."""
+        return self.rotary_dim == self.head_dim and not self.interleaved
+
+    def _rotary_features(self, heads: Tensor) -> Tensor:
+        """Rotated features of heads [B, S, heads, D], with each pair at features i and i + R/2: [B, S, heads, R].
+
+        Interleaved pairs stay in this order, which is the same in queries and keys, so that scores do not change.
+        """
+        part = heads[..., : self.rotary_dim]
+        return torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1) if self.interleaved else part
 
     def _projections(self) -> tuple[Linear, Linear, Linear]:
         return self.q_proj, self.k_proj, self.v_proj

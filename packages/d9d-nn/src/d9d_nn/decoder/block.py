@@ -124,6 +124,7 @@ def grouped_query_attention(
     head_norm_eps: float | None = None,
     softcap: float | None = None,
     norm: type[RMSNorm] = RMSNorm,
+    interleaved: bool = False,
 ) -> GroupedQueryAttention:
     """Build the grouped-query attention of a decoder block.
 
@@ -133,6 +134,7 @@ def grouped_query_attention(
         head_norm_eps: see :class:`GroupedQueryAttention`.
         softcap: see there.
         norm: see there.
+        interleaved: see there.
     """
     return GroupedQueryAttention(
         config.hidden_size,
@@ -146,6 +148,8 @@ def grouped_query_attention(
         window=config.window(layer),
         softcap=softcap,
         norm=norm,
+        rotary_dim=config.rope(layer).features,
+        interleaved=interleaved,
     )
 
 

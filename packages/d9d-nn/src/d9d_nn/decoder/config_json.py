@@ -11,7 +11,13 @@ from d9d_weights.hugging_face.fields import HARMLESS, check_fields
 
 from d9d_nn.decoder.config import AlternatingConfig, DecoderConfig, DenseConfig, LayerType
 from d9d_nn.heads.config import ClassificationHeadConfig, HeadConfig, TokenClassificationHeadConfig
-from d9d_nn.rope.scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
+from d9d_nn.rope.scaling import (
+    DynamicScaling,
+    NtkScaling,
+    scaling_from_hugging_face,
+    scaling_to_hugging_face,
+    stretched_theta,
+)
 
 _DTYPES = ("float32", "bfloat16", "float16")
 #: Name of the field for values that transformers has no field for.
@@ -37,7 +43,8 @@ def common_json(config: DecoderConfig, family: Family, dtype: str, ours: Mapping
     scaling, positions = config.rope_scaling, config.max_positions
     if isinstance(scaling, DynamicScaling):  # transformers has one field for both
         positions = scaling.original_max_positions
-    rope = {"rope_theta": config.rope_theta, **scaling_to_hugging_face(scaling)}
+    theta = _stated_theta(config)
+    rope = {"rope_theta": theta, **scaling_to_hugging_face(scaling)}
     own = {**_own_fields(config), **ours}
     return {
         "architectures": [_architecture(config, family)],
@@ -53,8 +60,8 @@ def common_json(config: DecoderConfig, family: Family, dtype: str, ours: Mapping
         "max_position_embeddings": positions,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": rope,
-        "rope_theta": config.rope_theta,  # transformers before 5
-        "rope_scaling": None if scaling is None else scaling_to_hugging_face(scaling),  # likewise
+        "rope_theta": theta,  # transformers before 5
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling_to_hugging_face(scaling),  # likewise
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.initialization.std,
         "dtype": dtype,
@@ -186,7 +193,7 @@ def layer_types(data: Mapping[str, Any], pattern: int) -> list[str]:
 
 def kinds_of_rope_json(config: AlternatingConfig) -> dict[str, Any]:
     """Write the fields of rotary positions of full and of sliding layers, which transformers 5 separates."""
-    full = {"rope_theta": config.rope_theta, **scaling_to_hugging_face(config.rope_scaling)}
+    full = {"rope_theta": _stated_theta(config), **scaling_to_hugging_face(config.rope_scaling)}
     local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
     kinds = {"full_attention": full, "sliding_attention": full if config.local_rope_theta is None else local}
     return {"rope_parameters": kinds, "rope_local_base_freq": kinds["sliding_attention"]["rope_theta"]}
@@ -228,6 +235,14 @@ def merge_kinds_of_rope(data: Mapping[str, Any], theta: float, local_theta: floa
         "rope_scaling": full,
         "rope_local_base_freq": local,
     }
+
+
+def _stated_theta(config: DecoderConfig) -> float:
+    """Base of the frequencies for ``config.json``, which has no field for static NTK scaling."""
+    if isinstance(config.rope_scaling, NtkScaling):
+        features = config.rope(0).features or config.head_dim
+        return stretched_theta(config.rope_theta, config.rope_scaling.factor, features)
+    return config.rope_theta
 
 
 def _rope(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -274,6 +289,8 @@ def _own_fields(config: DecoderConfig) -> dict[str, Any]:
         fields["added_tokens"] = config.added_tokens
     if isinstance(config.rope_scaling, DynamicScaling):
         fields["max_positions"] = config.max_positions
+    if isinstance(config.rope_scaling, NtkScaling):
+        fields |= {"rope_theta": config.rope_theta, "rope_scaling": config.rope_scaling.model_dump()}
     return fields
 
 

@@ -38,23 +38,23 @@ class RotaryEmbedding(nn.Module):
     Has no buffers: the few frequencies are computed when needed, and so need no initialisation.
 
     Args:
-        head_dim: D.
+        head_dim: D, or the number of features of a head that rotate.
         theta: the longest wavelength is ``2 pi theta``.
         scaling: change of frequencies for sequences longer than in pretraining.
         magnitude: multiplies cosine and sine, so its square multiplies the scores of attention.
 
     Raises:
-        BuildError: dynamic scaling of heads with a single pair.
+        BuildError: NTK scaling, static or dynamic, of heads with a single pair.
     """
 
     def __init__(
         self, head_dim: int, *, theta: float, scaling: RopeScaling | None = None, magnitude: float = 1.0
     ) -> None:
         super().__init__()
-        if scaling is not None and scaling.type == "dynamic" and head_dim <= 2:
+        if scaling is not None and scaling.type in ("ntk", "dynamic") and head_dim <= 2:
             raise BuildError(
-                f"rope_scaling: dynamic scaling needs more than one pair of features per head, head_dim is {head_dim}; "
-                "choose a larger head_dim, or linear scaling"
+                f"rope_scaling: {scaling.type} scaling needs more than one pair of features per head, head_dim is "
+                f"{head_dim}; choose a larger head_dim, or linear scaling"
             )
         self.head_dim = head_dim
         self.theta = theta
@@ -94,7 +94,10 @@ class LayerRotations(nn.Module):
     def __init__(self, head_dim: int, ropes: Sequence[Rope]) -> None:
         super().__init__()
         different = list(dict.fromkeys(ropes))
-        self.embeddings = nn.ModuleList(RotaryEmbedding(head_dim, **rope._asdict()) for rope in different)
+        self.embeddings = nn.ModuleList(
+            RotaryEmbedding(features or head_dim, theta=theta, scaling=scaling, magnitude=magnitude)
+            for theta, scaling, magnitude, features in different
+        )
         self._choices = [different.index(rope) for rope in ropes]
 
     def forward(self, positions: Tensor, lengths: Tensor | None = None) -> list[Rotation]:

@@ -5,6 +5,7 @@ Does not import torch; :mod:`d9d_nn.rope.scaling_frequencies` computes the frequ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -22,6 +23,17 @@ class LinearScaling(_Scaling):
     """Position interpolation: every angle divided by ``factor`` (Chen et al. 2023, arXiv 2306.15595, section 2.3)."""
 
     type: Literal["linear"] = "linear"
+    """Selects the method."""
+
+
+class NtkScaling(_Scaling):
+    """Static NTK: theta times ``factor ** (R / (R - 2))`` for R rotated features, at every length.
+
+    The slowest pair becomes slower by ``factor``, the fastest does not change (Peng et al. 2023, arXiv 2309.00071,
+    section 3.1). A ``config.json`` states the larger theta, since transformers has no such type.
+    """
+
+    type: Literal["ntk"] = "ntk"
     """Selects the method."""
 
 
@@ -110,7 +122,8 @@ class Llama3Scaling(_Scaling):
         return value
 
 
-RopeScaling = Annotated[LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling, Field(discriminator="type")]
+_AnyScaling = LinearScaling | NtkScaling | DynamicScaling | YarnScaling | Llama3Scaling
+RopeScaling = Annotated[_AnyScaling, Field(discriminator="type")]
 
 
 class Rope(NamedTuple):
@@ -120,23 +133,28 @@ class Rope(NamedTuple):
         theta: base of the frequencies.
         scaling: scaling beyond the lengths of pretraining; ``None`` for none.
         magnitude: factor of rotated queries and keys.
+        features: number of features at the start of a head that rotate; ``None`` for all.
     """
 
     theta: float
     scaling: RopeScaling | None = None
     magnitude: float = 1.0
+    features: int | None = None
 
 
-_SCALING: TypeAdapter[LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling] = TypeAdapter(RopeScaling)
+_SCALING: TypeAdapter[_AnyScaling] = TypeAdapter(RopeScaling)
 
 #: Fields of config.json next to a scaling: other fields of our config, or the two spellings of its type.
 _BESIDE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def scaling_from_hugging_face(
-    parameters: Mapping[str, Any], max_positions: int
-) -> LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | None:
+def stretched_theta(theta: float, stretch: float, features: int) -> float:
+    """Base with which the slowest of ``features / 2`` pairs rotates ``stretch`` times slower than with ``theta``."""
+    return theta * math.pow(stretch, features / (features - 2))
+
+
+def scaling_from_hugging_face(parameters: Mapping[str, Any], max_positions: int) -> _AnyScaling | None:
     """Read the rope scaling from ``rope_parameters`` (before transformers 5: ``rope_scaling``) of a config.json.
 
     Args:
@@ -159,7 +177,7 @@ def scaling_from_hugging_face(
     # Files write null for defaults.
     values = {key: value for key, value in parameters.items() if key not in _BESIDE and value is not None}
     original = values.pop(_ORIGINAL, max_positions)
-    if kind != "linear":
+    if kind not in ("linear", "ntk"):
         values["original_max_positions"] = max_positions if kind == "dynamic" else original
     if kind == "yarn":
         values.setdefault("factor", max_positions / original)
@@ -173,14 +191,13 @@ def scaling_from_hugging_face(
         raise CheckpointError(f"{where} of rope_type {kind!r} cannot be used: {'; '.join(problems)}") from error
 
 
-def scaling_to_hugging_face(
-    scaling: LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | None,
-) -> dict[str, Any]:
+def scaling_to_hugging_face(scaling: _AnyScaling | None) -> dict[str, Any]:
     """Write the fields of ``rope_parameters`` of a config.json other than ``rope_theta``.
 
     For ``dynamic``, ``max_position_embeddings`` must equal its ``original_max_positions``: the file has no other field.
+    For ``ntk``, ``rope_theta`` must be :func:`stretched_theta`.
     """
-    if scaling is None:
+    if scaling is None or scaling.type == "ntk":
         return {"rope_type": "default"}
     values = scaling.model_dump(exclude_none=True)
     original = values.pop("original_max_positions", None)

@@ -11,7 +11,15 @@ import torch
 from d9d_core.tensors import wide_dtype
 from torch import Tensor
 
-from d9d_nn.rope.scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from d9d_nn.rope.scaling import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NtkScaling,
+    RopeScaling,
+    YarnScaling,
+    stretched_theta,
+)
 
 
 def rotary_frequencies(
@@ -33,6 +41,8 @@ def rotary_frequencies(
     """
     if isinstance(scaling, DynamicScaling):
         return 1.0 / _stretched(theta, scaling, length, head_dim) ** _exponents(head_dim, device), 1.0
+    if isinstance(scaling, NtkScaling):
+        theta = stretched_theta(theta, scaling.factor, head_dim)
     plain = 1.0 / theta ** _exponents(head_dim, device)
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor, 1.0
