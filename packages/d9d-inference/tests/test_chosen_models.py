@@ -339,6 +339,18 @@ def test_an_evaluated_job_names_adamw_or_else_the_first_optimizer() -> None:
         subject._any_optimizer(cast("Registry", Entries()))
 
 
+def test_positions_of_a_language_model_inside_a_larger_one_are_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = model_in(tmp_path / "model"), written(tmp_path / "some.txt", "text")
+    monkeypatch.setattr(subject.Job, "from_values", lambda values, **_: values)
+    registry = cast("Registry", Entries("sgd"))
+    for inside, length in (({"max_position_embeddings": 64}, 64), ("x", 2048), ({}, 2048)):
+        (model / "config.json").write_text(json.dumps({"text_config": inside}))
+        found = find_subject(str(model), Request((data,), world_size=1), registry)
+        assert cast("dict[str, Any]", found.job)["data"]["sequence_length"] == length
+
+
 @pytest.mark.parametrize(
     ("positions", "length"), [(None, 2048), (4096, 2048), (1000, 1000), (1003, 1000), (5, 5), (0, 2048), ("x", 2048)]
 )

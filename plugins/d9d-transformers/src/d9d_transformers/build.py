@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from d9d_core.errors import BuildError
@@ -12,12 +13,14 @@ from d9d_moe.balancing.balancers import build_balancers
 from d9d_transformers.attention import register
 from d9d_transformers.config import TransformersConfig
 from d9d_transformers.containers import check_container
-from d9d_transformers.library import native_config, native_model
+from d9d_transformers.library import activations, native_config, native_model
 from d9d_transformers.mixing import parts_of
 from d9d_transformers.model import TransformersModel
 
 #: Rotary positions whose angles depend on the longest sample of a batch.
 _OF_BATCHES = frozenset({"dynamic", "longrope"})
+#: Fields with the name of an activation function.
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 #: Parts of names of fields that switch on random numbers in training.
 _RANDOM = ("dropout", "pdrop", "jitter")
 
@@ -45,11 +48,19 @@ def build(config: TransformersConfig, stage: Stage) -> TransformersModel:
 
 
 def _check_fields(known: Any) -> None:
-    """Raise if a config asks for computations that depend on the other samples of a batch, or on the layout.
+    """Check that a config asks for no computation that depends on the layout or on other samples of a batch.
 
     Raises:
-        BuildError: it has such rotary positions, or draws random numbers.
+        BuildError: it has such rotary positions, or draws random numbers; or transformers lacks its activation.
     """
+    for name in _ACTIVATIONS:
+        activation = getattr(known, name, None)
+        if isinstance(activation, str) and activation not in activations():
+            near = get_close_matches(activation, activations(), n=3, cutoff=0.4) or sorted(activations())[:8]
+            raise BuildError(
+                f"model.config: {name} is {activation!r}, which transformers does not have; use one such as "
+                f"{', '.join(near)}"
+            )
     if found := sorted(_OF_BATCHES.intersection(_rope_types(getattr(known, "rope_parameters", None)))):
         raise BuildError(
             f"model.config: rope_parameters has the type {found[0]!r}, whose angles depend on the longest sample of a "

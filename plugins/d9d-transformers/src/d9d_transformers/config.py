@@ -24,6 +24,11 @@ TINY: Mapping[str, int] = {
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": 8, "vocab_size": 128,
     "n_embd": 32, "n_layer": 2, "n_head": 4,
 }  # fmt: skip
+#: Sizes that every model has at least one of.
+_POSITIVE = ("hidden_size", "vocab_size", _LAYERS, _HEADS, _GROUPS)
+_LFM2: dict[str, JsonValue] = {"layer_types": ["conv", "conv", "full_attention", "conv"]}
+#: Types -> fields of an example whose defaults in transformers leave out a kind of layer of the published models.
+_KINDS: Mapping[str, dict[str, JsonValue]] = {"lfm2": _LFM2, "lfm2_moe": _LFM2}
 #: Fields of config.json that state what d9d cannot train, and why.
 _REFUSED = {
     "quantization_config": "quantized weights cannot be trained; use the weights that they were made from",
@@ -58,6 +63,12 @@ class TransformersConfig(ModelConfig):
         for name, why in _REFUSED.items():
             if value.get(name):
                 raise ValueError(f"{name}: {why}")
+        for name in _POSITIVE:
+            if (size := _number(value.get(name))) is not None and size < 1:
+                raise ValueError(f"{name} is {size}; it must be at least 1")
+        heads, groups = _number(value.get(_HEADS)), _number(value.get(_GROUPS))
+        if heads and groups and heads % groups:
+            raise ValueError(f"{_GROUPS} = {groups} does not divide {_HEADS} = {heads}")
         return {name: field for name, field in value.items() if name not in VOLATILE}
 
     def sizes(self) -> Mapping[str, int]:
@@ -143,7 +154,7 @@ def example(model_type: str) -> TransformersConfig:
     fields |= {name: number for number, name in enumerate(_TOKENS) if name in known}
     if "kv_lora_rank" in known and "num_key_value_heads" in known:  # latent keys become a head for each query head
         fields["num_key_value_heads"] = TINY["num_attention_heads"]
-    return TransformersConfig(config={"model_type": model_type, **fields})
+    return TransformersConfig(config={"model_type": model_type, **fields, **_KINDS.get(model_type, {})})
 
 
 def _kept(entries: Sequence[object], count: int) -> list[int]:

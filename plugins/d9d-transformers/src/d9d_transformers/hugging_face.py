@@ -14,6 +14,27 @@ if TYPE_CHECKING:
     from d9d_weights.graph.base import Mapper
 
 
+def _check_release(data: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Check that the installed release knows all fields about the model, if a newer release wrote the file.
+
+    Args:
+        data: contents of ``config.json``.
+        fields: the part of it about the language model.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    from d9d_transformers.library import library, native_config, unknown_fields, written_by_newer
+
+    written = written_by_newer(data)
+    if written and (unknown := unknown_fields(native_config(fields), fields)):
+        raise CheckpointError(
+            f"config.json: transformers {written} wrote {', '.join(unknown)}, which the installed release "
+            f"{library().__version__} does not know; install transformers>={written}, or remove fields that have no "
+            "effect on the model"
+        )
+
+
 class TransformersFormat:
     """Format of the files that transformers reads and writes."""
 
@@ -34,7 +55,12 @@ class TransformersFormat:
         from d9d_transformers.library import language_fields
 
         stated = data.get("model_type")
-        inside = language_fields(data) if isinstance(stated, str) else None
+        if not isinstance(stated, str):
+            raise CheckpointError(
+                f"config.json: model_type is {stated!r}; it must be the name of a type, such as llama"
+            )
+        inside = language_fields(data)
+        _check_release(data, inside or data)
         fields = {name: value for name, value in (inside or data).items() if name not in VOLATILE}
         try:
             return TransformersConfig.model_validate(

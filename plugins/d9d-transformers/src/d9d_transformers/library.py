@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from d9d_core.errors import BuildError, CheckpointError
+from d9d_weights.hugging_face.fields import HARMLESS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +44,7 @@ def native_config(values: Mapping[str, Any]) -> Any:
     """Config object of transformers for the contents of a ``config.json``; no code of a model directory runs.
 
     Raises:
-        CheckpointError: the installed release has no such type, or refuses a value.
+        CheckpointError: the installed release has no such type, or refuses a value; or a field looks misspelled.
     """
     transformers = library()
     kind = values["model_type"]
@@ -54,9 +57,44 @@ def native_config(values: Mapping[str, Any]) -> Any:
         )
     given = {name: _numbers(value) for name, value in values.items() if name != "auto_map"}
     try:
-        return known[kind].from_dict(given)
+        config = known[kind].from_dict(given)
     except Exception as error:  # validators of configs raise exceptions of several libraries
         raise CheckpointError(f"config.json: transformers refuses it for {kind}: {error}") from error
+    for name in unknown_fields(config, given):
+        if meant := get_close_matches(name, _declared(config) - given.keys(), n=1, cutoff=0.85):
+            raise CheckpointError(
+                f"config.json: {name} is no field of {kind}, which has {meant[0]}; correct its name, or remove it"
+            )
+    return config
+
+
+def unknown_fields(config: Any, values: Mapping[str, Any]) -> list[str]:
+    """Fields of a ``config.json`` about the model that transformers stores in a config object, but does not declare."""
+    known = _declared(config).union(("model_type",), *HARMLESS.values())
+    stored = vars(config)
+    return [name for name, value in values.items() if value is not None and name in stored and name not in known]
+
+
+def written_by_newer(values: Mapping[str, Any]) -> str | None:
+    """Release of transformers that wrote a ``config.json``, if the installed one is older."""
+    written, installed = (_release(text) for text in (values.get("transformers_version"), library().__version__))
+    return str(values["transformers_version"]) if written > installed else None
+
+
+def _release(text: Any) -> tuple[int, ...]:
+    """Major and minor version; no numbers for other values."""
+    parts = re.match(r"(\d+)\.(\d+)", text) if isinstance(text, str) else None
+    return tuple(map(int, parts.groups())) if parts else ()
+
+
+def _declared(config: Any) -> frozenset[str]:
+    """Names of the fields of a config object's class, including other names of a field."""
+    return frozenset(vars(type(config).from_dict({}))).union(getattr(config, "attribute_map", ()))
+
+
+def activations() -> frozenset[str]:
+    """Names of the activation functions of transformers."""
+    return frozenset(importlib.import_module("transformers.activations").ACT2FN)
 
 
 def language_fields(values: Mapping[str, Any]) -> Mapping[str, Any] | None:

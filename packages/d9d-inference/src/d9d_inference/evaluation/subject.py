@@ -193,7 +193,9 @@ def _of_model(target: str, request: Request, registry: Registry) -> Subject:
         return Subject(target, _evaluated(values, like, request.files), run=False)
     if not request.files:
         raise JobError(f"{target}: no data is given; add --data FILE.jsonl, or --like JOB for the data of a job")
-    most = read_config_json(target).get("max_position_embeddings")
+    fields = read_config_json(target)
+    inside = fields.get("text_config")  # of the language model in a model of images and text
+    most = {**(inside if isinstance(inside, dict) else {}), **fields}.get("max_position_embeddings")
     length = min(most, _LENGTH) if isinstance(most, int) and most > 0 else _LENGTH
     datasets = {path.stem: dataset_of(path, {"sequence_length": length // 8 * 8 or length}) for path in request.files}
     values = {
