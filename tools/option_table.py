@@ -34,9 +34,9 @@ def commands() -> dict[str, Any]:
         assert isinstance(entry.spec, CommandSpec)
         command: Any = typer.main.get_command(entry.spec.app.load())
         if hasattr(command, "commands"):
-            found |= _commands_of(command, f"{entry.spec.name} ")
+            found |= _commands_of(command, f"{entry.spec.key} ")
         else:
-            found[entry.spec.name] = command
+            found[entry.spec.key] = command
     return found
 
 

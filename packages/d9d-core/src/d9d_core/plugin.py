@@ -450,9 +450,21 @@ class JobCheckSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSpec(Spec):
-    """A sub-command of ``d9d``. ``app`` is a ``typer.Typer``, imported when the command is used."""
+    """A sub-command of ``d9d``.
+
+    Attributes:
+        app: a ``typer.Typer``, imported when the command is used.
+        group: word before the name, such as ``new`` in ``d9d new job``; empty for none. Several packages may add
+            commands to one group.
+    """
 
     app: Ref
+    group: str = ""
+
+    @property
+    def key(self) -> str:
+        """Words of the command after ``d9d``."""
+        return f"{self.group} {self.name}".strip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Declaration of the command ``new``."""
+"""Declaration of the command ``new plugin``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ D9D_API = 2
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Command ``new``."""
+    """Command ``new plugin``."""
     yield CommandSpec(
-        name="new",
-        summary="Write the skeleton of a new package.",
+        name="plugin",
+        group="new",
+        summary="Write the skeleton of a plugin package.",
         app=Ref("d9d_testing.scaffold.command:app"),
     )

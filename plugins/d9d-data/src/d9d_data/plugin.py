@@ -1,4 +1,4 @@
-"""Declaration of the datasets, and of the command ``d9d data``."""
+"""Declaration of the datasets, and of the commands ``d9d data`` and ``d9d new job``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,13 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Command ``d9d data``."""
+    """Commands ``d9d data`` and ``d9d new job``."""
+    yield CommandSpec(
+        name="job",
+        group="new",
+        summary="Write a complete job file for a model and records.",
+        app=Ref("d9d_data.new_job.command:app"),
+    )
     yield CommandSpec(
         name="data",
         summary="Show the samples that a job trains on.",

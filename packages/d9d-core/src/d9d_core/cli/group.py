@@ -31,10 +31,11 @@ class PluginGroup(typer.core.TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Command names in help order; a name that several plugins declare is prefixed with each distribution."""
-        return [*self._foundation, *super().list_commands(ctx), *self._selectors]
+        names = [*self._foundation, *super().list_commands(ctx), *self._selectors]
+        return list(dict.fromkeys(name.partition(" ")[0] for name in names))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Command of this name, from d9d-core, the foundation or a plugin; ``None`` if there is none.
+        """Command or group of this name, from d9d-core, the foundation or plugins; ``None`` if there is none.
 
         Raises:
             PluginError: several plugins declare the command, or the package that provides it is not installed.
@@ -45,6 +46,8 @@ class PluginGroup(typer.core.TyperGroup):
         if cmd_name in self._foundation:
             return _Lazy(cmd_name, self._foundation[cmd_name])
         names = {entry.spec.key for entry in self._registry.entries("command")}
+        if any(name.startswith(f"{cmd_name} ") for name in {*names, *KnownPlugins.shipped().names("command")}):
+            return _Words(cmd_name, self._registry)
         if cmd_name.rpartition("/")[2] not in names and KnownPlugins.shipped().home("command", cmd_name) is None:
             return None
         return _Lazy(cmd_name, self._registry.find("command", cmd_name))
@@ -57,7 +60,8 @@ class PluginGroup(typer.core.TyperGroup):
         """
         name = args[0]
         if self.get_command(ctx, name) is None and not ctx.resilient_parsing:
-            names = {*self.list_commands(ctx), *KnownPlugins.shipped().names("command")}
+            known = (key.partition(" ")[0] for key in KnownPlugins.shipped().names("command"))
+            names = {*self.list_commands(ctx), *known}
             if near := difflib.get_close_matches(name, sorted(names)):
                 ctx.fail(f"No such command {name!r}. Did you mean {', '.join(map(repr, near))}?")
         return super().resolve_command(ctx, args)
@@ -122,6 +126,35 @@ def shadowed_commands(registry: Registry, own: Collection[str], among: Collectio
         and entry.origin.distribution not in FOUNDATION
         and (among is None or entry.origin.distribution in among)
     ]
+
+
+class _Words(typer.core.TyperGroup):
+    """Group of the commands that begin with a word, such as ``new``, of all packages."""
+
+    def __init__(self, word: str, registry: Registry) -> None:
+        found = (entry.spec.key for entry in registry.entries("command"))
+        self._registry = registry
+        self._second = sorted({key.partition(" ")[2] for key in found if key.startswith(f"{word} ")})
+        summaries = (self._entry(word, second).spec.summary for second in self._second)
+        super().__init__(name=word, help=" ".join(summaries), no_args_is_help=True)
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
+        """Second words of the installed commands."""
+        return self._second
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - likewise
+        """Command of this second word; ``None`` if no package of d9d has it.
+
+        Raises:
+            PluginError: several plugins declare the command, or the package that provides it is not installed.
+        """
+        key = f"{self.name} {cmd_name}"
+        if cmd_name not in self._second and KnownPlugins.shipped().home("command", key) is None:
+            return None
+        return _Lazy(cmd_name, self._entry(str(self.name), cmd_name))
+
+    def _entry(self, word: str, second: str) -> Entry:
+        return self._registry.find("command", f"{word} {second}")
 
 
 class _Lazy(typer.core.TyperCommand):

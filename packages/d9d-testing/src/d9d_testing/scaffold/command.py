@@ -1,4 +1,4 @@
-"""``d9d new``: writes skeletons of packages."""
+"""``d9d new plugin``: writes skeletons of plugin packages."""
 
 from __future__ import annotations
 
@@ -11,21 +11,10 @@ from d9d_core.terminal.console import console_for
 from d9d_testing.scaffold.kinds import KINDS
 from d9d_testing.scaffold.package import write_plugin
 
-app = typer.Typer(
-    name="new",
-    help="Write the skeleton of a new package.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
+app = typer.Typer(name="plugin", pretty_exceptions_enable=False, add_completion=False)
 
 
-@app.callback()
-def new() -> None:
-    """Write the skeleton of a new package."""
-
-
-@app.command("plugin")
+@app.command(no_args_is_help=True)
 def new_plugin(
     name: Annotated[str, typer.Argument(help="Name of the distribution, such as acme-metrics.")],
     kind: Annotated[str, typer.Option("--kind", metavar="KIND", help=f"{', '.join([*KINDS][:-1])} or {[*KINDS][-1]}.")],

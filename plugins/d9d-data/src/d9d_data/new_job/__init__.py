@@ -1,0 +1,1 @@
+"""Job files that are written from a model and records: ``d9d new job``."""
