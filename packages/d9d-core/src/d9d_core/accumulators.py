@@ -30,8 +30,7 @@ class Accumulator:
         operation: how a new value is combined with the total, and how totals are merged over ranks.
         shape: shape of the tensor; 0-d by default.
         dtype: dtype of the tensor. ``float64`` becomes ``float32`` on devices without float64. Use ``int64`` for
-            counts:
-            it stays exact above 16,777,216, where float32 does not.
+            counts, because float32 is inexact above 16,777,216.
     """
 
     operation: Operation = "sum"

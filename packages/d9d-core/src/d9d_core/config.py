@@ -67,12 +67,12 @@ def closest(word: object, known: Iterable[str]) -> str | None:
 
 
 def line_error(kind: str, text: str, loc: tuple[int | str, ...] = (), value: Any = None) -> InitErrorDetails:
-    """Line of a pydantic validation error with a text of our own."""
+    """Entry of a pydantic validation error, with a message written by d9d."""
     return InitErrorDetails(type=PydanticCustomError(kind, "{text}", {"text": text}), loc=loc, input=value)
 
 
 def speakable(value: Any) -> Any:
-    """Value with non-finite floats as strings, because JSON has no infinity; a job file may hold these strings."""
+    """Value with infinite and NaN floats as strings, which JSON and job files can hold."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -134,13 +134,13 @@ def _refused_values(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> I
 
 
 class LoadsCode:
-    """Marker of a field whose text is imported: ``build: Annotated[str, LoadsCode()]``.
+    """Marker of a config field whose value names code to import: ``build: Annotated[str, LoadsCode()]``.
 
-    Every config that imports by a value of the job file must mark the field: a job file in a downloaded directory must
-    not set it, see :mod:`d9d_core.job_file.saved_job`.
+    Every config field that leads to an import must have the marker, because a job file in a downloaded directory must
+    not set such a field; see :mod:`d9d_core.job_file.saved_job`.
 
     Args:
-        imports: function that returns whether a text is imported; by default, every text is.
+        imports: function that returns whether a value of the field is imported; by default, every value is.
     """
 
     def __init__(self, imports: Callable[[str], bool] = lambda _text: True) -> None:
@@ -245,7 +245,7 @@ class ModelConfig(PluginConfig):
 
 @runtime_checkable
 class Resizable(Protocol):
-    """Optional protocol of a model's config whose sizes are not its fields, for ``d9d verify``, which reduces them."""
+    """Optional protocol of a model config without fields for its sizes; ``d9d verify`` reduces sizes through it."""
 
     def sizes(self) -> Mapping[str, int]:
         """Name -> size, of all sizes that may be reduced."""

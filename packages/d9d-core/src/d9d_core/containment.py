@@ -18,9 +18,9 @@ _leave = os._exit
 
 @contextmanager
 def exits_raised() -> Iterator[None]:
-    """Make ``os._exit`` raise SystemExit inside the block: in the main thread, and with status 0 in any thread.
+    """Make ``os._exit`` raise SystemExit inside the block, if called in the main thread or with status 0.
 
-    Other calls exit as usual: d9d's own, which come from other threads with other statuses, and child processes.
+    Calls from other threads with another status, as d9d makes them, and calls in child processes exit as usual.
     """
     own, before = os.getpid(), os._exit
 

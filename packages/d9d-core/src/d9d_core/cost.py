@@ -29,8 +29,8 @@ class Share:
     """Share of one rank in the work on one microbatch.
 
     Attributes:
-        samples: samples of the microbatch.
-        length: positions of a whole sample.
+        samples: number of samples in the microbatch.
+        length: number of positions in a whole sample, before ``cp`` splits it.
         tensor, context, experts: sizes of the axes ``tp``, ``cp`` and ``ep``.
         width: bytes per element of the activations.
         compiled: whether blocks are compiled, so that elementwise ops are fused.
@@ -105,14 +105,14 @@ class OpCost:
 
     Attributes:
         name: name of the op, for tables.
-        kind: rate of the device that bounds the op.
+        kind: device rate that bounds the op: FLOPs of (grouped) matrix products or attention, or memory bandwidth.
         flops, backward_flops: FLOPs of forward and backward; a multiply-add counts as two.
         traffic, backward_traffic: bytes read from and written to device memory.
         kept: bytes kept from the forward for the backward.
-        rows: rows that its weights are applied to.
+        rows: number of input rows (positions) that the op multiplies with its weights.
         weights: parameters of the op, for optimizers and fine-tuning methods whose costs depend on them.
-        workspace: bytes of the block's workspace that only gradients of these weights need.
-        kept_for_weights: bytes of ``kept`` that only gradients of these weights need, if not all or none.
+        workspace: bytes of the block's workspace that are not needed if the op's weights are frozen.
+        kept_for_weights: bytes of ``kept`` that are not needed if the op's weights are frozen.
         attention: shape of an attention across positions; ``None`` for other ops.
     """
 
@@ -142,9 +142,9 @@ class Exchange:
 
     Attributes:
         operation: type of the collective.
-        axis: mesh axis of its ranks.
-        size: bytes of the gathered tensor, of the tensor before a reduce-scatter or all-reduce, or of all data that one
-            rank sends.
+        axis: mesh axis along which the ranks communicate.
+        size: bytes of the output of an all-gather, of the input of a reduce-scatter or all-reduce, or of all data that
+            one rank sends in an all-to-all or send.
         ranks: number of ranks of the collective, if it does not span the whole axis.
         stride: distance between neighbouring ranks of the collective along the axis.
         count: number of repetitions.
@@ -166,7 +166,8 @@ class BlockCost:
         name: name for tables.
         ops: ops of the block.
         parameters: number of parameters on this rank, before data parallelism shards them.
-        expert_parameters: number of further parameters, of experts, sharded over the view ``expert`` of the mesh.
+        expert_parameters: number of parameters of experts on this rank, in addition to ``parameters``. They are sharded
+            over the view ``expert`` of the mesh.
         input: bytes of the block's input, which is all that activation checkpointing keeps.
         workspace: further bytes at the peak of the block's backward.
         exchanges, backward_exchanges: collectives of forward and backward. Computation waits for them unless a strategy
@@ -175,8 +176,8 @@ class BlockCost:
         count: number of such blocks in the stage.
         is_block: whether this is a block of the trait ``model:blocks``, which strategies recompute, compile and shard
             one by one; embeddings and heads are not.
-        names: qualified names of the blocks, ``count`` of them; prefixed to the names of weights. Empty if weights have
-            qualified names already.
+        names: qualified names of the ``count`` blocks, which prefix the names of their weights. Empty if the weights
+            have qualified names already.
         frozen, frozen_experts: numbers of ``parameters`` and ``expert_parameters`` that are not trained.
     """
 
@@ -249,8 +250,8 @@ class StrategyCost:
 
     Attributes:
         shards: whether parameters, gradients and optimizer state are sharded over the data-parallel view of the mesh.
-        gathers: how often full parameters are all-gathered in the compute dtype: never; once, and kept from the block's
-            forward to its backward; or twice, once for each of the two.
+        gathers: how often a block's full parameters are all-gathered in the compute dtype for a forward and a backward:
+            0; 1, if they are kept from forward to backward; or 2.
         reduces: when gradients are reduced over data-parallel ranks. ``each``: during the backward of each microbatch.
             ``replicas_last``: to shards in each microbatch, over replicas in the last one. ``last``: during the
             backward of the last microbatch; full gradients are kept until then.
@@ -293,8 +294,7 @@ class AdapterCost:
 
     Attributes:
         trains: whether the weight itself is trained.
-        parameters: number of trainable parameters that the method adds, on a rank that holds the given part of the
-            weight.
+        parameters: number of trainable parameters that the method adds on a rank.
         flops, backward_flops: FLOPs of the added matrix products.
         traffic, backward_traffic: further bytes read and written.
         kept: further bytes kept for the backward.
@@ -309,7 +309,7 @@ class AdapterCost:
     kept: float = 0.0
 
     def __add__(self, other: AdapterCost) -> AdapterCost:
-        """Cost of two methods that act on the same weight."""
+        """Total cost of two methods that act on the same weight."""
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "trains"}
         return AdapterCost(trains=self.trains or other.trains, **sums)
 
@@ -326,11 +326,11 @@ class OptimizerCost:
 
     Attributes:
         state: bytes of optimizer state.
-        traffic: bytes that an update reads and writes, gradient and parameter included.
+        traffic: bytes of memory that an update reads and writes, including gradient and parameter.
         workspace: bytes that exist during an update, for all parameters at once.
         workspace_of_one: bytes that exist while the largest weight is updated, per element of this weight.
         flops: FLOPs of matrix products in bfloat16.
-        exchanged: bytes sent to the one rank that updates a whole sharded matrix, and sent back.
+        exchanged: bytes communicated if one rank updates a whole sharded matrix: sent to this rank, and back.
         of_weight: function from a weight's qualified name and full shape to its cost, which replaces this cost;
             ``None`` if all weights cost the same.
     """

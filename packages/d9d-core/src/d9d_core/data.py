@@ -33,23 +33,24 @@ Training reads an endless stream. Evaluation and inference make one pass (:attr:
 once, in the order of the sources, even if the config shuffles. A stream opened for one pass follows these rules:
 
 - Its facts include ``samples`` and ``rows``, the number of output rows. A row is a sample, a document of a packed
-  sample,
-  or one text of a sample with several texts. A stream without the fact ``rows`` cannot make one pass and is refused.
+  sample, or one text of a sample with several texts. A stream without the fact ``rows`` cannot make one pass and is
+  refused.
 - Pack p holds the samples [p * batch_size, (p + 1) * batch_size); rank r of R has the r-th of R equal runs of them.
-  After the last sample come fillers, so an epoch may be smaller than a batch; packs after the last hold only fillers.
-- Every microbatch has ``rows``, int64 [B] for a first dimension of B: the row number of each entry, the first one if
-  the entry is packed, or -1 for a filler. Fillers come last in their microbatch. Their values are valid; targets are
-  -100. Texts that are compared with each other have ``lengths`` 0 in fillers, so that comparisons leave them out.
-  With T texts per sample, text t of sample s is row s * T + t. If the fact ``packed`` is true, an entry holds several
-  rows: ``documents`` [B, S] numbers them from 0, ``ends`` [B, N] holds the end of each, then zeros, and ``lengths``
-  [B] is the position where padding begins.
-- A rank's run may be reordered to save padding, within blocks that do not depend on the number of ranks and of which a
-  run has a whole number. So the samples of a microbatch, and its padded length, are the same for any number of ranks.
+  After the last sample, packs are padded with fillers (samples that do not count), so an epoch may be smaller than a
+  batch; all later packs hold only fillers.
+- Every microbatch of B entries has ``rows``, int64 [B]: the row number of each entry (the number of its first row if
+  the entry is packed), or -1 for a filler. Fillers come last in their microbatch. A filler has valid token ids, and
+  targets of -100. In datasets of texts that are compared with each other, a filler has ``lengths`` 0, so that
+  comparisons leave it out. With T texts per sample, text t of sample s is row s * T + t. If the fact ``packed`` is
+  true, an entry holds several rows: ``documents`` [B, S] numbers them from 0, ``ends`` [B, N] holds the end of each,
+  then zeros, and ``lengths`` [B] is the position where padding begins.
+- A dataset may reorder the samples of a rank to save padding, but only within blocks of fixed size that do not cross
+  ranks. So the samples of a microbatch, and its padded length, are the same for any number of ranks.
 - ``state()`` may be loaded on another number of ranks, at any pack.
 
 A dataset counts the records of its sources that it shortens or drops: the fact ``cut_documents`` is the number of
-documents that were too long and lost a part, ``dropped`` the number of records that are left out.
-:attr:`DataContext.note` prints a line about them at each start.
+documents that were truncated, ``dropped`` the number of records that were left out. At each start, the dataset
+reports these numbers through :attr:`DataContext.note`.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class DataContext:
         cache_dir: directory for prepared data, kept between runs.
         note: function that prints one line about long work, such as tokenisation.
         pretrained: directory or address of the pretrained weights; ``None`` without them.
-        one_pass: give every sample once, in the order of the sources, then fillers; see the module.
+        one_pass: whether the stream gives every sample once, in the order of the sources, and then fillers; see the
+            module docstring.
         inputs: tokens of a text that become inputs, see :data:`TextInputs`. They must match the inputs a head was
             trained with.
     """
@@ -157,7 +159,7 @@ class SampleLengths:
 
 @runtime_checkable
 class StatesLengths(Protocol):
-    """Config of a dataset that states the lengths of microbatches, so that a layout is refused before data is read."""
+    """Config of a dataset that states microbatch lengths, so that a bad layout is refused before data is read."""
 
     @property
     def sample_lengths(self) -> SampleLengths | None:

@@ -1,9 +1,9 @@
 """Deferral of weight gradients: ops compute them later than input gradients.
 
 A pipeline stage can send the gradient of its inputs as soon as it is known, and compute weight gradients in idle times
-(Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). An op takes part by passing the computation of its
-weight gradient to a :class:`Deferral`, which runs it at once or later. Nothing is patched: an op without a deferral
-leaves all gradients to autograd.
+(Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). An op takes part by passing a function that computes
+its weight gradient to a :class:`Deferral`, which calls the function at once or later. Torch is not patched: an op
+without a deferral leaves all gradients to autograd.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Deferral:
 
     Modules receive it through the trait :class:`d9d_core.traits.DefersWeights` and pass it to their ops.
 
-    Such an op receives a detached weight. With a graph edge to the weight, autograd would follow the edge in the first
-    backward and free tensors that the later weight gradient needs.
+    An op that defers receives a detached weight. If the weight were attached to the graph, autograd would propagate to
+    it in the first backward and free tensors that the later weight gradient needs.
 
     Attributes:
         wanted: whether weight gradients of the current forward's backward will be collected. If false, an op should
@@ -108,7 +108,7 @@ class Deferral:
 
 
 def _run(groups: list[list[_Item]]) -> None:
-    """Compute the first groups and add them to the gradients; frees each item as soon as it is computed.
+    """Compute the weight gradients of the first groups and backpropagate them; pop each item when it is computed.
 
     Each autograd call costs 9 us of host time for any size of gradients, so groups are batched up to
     :data:`_TOGETHER` bytes.
@@ -130,7 +130,7 @@ def _run(groups: list[list[_Item]]) -> None:
 
 
 def _by_parameter(items: Sequence[_Item]) -> list[list[_Item]]:
-    """Groups of items; items that reach a common parameter are in one group."""
+    """Group deferred weight gradients; gradients that contribute to a common parameter are in one group."""
     groups: dict[int, list[_Item]] = {}
     group_of: dict[Node, int] = {}
     for index, item in enumerate(items):

@@ -29,8 +29,8 @@ Events of an inference job:
     RowsWritten         rows are on disk and survive a kill
     InferenceFinished, InferenceStopped, InferenceFailed
 
-A subscriber that raises ends the run, and is not called again. Between TrainingStarts and TrainingFinished, all ranks
-finish the same step and save before its exception is raised.
+An exception in a subscriber's handler ends the run, and the subscriber is not called again. If the exception occurs
+between TrainingStarts and TrainingFinished, all ranks first finish the same step and save a checkpoint.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step as device tensors, equal on all ranks. Making them does not synchronize with the GPU.
+    """Result of a step as device tensors, equal on all ranks. Creating a result does not synchronize with the GPU.
 
     Attributes:
         loss: float32 0-d, the weighted loss over the full batch.
@@ -212,7 +212,7 @@ class ForwardBackwardEnds:
 class OptimizerStepStarts:
     """Gradients are final and clipped; the optimizer step follows.
 
-    If this event and the next have no subscriber, the optimizer may clip inside its step instead.
+    If no subscriber handles this event or :class:`OptimizerStepEnds`, the optimizer may clip inside its step instead.
     """
 
     step: int
@@ -250,7 +250,7 @@ class EvaluationStarts:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEnds:
-    """An evaluation ended with these values."""
+    """An evaluation ended; ``values`` holds its losses and metrics by name."""
 
     step: int
     values: Mapping[str, float]

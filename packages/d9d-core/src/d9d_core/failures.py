@@ -1,4 +1,4 @@
-"""Error messages for the user, and the plugin code in which other exceptions were raised."""
+"""Formats errors for the user, and finds the plugin whose code raised an exception."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OWN = (*_FOUNDATION, "pluggy", "importlib")
 
 
 def describe(error: D9dError) -> str:
-    """Message lines of an error and its notes, preceded by the traceback of the plugin failure that caused it."""
+    """Text of an error for the user: message lines, notes, and before them the traceback of a plugin that caused it."""
     origin = "" if error.origin is None else _foreign_traceback(error.origin)
     lines = [f"error: {line}" for line in str(error).splitlines()]
     return origin + "\n".join([*lines, *getattr(error, "__notes__", ())])
@@ -33,12 +33,12 @@ def describe(error: D9dError) -> str:
 
 @contextmanager
 def exits_are_errors(kind: type[D9dError] = TrainingError) -> Iterator[None]:
-    """Convert SystemExit and similar exceptions, raised by plugin code inside the block, to errors with its name.
+    """Convert SystemExit and similar exceptions of plugin code inside the block to errors that name the plugin.
 
     Ctrl-C, and exceptions by which d9d itself ends the process, pass unchanged.
 
     Raises:
-        D9dError: an error of the given kind.
+        D9dError: an error of class ``kind``, if plugin code tried to end the process.
     """
     try:
         yield

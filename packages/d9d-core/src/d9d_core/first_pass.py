@@ -39,7 +39,7 @@ class FirstPass:
 
 
 class DataRanks(Protocol):
-    """Communication between the ranks that see different samples, for the second half of a first pass."""
+    """Communication between the data-parallel ranks, for :meth:`TwoPassTask.complete`."""
 
     @property
     def rank(self) -> int:
@@ -59,8 +59,9 @@ class DataRanks(Protocol):
 class TwoPassTask(Protocol):
     """Optional protocol of a :class:`~d9d_core.task.Task`: a first pass over the pack, without gradients.
 
-    The first pass adds tensors to the microbatches, for ``losses`` and ``observations``. They exist only on ranks that
-    hold the last stage, so ``weights``, ``count`` and ``inputs`` must not read them. Evaluations make a first pass too.
+    The first pass adds tensors to the microbatches, for the task's ``losses`` and ``observations``. The added tensors
+    exist only on ranks that hold the last pipeline stage, so ``weights``, ``count`` and ``inputs`` must not read them.
+    Evaluations make a first pass too.
     """
 
     @property
@@ -75,7 +76,7 @@ class TwoPassTask(Protocol):
     def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Tensors to keep of the first-pass outputs: name in the microbatch -> detached tensor.
 
-        With ``stored``, each tensor has shape [B, ...], one entry per sample.
+        If :attr:`FirstPass.by` is ``stored``, each tensor has shape [B, ...], one entry per sample.
         """
         ...
 
@@ -83,6 +84,6 @@ class TwoPassTask(Protocol):
         """Tensors to add to each microbatch of the pack, from the kept tensors of all microbatches.
 
         Most tasks return ``kept`` unchanged. If the method communicates, it is collective over the ranks that see
-        different samples. It is not called with ``stored``.
+        different samples. If :attr:`FirstPass.by` is ``stored``, the method is not called.
         """
         ...

@@ -31,8 +31,7 @@ class ForwardPass(Protocol):
 
         Args:
             pack: microbatches on the device, each with ``tokens`` int64 [B, S] for the first stage. Further tensors,
-                such
-                as ``lengths`` int64 [B] of right-padded samples, are passed to every stage by name.
+                such as ``lengths`` int64 [B] of right-padded samples, are passed to every stage by name.
             outputs: called with the last stage's outputs and the microbatch, on the ranks that hold the last stage.
         """
         ...

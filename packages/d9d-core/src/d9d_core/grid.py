@@ -1,7 +1,8 @@
 """Arithmetic of the process grid: coordinates, views and groups of ranks. Imports no torch.
 
-Ranks are numbered in row-major order over the base axes, outermost first. A view cuts the same numbers into other
-dimensions, so the group of a rank along any dimension of any view follows from sizes alone, without processes.
+Ranks are numbered in row-major order over the base axes, outermost first. A view arranges the same rank numbers in
+other dimensions, so the process group of a rank along any dimension of any view can be computed from sizes alone,
+without starting processes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Grid:
         """Grid of a view over a mesh with these axis sizes.
 
         Raises:
-            JobError: a dimension does not divide, or the view does not cover all ranks exactly once.
+            JobError: the size of a view's dimension does not fit the axes it covers, or the view does not cover all
+                ranks exactly once.
         """
         sizes: dict[str, int] = {}
         rest = {axis: axes[axis] for dim in view.dims for axis in dim.over}

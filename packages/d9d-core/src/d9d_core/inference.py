@@ -1,6 +1,6 @@
 """Inference: tasks that turn a model's outputs into rows, and writers of these rows.
 
-Start here: :class:`InferenceTask` makes rows of outputs, a :class:`Writer` makes files of rows::
+Start here: an :class:`InferenceTask` converts a model's outputs to rows, a :class:`Writer` writes rows to files::
 
     import json
 
@@ -65,7 +65,8 @@ class InferenceTask(Protocol):
             facts: facts of the data stream; empty while a job is planned.
 
         Raises:
-            D9dError: they do not fit, for example because the model lacks the head that the task reads.
+            D9dError: model and data do not fit the task, for example because the model lacks the head that the task
+                needs.
         """
         ...
 
@@ -135,7 +136,7 @@ class JoinsPositions(SplitsPositions, Protocol):
 
     @property
     def of_positions(self) -> frozenset[str]:
-        """Names of kept outputs with a sequence dimension, [B, S / R, ...] on R ranks; others are equal on all."""
+        """Names of kept outputs split over positions, [B, S / R, ...] on R ranks; others are equal on all ranks."""
         ...
 
 
@@ -172,7 +173,7 @@ class ContinuesRows(Protocol):
         ...
 
     def logits(self, outputs: Mapping[str, Tensor]) -> Tensor | None:
-        """Logits [B, S, V] from the model's outputs; ``None`` if there are none, which is an error on every rank."""
+        """Logits [B, S, V] from the model's outputs; ``None``, if there are none, makes every rank raise an error."""
         ...
 
 
@@ -203,9 +204,9 @@ class Writer(Protocol):
         ...
 
     def write(self, path: Path, rows: Columns) -> None:
-        """Write a part with at least one row to its own file. Equal rows must give equal bytes."""
+        """Write rows, at least one, to the file ``path``. Equal rows must give equal bytes."""
         ...
 
     def join(self, parts: Sequence[Path], path: Path) -> None:
-        """Join parts in this order to one file, with at most one part in memory."""
+        """Concatenate the files ``parts``, in this order, to the file ``path``, with at most one part in memory."""
         ...

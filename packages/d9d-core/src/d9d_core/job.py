@@ -76,7 +76,7 @@ class LoadedJob(BaseJob):
         """Read the job file in a downloaded directory as data: it runs no code and opens no address.
 
         Args:
-            saved: the file, and the command that would trust it.
+            saved: the job file, and for messages the command that runs the file as trusted.
             registry: as for :meth:`load`.
             overrides: assignments ``section.field=value``, which are trusted.
             policy: restrictions on plugins, and the plugin files of the command line.
@@ -138,7 +138,7 @@ class LoadedJob(BaseJob):
         return self._registry
 
     def use(self, registry: Registry, source: Source | None = None) -> Self:
-        """Resolve names by this registry instead of the installed plugins, and refer to ``source`` in messages."""
+        """Resolve names by ``registry`` instead of the installed plugins, and refer to ``source`` in messages."""
         self._registry = registry
         self._source = source or self._source
         return self
@@ -207,5 +207,6 @@ class LoadedJob(BaseJob):
 class JobFile(LoadedJob, JobConfig):
     """Validated job file of training. Made by :meth:`load` or from config objects.
 
-    It can check names, values, capabilities, the mesh and the pipeline schedule. d9d-engine's ``Job`` can also run.
+    This class can check names, values, capabilities, the mesh and the pipeline schedule. Its subclass ``Job`` in
+    d9d-engine can also run the job.
     """

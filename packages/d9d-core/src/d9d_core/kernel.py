@@ -58,7 +58,7 @@ class OpSignature:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Answer of a backend to a signature. Among accepting backends, the highest priority above 0 is chosen.
+    """Answer of a backend to a signature. The accepting backend with the highest priority above 0 is chosen.
 
     The reference has priority 0. An accepting backend with priority 0 or less is used only if ``kernels`` of the job
     names it.
@@ -75,11 +75,11 @@ class OpSlot:
     Args:
         op: name of the op.
         reference: PyTorch reference of the op, which runs on every device.
-        parts: ops that the module calls instead if no backend is bound. A job that names a backend of one of these ops,
-            and none of this op, uses the parts.
-        instead: ops whose slots may replace this slot under some strategies. Because a rank does not see replacements
-            in other ranks' stages, it accepts a job that names a backend of one of these ops.
-        static: further facts that backends decide by.
+        parts: ops that the module calls instead of this op if no backend is bound to this slot. A job that names a
+            backend for one of these ops, and none for this op, uses these ops.
+        instead: ops whose slots may replace this slot under some strategies. A job may name a backend for one of these
+            ops even if the stages on this rank have no such slot, because stages on other ranks may have one.
+        static: facts for :attr:`OpSignature.static`.
 
     Attributes:
         operators: patterns of the torch operators in the bound backend, see
@@ -104,7 +104,7 @@ class OpSlot:
         self._function = reference
 
     def refusal(self, function: Callable[..., Any]) -> str | None:  # noqa: ARG002 - for slots that ask more
-        """Reason why a function cannot be bound to this slot, for slots with further demands; ``None`` if it can."""
+        """Reason why a function cannot be bound to this slot; ``None`` if it can. Subclasses may refuse functions."""
         return None
 
     def bind(self, backend: str, function: Callable[..., Any]) -> None:
@@ -114,7 +114,7 @@ class OpSlot:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The bound function. For some ops, a backend's function has further methods."""
+        """The bound function. For some ops, the function object also has methods."""
         return self._function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

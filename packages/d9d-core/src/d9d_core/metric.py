@@ -130,12 +130,12 @@ class StageMetric(Protocol):
     """
 
     def attach(self, stage: nn.Module) -> None:
-        """Inspect the full model, once and before other calls, so that the state gets its final shapes.
+        """Give the metric its final state shapes, from the full model. Called once, before other methods.
 
         Stages of other pipeline ranks are on the meta device.
 
         Raises:
-            BuildError: the model has no such tallies.
+            BuildError: the model has no tallies that the metric reads.
         """
         ...
 

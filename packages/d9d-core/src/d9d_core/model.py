@@ -18,8 +18,8 @@ modules with parameters initialise them later (:class:`d9d_core.traits.LateInit`
             return {"y": self.slope * x}
 
 All other protocols are optional. :class:`ContextShare`, :class:`SplitsContext`, :class:`SeesContext` and
-:class:`SharesAttention` complement the trait :class:`~d9d_core.traits.ContextParallelizable`, the others the trait
-:class:`~d9d_core.traits.TensorParallelizable`.
+:class:`SharesAttention` complement the trait :class:`~d9d_core.traits.ContextParallelizable`; the other protocols
+complement the trait :class:`~d9d_core.traits.TensorParallelizable`.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Stage:
 
 @runtime_checkable
 class HasHeads(Protocol):
-    """Optional protocol for tensor parallelism: a module some of whose children compute whole attention heads."""
+    """Optional protocol for tensor parallelism: a module with projections that are split by whole attention heads."""
 
     def tensor_parallel_heads(self) -> Mapping[str, int]:
-        """Number of heads of each child of style ``COLUMN``, by relative name.
+        """Number of attention heads of each column-wise child (style ``COLUMN``), by the child's relative name.
 
         Ranks divide the heads evenly; if there are fewer heads than ranks, several ranks compute the same head.
         """
@@ -94,10 +94,10 @@ class SplitsFeatures(Protocol):
     """Optional protocol next to :class:`HasLinearTerms`: the layer also reads weights of its contained modules."""
 
     def split_features(self, own: Callable[[Tensor], Tensor], add_up: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Compute with a share of the output or input features from now on.
+        """From now on, compute with this rank's share of the output or input features.
 
         Args:
-            own: returns this rank's part of a contained module's weight; differentiable.
+            own: differentiable function that returns this rank's shard of a contained module's weight.
             add_up: sums tensors of equal shape over the ranks, if they split the input features; forward only,
                 collective over the ranks.
         """
@@ -109,10 +109,10 @@ class SharesInputs(Protocol):
     """Optional protocol next to :class:`HasLinearTerms`: the layer draws random numbers for its inputs (dropout)."""
 
     def share_inputs(self, part: int, parts: int) -> None:
-        """Treat this rank's inputs as part ``part`` of ``parts`` equal parts of the input features from now on.
+        """From now on, treat this rank's inputs as part ``part`` of ``parts`` equal parts of the input features.
 
-        Generators have the same state on all ranks: a layer that draws numbers for all features and uses its own part
-        computes the same as a single process.
+        Random generators have the same state on all ranks. So a layer that draws numbers for all features, and uses
+        only the numbers for its own part, computes the same as a single process.
 
         Args:
             part: index of the part.
@@ -125,9 +125,9 @@ class SharesInputs(Protocol):
 class LendsProduct(Protocol):
     """Optional protocol for tensor parallelism: a linear layer whose matrix product another module may compute.
 
-    That module overlaps the product with communication of the layer's inputs or outputs, and fuses products that read
-    the same inputs. For a row-wise layer, the product and the outputs of contained modules of role ``in`` are then sums
-    over the ranks, at this rank's positions, to which the layer adds its other terms.
+    The other module overlaps the product with communication of the layer's inputs or outputs, and fuses products that
+    read the same inputs. If a row-wise layer lends its product, the product and the outputs of contained modules of
+    role ``in`` are already summed over the ranks, at this rank's positions; the layer then adds its other terms.
     """
 
     @property
@@ -136,13 +136,13 @@ class LendsProduct(Protocol):
         ...
 
     def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:
-        """Let a function compute the product ``rows @ weight.T`` from now on; the layer adds biases and other terms.
+        """From now on, let a function compute the product ``rows @ weight.T``; the layer adds biases and other terms.
 
         Args:
             compute: rows [..., in features] -> product, differentiable; ``None`` leaves the product to the layer.
 
         Returns:
-            Whether the layer will call the function; false if it computes in another number format.
+            Whether the layer will call the function; false if it computes in another number format, such as fp8.
         """
         ...
 
@@ -152,7 +152,7 @@ class SplitsSequence(Protocol):
     """Optional protocol for tensor parallelism: a stage that supports sequence-parallel hidden states."""
 
     def split_sequence(self, ranks: int) -> None:
-        """Expect S / ``ranks`` positions in hidden states from now on, also at stage boundaries."""
+        """From now on, expect S / ``ranks`` positions in hidden states, also at stage boundaries."""
         ...
 
 
@@ -162,9 +162,10 @@ class SequenceShare(Protocol):
     def gather(self, tensor: Tensor) -> Tensor:
         """All-gather [B, S / tp, ...] to [B, S, ...] for identical computation on all ranks. Collective over ``tp``.
 
-        The backward keeps this rank's positions of the gradient, without communication. So the output at a position may
-        depend on the gathered tensor at this position only, or not be differentiated with respect to other positions. A
-        module that mixes positions belongs inside a module with children of style ``COLUMN``, which has all positions.
+        The backward keeps this rank's positions of the gradient, without communication. So the module's output at a
+        position may depend on the gathered tensor at the same position only, or must not be differentiated with respect
+        to other positions. A module that mixes positions belongs inside a module with children of style ``COLUMN``,
+        which has all positions.
         """
         ...
 
@@ -205,12 +206,12 @@ class VocabularyShare:
 class SplitsVocabulary(Protocol):
     """Optional protocol for tensor parallelism: a head whose weight may be split over the vocabulary.
 
-    A head without a weight of its own, because it is tied to the embedding, also has an attribute ``vocabulary``: the
-    number of rows of the embedding.
+    A head that has no weight because it is tied to the embedding also has an attribute ``vocabulary``: the number of
+    rows of the embedding.
     """
 
     def split_vocabulary(self, share: VocabularyShare) -> None:
-        """Compute with a share of the vocabulary from now on; outputs must equal a single process's outputs.
+        """From now on, compute with a share of the vocabulary; outputs must equal the outputs of a single process.
 
         The gradient of the hidden states is then a partial sum over the ranks.
         """
@@ -240,8 +241,8 @@ class ContextShare(PositionShare, Protocol):
     def gather(self, tensor: Tensor) -> Tensor:
         """All-gather [B, S / cp, ...] to [B, S, ...], in the order of the sample.
 
-        The backward sums the gradients of all ranks, which compute different things from the result or different parts
-        of the same thing. Collective over ``cp``, in forward and backward.
+        The backward sums the gradients over all ranks, so the ranks must compute different outputs, or different parts
+        of one output, from the result. Collective over ``cp``, in forward and backward.
         """
         ...
 
@@ -251,9 +252,9 @@ class SplitsContext(Protocol):
     """Optional protocol for context parallelism: a stage that supports inputs with only this rank's positions."""
 
     def split_context(self, share: ContextShare) -> None:
-        """Expect this rank's positions from now on: inputs are [B, S / cp], but ``documents`` is [B, S].
+        """From now on, expect this rank's positions: inputs are [B, S / cp], but ``documents`` is [B, S].
 
-        Masks cover all S positions, because attention cores are told which of them their queries are.
+        Attention masks cover all S positions; attention cores learn separately which positions their queries have.
 
         Raises:
             BuildError: the stage computes something that needs all positions.
@@ -263,10 +264,10 @@ class SplitsContext(Protocol):
 
 @runtime_checkable
 class SeesOneDocument(Protocol):
-    """Optional protocol of a stage whose samples may have to be one document each."""
+    """Optional protocol of a stage with modules that mix tokens of different documents in a sample."""
 
     def token_mixers(self) -> Sequence[str]:
-        """Names of modules other than attention that mix tokens, and so documents; empty if there are none."""
+        """Names of modules, other than attention, that mix tokens across documents; empty if there are none."""
         ...
 
 
@@ -284,7 +285,7 @@ class SeesContext(Protocol):
 
 @runtime_checkable
 class SharesAttention(Protocol):
-    """Optional protocol for context parallelism: an attention core that computes part of a sample's attention.
+    """Optional protocol for context parallelism: an attention core that can compute the attention of some positions.
 
     A core without this protocol receives all positions and some of the heads.
     """
@@ -298,11 +299,11 @@ class SharesAttention(Protocol):
         ...
 
     def see_queries(self, share: ContextShare) -> None:
-        """Expect this rank's queries [B, S / cp, N, D], and all keys and values [B, S, K, D], from now on."""
+        """From now on, expect this rank's queries [B, S / cp, N, D], and all keys and values [B, S, K, D]."""
         ...
 
     def attend_by(self, function: Callable[..., Tensor]) -> None:
-        """Replace the attention backend by a function from now on.
+        """From now on, compute attention by ``function`` instead of the attention backend.
 
         Args:
             function: ``(query, key, value, documents, window)``, and then ``sinks`` [N] if the core has learned sinks:

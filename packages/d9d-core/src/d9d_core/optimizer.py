@@ -81,7 +81,7 @@ class Optimizer(Protocol):
         ...
 
     def state(self) -> Mapping[str, Tensor]:
-        """Optimizer state: ``"<parameter name>/<slot>"`` -> tensor. No copies: a load writes into the tensors."""
+        """Optimizer state: ``"<parameter name>/<slot>"`` -> tensor, not copied: a load writes into these tensors."""
         ...
 
 
@@ -89,8 +89,9 @@ class Optimizer(Protocol):
 class DividesGradients(Optimizer, Protocol):
     """Optimizer that clips gradients inside its step, which saves a pass over them.
 
-    The trainer uses this if no subscriber reads gradients between clipping and the step. Results equal an update with
-    gradients divided in advance, except that quotients of low-precision gradients need not be rounded to their dtype.
+    The trainer lets the optimizer clip if no subscriber reads gradients between clipping and the step. Results equal an
+    update with gradients divided in advance, except that quotients of low-precision gradients need not be rounded to
+    their dtype.
     """
 
     def divide_gradients(self, divisor: Tensor) -> None:
@@ -108,9 +109,9 @@ class AveragesWeights(Optimizer, Protocol):
 
     @property
     def average(self) -> tuple[str, float]:
-        """Slot s of the state and number w: the weights to evaluate are ``(1 - w) parameter + w s``.
+        """State slot s and factor w of the weights for evaluation, ``(1 - w) * parameter + w * s``.
 
-        Readers of a checkpoint compute them by this formula, in the slot's dtype.
+        Code that reads a checkpoint computes these weights by this formula, in the slot's dtype.
         """
         ...
 

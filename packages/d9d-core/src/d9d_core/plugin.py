@@ -16,7 +16,7 @@ Start here: a ``plugin.py`` states its API version and yields records from hooks
         )
 
 A record is cheap to build. Code that needs torch or pydantic is named by a :class:`Ref` and loaded when a job uses it.
-Signatures of the code are protocols; each record names its protocol.
+Protocols define the interfaces of the referenced code; the docstring of each record class names its protocol.
 
 Capabilities are flat tokens: tokens in ``requires`` must hold for the job, ``provides`` adds tokens to the job, and
 tokens in ``conflicts`` must not hold. This module imports neither torch nor pydantic.
@@ -124,7 +124,7 @@ def _tokens(value: Iterable[str], what: str = "capability tokens") -> frozenset[
 
 
 def _check_dims(record: str, tensors: Mapping[str, int]) -> None:
-    """Refuse tensors without a number of dimensions, for example a set of names."""
+    """Refuse a record's ``tensors`` unless it maps names to numbers of dimensions."""
     if not isinstance(tensors, Mapping) or not all(type(dims) is int for dims in tensors.values()):
         raise TypeError(f"{record} is {tensors!r}; map each tensor to its number of dims, such as {{'tokens': 2}}")
 
@@ -237,13 +237,14 @@ class StrategySpec(ConfiguredSpec):
     """Record by which a plugin declares a parallel strategy. ``build(config) -> Strategy``.
 
     Attributes:
-        anchor: the point in :data:`ANCHORS` it belongs to.
-        position: before, at or after that anchor.
-        axes: mesh axes it makes use of, if they have more than one rank.
+        anchor: point in :data:`ANCHORS`, the fixed order in which strategies are applied, at which this strategy acts.
+        position: whether the strategy acts before, at or after the anchor.
+        axes: mesh axes that the strategy uses if they have more than one rank.
         cost: ``(config) -> StrategyCost``, imported without torch, for ``d9d plan``; ``None`` if the strategy changes
             costs only through its axes.
         alternatives: ``(config) -> Sequence[config]``, imported without torch: further settings that ``d9d plan``
-            tries; for data-parallel strategies if a step has several microbatches, for others if the job has them.
+            tries; for a data-parallel strategy if a step has several microbatches, for another strategy if the job has
+            it.
     """
 
     anchor: str
@@ -267,8 +268,7 @@ class ScheduleSpec(ConfiguredSpec):
 
     Attributes:
         handlers: ``(config, executor: Executor) -> Mapping[type[Action], Handler]`` for actions that core itself does
-            not
-            run: ``Ref("d9d_pipeline.runtime.handlers:handlers")`` handles all actions that core defines.
+            not run: ``Ref("d9d_pipeline.runtime.handlers:handlers")`` handles all actions that core defines.
         simulate: ``(programs, times: StageTimes) -> float``, seconds of a step, imported without torch, for ``d9d
             plan``: ``Ref("d9d_pipeline.simulator.seconds:seconds")`` simulates any schedule.
         ordered_transfers: whether a step completes even if each transfer waits for all transfers that its rank launched
@@ -286,7 +286,7 @@ class TaskSpec(ConfiguredSpec):
 
     Attributes:
         observes: names of the observations that :meth:`d9d_core.task.Task.observations` always returns, so that a
-            metric that needs others is refused before anything is built; ``None`` if unknown.
+            metric that needs another observation is refused before anything is built; ``None`` if unknown.
         on_demand: names of further observations: returned if a metric reads them and the model can compute them
             (:class:`d9d_core.traits.ObservesOnDemand`) or the data has them.
         reads: tensors of a microbatch that the task requires -> number of dimensions, so that a dataset without them is
@@ -410,8 +410,8 @@ class KernelSpec(Spec):
         deterministic: whether the kernel computes the same bits each time, at least under
             ``torch.use_deterministic_algorithms``; a job with ``deterministic: true`` refuses other kernels.
         operators: patterns of torch operator names, such as ``aten._scaled_dot_product_*``, that match the operator
-            which computes the op's result. If a job lists the op, checkpointed blocks keep the outputs of these
-            operators; empty if that is impossible.
+            which computes the op's result. If a job tells activation checkpointing to keep this op, the outputs of
+            these operators are kept; empty if the kernel has no such operator.
     """
 
     op: str
@@ -438,8 +438,8 @@ class JobCheckSpec(Spec):
     """An additional check of a job, run by ``d9d check`` after names, values and capabilities.
 
     Attributes:
-        run: function of the :class:`~d9d_core.job.JobFile` and the number of processes (``None``: as the mesh needs).
-            It prints its findings and raises :class:`~d9d_core.errors.D9dError` if the job cannot run.
+        run: function of the :class:`~d9d_core.job.JobFile` and the number of processes (``None``: as many as the mesh
+            needs). It prints its findings and raises :class:`~d9d_core.errors.D9dError` if the job cannot run.
         memory: whether ``run`` has a third argument: bytes of a device's memory that the job must fit into, or
             ``None`` without ``d9d check --memory``.
     """

@@ -1,4 +1,4 @@
-"""End of a command's process, within a bounded time even if threads or child processes still run."""
+"""Ends the process of a command within a bounded time, even if threads or child processes still run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _children() -> list[Any]:
 
 
 def _place(frame: FrameType) -> str:
-    """File and line of the innermost frame outside Python's ``threading`` library, or of the innermost frame."""
+    """File and line that a thread executes; frames inside Python's ``threading`` library are skipped if possible."""
     found: FrameType | None = frame
     while found is not None and os.path.dirname(found.f_code.co_filename) == os.path.dirname(threading.__file__):  # noqa: PTH120
         found = found.f_back

@@ -1,4 +1,4 @@
-"""Garbage collection of Python while a command starts."""
+"""Makes Python's garbage collection rarer while a command imports its modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SELDOM = 100_000
 
 @contextmanager
 def collected_seldom() -> Iterator[None]:
-    """Collect garbage rarely inside the block. It suits imports, whose objects stay alive."""
+    """Run Python's garbage collector rarely inside the block. Meant for imports, whose objects stay alive anyway."""
     young, *older = gc.get_threshold()
     if young:  # 0: automatic collection is disabled
         gc.set_threshold(max(young, _SELDOM), *older)

@@ -30,7 +30,7 @@ class PluginGroup(typer.core.TyperGroup):
     """Command group of d9d-core, foundation packages and plugins; no plugin replaces a foundation command."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Command names in help order; a name that several plugins declare is prefixed with each distribution."""
+        """Command names in help order; a name that several plugins declare is listed once per ``distribution/name``."""
         names = [*self._foundation, *super().list_commands(ctx), *self._selectors]
         return list(dict.fromkeys(name.partition(" ")[0] for name in names))
 
@@ -91,7 +91,7 @@ class PluginGroup(typer.core.TyperGroup):
 
     @cached_property
     def _foundation(self) -> dict[str, Entry]:
-        """Name -> command, of the foundation packages, which are always loaded."""
+        """Commands of the foundation packages (such as d9d-engine), by name."""
         return {entry.spec.key: entry for entry in foundation_commands(self._registry)}
 
     @cached_property

@@ -1,4 +1,4 @@
-"""``d9d doctor``: health checks of this machine, and problems of plugins."""
+"""``d9d doctor``: runs the health checks of this machine and reports problems of plugins."""
 
 from __future__ import annotations
 

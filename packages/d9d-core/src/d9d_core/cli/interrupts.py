@@ -1,4 +1,4 @@
-"""Ctrl-C while heavy modules are imported."""
+"""Defers Ctrl-C while large modules such as torch are imported."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def bytes_of(text: str | None) -> int | None:
 
 
 def policy_of(files: list[Path], no_plugins: bool, strict: bool) -> PluginPolicy:
-    """Plugin policy from the options of the command line."""
+    """Build the plugin policy (which plugins may be loaded) from the options of the command line."""
     return PluginPolicy(files=tuple(files), autoload=not no_plugins, strict=strict)
 
 

@@ -1,4 +1,4 @@
-"""Lines about a job that several commands print."""
+"""Texts about a job's length and mesh, which several commands print."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from d9d_core.job_file.job import JobConfig
 
 
 def length_of(job: JobConfig) -> str:
-    """Length of a run, as text."""
+    """Length of a run in steps or epochs, as text."""
     if job.steps is not None:
         return f"{job.steps:,} steps"
     return f"epochs: {job.epochs:g}; the number of steps follows from the data, which was not read"

@@ -63,13 +63,13 @@ def surviving_streams() -> Iterator[None]:
 
 
 def output_is_incidental() -> None:
-    """Declare that the command's result is not its output, so that lost output is not a failure."""
+    """Declare that the command's result is stored elsewhere, so that lost standard output is not a failure."""
     if (file := _file_of(sys.stdout)) is not None:
         file.incidental = True
 
 
 def _surviving(stream: TextIO) -> TextIO:
-    """Replace a standard stream of this process by a surviving one; keep other streams, and consoles of Windows."""
+    """Replace a standard stream of this process by one that survives errors; keep others, and all on Windows."""
     if os.name == "nt" or stream not in (sys.__stdout__, sys.__stderr__) or not isinstance(stream, io.TextIOWrapper):
         return stream
     try:

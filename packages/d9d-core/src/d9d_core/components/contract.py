@@ -75,7 +75,7 @@ def check_component(chosen: Chosen, component: object) -> None:
 
 
 def _problems_of_modules(chosen: Chosen, component: object) -> list[str]:
-    """Deviations of a model's modules from the traits that they have; each class of modules is checked once."""
+    """Deviations of a model's modules from the trait protocols that they implement; each class is checked once."""
     from torch import nn  # a model is there, so torch is
 
     if not isinstance(component, nn.Module):
@@ -86,9 +86,10 @@ def _problems_of_modules(chosen: Chosen, component: object) -> list[str]:
 
 
 def optional_deviations(component: object, protocol: type) -> list[str]:
-    """Deviations of a component from the optional protocols of its kind, which stand in the module of its protocol.
+    """Deviations of a component from the optional protocols that are defined in the same module as ``protocol``.
 
-    A component that has some members of an optional protocol and lacks others would silently be used without it.
+    A component with only some members of an optional protocol is reported too: otherwise the caller would silently
+    treat it as if it did not implement the protocol.
     """
     required = vars(protocol).keys()
     problems = []

@@ -1,1 +1,1 @@
-"""Job file: reading, names resolved to plugins, validation, schema."""
+"""Reads and validates job files, resolves their names to plugins, and generates their JSON schema."""

@@ -46,7 +46,7 @@ class Document:
 
         Args:
             path: path of the file.
-            links: links that the path may be.
+            links: symbolic links that ``path`` may be; see :data:`d9d_core.untrusted.Links`.
 
         Raises:
             JobError: the file cannot be read or is malformed.
@@ -70,7 +70,7 @@ class Document:
         return cls(values, str(path), lines)
 
     def override(self, assignments: Sequence[str]) -> Document:
-        """Apply ``section.field=value`` assignments; values are YAML. ``list[i]`` with i = length appends an entry.
+        """Apply ``section.field=value`` assignments; values are YAML. An index equal to a list's length appends.
 
         Raises:
             JobError: an assignment has no ``=``, or its path leads through a value that is neither mapping nor list.
@@ -122,7 +122,7 @@ class Document:
 
     @contextmanager
     def placing(self) -> Iterator[None]:
-        """Put places into the texts of errors that the block raises; see :meth:`placed`."""
+        """Prefix messages of errors raised inside the block with ``file:line``; see :meth:`placed`."""
         try:
             yield
         except D9dError as error:
@@ -150,7 +150,7 @@ _NAMED = ("model", "task", "data", "optimizer", "lr_schedule", "pipeline", "peft
 
 
 def _entered(target: Any, location: Location, following: int | str) -> Any:
-    """Value at ``location``, converted to a container that ``following`` can index."""
+    """Value at ``location``; an absent value or bare name becomes a container that ``following`` can index."""
     part, inner = location[-1], None
     if isinstance(target, dict):
         inner = target.get(part)

@@ -163,7 +163,7 @@ class Gradients(Section):
 
 
 class Best(Section):
-    """Retention of the checkpoints with the best values of a logged series of values."""
+    """Retention of the checkpoints at which a logged value, such as the evaluation loss, was best."""
 
     series: str = "eval/loss"
     """Name of the series, such as ``eval/loss``; the last value before the save counts."""
@@ -238,7 +238,7 @@ class Loading(Section):
 
 
 class Precision(Section):
-    """Number formats."""
+    """Data types of parameters, gradients and matrix products."""
 
     parameters: Dtype = "float32"
     """Format of parameters and gradients."""

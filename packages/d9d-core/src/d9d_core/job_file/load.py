@@ -124,9 +124,10 @@ def _is_file(path: Path) -> bool:
 
 
 def _location_in_file(location: Location, value: Any) -> Location:
-    """Location without the tags by which pydantic identifies members of a union, which are not in the file.
+    """Location of an error in the job file: pydantic's location without the tags of union members.
 
-    A tag stands in place of a field, but is a value of the file's mapping, or the bare name itself.
+    A tag, such as the name of a component, appears in pydantic's location where a field would, but the file holds the
+    tag as a value or as a bare name.
     """
     found: Location = ()
     for part in location:

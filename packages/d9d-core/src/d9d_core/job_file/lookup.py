@@ -1,4 +1,4 @@
-"""Lookup of a record's config class; a plugin's wrong reference becomes a clear error."""
+"""Loads a record's config class; a wrong reference in a plugin becomes an error that names the plugin."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Named:
 
 
 def _names_only_weights(fields: Mapping[str, Any]) -> bool:
-    """Whether a model's fields name weights, but no model."""
+    """Whether the fields of ``model`` set ``pretrained`` but no ``name``."""
     return fields.get("name") is None and isinstance(fields.get("pretrained"), str | Path)
 
 

@@ -106,7 +106,7 @@ def resolve(
         job: validated job.
         selection: records of the job; see :func:`select_parts`.
         registry: registry that resolves names.
-        circumstances: mesh and device against which capabilities are checked.
+        circumstances: sizes of the mesh and type of the device, against which capabilities are checked.
 
     Raises:
         D9dError: the components of the job do not fit together.
@@ -176,7 +176,7 @@ def _evaluated(registry: Registry, evaluation: Evaluation | None) -> list[Part]:
 
 
 def _parts(job: BaseJob, registry: Registry) -> dict[str, Any]:
-    """Fields of :class:`Parts`."""
+    """Keyword arguments of :class:`Parts`: the records that jobs of every kind select."""
     strategies = _several(registry, "strategy", "parallel", job.parallel)
     configs = {chosen.where: config for chosen, config in strategies}
     return {
@@ -266,7 +266,7 @@ def tensors_given(dataset: Chosen, config: object) -> Mapping[str, int] | None:
 
     Args:
         dataset: record of the dataset.
-        config: config of the dataset, whose fields may decide.
+        config: config of the dataset; may be a :class:`~d9d_core.data.ChoosesTensors`, whose fields decide.
     """
     spec = dataset.spec
     assert isinstance(spec, DatasetSpec)
@@ -280,7 +280,7 @@ def tensors_given(dataset: Chosen, config: object) -> Mapping[str, int] | None:
 
 
 def _giving(registry: Registry, tensors: Mapping[str, int]) -> list[str]:
-    """Names of the datasets whose records declare that they give these tensors."""
+    """Names of the installed datasets whose records declare all of these tensors, for an error message."""
     specs = [entry.spec for entry in registry.entries("dataset")]
     return sorted(
         spec.name

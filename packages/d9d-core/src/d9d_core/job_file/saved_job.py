@@ -1,4 +1,4 @@
-"""Job files found in a directory: read as data, because the directory's author wrote them.
+"""Job files found in a directory: read as data, without running code, because the user may not know their author.
 
 A job file that the user names is trusted like a script. A job file that a command finds in a directory (of a run, a
 model, an adapter) may be malicious: its plain fields and names of installed components are used, and fields that would
@@ -32,8 +32,8 @@ class SavedJob:
 
     Attributes:
         path: path of the job file.
-        trust: command that would trust the file because the user names it, for messages.
-        files: trusted plugin files, named on the command line.
+        trust: command, for messages, in which the user names the file and so trusts it.
+        files: single-file plugins that are trusted because the user named them on the command line.
     """
 
     path: Path
@@ -108,7 +108,7 @@ def _is_given(where: Location, document: Document) -> bool:
 
 
 def _imports(value: Any, where: Location, mark: LoadsCode | None) -> Iterator[tuple[Location, str]]:
-    """Values of fields with the marker :class:`LoadsCode` in their annotation, nested values included."""
+    """Values of fields whose annotation has the marker :class:`LoadsCode`, including fields of nested configs."""
     if isinstance(value, Section):
         for name, info in type(value).model_fields.items():
             inner = code_mark((*info.metadata, info.annotation))
@@ -124,7 +124,7 @@ def _imports(value: Any, where: Location, mark: LoadsCode | None) -> Iterator[tu
 
 
 def code_mark(annotations: tuple[Any, ...]) -> LoadsCode | None:
-    """Marker in the metadata or the nested annotations of a field; ``None`` if there is none."""
+    """:class:`LoadsCode` marker in the metadata or the nested annotations of a field; ``None`` if there is none."""
     for annotation in annotations:
         if isinstance(annotation, LoadsCode):
             return annotation

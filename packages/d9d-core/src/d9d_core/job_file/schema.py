@@ -82,7 +82,7 @@ def _choices(
 
 
 def _point(node: Any, moved: dict[str, str]) -> Any:
-    """Schema with references, also in discriminators, redirected to moved definitions."""
+    """Copy of a JSON schema in which references to moved definitions, also in discriminators, are updated."""
     if isinstance(node, dict):
         return {k: moved.get(v, v) if isinstance(v, str) else _point(v, moved) for k, v in node.items()}
     return [_point(item, moved) for item in node] if isinstance(node, list) else node

@@ -25,7 +25,7 @@ class Problem:
 
     Attributes:
         location: field of the job file.
-        text: the problem, with legal values.
+        text: description of the problem, with legal values.
         error: error that the schedule raised; ``None`` for other problems.
     """
 
@@ -89,14 +89,14 @@ def _idle_export(job: JobConfig, model: Chosen) -> list[str]:
 
 
 def strategies_for(axis: str, registry: Registry) -> list[StrategySpec]:
-    """Strategies that use a mesh axis, in increasing number of axes used."""
+    """Strategies that use a mesh axis, sorted by the number of axes that they use."""
     specs = [entry.spec for entry in registry.entries("strategy")]
     found = [spec for spec in specs if isinstance(spec, StrategySpec) and axis in spec.axes]
     return sorted(found, key=lambda spec: (len(spec.axes), spec.key))
 
 
 def covers(ep: int, mesh: Mesh) -> bool:
-    """Whether ``ep`` expert groups cover whole inner axes and divide the next one."""
+    """Whether ``ep`` expert groups cover whole axes from the innermost one outwards, and a divisor of the next axis."""
     for size in (mesh.tp, mesh.cp, mesh.dp_shard, mesh.dp_replicate):
         if size % ep == 0:
             return True

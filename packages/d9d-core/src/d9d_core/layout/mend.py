@@ -1,4 +1,4 @@
-"""Edit of a job file that corrects its layout: the nearest layout that fits, verified before it is printed."""
+"""Finds the nearest layout that fits the processes, verifies it, and formats it as an edit of the job file."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SECTIONS = ("mesh", "parallel", "pipeline", "batch")
 
 
 def mended(job: BaseJob, registry: Registry, world_size: int) -> BaseJob | None:
-    """Job with the nearest layout that fits these processes; ``None`` if none was found.
+    """Job with the nearest layout that fits ``world_size`` processes; ``None`` if none was found.
 
-    Unused axes get a strategy or a schedule if one is installed, else one rank. The data-parallel axes absorb a surplus
-    or lack of processes. The batch is divided differently before its size changes.
+    An axis that no component uses gets a strategy or a schedule if one is installed, else its size becomes 1. The
+    data-parallel axes absorb a surplus or lack of processes. The batch is divided differently before its size changes.
 
     Args:
         job: job with a layout that does not fit.
@@ -87,7 +87,7 @@ def _shards(replicas: int, left: int) -> dict[str, int]:
 
 
 def _with_used_axes(job: BaseJob, registry: Registry) -> BaseJob:
-    """Job with a strategy or schedule for each axis of its mesh."""
+    """Job with an added strategy or schedule for each mesh axis that no component uses."""
     for axis in unused_axes(job.mesh, select_parts(job, registry)):
         added = next(_addable(job, axis, registry), None)
         if added is None:
@@ -121,7 +121,7 @@ def _capable(job: BaseJob, selection: Parts, registry: Registry) -> bool:
 
 
 def _with_batch(job: BaseJob, registry: Registry) -> BaseJob:
-    """Job with a batch that its ranks and its schedule can divide."""
+    """Job with the nearest batch sizes that fit its data-parallel ranks and its pipeline schedule."""
     ranks, batch = job.mesh.data_parallel_size, job.batch
     if batch.size % ranks:
         legal = near_multiples(batch.size, ranks * (batch.microbatch or 1))
@@ -144,7 +144,7 @@ def _with_batch(job: BaseJob, registry: Registry) -> BaseJob:
 
 
 def _scheduled(batch: Batch, ranks: int) -> Iterator[Batch]:
-    """Batches to try: this one, then more microbatches of the same samples, then more samples."""
+    """Batches to try: ``batch``, then the same samples in smaller microbatches, then more samples."""
     yield batch
     share = batch.size // ranks
     own = batch.microbatch or share
@@ -156,12 +156,12 @@ def _scheduled(batch: Batch, ranks: int) -> Iterator[Batch]:
 
 
 def _divided(batch: Batch, **sizes: int) -> Batch:
-    """Batch with other sizes."""
+    """Copy of a batch section with the given sizes replaced."""
     return Batch.model_validate({**batch.model_dump(), **sizes})
 
 
 def written(value: Any) -> Any:
-    """Value as written in a job file: without defaults; a component without settings becomes its name."""
+    """Value as written in a job file: without defaults; a component with default settings becomes its bare name."""
     if isinstance(value, Mesh):
         sizes: dict[str, Any] = {axis: size for axis, size in value.sizes().items() if size > 1}
         axis = "dp_shard" if "dp_shard" in sizes else "dp_replicate"

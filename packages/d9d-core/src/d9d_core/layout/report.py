@@ -49,6 +49,6 @@ def check_layout(job: BaseJob, selection: Parts, registry: Registry, world_size:
 
 
 def _where(document: Document, location: Location) -> str:
-    """Place of a layout's problem. Sizes of the batch depend on each other, so an override of any is named first."""
+    """File and line, or ``--set`` override, of a problem. For batch sizes, any override of the section is named."""
     given = document.where(location[:1], whole=True) if location[0] == "batch" else ""
     return given if given.startswith("--set") else document.where(location, whole=True)

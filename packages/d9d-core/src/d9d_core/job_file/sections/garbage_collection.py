@@ -1,4 +1,4 @@
-"""Job file section ``garbage_collection``."""
+"""Job file section ``garbage_collection``: Python's garbage collection at fixed steps."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ __all__ = ["Plugins"]
 
 
 class Plugins(Section):
-    """Plugins that may be loaded. Installed plugins make names available; the job file uses some of them."""
+    """Plugins that may be loaded. Loaded plugins provide the names of components that the job file can use."""
 
     allow: list[str] | None = None
     """Load only these distributions."""

@@ -10,7 +10,7 @@ __all__ = ["Profiling"]
 
 
 class Profiling(Section):
-    """Profiling of the last steps of each cycle, with a Chrome trace per process and a table of the time by kind."""
+    """Profiling of the last steps of each cycle, with a Chrome trace per process and a table of time per kind of op."""
 
     every: PositiveInt = 100
     """Steps of a cycle, counted from step 0 even in a resumed run; the trace ends with the cycle's last step."""
