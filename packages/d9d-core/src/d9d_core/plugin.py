@@ -474,8 +474,9 @@ class ViewDim:
     Attributes:
         name: name of the dimension in device meshes.
         axes: mesh axes whose sizes are multiplied.
-        over: mesh axes that overlap ``axes`` and replace them. An axis larger than the product covers all of it and
-            continues in the next outer dimension whose ``over`` contains the axis.
+        over: mesh axes that reuse the ranks of ``axes``, such as ``ep``; the product is divided by their sizes. An axis
+            larger than the product uses all of it, and continues in the next outer dimension whose ``over`` contains
+            the axis.
     """
 
     name: str
@@ -485,7 +486,7 @@ class ViewDim:
 
 @dataclass(frozen=True, kw_only=True)
 class ViewSpec(Spec):
-    """A view of the grid of ranks: the same ranks in the same order, cut into other dimensions.
+    """A view of the mesh: the same ranks in the same order, reshaped into other dimensions.
 
     Attributes:
         dims: dimensions, outermost first; the product of their sizes is the number of processes.

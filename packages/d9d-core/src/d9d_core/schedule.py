@@ -155,7 +155,8 @@ class Schedule(Protocol):
         """Programs of all pipeline ranks. The schedule chooses the number of stages and their ranks.
 
         Raises:
-            ValueError: the schedule does not support these numbers; the message says which it supports.
+            ValueError: the schedule does not support these numbers of ranks and microbatches; the message says which
+                numbers it supports.
         """
         ...
 

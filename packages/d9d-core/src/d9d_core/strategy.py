@@ -124,7 +124,7 @@ class Communication(Protocol):
     """Declaration of a strategy's collectives in a step, for :attr:`d9d_core.strategy.Applied.collectives`."""
 
     def __call__(self, step: StepShape, /) -> Iterable[Collective]:
-        """List the calls of this rank on one stage, after all strategies were applied. Communicates nothing itself."""
+        """List this rank's collectives for one stage in a step. Called after all strategies were applied."""
         ...
 
 
@@ -199,11 +199,11 @@ class Reducer(Protocol):
         ...
 
     def after_weights(self) -> None:
-        """Note that deferred weight gradients of one microbatch were added to the gradients of earlier ones."""
+        """Called after a microbatch's deferred weight gradients were added to the gradients of earlier microbatches."""
         ...
 
     def reduce(self) -> None:
-        """Reduce the remaining gradients, all of which exist. Called only if the step had incomplete backwards."""
+        """Reduce the remaining gradients, all of which exist. Called only if a backward was not ``complete``."""
         ...
 
 

@@ -78,7 +78,7 @@ def subscriptions_of(observer: object) -> Iterator[tuple[type[Any], Callable[[An
     """Pairs of an event type and its handler, from a subscriber or a function decorated with :func:`subscribe`.
 
     Raises:
-        TypeError: the object is neither.
+        TypeError: the object is neither a subscriber nor a decorated function.
     """
     if callable(observer) and (events := getattr(observer, _MARK, ())):
         yield from ((event, observer) for event in events)
@@ -108,7 +108,7 @@ class StatefulSubscriber(Protocol):
         ...
 
     def load_state(self, state: State) -> None:
-        """Continue from a saved state, before training starts. Ignore parts of it that no longer apply."""
+        """Continue from a saved state, before training starts. Ignore parts of the state that no longer apply."""
         ...
 
 

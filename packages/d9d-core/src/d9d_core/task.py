@@ -48,8 +48,8 @@ class StageInputs:
     Attributes:
         first: arguments of the first stage only; later stages receive the previous stage's outputs instead.
         shared: arguments of every stage.
-        kept: tensors computed here for later use: ``losses`` and ``observations`` receive them among the outputs, in
-            training, evaluation and inference. The model never receives them.
+        kept: tensors that the task's ``inputs`` computed for later use: ``losses`` and ``observations`` receive them
+            among the model's outputs, in training, evaluation and inference. The model never receives them.
     """
 
     first: Mapping[str, Tensor]
@@ -76,7 +76,7 @@ class StatefulTask(Protocol):
         ...
 
     def load_state(self, state: State) -> None:
-        """Continue from a saved state, before training starts. Ignore parts of it that no longer apply."""
+        """Continue from a saved state, before training starts. Ignore parts of the state that no longer apply."""
         ...
 
 
@@ -104,12 +104,12 @@ class UsesTopology(Protocol):
 
 @runtime_checkable
 class OwnsMetrics(Protocol):
-    """Task with its own metrics in addition to the job's; they read its observations."""
+    """Task with its own metrics, which read its observations, in addition to the metrics of the job."""
 
     def metrics(self) -> Mapping[str, Metric]:
         """New metrics by name, for training or for one evaluation set.
 
-        A name of the job's metrics is prefixed ``task/``.
+        If a metric of the job has the same name, the task's metric gets the prefix ``task/``.
         """
         ...
 
@@ -157,8 +157,9 @@ class WeighsOutputs(Protocol):
     """Task whose loss weight depends on the model's outputs, for example on the number of accepted tokens.
 
     The loss of a step is ``(sum of the term) / (sum of the weights)``, over all microbatches and ranks. Because the
-    weight is unknown before, gradients accumulate unscaled and are scaled after the last backward, in one more pass
-    over all gradients. Such a task has one loss term, modules of its model have none, and ``weights`` is not called.
+    weight is not known before the backward, gradients accumulate unscaled and are scaled after the last backward, in
+    one more pass over all gradients. Such a task has one loss term, modules of its model have none, and ``weights`` is
+    not called.
     """
 
     def weight(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Tensor:
@@ -206,7 +207,7 @@ class Task(Protocol):
             facts: facts of the data stream, possibly few; empty while a job is planned.
 
         Raises:
-            D9dError: they do not fit, for example because the data's vocabulary is larger than the model's.
+            D9dError: model and data do not fit, for example because the data's vocabulary is larger than the model's.
         """
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
@@ -232,7 +233,7 @@ class Task(Protocol):
         ...
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Loss term -> its sum over the microbatch: 0-d float32 with a graph; finite even if no position counts."""
+        """Loss term -> its sum over the microbatch: 0-d float32, differentiable; finite even if no position counts."""
         ...
 
     def observations(

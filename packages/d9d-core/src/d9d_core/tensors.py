@@ -20,7 +20,7 @@ __all__ = ["beside", "encode_png", "full", "is_dtensor", "local", "local_numel",
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor. Does not import DTensor, which takes a second: no DTensor exists before."""
+    """Whether a tensor is a DTensor. Does not import DTensor, which is slow; without the import, none can exist."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
@@ -51,8 +51,8 @@ def full(tensor: Tensor) -> Tensor:
 def beside(tensor: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """Make ``others`` usable in one operation with ``tensor``.
 
-    If any of them has another device mesh, all ``others`` are gathered to full tensors and replicated on ``tensor``'s
-    mesh. Collective over the ranks of their meshes.
+    If any of ``others`` has a different device mesh than ``tensor``, all ``others`` are gathered to full tensors and
+    replicated on the mesh of ``tensor``. Collective over the ranks of the meshes of ``others``.
     """
     if not any(map(is_dtensor, (tensor, *others))):
         return others

@@ -104,5 +104,5 @@ class Topology(Protocol):
         ...
 
     def positions_group(self, axis: str, positions: Sequence[int]) -> dist.ProcessGroup | None:
-        """Process group of the given positions along a base axis, or of all other ones if this process is there."""
+        """Process group of the ranks at ``positions`` along a base axis; on ranks elsewhere, of all ranks elsewhere."""
         ...

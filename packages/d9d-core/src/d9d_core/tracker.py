@@ -74,7 +74,7 @@ def split_tags(name: str) -> tuple[str, Mapping[str, str]]:
 
 
 def storable(name: str) -> str:
-    """Name of a series with problematic characters escaped; labels of a dataset may contain any.
+    """Name of a series with problematic characters escaped: names may contain labels of a dataset.
 
     Non-printing characters, path components without a name (``.``, ``..``, empty) and the name ``step`` are written
     with ``%`` and the code point in hexadecimal; a long name is shortened. Different names stay different. Tags are
@@ -212,7 +212,7 @@ class TakesTables(Protocol):
     """Tracker run that accepts tables."""
 
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
-        """Write tables after ``step`` steps (1-based), by name; they are in host memory."""
+        """Write tables after ``step`` steps (1-based), by name; the tables are in host memory."""
         ...
 
 
@@ -268,8 +268,8 @@ class RunLog(Protocol):
     and reach the trackers some steps later. Only the first rank has trackers; other ranks drop values, so reduce values
     over ranks before logging them.
 
-    Log a name once per step for each kind and tags; of several values, a tracker may keep any. Trackers without tags
-    join tags such as ``{"stage": "train"}`` to the name: ``train/loss``.
+    Log each name at most once per step for one kind of value and one set of tags; if a name is logged again, a tracker
+    may keep either value. Trackers without tags join tags such as ``{"stage": "train"}`` to the name: ``train/loss``.
     """
 
     def scalar(self, name: str, value: float | Tensor, tags: Mapping[str, str] | None = None) -> None:

@@ -141,11 +141,11 @@ class HasExperts(Protocol):
 
 
 class Routing(Protocol):
-    """Result of a router for T tokens and E experts, k experts per token; complements the trait of experts."""
+    """Result of a router for T tokens and E experts, k experts per token; used by modules with :class:`HasExperts`."""
 
     @property
     def indices(self) -> Tensor:
-        """Experts of each token, int64 [T, k]. Index E, one past the last expert, means none; its weight is zero."""
+        """Experts of each token, int64 [T, k]. Index E, after the last expert, means no expert; its weight is zero."""
         ...
 
     @property
@@ -165,7 +165,7 @@ class Routing(Protocol):
 
     @property
     def incomplete(self) -> bool:
-        """Whether some indices may mean none, for example for padding; known without synchronization."""
+        """Whether some indices may be E (no expert), for example for padding; known without synchronization."""
         ...
 
 
@@ -186,7 +186,7 @@ class Dispatched(NamedTuple):
 
 
 class Transfer(Protocol[T_co]):
-    """Communication in flight. Computation between its start and :meth:`wait` overlaps with it."""
+    """Communication in progress. Computation between its start and :meth:`wait` overlaps with it."""
 
     def wait(self) -> T_co:
         """Wait for the result; call once. Device work issued afterwards runs after the arrival."""
@@ -194,7 +194,7 @@ class Transfer(Protocol[T_co]):
 
 
 class Dispatcher(Protocol):
-    """Dispatch of tokens to experts, and combine of the experts' outputs; complements the trait of experts.
+    """Dispatch of tokens to experts, and combine of the experts' outputs, for modules with :class:`HasExperts`.
 
     Gradients are communicated back by the reverse operations.
 
@@ -202,8 +202,8 @@ class Dispatcher(Protocol):
     that overlaps forwards with backwards finds communication to hide.
 
     A dispatcher whose communication no compiler can trace may have a method ``outside_graph(function, *args)``, which
-    calls the function. A layer passes everything from dispatch to combine to it, which causes one graph break instead
-    of several.
+    calls the function. A layer passes the whole computation from dispatch to combine to this method, which causes one
+    graph break instead of several.
     """
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Transfer[Dispatched]:
@@ -223,8 +223,9 @@ class Dispatcher(Protocol):
 class HasBanks(Protocol):
     """``model:banks``: the module multiplies rows with banks of matrices, one matrix per expert.
 
-    A fine-tuning method may add a module to a product: it is called with the same rows, counts and ``spare_rows`` as
-    the product, and its result is added. Its parameters, too, have the expert index as dimension 0.
+    A fine-tuning method may add a module to a product: the module is called with the same rows, counts and
+    ``spare_rows`` as the product, and its result is added to the product. The module's parameters, too, have the expert
+    index as dimension 0.
     """
 
     def banks(self) -> Mapping[str, nn.Parameter]:
@@ -242,11 +243,12 @@ class AddsLosses(Protocol):
 
     Its forward stores the sum of each term over the microbatch in a buffer, and injects the gradient of ``sum *
     factor`` into its output (:func:`d9d_nn.auxiliary_loss.add_auxiliary_loss`). So a term need not pass through the
-    model's outputs and pipeline stages. Weights follow from shapes alone: factors are known before the first forward.
+    model's outputs and pipeline stages. The weights of the terms depend on shapes only, so factors are known before the
+    first forward.
     """
 
     def loss_terms(self) -> Mapping[str, LossTerm]:
-        """Name -> loss term. Modules with a term of the same name must agree about it; their sums add up."""
+        """Name -> loss term. Terms of the same name in several modules must be equal; their sums add up."""
         ...
 
     def loss_factors(self) -> Mapping[str, Tensor]:
@@ -282,7 +284,7 @@ class ObservesOnDemand(Protocol):
         ...
 
     def observe(self, name: str, when: Literal["training", "evaluation"]) -> None:
-        """Compute an observation from now on: in training, or in forwards in ``eval`` mode."""
+        """From now on, compute an observation in training (or, for ``when="evaluation"``, in ``eval`` mode)."""
         ...
 
 
@@ -362,7 +364,7 @@ class DefersWeights(Protocol):
     """``model:split_backward``: the module can defer its weight gradients until after its input gradients."""
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        """Pass the deferral to the module's ops from now on; ``None`` makes the backward compute all gradients again.
+        """From now on, pass the deferral to the module's ops; ``None`` makes the backward compute all gradients again.
 
         Returns:
             Names of the module's own parameters whose gradients are deferred; all other gradients are computed at once.

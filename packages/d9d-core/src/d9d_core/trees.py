@@ -81,7 +81,7 @@ def path_text(path: Path) -> str:
 
 
 def map_tree(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """Apply a function to each leaf, and the leaves of other trees at the same place; returns the tree of results.
+    """Call a function with each leaf and the leaves of other trees at the same path; returns the tree of results.
 
     Args:
         function: takes one leaf of each tree.
@@ -154,7 +154,7 @@ def stack(trees: Sequence[Tree], dim: int = 0) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Parts of one tensor; a class of its own because a tuple would be a branch, not a leaf."""
+    """Parts of one tensor, as a class because :func:`map_tree` would treat a tuple as a branch."""
 
     of: Sequence[Any]
 
@@ -181,7 +181,7 @@ def _mapped(function: Callable[..., Any], tree: Tree, others: Sequence[Tree], pa
 
 
 def _along(function: Callable[..., Any], dims: Tree, trees: tuple[Tree, ...], path: Path) -> Tree:
-    """Apply a function to a dimension, a path and the leaves there; a dimension applies to all branches below it."""
+    """Call a function for each path with its dimension and leaves; a dimension holds for all branches below it."""
     of = _branches(dims)
     branches = _branches(trees[0])
     if branches is None or of is None:

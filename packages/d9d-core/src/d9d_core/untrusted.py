@@ -124,7 +124,7 @@ def parse_json(content: bytes, strict: bool = False, limit: int = MAX_JSON_BYTES
 
     Args:
         content: contents of the file.
-        strict: refuse duplicate names in an object, NaN and infinity, which published models contain.
+        strict: whether to refuse duplicate names in an object, NaN and infinity, which some published models contain.
         limit: most bytes of content.
 
     Raises:
@@ -250,5 +250,5 @@ class Place:
 
 
 def _run_around(path: Path, name: str) -> Path | None:
-    """Directory of the run whose export a directory is; ``None`` if it is no export."""
+    """Directory of the run that exported the model or adapter in ``path``; ``None`` if it is not an export."""
     return path.parent if path.name == name and (path.parent / _JOB).is_file() else None

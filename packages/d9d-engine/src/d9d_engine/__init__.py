@@ -1,1 +1,1 @@
-"""Training loop of d9d: build, step, run, checkpoints, process groups, supervision, launch, verify."""
+"""Training loop of d9d: builds and runs jobs, saves checkpoints, and launches and supervises processes."""

@@ -1,4 +1,4 @@
-"""Jobs from Python: load, plan, build, train.
+"""Python interface to jobs: load, plan, build and train.
 
 from d9d_engine.job import Job
 
@@ -40,7 +40,7 @@ class Job(JoinsProcesses, JobFile):
 
     @classmethod
     def of(cls, file: JobFile) -> Job:
-        """Make a job from a parsed job file, with the engine's defaults."""
+        """Make a job from the values of a parsed job file, with the engine's defaults."""
         given = {name: getattr(file, name) for name in type(file).model_fields}
         if "trackers" not in file.source.document.values:
             del given["trackers"]
@@ -89,7 +89,7 @@ class Job(JoinsProcesses, JobFile):
 
         Args:
             note: called with one line of text for each warning and at the start of long operations.
-            topology: this process among others, from :meth:`joined`; by default it is alone.
+            topology: rank and process groups, from :meth:`joined`; by default, a single process.
             observers: subscribers in addition to the ones in the job file.
             interrupts: stop requests, which may already have arrived; by default, signals received during training.
             owning: take ownership of the run's directory now, instead of for the duration of training. A second process

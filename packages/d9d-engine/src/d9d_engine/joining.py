@@ -32,7 +32,7 @@ def silent(_text: str) -> None:
 
 
 class JoinsProcesses(LoadedJob):
-    """Job that runs as one process or as several."""
+    """Base class of jobs that run as one process or several; joins the processes."""
 
     @classmethod
     def _started(cls) -> int | None:
@@ -51,13 +51,13 @@ class JoinsProcesses(LoadedJob):
 
     @contextmanager
     def composed(self, note: Callable[[str], None], topology: Topology | None) -> Iterator[Root[Any, Any]]:
-        """Compose the job in this process and yield the root of its components.
+        """Resolve the job's components in this process, and yield the root from which they are built.
 
         Names and layout are checked before torch is imported, the rest once the device is known.
 
         Args:
             note: prints a warning or a line about a long operation; called on the main rank only.
-            topology: this process among others; ``None`` if it is the only one.
+            topology: rank and process groups of this process; ``None`` for a single process.
 
         Raises:
             D9dError: the job cannot run.
@@ -81,7 +81,7 @@ class JoinsProcesses(LoadedJob):
 
         Args:
             env: rank and sizes of this process; by default, read from the environment variables of the launcher.
-            reporter: reports to the user why this rank failed; by default an exception just leaves the block.
+            reporter: reports to the user why this rank failed; by default, an exception propagates out of the block.
 
         Raises:
             D9dError: this rank has no device, ranks have different jobs or versions, or some ranks did not arrive.

@@ -37,7 +37,7 @@ _STARTED = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnv:
-    """Rank of this process among the processes of a job, as its launcher set it; by default a single process.
+    """Rank of this process and number of processes of the job, as the launcher set them; by default, one process.
 
     Attributes:
         rank: number of this process.
@@ -243,7 +243,7 @@ def _one_of_several(said: str, command: str) -> str:
 
 
 def _above_one(environ: Mapping[str, str], name: str, least: int = 2) -> bool:
-    """Whether a variable is at least ``least``, or a text that may mean one (``gpu``)."""
+    """Whether a variable is a number of at least ``least``, or a text that may stand for such a number (``gpu``)."""
     text = environ.get(name, "").strip()
     number = text.rpartition(":")[2]
     return int(number) >= least if number.isdecimal() else text not in ("", "auto", "cpu")

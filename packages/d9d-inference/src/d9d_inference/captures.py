@@ -27,7 +27,7 @@ class Captures:
         names: names of modules in the full model.
         stages: index -> stage of this rank.
         pipeline: all stages, and the ranks that run them.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
     """
 
     def __init__(

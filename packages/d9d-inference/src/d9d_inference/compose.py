@@ -66,7 +66,7 @@ def build_inference(
     """Build an inference run with all its components. Collective over all ranks.
 
     Args:
-        root: the job in this process.
+        root: the job with its plugin records and the topology of this process.
         observers: subscribers in addition to the ones in the job.
         interrupts: stop requests, which may already have arrived; by default, signals received during the run.
         owning: take ownership of the run's directory before data or weights are read, not only while rows are written.

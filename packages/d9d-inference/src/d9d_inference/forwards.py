@@ -52,7 +52,7 @@ class ManyForwards:
     Args:
         executor: runs the model.
         pipeline: all stages, and the ranks that run them.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         decoder: makes a decoder from a forward function.
         holds_last: whether this rank has the last stage.
     """

@@ -20,7 +20,7 @@ class PositionParts:
 
     Args:
         task: task that names the tensors with a dimension of positions.
-        topology: this process among others, with several ranks along ``cp``.
+        topology: rank, meshes and process groups of this process, with several ranks along ``cp``.
     """
 
     def __init__(self, task: JoinsPositions, topology: Topology) -> None:

@@ -62,7 +62,7 @@ class Inference:
 
     Args:
         job: inference job.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         task: makes rows from outputs.
         forwards: run the model.
         model: this rank's stages of the model, in evaluation mode.

@@ -189,7 +189,7 @@ def measure(
 
     Args:
         job: small job, as all tensors of all steps are kept.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         steps: number of steps.
         guide: measurement of the reference that each step starts from; see :class:`Witness`.
         rate: learning rate of the steps; by default the job's.

@@ -1,1 +1,1 @@
-"""Programs of a step: actions, placement of stages, validation, text form."""
+"""Programs (the actions of each pipeline rank in a step): placement of stages, validation, text form."""

@@ -11,7 +11,8 @@ __all__ = ["awaited", "find_deadlock"]
 def awaited(index: ProgramIndex, buffers: int | None) -> dict[int, tuple[int, ...]]:
     """Dependencies between ranks: number of an action -> actions of other ranks that must run before.
 
-    A computation waits for the sends of its tensors; a send waits for the receive that frees a buffer.
+    A computation waits for the other rank's send of its inputs; a send waits for an earlier receive on the other rank,
+    which frees a buffer.
     """
     forward, backward, inputs = (index.table(kind) for kind in (Forward, Backward, InputBackward))
     users = dict(zip(index.table(ReceiveActivation), forward, strict=True))
@@ -30,7 +31,7 @@ def find_deadlock(index: ProgramIndex, buffers: int | None = 1) -> str | None:
     """Deadlock of the programs: the ranks that wait for one another and their actions; ``None`` if all programs end.
 
     Args:
-        index: index of programs whose sends and receives match.
+        index: index of the programs; each send must have a matching receive.
         buffers: most tensors that one rank may send to another before the other has posted a receive.
     """
     needs = awaited(index, buffers)

@@ -39,7 +39,7 @@ class ProgramIndex:
         microbatches: number of microbatches.
         first: number of each rank's first action, followed by the total number of actions.
         nodes: action type -> numbers of its actions, at index ``stage * microbatches + microbatch``; -1 if absent.
-        reduces: number of the reduction of each stage; -1 if absent.
+        reduces: number of the :class:`~d9d_core.schedule.Reduce` action of each stage; -1 if absent.
         hosts: rank that computes each stage; -1 if none does.
         problems: messages about repeated actions, invalid indices, and stages on several ranks.
     """
@@ -129,7 +129,7 @@ class ProgramIndex:
         return bisect_right(self.first, number) - 1
 
     def action(self, number: int) -> Action:
-        """Action with a number."""
+        """Action that has the given number."""
         rank = self.rank(number)
         return self.programs[rank][number - self.first[rank]]
 
@@ -138,7 +138,7 @@ class ProgramIndex:
         return self.nodes.get(kind) or [-1] * (self.stages * self.microbatches)
 
     def channels(self) -> dict[Channel, list[tuple[int, int]]]:
-        """Channel -> numbers of each send and its receive, in the order of the sends."""
+        """Channel (sending and receiving rank) -> pairs of numbers (send, its receive), in the order of the sends."""
         found: dict[Channel, list[tuple[int, int]]] = {}
         size = self.microbatches
         for send, receive, step in (

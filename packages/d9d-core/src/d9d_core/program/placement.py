@@ -56,10 +56,10 @@ class Pipeline:
         return tuple(stage for stage, host in enumerate(self.hosts) if host == rank)
 
     def program(self, rank: int, microbatches: int) -> Program:
-        """Program of one rank along ``pp`` for training on that many microbatches.
+        """Program of one rank along ``pp`` for training with this number of microbatches.
 
         Raises:
-            BuildError: the schedule does not support the number, or places stages differently for it.
+            BuildError: the schedule does not support the number of microbatches, or places stages differently for it.
         """
         if microbatches not in self._programs:
             programs = checked_programs(self.schedule, self.ranks, microbatches)
@@ -88,7 +88,7 @@ class Pipeline:
 
 
 def plan_pipeline(job: BaseJob, selection: Parts) -> Pipeline:
-    """Place a job's pipeline stages on ranks and generate their programs; one stage by default.
+    """Place a job's pipeline stages on ranks and generate their programs; without a schedule, there is one stage.
 
     Raises:
         BuildError: the mesh has pipeline ranks but the job names no schedule; the schedule's programs are invalid, or

@@ -48,7 +48,7 @@ class Collector:
         self.problems.append(problem)
 
     def add(self, origin: Origin, load: Callable[[], object], *, must: bool = False, light: bool = False) -> None:
-        """Load a plugin. ``must``: raise if it fails. ``light``: report an import of torch or pydantic."""
+        """Load a plugin. ``must``: raise if loading fails. ``light``: an import of torch or pydantic is a problem."""
         before = {name for name in _HEAVY if name in sys.modules}
         start = time.perf_counter()
         try:
@@ -215,7 +215,7 @@ def _handler(name: str, handler: Callable[[int, FrameType | None], None], before
 
 
 def _seconds() -> float:
-    """Seconds that a plugin's declarations may take."""
+    """Time limit in seconds for a plugin's declarations, from the environment variable :data:`LIMIT`."""
     text = os.environ.get(LIMIT) or _SECONDS
     try:
         seconds = float(text)

@@ -89,7 +89,7 @@ class PluginPolicy:
         )
 
     def check(self, installed: Iterable[str]) -> None:
-        """Check that the policy's names have an effect.
+        """Check the distributions that the policy names.
 
         Raises:
             PluginError: an allowed or blocked distribution is not installed, or a foundation package is blocked.

@@ -155,7 +155,7 @@ class Registry:
     def known_homes(self, kind: str) -> Mapping[str, str]:
         """Names of a kind that first-party packages offer, installed or not -> distribution.
 
-        Besides the kinds of records there is ``model type``: each ``model_type`` that a model reads.
+        ``kind`` is a kind of record, or ``model type`` for values of ``model_type`` in ``config.json`` files.
         """
         return self._known.names(kind)
 

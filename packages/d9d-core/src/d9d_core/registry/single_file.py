@@ -1,4 +1,4 @@
-"""Python files as single-file plugins."""
+"""Loads Python files that a policy names as single-file plugins."""
 
 from __future__ import annotations
 

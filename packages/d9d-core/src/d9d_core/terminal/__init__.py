@@ -1,1 +1,1 @@
-"""Output on a terminal."""
+"""Printing on a terminal with control characters escaped."""

@@ -15,10 +15,10 @@ __all__ = ["console_for"]
 
 
 class VisibleConsole(Console):
-    """Console that escapes control characters in texts; only its own styles use them."""
+    """Console that escapes control characters in printed text; only the console's own styles emit them."""
 
     def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
-        """Render, with escapes instead of control characters."""
+        """Render an object to segments, with escapes instead of control characters."""
         for segment in super().render(*args, **kwargs):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 

@@ -81,5 +81,5 @@ def _of_storage(error: BaseException) -> bool:
 
 
 def unwritten(location: str, why: str) -> str:
-    """Text of the error of a failed save."""
+    """Error message for a save that failed."""
     return f"checkpoint {location} could not be written: {why}; earlier checkpoints are unchanged"

@@ -57,7 +57,7 @@ class CheckpointStore:
     Args:
         directory: directory of the checkpoints: shared by all machines, or an fsspec address such as ``s3://...``.
         keep: number of newest checkpoints to keep, or retention rules; ``None`` keeps all.
-        topology: this process among the ranks.
+        topology: rank, device, meshes and process groups of this process.
         asynchronous: write in the background during training, from copies in host memory.
         timeout: how long ranks wait for each other while one of them reads or writes.
         tolerate: number of storage failures in a row after which a save is repeated; see :meth:`save`.
@@ -120,7 +120,8 @@ class CheckpointStore:
     def own(self) -> None:
         """Take ownership of the directory, until :meth:`opened` ends; does nothing if already owned.
 
-        For processes that run nothing else: a second launch of the run then fails at once. Collective over all ranks.
+        Meant for processes that do nothing but this run: a second launch of the run then fails at once. Collective over
+        all ranks.
 
         Raises:
             CheckpointError: another run owns the directory.
@@ -351,7 +352,7 @@ class CheckpointStore:
             self._reports.append(report)
 
     def _settle(self, error: BaseException) -> None:
-        """Wait for the running save, or give up a failing one; a failed save must not hide ``error``."""
+        """Wait for the running save, or abandon it if its attempts fail; add its failure to ``error`` as a note."""
         self._superseded.set()
         # Other ranks may be in a pause, or may have ended.
         if self.failures and self.group is not None:
@@ -362,7 +363,7 @@ class CheckpointStore:
             error.add_note(f"besides, {second}")
 
     def _describe(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, LocalShards], list[Any]]:
-        """Shards that this rank holds, and their signature."""
+        """Shards of ``tensors`` on this rank, and the signature by which a changed layout is noticed."""
         local_shards = describe(tensors)
         form = signature(local_shards)
         if form != self._form:

@@ -58,7 +58,7 @@ def print_plan(job: Job, plan: Plan) -> None:
 
 
 def _weights_say(job: Job, location: str) -> str:
-    """Model that a job without ``model.name`` would get, and why."""
+    """Line for ``d9d explain``: the model that the pretrained weights select, and why."""
     try:
         selector, reason = find_model(location, job.registry)
     except D9dError as error:

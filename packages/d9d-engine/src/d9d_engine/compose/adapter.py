@@ -50,7 +50,7 @@ def save_adapter(
 
     Raises:
         JobError: the job asks for adapter files, and its method has no adapter format.
-        CheckpointError: the job asks for adapter files, and a tensor of the adapter has no place in their format.
+        CheckpointError: the job asks for adapter files, and their format has no name for a tensor of the adapter.
     """
     method: object = assembly.peft
     if not isinstance(method, AdapterFormat):
@@ -130,7 +130,7 @@ def _compare_names(there: Collection[str], here: Collection[str]) -> None:
     lacking, left = ([name for name in one if name not in other] for one, other in ((here, there), (there, here)))
     if lacking:
         raise CheckpointError(
-            f"the adapter has no {some(lacking)}; select only modules that the adapter has, or use one of this model"
+            f"the adapter has no {some(lacking)}; select only modules that the adapter has, or another adapter"
         )
     if left:
         raise CheckpointError(f"the adapter has {some(left)}, not selected by peft; add these targets")

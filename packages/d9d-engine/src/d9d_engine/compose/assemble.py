@@ -136,7 +136,7 @@ def assemble(root: Root[BaseJob, Parts], trains: bool = True) -> Assembly:
     Collective over all ranks if a strategy communicates.
 
     Args:
-        root: the job in this process.
+        root: the job with its plugin records and the topology of this process.
         trains: false for a frozen model, such as a reference model.
 
     Raises:
@@ -262,7 +262,7 @@ def shared_names(stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
 
 
 def split_sequences(outlines: Iterable[nn.Module], ranks: int) -> None:
-    """Make outlines pass on a rank's own positions only, if a strategy splits the sequence over several ranks."""
+    """Make outlines (:class:`Assembly`) pass on a rank's own positions only, if a strategy splits the sequence."""
     for outline in outlines:
         if ranks > 1 and isinstance(outline, SplitsSequence):
             outline.split_sequence(ranks)
@@ -302,7 +302,7 @@ def alike_modules(names: Set[str], kinds: Mapping[str, type[nn.Module]], here: S
 def _apply(
     chosen: Chosen, config: Any, stages: Mapping[int, nn.Module], topology: Topology, several: bool
 ) -> dict[int, Applied]:
-    """Apply a strategy to each stage; it must match in at least one stage of the pipeline, not in each."""
+    """Apply a strategy to each stage of this rank; it must change a module in at least one stage of the pipeline."""
     strategy: Strategy = instantiate(chosen, config)
     outcomes = {index: strategy.apply(stage, topology) for index, stage in stages.items()}
     for outcome in outcomes.values():
@@ -326,7 +326,7 @@ def _apply(
 
 
 def _merged(outcomes: Sequence[Applied]) -> Applied:
-    """Merge the reports of one strategy over all stages of this rank."""
+    """Merge the results of one strategy's ``apply`` for all stages of this rank."""
     if len(outcomes) == 1:
         return outcomes[0]
     return Applied(

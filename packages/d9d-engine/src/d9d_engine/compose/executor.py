@@ -46,7 +46,7 @@ def build_executor(
         job: job with the precision and batch sizes.
         selection: plugin records of the job.
         assembly: assembled stages, materialised.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         task: makes model inputs from microbatches, and losses from outputs.
         auxiliary_losses: loss terms of the model's modules.
         tallies: counts of the model's modules.
@@ -89,7 +89,7 @@ def build_frozen_executor(
         job: job with the precision and batch sizes.
         selection: plugin records of the job.
         assembly: assembled stages, materialised.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         task: task of the job.
         inputs: makes the model's keyword arguments for a microbatch.
         group: process group of all ranks that train together.

@@ -49,7 +49,7 @@ class Exporter:
         job: validated job.
         selection: plugin records of the job.
         assembly: assembled model.
-        topology: this process among the ranks.
+        topology: rank, device, meshes and process groups of this process.
         stream: data stream, which writes the tokenizer's files.
         published: files and ``config.json`` fields of the pretrained model that an export keeps.
         manifest: loaded plugins, for the model card.
@@ -58,7 +58,7 @@ class Exporter:
     Raises:
         BuildError: the job asks for the model, whose Hugging Face layout does not fit its tensors.
         JobError: the job asks for the adapter, and its method has no adapter format.
-        CheckpointError: the job asks for the adapter, and a tensor of the adapter has no place in its format.
+        CheckpointError: the job asks for the adapter, and the adapter format has no name for one of its tensors.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ def check_names(job: JobConfig, selection: Selection, assembly: Assembly) -> Non
 
 
 def end_of_text(config: Mapping[str, Any], facts: State) -> dict[str, Any]:
-    """Changed field ``eos_token_id`` of ``config.json`` or ``generation_config.json``; empty if it does not change.
+    """New ``eos_token_id`` for an exported ``config.json`` or ``generation_config.json``; empty if unchanged.
 
     Stop tokens of the training data are appended to the model's own, or to the data's end-of-text token if the model
     has none.

@@ -62,7 +62,7 @@ def build_forward(
     """Allocate an assembled model for forward passes, and load its weights. Collective over all ranks.
 
     Args:
-        root: the job in this process.
+        root: the job with its plugin records and the topology of this process.
         assembly: model from :func:`assemble_forward`.
         inputs: makes the model's keyword arguments for a microbatch.
         task: computes losses; ``None`` if no losses are needed.
@@ -95,23 +95,23 @@ class WithoutLoss:
 
     @property
     def late(self) -> bool:
-        """False: no weights depend on outputs."""
+        """Always false: there are no loss weights that could depend on outputs."""
         return False
 
     def weigh(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Empty: no weights."""
+        """Always empty: there are no weights of loss terms."""
         return {}
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """Empty: no loss terms."""
+        """Always empty: there are no loss terms."""
         return {}
 
     def check(self, model: object, facts: State) -> None:
         """Accept every model and all data: callers of the executor check the outputs themselves."""
 
     def count(self, microbatch: Microbatch) -> int:
-        """Number of samples."""
+        """Number of samples in a microbatch."""
         return len(next(iter(microbatch.values())))
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002

@@ -33,7 +33,7 @@ class JoinedStages(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Named modules of all stages; each stage has the empty name."""
+        """Modules of all stages with their names; each stage itself has the empty name."""
         memo = set() if memo is None else memo
         for stage in self.stages:
             yield from stage.named_modules(memo, prefix, remove_duplicate)

@@ -306,7 +306,7 @@ def ops_elsewhere(model: nn.Module, here: Set[str]) -> frozenset[str]:
 
 
 def _others(alike: Mapping[str, OpSlot], facts: Mapping[str, Any]) -> dict[str, OpSlot]:
-    """Copies of the slots that strategies added to a module of the same class, with additional facts."""
+    """Slots assumed for a module of another rank: copies of slots that strategies added to modules of its class."""
     return {
         attribute: OpSlot(slot.op, slot.function, parts=slot.parts, **{**slot.static, **facts})
         for attribute, slot in alike.items()

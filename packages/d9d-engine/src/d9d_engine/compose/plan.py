@@ -55,7 +55,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
+        """Total of the estimated bytes."""
         return self.parameters + self.gradients + self.optimizer + self.frozen
 
 
@@ -95,7 +95,7 @@ class Plan:
 
 
 def plan(root: Root[JobConfig, Selection]) -> Plan:
-    """Plan a job: make all checks that need no memory for the model.
+    """Plan a job on the meta device and make all checks that need no memory for the model.
 
     Raises:
         D9dError: the job cannot run.
@@ -192,7 +192,7 @@ def choose_optimizer(
     """Build the optimizer of the trained parameters, without state, and choose kernels for it and the gradient norm.
 
     Args:
-        root: the job in this process.
+        root: the job with its plugin records and the topology of this process.
         assembly: assembled model.
 
     Raises:

@@ -39,7 +39,7 @@ class Pretrained:
         location: path or address of the source.
         graph: mapping from the source's tensors to the model's; ``None`` if weights are not to be loaded.
         others: further files that an export keeps, such as ``generation_config.json``; on the main rank.
-        kept: fields of its ``config.json`` that an export keeps.
+        kept: fields of the source's ``config.json`` that an export keeps.
     """
 
     source: TensorSource
@@ -111,7 +111,7 @@ def pretrained_weights(
         registry: registry with the fine-tuning methods that a checkpoint may use.
         stage: model, on any device.
         injected: names of the tensors that the fine-tuning method added, which are in no source.
-        topology: this process among the ranks.
+        topology: rank, device, meshes and process groups of this process.
 
     Raises:
         CheckpointError: the source is missing, damaged or does not fit the model, on any rank.

@@ -31,7 +31,7 @@ class Root(Generic[AnyJob_co, Selected_co]):
     Attributes:
         job: validated job.
         registry: registry of the plugins.
-        topology: this process among others, with its device.
+        topology: rank, device, meshes and process groups of this process.
         resolution: plugin records of the job, and the judge of their capabilities.
         note: prints a warning or a line about a long operation.
     """
@@ -78,7 +78,7 @@ def compose_root(
         job: validated job.
         selection: plugin records of the job.
         registry: registry of the plugins.
-        topology: this process among others, with its device.
+        topology: rank, device, meshes and process groups of this process.
         note: prints a warning or a line about a long operation.
         around: circumstances for judging capabilities; by default, the job's mesh and the topology's device.
 

@@ -26,7 +26,7 @@ class Published:
 
     Attributes:
         files: name -> contents of further files, such as ``generation_config.json``; on the main rank.
-        fields: fields of its ``config.json``.
+        fields: fields of the pretrained model's ``config.json``.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -39,7 +39,7 @@ def start_model(
     """Allocate a rank's stages and load their initial values. Collective over all ranks.
 
     Args:
-        root: the job in this process.
+        root: the job with its plugin records and the topology of this process.
         assembly: assembled model, on the meta device.
         accumulate: dtype in which gradients of tied parameters are added; by default, the parameter's dtype.
 

@@ -43,8 +43,9 @@ def adapter_costs(config: PluginConfig, registry: Registry) -> AdapterCosts:
 def tuned(stages: Sequence[StageCost], cost: AdapterCosts, share: Share) -> list[StageCost]:
     """Costs of stages with a fine-tuning method.
 
-    Frozen weights have no weight gradients, no matrix products for these, and no inputs kept for them. The first stage
-    has no backward before the first trained parameter; later stages always compute input gradients.
+    Frozen weights need no weight gradients, no matrix products for weight gradients, and no inputs kept for these
+    products. The first stage has no backward before the first trained parameter; later stages always compute input
+    gradients.
 
     Args:
         stages: costs of all stages without the method.
@@ -90,7 +91,7 @@ def _check(block: BlockCost) -> None:
 
 
 def _in_order(blocks: Sequence[BlockCost]) -> Iterator[tuple[int, str]]:
-    """Index of the description and name of each block, in the order of the forward, by the numbers in the names."""
+    """Index into ``blocks`` and name of each single block, in forward order, which numbers in the names give."""
     first = next((number for number, block in enumerate(blocks) if block.is_block), 0)
     entries = [
         (first if block.is_block else number, _by_number(name), number, name)
@@ -110,7 +111,7 @@ def _trains(effects: Sequence[AdapterCost]) -> bool:
 
 
 def _block(block: BlockCost, names: Sequence[str], effects: _Effects, into: bool, passes: bool) -> BlockCost:
-    """Cost of a block; ``into`` and ``passes`` say whether its input and its output have gradients."""
+    """Cost of a block; ``into``: whether its input has a gradient; ``passes``: whether its output has one."""
     ops: list[OpCost] = []
     reached = into
     trained, trained_experts, added, added_experts, released = 0, 0, 0, 0, 0.0
@@ -147,7 +148,7 @@ def _block(block: BlockCost, names: Sequence[str], effects: _Effects, into: bool
 
 
 def _terms(cost: AdapterCost) -> OpCost:
-    """Op with all that a method adds to another op; low-rank products are bound by memory traffic."""
+    """Op with the total cost of the products that a fine-tuning method adds to another op."""
     return OpCost(
         "adapters",
         "product",

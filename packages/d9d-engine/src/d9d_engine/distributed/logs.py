@@ -49,7 +49,7 @@ def rank_logger(name: str, topology: Topology) -> RankLogger:
 
     Args:
         name: name of the plugin.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
     """
     return RankLogger(logging.getLogger(f"{NAME}.{name}"), describe_rank(topology.sizes, topology.rank))
 

@@ -85,7 +85,7 @@ class Topology:
         return Grid({axis: self.sizes[axis] for axis in AXES}).coordinate(self.rank)
 
     def __str__(self) -> str:
-        """``rank 3 (dp_replicate=1, dp_shard=1)``; without axes of size one."""
+        """Rank and coordinates: ``rank 3 (dp_replicate=1, dp_shard=1)``; axes of size one are left out."""
         return describe_rank(self.sizes, self.rank)
 
     def grid(self, view: str) -> Grid:
@@ -129,7 +129,7 @@ class Topology:
         return self._group(ranks, purpose, own_backend(self.device, blocks) if purpose else {})
 
     def positions_group(self, axis: str, positions: Sequence[int]) -> dist.ProcessGroup | None:
-        """Process group of some positions along a base axis; if this process is at another position, of all others.
+        """Process group of the ranks at ``positions`` along a base axis; on ranks elsewhere, of all ranks elsewhere.
 
         ``None`` without process groups. Collective over all ranks at the first use.
         """
@@ -227,7 +227,7 @@ class Topology:
 
 
 def describe_rank(sizes: Mapping[str, int], rank: int) -> str:
-    """``rank 3 (dp_replicate=1, dp_shard=1)``; without axes of size one."""
+    """Rank and coordinates: ``rank 3 (dp_replicate=1, dp_shard=1)``; axes of size one are left out."""
     coordinate = Grid({axis: sizes[axis] for axis in AXES}).coordinate(rank)
     shown = ", ".join(f"{axis}={at}" for axis, at in coordinate.items() if sizes[axis] > 1)
     return f"rank {rank} ({shown})" if shown else f"rank {rank}"

@@ -1,4 +1,4 @@
-"""Joining and leaving the default process group, as the environment variables of the process say."""
+"""Joins and leaves the default process group that the environment variables of the process describe."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def joined(
     timeouts: Mapping[str, float],
     reporter: FailureReporter | None = None,
 ) -> Iterator[World]:
-    """Join the world of all ranks inside the block, with a default process group. Collective over all ranks.
+    """Join the default process group of all ranks inside the block, and leave it afterwards. Collective over all ranks.
 
     The ranks compare their jobs and versions before communicators are created. An existing default process group is
     used and not destroyed.
@@ -67,7 +67,7 @@ def joined(
         identity: jobs, plugins and versions, which must be equal on all ranks.
         sizes: mesh axis -> size, for messages.
         timeouts: ``startup``, ``step`` and ``checkpoint`` in seconds.
-        reporter: reports to the user why this rank failed; by default an exception just leaves the block.
+        reporter: reports to the user why this rank failed; by default, an exception propagates out of the block.
 
     Raises:
         JobError: ranks have different jobs or software.
@@ -216,7 +216,7 @@ def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -
 
 @contextmanager
 def _loopback(env: ProcessEnv) -> Iterator[None]:
-    """Make backends listen on the loopback only if all ranks are on this machine, unless the user names an interface.
+    """If all ranks are on this machine and the user names no interface, make backends listen on the loopback only.
 
     For a single process this avoids a warning of gloo about an unknown host name.
     """

@@ -1,1 +1,1 @@
-"""Launcher of a job's processes on one machine, and the launched processes' side."""
+"""Launcher of a job's processes on one machine, and the code that runs in the launched processes."""

@@ -101,7 +101,7 @@ def rank_environments(processes: int, environ: Mapping[str, str] | None = None) 
 
     Args:
         processes: number of processes on this machine.
-        environ: further variables; by default, the ones of this process.
+        environ: environment variables to extend; by default, the variables of this process.
     """
     store = _loopback_store()  # serves until it is deleted
     common = _environment(processes) | dict(os.environ if environ is None else environ)
@@ -219,7 +219,7 @@ def _loopback_store() -> Any:
 
 
 def _environment(processes: int) -> dict[str, str]:
-    """Environment variables of started processes, unless the user sets them."""
+    """Environment variables for the started processes; variables that the user sets take precedence."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     values = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
     if platform.system() == "Linux":

@@ -1,4 +1,4 @@
-"""Launched process of a job: its warnings, its failure, and its end if the launcher dies."""
+"""Code of a launched process: prefixes warnings, reports a failure once, and exits if the launcher dies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Process:
     Args:
         env: rank and sizes of this process.
         listener: receives the failure of this process; ``None`` without a launcher that reads it.
-        repeats: whether the launcher or rank 0 already prints the messages about the job file.
+        repeats: whether messages about the job file are omitted, because the launcher or rank 0 prints them already.
     """
 
     def __init__(self, env: ProcessEnv, listener: Listener | None, repeats: bool) -> None:
@@ -59,7 +59,7 @@ class Process:
         return self._reporter
 
     def fail(self, error: Exception) -> NoReturn:
-        """End the process with an error, and report the error unless that was done."""
+        """End the process with an error, and report the error unless it was already reported."""
         failure = Failure.of(error, f"{self._name} on {self.env.node}")
         if self._reporter is None or not self._reporter.told:
             # The ranks have not joined, so each one reports its own failure.
@@ -68,7 +68,7 @@ class Process:
         sys.exit(failure.exit_code)
 
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
-        """Replacement of ``warnings.showwarning`` that adds the rank."""
+        """Print a warning with the rank; replaces ``warnings.showwarning``."""
         text = warnings.formatwarning(message, category, filename, lineno, "")
         print(visible(f"{self._name}: {text}"), end="", file=sys.stderr, flush=True)  # noqa: T201
 

@@ -1,4 +1,4 @@
-"""Launched processes of a job: their messages to the launcher, and their end."""
+"""The launcher's view of a job's processes: reads their messages, and waits for or forces their end."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Rank:
         link: link to the process.
         training: whether the process has progress to save.
         done: whether the process has finished its work.
-        done_at: time at which it reported that, by ``time.monotonic``.
+        done_at: time, by ``time.monotonic``, at which the process reported that it had finished.
         failure: failure that the process reported.
-        echoes: whether the process failed because another one did.
+        echoes: whether the process failed only because another process had failed.
         exit_code: exit status; minus the signal's number if a signal killed the process.
         ended: place in the order in which processes ended.
     """
@@ -112,8 +112,8 @@ class Ranks:
     def wait(self, signals: list[int], patience: float) -> Ended:
         """Wait until all processes have ended.
 
-        A stop request is sent to all processes. If a process has progress to save, they get time for that; else they
-        are killed.
+        A stop request is sent to all processes. If any process has progress to save, all get time to save; else all are
+        killed.
 
         Args:
             signals: signals that this process has received; a signal handler may append to it.

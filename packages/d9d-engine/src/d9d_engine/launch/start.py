@@ -70,11 +70,11 @@ def option_words(overrides: Sequence[str], plugin: Sequence[Path], no_plugins: b
 
 
 class Joined(NamedTuple, Generic[Runs]):
-    """Process that has joined the others of its job.
+    """Process that has joined the process group of its job.
 
     Attributes:
         job: loaded job.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         start: clock of the start-up, to be used as an observer of the run.
         alone: whether the process was started without a launcher.
     """
@@ -100,7 +100,8 @@ def joined_process(
         interrupts: stop requests.
         load: loads the job.
         import_modules: imports the modules that build the job.
-        nothing: past participle for messages about an interrupted start-up: ``nothing was trained``.
+        nothing: past participle for the message about an interrupted start-up, such as ``trained`` in ``nothing was
+            trained``.
     """
     env = process.env
     with StartUp(print_note, shown=env.rank == 0, processes=env.world_size) as start:
@@ -133,7 +134,7 @@ def joined_process(
 
 @contextmanager
 def start_up(interrupts: Interrupts | None = None, alone: bool = False, nothing: str = "trained") -> Iterator[None]:
-    """Add to a KeyboardInterrupt inside the block that nothing was trained (or as ``nothing`` says)."""
+    """Add ``nothing was trained`` (or another participle, ``nothing``) to a KeyboardInterrupt inside the block."""
     try:
         with interrupts.raised() if interrupts is not None and alone else nullcontext():
             yield

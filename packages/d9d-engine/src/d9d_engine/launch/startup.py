@@ -81,7 +81,7 @@ class StartUp:
         self._unsaid: list[str] = []
 
     def ends(self, name: str, following: str | None = None) -> None:
-        """End a phase, which lasted since the end of the previous one; optionally show the following phase."""
+        """End the phase that began when the previous phase ended; optionally show the following phase."""
         wall, cpu = time.monotonic(), time.process_time()
         phase = Phase(name, wall - self._wall, cpu - self._cpu)
         self.phases.append(phase)

@@ -29,13 +29,13 @@ class StepProfiler:
     """Profiler that writes a Chrome trace of each cycle on each rank.
 
     Traces are ``<run>/profile/step-N/rank-R-<coordinate>.json.gz``. The step number alone decides whether a step is
-    recorded: all ranks record the same steps, and a resumed run continues the cycles; a window that it enters in the
-    middle is skipped. Outside of windows, and without a config, the profiler has no cost. Traces are compressed in a
-    thread; if one cannot be written, a warning is printed.
+    recorded: all ranks record the same steps, and a resumed run continues the cycles. If a resumed run starts inside a
+    window, this window is skipped. Outside of windows, and without a config, the profiler has no cost. Traces are
+    compressed in a thread; if one cannot be written, a warning is printed.
 
     Args:
         config: steps and contents to record; ``None`` disables the profiler.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         directory: directory of the run's traces.
         note: prints a line.
         ranges: profiler ranges, enabled while the profiler runs.
@@ -176,7 +176,7 @@ class StepProfiler:
         return f"{table(times, total, steps, f'profile of {which} ({where})')}\n  traces: {target.parent}"
 
     def _tell(self, wait: bool) -> None:
-        """Print the finished tables."""
+        """Print the time tables that the writing thread has finished."""
         while self._pending and (wait or self._pending[0].done()):
             try:
                 text = self._pending.pop(0).result()
@@ -205,7 +205,7 @@ class StepProfiler:
 
 
 def _action(warmup: int, active: int, number: int) -> ProfilerAction:
-    """Action of torch's profiler in step ``number`` of a window."""
+    """Action for torch's profiler (warm up, record, save) in step ``number`` of a window."""
     if number < warmup:
         return ProfilerAction.WARMUP
     if number < warmup + active - 1:
@@ -214,7 +214,7 @@ def _action(warmup: int, active: int, number: int) -> ProfilerAction:
 
 
 def _rank_name(topology: Topology) -> str:
-    """``rank-3-dp_replicate1-dp_shard1``; without axes of size one."""
+    """Name of a rank in file names, such as ``rank-3-dp_replicate1-dp_shard1``, without axes of size one."""
     shown = [f"{axis}{at}" for axis, at in topology.coordinate.items() if topology.sizes[axis] > 1]
     return "-".join([f"rank-{topology.rank}", *shown])
 

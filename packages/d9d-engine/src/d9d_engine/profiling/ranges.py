@@ -26,7 +26,7 @@ class Ranges:
         self.on = False
 
     def __call__(self, name: str) -> AbstractContextManager[object]:
-        """Range of a phase, as a context manager."""
+        """Return a context manager that opens a profiler range for a phase."""
         return record_function(PREFIX + name) if self.on else _NOTHING
 
 

@@ -56,7 +56,7 @@ class Span:
 
 
 def kind_of(span: Span) -> Kind | None:
-    """Kind of the work in a span; ``None`` if the name does not tell, as for the range of a phase."""
+    """Kind of work that a span's name indicates; ``None`` if the name does not tell, such as the name of a phase."""
     # torch's optimizers open their own range in a step, and kernels belong to the innermost range.
     if span.name == PREFIX + OPTIMIZER or span.name.startswith("Optimizer.step#"):
         return "optimizer"
@@ -73,8 +73,9 @@ def kind_of(span: Span) -> Kind | None:
 def time_by_kind(spans: Iterable[Span], count: int) -> tuple[dict[str, float], float]:
     """Split the recorded time of profiled steps by kind of work; each moment is counted once.
 
-    This is the accelerator's time if any kernel ran there, else the CPU's. Communication is counted while no other kind
-    runs, the optimizer while its range is open, and ``idle`` while no operation runs.
+    The accelerator's time is split if any kernel ran there, else the CPU's time. A moment counts as communication only
+    if no other kind of work runs, as optimizer while the optimizer's range is open, and as ``idle`` while no operation
+    runs.
 
     Args:
         spans: spans of all threads and streams.

@@ -62,7 +62,7 @@ class Progress:
     trained_by: Mapping[str, Any] | None = None
 
     def losses(self) -> dict[str, float]:
-        """Last losses and evaluation values; unlike other series, these are equal in repeated runs."""
+        """Last losses and evaluation values, which, unlike other logged values, are equal in repeated runs."""
         return {
             name: value
             for name, value in self.logged.items()
@@ -81,7 +81,7 @@ def open_store(
 
     Args:
         job: validated job.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         note: prints a line about repeated saves.
         write: whether to check that checkpoints can be written.
         owning: whether to take ownership of the directory now.
@@ -161,7 +161,8 @@ class Checkpointer:
     def record_end(self, step: int, total: int, reason: str | None) -> None:
         """Write to the run's directory that the run is finished; see :func:`~d9d_engine.run.directory.write_ending`.
 
-        No effect if it says so already, because then this start has trained nothing. Collective over all ranks.
+        No effect if the directory already says that the run is finished, because then this start has trained no step.
+        Collective over all ranks.
 
         Raises:
             CheckpointError: the file cannot be written.
@@ -189,8 +190,8 @@ class Checkpointer:
             the job allows a further attempt, so save again later.
 
         Raises:
-            CheckpointError: no attempt is left for this save (unless it continues in the background), or the previous
-                one.
+            CheckpointError: all allowed attempts have failed, for this save (unless it continues in the background) or
+                for the previous save.
         """
         self.make_replicas_equal()
         trackers = self._trackers.request_state()
@@ -224,7 +225,7 @@ class Checkpointer:
         )
 
     def before_mutation(self) -> None:
-        """Call this before parameters or optimizer state change. The host does not wait."""
+        """Make the device wait for a save's copies; call it before parameters or optimizer state change."""
         self.store.before_mutation()
 
     def poll(self) -> list[SaveReport]:
@@ -247,7 +248,7 @@ class Checkpointer:
         """Restore the newest usable checkpoint, if there is one and the job allows it. Collective over all ranks.
 
         Returns:
-            The counters, and the states of the trackers to open.
+            Counters of the run, and the saved states from which its trackers are opened.
 
         Raises:
             CheckpointError: no checkpoint fits, or a checkpoint exists although ``checkpoint.resume`` is ``never``.
@@ -288,7 +289,7 @@ class Checkpointer:
         return {_MODEL + name for name, p in self._stage.named_parameters() if not p.requires_grad}
 
     def _left_out_anywhere(self) -> list[str]:
-        """Names of left-out tensors on all pipeline ranks. Collective if ``checkpoint.trainable_only`` is set."""
+        """Names of the tensors left out by any pipeline rank. Collective if ``checkpoint.trainable_only`` is set."""
         own = sorted(self._left_out())
         if not self._job.checkpoint.trainable_only or self.store.group is None:
             return own

@@ -1,4 +1,4 @@
-"""Clock for the logged speed."""
+"""Clock that measures the time between log entries, for the logged speed."""
 
 from __future__ import annotations
 

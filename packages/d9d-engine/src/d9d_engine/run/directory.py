@@ -35,8 +35,8 @@ def write_start(
 ) -> None:
     """Write a run's directory at its start: the job with all defaults, plugins, tokenizer, pipeline programs.
 
-    Removes the ending of an earlier start. A start that trains no step changes nothing, because the files say how the
-    weights were trained.
+    Removes the file by which an earlier start marked the run as finished. A start that trains no step writes nothing,
+    because the existing files say how the weights were trained.
 
     Args:
         job: job of the run.
@@ -44,7 +44,7 @@ def write_start(
         programs: programs of all ranks along ``pp``; empty without a pipeline.
         save_assets: writes the data's tokenizer into a given directory.
         step: number of steps done before this start.
-        trains: whether steps remain.
+        trains: whether the run has steps left to train.
     """
     directory = job.run.directory
     if not trains and (directory / JOB).exists():
@@ -94,7 +94,7 @@ def _write_tokenizer(target: Path, save_assets: Callable[[Path], None]) -> None:
 
 
 def clear_ending(directory: Path) -> None:
-    """Remove the ending that an earlier start of the run wrote."""
+    """Remove the file by which an earlier start marked the run as finished."""
     (directory / FILE).unlink(missing_ok=True)
 
 

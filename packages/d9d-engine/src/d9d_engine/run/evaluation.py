@@ -31,11 +31,11 @@ class EvaluationSet:
 
     Attributes:
         prefetcher: prefetcher of the dataset, at its start.
-        packs: number of packs to evaluate.
-        name: part of the names of its series; empty for a single set.
+        packs: number of packs to evaluate each time.
+        name: name of the set, which is part of the names of its logged series; empty if there is only one set.
         statistics: metrics over this dataset, if there are any.
         first_pass: first pass over a pack, whose results the loss uses.
-        real: samples to count in one pass; ``None`` counts all.
+        real: number of samples to count in one pass, without fillers; ``None`` counts all samples.
     """
 
     prefetcher: DevicePrefetcher

@@ -27,9 +27,9 @@ class ModelForward:
         build: makes the executor, with :func:`inputs_by_name`, at the first call; collective over all ranks.
         model: this rank's stages.
         pipeline: all stages.
-        most: number of microbatches of a training step, with which the schedule works.
-        topology: this process among others.
-        packed: whether samples of the job hold several documents, as kernels were chosen; ``None`` if unknown.
+        most: number of microbatches of a training step, which the schedule is known to support.
+        topology: rank, device, meshes and process groups of this process.
+        packed: whether samples of the job hold several documents, by which kernels were chosen; ``None`` if unknown.
     """
 
     def __init__(

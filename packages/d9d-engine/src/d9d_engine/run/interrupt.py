@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal as requests to stop after the step. Imports no torch."""
+"""Treats Ctrl-C, SIGTERM and a closed terminal as requests to stop after the current step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Signals other than SIGINT that ask to save and stop: SIGTERM, and SIGHUP unless it is ignored, as under nohup."""
+    """Signals other than SIGINT that request a save and a stop: SIGTERM, and SIGHUP unless nohup ignores it."""
     hangup: Any = getattr(signal, "SIGHUP", None)  # a closed terminal; Windows has none
     heeded = hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN
     return [signal.SIGTERM, *[hangup] * heeded]
@@ -30,7 +30,7 @@ class Interrupts:
 
     Attributes:
         requested: name of the signal that asks to stop; ``None`` without a request, and after the block.
-        entered: called when the block begins, from where on there is progress to save.
+        entered: called when the block begins; from then on there is progress to save.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Interrupts:
 
     @contextmanager
     def noted(self) -> Iterator[Interrupts]:
-        """Also record stop signals that arrive inside this block, which covers a whole process; see the class."""
+        """Also record stop signals that arrive outside of the training block; for a process's whole work."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -62,7 +62,7 @@ class Interrupts:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Raise for a stop signal inside the block, where nothing needs to be saved; use it inside :meth:`noted`.
+        """Raise at once if a stop signal arrives inside the block, which has nothing to save; use inside :meth:`noted`.
 
         Raises:
             Terminated: a stop signal has arrived.
@@ -79,7 +79,7 @@ class Interrupts:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Like the object itself as a block, but a request is kept for the next block; for one of several steps."""
+        """Like ``with self``, but a request stays set for the next block; for callers with one block per step."""
         self.__enter__()
         try:
             yield

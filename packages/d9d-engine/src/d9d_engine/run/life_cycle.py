@@ -37,12 +37,12 @@ class LifeCycle:
     """Life cycle of a trainer's run.
 
     Args:
-        parts: collaborators of the trainer.
+        parts: objects that the trainer works with, such as model, optimizer and checkpointer.
 
     Attributes:
         progress: counters of the run.
         run: open run; ``None`` before opening and after closing.
-        started: whether a run was opened, so that the weights are at least as new as its newest checkpoint.
+        started: whether a run was ever opened; if so, the weights are at least as new as its newest checkpoint.
     """
 
     def __init__(self, parts: Collaborators) -> None:
@@ -101,7 +101,7 @@ class LifeCycle:
 
     @contextmanager
     def called(self, run: OpenRun) -> Iterator[None]:
-        """Guard a call of the trainer's user between steps; the user's own code has no time limit."""
+        """Guard a method that the user calls between steps: only the method's own work has a time limit."""
         if run.busy:  # called by a handler of an event, whose failure counts as the subscriber's
             yield
             return
@@ -116,7 +116,7 @@ class LifeCycle:
 
     @contextmanager
     def guarded(self, run: OpenRun) -> Iterator[None]:
-        """Close the run if the block fails; save first if a plugin failed and the state is valid."""
+        """Close the run if the block fails; first save a checkpoint if a plugin failed and the state is valid."""
         run.busy = True
         try:
             with exits_are_errors(), generators_kept(self._parts.topology.device):
@@ -172,7 +172,7 @@ class LifeCycle:
 
     @contextmanager
     def _prefetching(self) -> Iterator[None]:
-        """Stop the prefetcher's thread after the block; packs fetched ahead are fetched again later."""
+        """Stop the prefetcher's thread after the block; a later run fetches the prefetched packs again."""
         try:
             yield
         except BaseException:

@@ -41,7 +41,7 @@ class Skips:
 
     @property
     def kept_before(self) -> tuple[int, ...]:
-        """Steps before which the last checkpoint is kept, because later weights may be useless."""
+        """Steps whose last earlier checkpoint is kept, because the weights of later checkpoints may be useless."""
         return tuple(sorted({self.first, self.began} - {0}))
 
     def state(self) -> dict[str, int]:
@@ -207,7 +207,7 @@ class Logbook:
 
 
 def _copied(cells: Sequence[Tensor]) -> tuple[Tensor, torch.Event | None]:
-    """Copy all cells to the host as one 1-D tensor, in the current stream; the event passes after the copy."""
+    """Copy all cells to the host as one 1-D tensor, in the current stream; the event completes after the copy."""
     device = cells[0].device
     values = torch.cat([tensor.flatten().to(wide_dtype(tensor.device)) for tensor in cells])
     if device.type == "cpu":

@@ -39,11 +39,11 @@ Export = Callable[[Progress, Literal["model", "adapter"] | None, Path | None, bo
 
 @dataclass(frozen=True)
 class Collaborators:
-    """Collaborators of a trainer and its open run.
+    """Objects that a trainer and its open run work with.
 
     Attributes:
         job: resolved job.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         stage: this rank's model: the full model, or its pipeline stages as one module.
         step: training step.
         total_steps: number of steps of the run.
@@ -89,10 +89,10 @@ class Collaborators:
 
 
 class OpenRun:
-    """Open run, between its start and its end.
+    """State and actions of a run between its start and its end.
 
     Args:
-        parts: collaborators of the trainer.
+        parts: objects that the trainer works with.
         progress: counters, updated by the run.
         shown: whether to show a progress bar.
 
@@ -104,7 +104,7 @@ class OpenRun:
         collection: pacing of Python's garbage collection.
         compilation: log of compilations.
         evaluated: step of the last evaluation, and its values.
-        busy: whether the trainer, and not its caller, is running.
+        busy: whether code of the trainer, not of its caller, is running.
     """
 
     def __init__(self, parts: Collaborators, progress: Progress, shown: bool) -> None:

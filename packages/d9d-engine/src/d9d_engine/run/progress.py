@@ -103,7 +103,7 @@ class ProgressBar:
 
     @property
     def text(self) -> str:
-        """Loss, learning rate and speed."""
+        """Text of the bar: loss, learning rate and speed."""
         if math.isnan(self._lr):
             return ""
         return "  ".join([f"loss {self._loss:.3f}", f"lr {self._lr:.1e}", *self._speed()])

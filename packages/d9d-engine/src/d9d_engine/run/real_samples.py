@@ -18,7 +18,7 @@ ROWS = "rows"
 
 
 class RealSamples:
-    """Data stream of one pass that records, on the host, which places of each microbatch hold real samples.
+    """Data stream of one pass that records, on the host, which entries of each microbatch are real samples.
 
     Packs are inspected when they are fetched, maybe in another thread and ahead of :meth:`take`.
 
@@ -56,7 +56,7 @@ class RealSamples:
         return pack
 
     def take(self) -> list[list[int]]:
-        """Places of the real samples in each microbatch of the oldest pack not taken yet."""
+        """Indices of the real samples in each microbatch of the oldest pack that was not taken yet."""
         return self._taken.popleft()
 
     def _places(self, microbatch: Microbatch) -> list[int]:
@@ -79,13 +79,13 @@ class RealSamples:
 
 
 def only(tensors: Mapping[str, Tensor], microbatch: Microbatch, places: Sequence[int]) -> dict[str, Tensor]:
-    """Select real samples, by place, from a microbatch or from a model's outputs. Does not wait for the device.
+    """Select real samples, by index, from a microbatch or from a model's outputs. Does not wait for the device.
 
     Args:
-        tensors: name -> tensor with B places along dim 0, or with the B / T samples if each has T texts; other
-            tensors are kept.
+        tensors: name -> tensor with B entries along dim 0, or with B / T samples if each has T texts; tensors of other
+            sizes are returned unchanged.
         microbatch: microbatch with ``rows`` [B].
-        places: indices of the places to select, in order; at least one.
+        places: indices of the entries to select, in order; at least one.
     """
     count = len(microbatch[ROWS])
     samples = len(microbatch["samples"]) if "samples" in microbatch else count

@@ -29,7 +29,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trainer of a built job; trains all of it (:meth:`train`), or some steps at a time.
+    """Trainer of a built job; trains all steps (:meth:`train`), or some steps at a time (:meth:`steps`).
 
     In a notebook, or in a custom loop::
 
@@ -39,11 +39,11 @@ class Trainer:
             trainer.evaluate()
             trainer.export("draft")
 
-    The end of the block saves and closes the run, like :meth:`finish`. The trainer's collaborators are public, so that
-    each can be used alone. Made by :func:`d9d_engine.compose.training.build`.
+    The end of the block saves and closes the run, like :meth:`finish`. The objects that the trainer works with are
+    public, so that each can be used alone. Made by :func:`d9d_engine.compose.training.build`.
 
     Args:
-        parts: collaborators of the trainer.
+        parts: objects that the trainer works with.
     """
 
     def __init__(self, parts: Collaborators) -> None:
@@ -58,7 +58,7 @@ class Trainer:
 
     @property
     def topology(self) -> Topology:
-        """This process among others."""
+        """Topology of this process: rank, device, meshes and process groups."""
         return self._parts.topology
 
     @property

@@ -22,7 +22,7 @@ class _Stored:
     Attributes:
         storage: storage on the device.
         bytes: size of the storage before.
-        at: offset of its contents in all offloaded bytes.
+        at: offset of the storage's contents in the sequence of all offloaded bytes.
     """
 
     storage: torch.UntypedStorage
@@ -111,7 +111,7 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
 
 
 def _pieces(one: _Stored, chunks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of byte tensors: part of a storage, and its place in the chunks of host memory."""
+    """Pairs of byte tensors: part of a storage, and the part of a host memory chunk that holds its copy."""
     contents = torch.empty(0, dtype=torch.uint8, device=one.storage.device).set_(one.storage)
     done = 0
     while done < one.bytes:

@@ -36,7 +36,7 @@ class Sleeper:
         return tuple(self._asleep)
 
     def settle(self, tags: Collection[str]) -> list[Tag]:
-        """Check tags and bring them into order; without any, return all tags.
+        """Check tags and sort them into the order of release; without tags, return all.
 
         Raises:
             TrainingError: a tag does not exist.

@@ -20,7 +20,8 @@ class AuxiliaryLosses:
         stages: index -> stage of this rank, materialised.
         model: full model, on any device; all ranks must have the same terms.
         task: task with its own loss terms; makes the model's inputs, which determine the weights of the terms.
-        context_ranks: number of ranks of ``cp``; each has a part of every sample's positions, and the losses of all.
+        context_ranks: number of ranks of ``cp``; each has a part of every sample's positions, but computes losses over
+            all positions.
 
     Raises:
         BuildError: two modules define one term differently, or a module and the task have a term of the same name.
@@ -70,7 +71,7 @@ class AuxiliaryLosses:
         return {name: counts[term.per] for name, term in self.terms.items()}
 
     def begin(self, scale: Mapping[str, Tensor]) -> None:
-        """Fill the modules' factor buffers with the gradients of their loss sums in this step.
+        """Fill the modules' factor buffers: the derivative of the step's loss with respect to each loss sum.
 
         Args:
             scale: term -> 1 / (global weight).

@@ -55,7 +55,7 @@ class Bucket:
         self._work = dist.all_reduce(self._flat, _OPERATIONS[first.operation], first.group, async_op=True)
 
     def land(self) -> None:
-        """Write the reduced gradients back; the device waits for the all-reduce, the host only if it is the device."""
+        """Write the reduced gradients back. The device waits for the all-reduce; only on the CPU, the host waits."""
         assert self._flat is not None
         if self._work is not None:
             self._work.wait()

@@ -29,7 +29,7 @@ Returned = TypeVar("Returned")
 
 
 class LossTask(Task, Protocol):
-    """Task as used by the step; the weight of its loss may depend on outputs."""
+    """Interface of a task for the training step, with a loss weight that may depend on outputs."""
 
     @property
     def late(self) -> bool:
@@ -114,7 +114,7 @@ class CheckedTask:
             self._steps.begin_step(step)
 
     def split(self, share: PositionShare) -> Callable[[Microbatch], Microbatch]:
-        """Function that selects a rank's positions of a microbatch.
+        """Return the function that selects a rank's positions of a microbatch under context parallelism.
 
         Raises:
             JobError: the task has no ``split_positions``: its losses need all positions of a sample.

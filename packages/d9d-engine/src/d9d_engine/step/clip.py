@@ -32,7 +32,7 @@ class Clipper:
     Args:
         parameters: name -> trained parameter.
         coefficients: loss term -> its coefficient in the total.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         max_norm: largest norm; ``None`` computes the norm without scaling.
         norm: computes the norm of this rank's gradients.
         stop: whether this process was asked to stop; called once per step.

@@ -64,7 +64,7 @@ class Executor:
         stages: index -> stage of this rank.
         pipeline: all stages, and the programs.
         boundaries: boundary tensors between stages.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         task: makes model inputs from microbatches, and losses from outputs.
         auxiliary_losses: loss terms of the model's modules.
         tallies: counts of the model's modules.

@@ -98,7 +98,7 @@ class GroupRanks:
     """Ranks with different samples in a first pass; see :class:`d9d_core.first_pass.DataRanks`.
 
     Attributes:
-        rank: number of this rank among them.
+        rank: index of this rank among these ranks.
         ranks: number of ranks.
         group: process group of the ranks; ``None`` for a single rank.
     """

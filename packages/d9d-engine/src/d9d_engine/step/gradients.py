@@ -30,7 +30,7 @@ class Gradients:
     Args:
         parameters: name -> trained parameter.
         ownership: owners of the reductions.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         reducers: stage -> reducers to notify when a backward of the stage starts.
         ties: tied parameters of several stages.
         bucket_mib: size of a bucket in MiB.

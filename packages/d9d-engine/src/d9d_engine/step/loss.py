@@ -26,7 +26,7 @@ class LossScale:
         task: task that declares terms and weights.
         auxiliary_losses: loss terms of the model's modules.
         group: process group of the ranks with other samples or parts of samples; ``None`` for a single rank.
-        everywhere: process group of these ranks and the pipeline's stages.
+        everywhere: process group of the ranks of ``group`` in all pipeline stages.
 
     Raises:
         BuildError: the task weighs outputs, and modules of the model add loss terms.

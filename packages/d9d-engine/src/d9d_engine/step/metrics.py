@@ -77,7 +77,7 @@ class Statistics:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Make the stream of merged states current, if there is one; it waits for the previous stream."""
+        """Make the stream of merged states current inside the block, if there is one; it waits for the outer stream."""
         if self._stream is None:
             yield
             return
@@ -120,8 +120,8 @@ class Statistics:
     def compute(self) -> dict[str, Tensor | Table]:
         """Values since the last reset: series -> 0-d value or table. Collective over the group.
 
-        A name that another metric or the loop uses gets the metric's name as a prefix. A 1-D value becomes one series
-        per element. With a separate stream, values must be read inside :meth:`beside`.
+        A name that another metric or the training loop uses gets the metric's name as a prefix. A 1-D value becomes one
+        series per element. With a separate stream, values must be read inside :meth:`beside`.
 
         Raises:
             BuildError: a metric returned something other than a mapping of names to values.
@@ -218,7 +218,7 @@ class Statistics:
 
 
 def _elsewhere(state: Mapping[str, Tensor], merged: Mapping[str, Tensor]) -> bool:
-    """Whether a metric copied the loaded state to another device: its ``load_state`` copies into existing tensors."""
+    """Whether a metric's ``load_state`` copied the state into its existing tensors on another device."""
     return any(tensor.device != merged[key].device for key, tensor in state.items())
 
 

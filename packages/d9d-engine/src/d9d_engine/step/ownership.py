@@ -98,7 +98,7 @@ def check_replicas(
     Args:
         parameters: name -> trained parameter, after all strategies.
         ownership: owners of the gradient reductions.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         applied: (name of a strategy in messages, effects of the strategy) pairs.
 
     Raises:

@@ -100,7 +100,7 @@ def find_ties(
         shared: parameter -> stages that have it.
         trainable: names of the trained parameters.
         pipeline: assignment of stages to ranks.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         accumulate: dtype in which gradients are accumulated; by default the parameter's dtype.
     """
     ties, elsewhere = [], set()

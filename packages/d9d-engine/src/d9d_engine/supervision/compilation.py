@@ -1,8 +1,8 @@
 """Log of compilation during a run: its duration, and the reasons for recompilation.
 
-Dynamo compiles a function at its first call, and again when a guard of every cached version fails. It logs the reasons;
-torch.compile has no hook for them. Callbacks report the start and end of compilation. Both are private in torch 2.11 to
-2.15, so a test detects changes. A step without compilation costs one comparison.
+Dynamo compiles a function at its first call, and again when a guard of every cached version fails. Dynamo logs the
+reasons, for which torch.compile has no hook, and callbacks report the start and end of compilation. The logger and the
+callbacks are private in torch 2.11 to 2.15, so a test detects changes. A step without compilation costs one comparison.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class _Reasons(logging.Handler):
 
 
 def _most_informative(reasons: tuple[str, ...]) -> str:
-    """Most informative reason: each cached version has one, and a version for another grad mode says nothing."""
+    """Choose the most informative of the reasons, one per cached version; another grad mode is uninformative."""
     return next((reason for reason in reasons if "GLOBAL_STATE" not in reason), reasons[0])
 
 

@@ -34,7 +34,7 @@ class Failure:
     Attributes:
         text: text for the user.
         exit_code: exit status of the process.
-        second_hand: whether the failure looks like a consequence of another rank's.
+        second_hand: whether the failure looks like a consequence of another rank's failure.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, who: str | None = None, hide: Collection[str] = ()) -> Failure:
-        """Make the failure of an exception: the message of a D9dError, the traceback of any other.
+        """Make the failure report of an exception: the message of a D9dError, the traceback of any other exception.
 
         Args:
             error: exception.

@@ -113,7 +113,7 @@ class Watchdog:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Be in a phase inside the block, and in no phase afterwards."""
+        """Begin a phase with a time limit for the block, and end the phase after the block."""
         self.phase(name)
         try:
             yield

@@ -68,7 +68,7 @@ class Backlog:
 
 
 def _plain(kind: str, values: Mapping[str, Any]) -> list[Any]:
-    """Names, tags and values; non-finite numbers become texts, which JSON lacks otherwise."""
+    """Values with their names and tags, as JSON values; non-finite numbers, which JSON lacks, become strings."""
 
     def number(value: float) -> float | str:
         return value if math.isfinite(value) else str(value)

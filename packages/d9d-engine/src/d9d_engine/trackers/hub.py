@@ -286,7 +286,7 @@ class _TrackerThread:
         opened: set once the tracker's run is open or has failed.
         ended: set once the tracker's run is closed or has failed.
         backlog: entries that the tracker may not have written.
-        is_late: whether the last answer was slow, or a call before it.
+        is_late: whether the tracker's last answer, or a call before the answer, was slow.
     """
 
     def __init__(

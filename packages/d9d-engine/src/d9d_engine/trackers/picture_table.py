@@ -71,7 +71,7 @@ def _counted(cells: int) -> tuple[str, ...]:
 
 
 def _label(axis: Any, names: Sequence[str], room: int) -> None:
-    """Label cells at their centres, starting with the first, at even steps, with at most ``room`` labels."""
+    """Label the cells along an axis at their centres: the first and every n-th cell, at most ``room`` labels."""
     cells = len(names)
     step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, cells) if s >= cells or cells / s <= room)
     axis.set_ticks([cell + 0.5 for cell in range(0, cells, step)], list(names[::step]))

@@ -63,7 +63,7 @@ def evaluate(
 
     Args:
         subject: model and data.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         note: prints a line.
         limit: count only samples whose first row is below this number; ``None`` counts all.
         other: model to compare with, on the same data.

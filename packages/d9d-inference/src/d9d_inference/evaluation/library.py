@@ -45,7 +45,7 @@ def evaluate(
         compare: model to compare with, on the same samples.
         overrides: ``section.field=value``, for job files.
         note: called with one line of text for each warning and at the start of long operations.
-        topology: this process among others, from :meth:`Job.joined`; by default it is alone.
+        topology: rank and process groups, from :meth:`Job.joined`; by default, a single process.
 
     Raises:
         D9dError: the model cannot be evaluated.

@@ -109,7 +109,7 @@ class Decoder:
 
     Args:
         forward: runs the model; all ranks call it equally often, with equal numbers of microbatches.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         continuation: number of new tokens, and sampling settings.
         stop: token ids that end a sequence.
         logits: returns the logits [B, S, V] from the outputs of the last stage, or ``None``.

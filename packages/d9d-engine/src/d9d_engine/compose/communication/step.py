@@ -1,7 +1,8 @@
 """Collectives of one training step on one rank, from declarations, without running the step or other processes.
 
-Strategies declare theirs (:attr:`d9d_core.strategy.Applied.collectives`); pipeline transfers and the training loop's
-own reductions are added here. Not listed: evaluations, checkpoints, and undeclared communication of plugins.
+Strategies declare their collectives (:attr:`d9d_core.strategy.Applied.collectives`); this module adds pipeline
+transfers and the training loop's own reductions. Communication of evaluations and checkpoints, and undeclared
+communication of plugins, are not listed.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def step_collectives(
         job: validated job.
         selection: plugin records of the job.
         assembly: this rank's stages, with all strategies applied.
-        topology: this process among others, which may be simulated.
+        topology: rank, meshes and process groups of this process, possibly simulated.
         task: task of the job.
         optimizer: optimizer of the job.
     """
@@ -309,7 +310,7 @@ def _dims(topology: Topology, ranks: Iterable[int]) -> str:
 
 
 class Unread(Mapping[str, TensorSpec]):
-    """Microbatch before the data is read: every key has a tensor of the same shape and dtype."""
+    """Placeholder for a microbatch before the data is read: every key has the same tensor spec."""
 
     def __init__(self, spec: TensorSpec) -> None:
         self._spec = spec

@@ -32,8 +32,8 @@ class BuiltFirstPass:
 
     Attributes:
         forward: runs the first pass over a pack; ``None`` without a first pass.
-        store: makes a runner with stored results from a stream and the stream's field in the job file; ``None`` to run
-            the first pass on each pack.
+        store: function from a stream, and the stream's field in the job file, to a runner that looks up stored results;
+            ``None`` to run the first pass on each pack.
         model: frozen model of the first pass, if it is separate from the trained one.
     """
 
@@ -63,11 +63,11 @@ def build_first_pass(
     """Build the first pass of a job, including a frozen model if needed. Collective over all ranks.
 
     Args:
-        root: the job in this process.
+        root: the job with its plugin records and the topology of this process.
         assembly: trained model, with its initial weights.
         task: checked task of the job.
         own_task: the unwrapped task, which may be a :class:`~d9d_core.first_pass.TwoPassTask`.
-        running: collaborators of the trained model's executor.
+        running: auxiliary losses, tallies, gradients and statistics of the trained model's executor.
 
     Raises:
         JobError: the job cannot provide the model that the task asks for.

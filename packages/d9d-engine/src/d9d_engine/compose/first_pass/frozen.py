@@ -21,7 +21,8 @@ def settle_first_pass(chosen: FirstPass, assembly: Assembly) -> PassModel:
     """Choose the model of a first pass if the task leaves the choice open.
 
     Raises:
-        JobError: the job has no fine-tuning method that can be switched off.
+        JobError: the task asks for the model without adapter, but the job has no fine-tuning method that can be
+            switched off.
     """
     removable = isinstance(assembly.peft, SwitchesOff)
     if chosen.by == "frozen":

@@ -50,7 +50,7 @@ def stored_outputs(
         where: field of the job file with the dataset.
         ranks: ranks with different samples.
         holds_last: whether this rank has the last stage.
-        topology: this process among the ranks.
+        topology: rank, device, meshes and process groups of this process.
         note: prints a line.
 
     Raises:

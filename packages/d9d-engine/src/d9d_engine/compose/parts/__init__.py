@@ -1,1 +1,1 @@
-"""Components of a run for sections of the job: data, steps, metrics, evaluation."""
+"""Builders of a run's components from sections of the job: data, number of steps, metrics, evaluation."""

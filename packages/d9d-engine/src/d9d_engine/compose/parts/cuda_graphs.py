@@ -1,4 +1,4 @@
-"""CUDA graphs of modules: check of the layout, and mark of a step's begin."""
+"""CUDA graphs of modules: checks that the layout permits them, and marks the begin of each step for torch."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def check_documents(job: BaseJob, stages: Sequence[nn.Module]) -> None:
     """Check that the model keeps documents of a sample apart, if the data packs them.
 
     Raises:
-        JobError: it does not.
+        JobError: the data packs documents, and the model has modules that mix tokens of different documents.
     """
     mixers = [name for stage in stages if isinstance(stage, SeesOneDocument) for name in stage.token_mixers()]
     if mixers and documents_of(job):
@@ -68,7 +68,7 @@ def open_data(
 
     Args:
         job: job with the batch sizes, the seed and the model.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         chosen: plugin record of the dataset.
         config: config of the dataset.
         note: prints a line about a long operation.

@@ -30,7 +30,7 @@ class Surroundings:
     Attributes:
         job: validated job.
         assembly: assembled model.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         task: checked task of the job.
         group: process group over which values are merged; ``None`` for a single rank.
         note: prints a line.

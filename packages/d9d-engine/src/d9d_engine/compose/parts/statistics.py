@@ -32,7 +32,7 @@ def build_statistics(
     Args:
         parts: plugin records and configs of the metrics.
         assembly: assembly with the full model, for metrics that attach to it.
-        topology: this process among others.
+        topology: rank, device, meshes and process groups of this process.
         group: process group over which metrics are merged; ``None`` for a single rank.
         gated: whether to undo the metric updates of steps that were not finite.
         when: ``training`` merges states on a separate stream, if the device has several; ``evaluation`` waits for the
