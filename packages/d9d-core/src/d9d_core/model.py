@@ -254,7 +254,7 @@ class SplitsContext(Protocol):
     def split_context(self, share: ContextShare) -> None:
         """From now on, expect this rank's positions: inputs are [B, S / cp], but ``documents`` is [B, S].
 
-        Attention masks cover all S positions; attention cores learn separately which positions their queries have.
+        Attention masks cover all S positions; attention cores are told separately at which positions their queries are.
 
         Raises:
             BuildError: the stage computes something that needs all positions.

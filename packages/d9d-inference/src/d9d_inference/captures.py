@@ -44,7 +44,7 @@ class Captures:
             module.register_forward_hook(self._keeper(name))
 
     def groups(self, pack: Pack) -> Iterator[Pack]:
-        """Split a pack into groups that run together; groups are small if captures are held for the last stage."""
+        """Split a pack into groups of microbatches that run together; groups are small if ranks must store captures."""
         held = self._names and len(self._pipeline.hosts) > 1
         yield from groups_of(pack, TOGETHER * self._pipeline.ranks if held else len(pack))
 
@@ -77,7 +77,7 @@ class Captures:
         return keep
 
     def _taken(self) -> dict[str, Tensor]:
-        """Captures of the microbatch that the last stage just finished; earlier stages may be ahead."""
+        """Captured outputs of the microbatch that the last stage just finished; earlier stages may be ahead."""
         if missing := [name for name in self._names if not self._seen.get(name)]:
             raise _not_once_error(missing[0])
         return {_key(name): tensors.pop(0) for name, tensors in self._seen.items()}

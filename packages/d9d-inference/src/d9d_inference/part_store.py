@@ -8,8 +8,8 @@ Files of the run's directory::
         output.jsonl          all rows, once the run is finished
         summary.json          values over all rows
 
-A part is renamed into place once it is on disk, and then its description. Progress counts only parts that have both, so
-a killed run continues after the last counted sample, on any number of ranks.
+Once a part is on disk, first the part and then its description get their final names. Progress counts only parts that
+have both, so a killed run continues after the last counted sample, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Standing:
 
     Attributes:
         samples: number of finished samples, from the first one.
-        stream: state of the data stream after them; ``None`` at the start.
-        summary: number of rows and values over them, once the output is complete.
+        stream: state of the data stream after these samples; ``None`` at the start.
+        summary: number of rows, and the task's values over all rows, once the output is complete.
     """
 
     samples: int = 0
@@ -248,7 +248,7 @@ def _is_facts(name: str) -> bool:
 
 
 def _differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
-    """Yield the fields in which two jobs differ, as places in the job file."""
+    """Yield the fields in which two jobs differ, as dotted locations in the job file."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for name in sorted(before.keys() | now.keys()):
             yield from _differences(before.get(name), now.get(name), f"{where}.{name}" if where else name)

@@ -28,7 +28,7 @@ class KeptPack:
     """Tensors that the task keeps of this rank's share of a pack.
 
     Attributes:
-        first: index of its first sample.
+        first: index in the dataset of the share's first sample.
         samples: number of real samples in the share, without fillers.
         microbatches: kept tensors of each microbatch; in host memory once ``copied`` has passed.
         copied: event after the copies; ``None`` on a CPU.
@@ -138,7 +138,7 @@ def check_finite(rows: Columns) -> None:
     """Check that no row has NaN or infinity.
 
     Raises:
-        NonFiniteError: a row has one; the text names the row.
+        NonFiniteError: a row has NaN or infinity; the text names the row.
     """
     for name, values in rows.items():
         for row, value in zip(rows[ROW], values, strict=True):

@@ -56,7 +56,7 @@ class InferenceOutcome:
 
 
 class Inference:
-    """Runs a built inference job. Its collaborators are public, so that each can be used alone.
+    """Runs a built inference job. The objects that it works with are public, so that each can be used alone.
 
     Made by :func:`d9d_inference.compose.build_inference`.
 
@@ -64,7 +64,7 @@ class Inference:
         job: inference job.
         topology: rank, device, meshes and process groups of this process.
         task: makes rows from outputs.
-        forwards: run the model.
+        forwards: runs the model over microbatches.
         model: this rank's stages of the model, in evaluation mode.
         least: smallest number of microbatches with which the pipeline's schedule works.
         prefetcher: prefetcher of the data, at its start.
@@ -219,7 +219,7 @@ class Inference:
         return KeptPack(mine, real, kept, copied)
 
     def _wanted(self, rows: Tensor, place: int) -> Tensor:
-        """First rows of samples, with -1 for samples beyond the requested number."""
+        """Indices of the samples' first rows, with -1 for samples beyond the requested number."""
         in_all, samples = int(self._facts[ROWS]), int(self._facts["samples"])  # type: ignore[arg-type] # checked
         if self.samples == samples:
             return rows

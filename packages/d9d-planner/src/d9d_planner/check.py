@@ -91,7 +91,7 @@ def check_memory(prediction: Prediction) -> None:
     """Check that a job's predicted memory fits.
 
     Raises:
-        JobError: it does not fit; the text has the cheapest alternatives with their predicted costs.
+        JobError: the job does not fit; the text has the cheapest alternatives with their predicted costs.
     """
     if prediction.fits:
         return

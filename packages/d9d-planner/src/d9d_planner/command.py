@@ -102,7 +102,7 @@ def _calibrated(name: str, rates: Device, file: Path) -> Device:
 
 
 def with_memory(device: Device, memory: int | None) -> Device:
-    """Device with another memory size in bytes, if one is given."""
+    """Copy of a device with its memory size replaced by ``memory`` bytes, if given."""
     return device if memory is None else device.model_copy(update={"memory_gib": memory / _GIB})
 
 
@@ -124,7 +124,7 @@ def accepted(found: Found, job: JobFile, most: int) -> list[Prediction]:
 
 
 def job_text(job: JobFile, prediction: Prediction) -> str:
-    """Text of the job file with another layout; other values are kept, comments are lost."""
+    """Text of the job file with the layout replaced; other values are kept, comments are lost."""
     laid_out = prediction.layout.on(job)
     values = {**job.source.document.values}
     for section in ("mesh", "batch", "parallel"):

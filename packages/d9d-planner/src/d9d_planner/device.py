@@ -1,8 +1,8 @@
 """Rates of devices and of the networks between them, built in or from a file. Imports no torch.
 
-Rates are achieved ones, not peaks: of products of large bfloat16 matrices, copies, and elementwise ops. The H200's were
-measured (torch 2.11, shapes of a 2 G parameter model); the H100's are the same, with memory bandwidth scaled; the
-B200's are published peaks times the same efficiencies.
+Rates are achieved in practice, below the peaks: for products of large bfloat16 matrices, copies, and elementwise ops.
+The rates of the H200 were measured (torch 2.11, shapes of a 2 G parameter model); the H100 has the same rates, with
+memory bandwidth scaled; the rates of the B200 are published peaks times the efficiencies of the H200.
 """
 
 from __future__ import annotations

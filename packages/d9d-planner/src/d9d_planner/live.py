@@ -1,4 +1,4 @@
-"""Activations held while a pipeline rank runs its program. Imports no torch."""
+"""Number of microbatches whose activations a pipeline rank holds during its program. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Moment(NamedTuple):
 
 
 def moments(program: Program) -> list[Moment]:
-    """States of a program at the begin of its backwards, without states that hold no more than another state.
+    """States of a rank at the begin of its backwards; states that hold no more than another state are left out.
 
     Activations are held until the end of their backward, or of the weight gradients of a split backward.
     """

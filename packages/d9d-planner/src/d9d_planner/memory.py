@@ -26,13 +26,13 @@ class Memory:
 
     Attributes:
         parameters, gradients, optimizer: shards of this rank.
-        activations: kept for backwards, over all microbatches in flight, including inputs of recomputed blocks;
+        activations: tensors kept for backwards, over all microbatches in flight, including inputs of recomputed blocks;
             without ``logits``.
-        logits: kept by the heads.
+        logits: tensors that the heads keep for backwards.
         workspace: temporary tensors of the backward at the peak.
         communication: unsharded parameters and gradients, and tensors between stages.
         outside: driver, libraries and communicators, outside of torch's allocator.
-        fragmentation: allowance for gaps.
+        fragmentation: allowance for gaps between allocations.
     """
 
     parameters: float
@@ -60,7 +60,7 @@ class Memory:
 
     @property
     def needed(self) -> float:
-        """Memory that the device must have."""
+        """Bytes of memory that the device must have."""
         return self.allocated + self.outside + self.fragmentation
 
 
@@ -75,7 +75,7 @@ class _Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Sums over a stage: kept bytes and logits of a microbatch, parameters, and their update."""
+    """Sums over a stage: bytes of activations and of logits per microbatch, parameters, and optimizer update."""
 
     kept: float
     logits: float
@@ -84,7 +84,7 @@ class _Sums:
 
 
 class MemoryModel:
-    """Predicts the memory of a layout's ranks.
+    """Predicts the peak memory of each pipeline rank in a layout.
 
     Args:
         workload: workload of the job.
@@ -161,7 +161,7 @@ class MemoryModel:
         return self._memory(parts)
 
     def _memory(self, parts: dict[str, float]) -> Memory:
-        """Memory with the parts outside of the allocator, and gaps."""
+        """Add memory outside of torch's allocator, and gaps, to the given parts."""
         outside = _CONTEXT + _COMMUNICATOR * sum(size > 1 for size in self._layout.mesh.sizes().values())
         return Memory(**parts, outside=outside, fragmentation=_FRAGMENTATION * sum(parts.values()))
 
@@ -211,7 +211,7 @@ class MemoryModel:
         return (1 - part) * block.kept + part * (block.input + self._attended(block))
 
     def _attended(self, block: BlockCost) -> float:
-        """Bytes that a recomputed block keeps in addition to its input."""
+        """Bytes of attention outputs that a recomputed block keeps in addition to its input."""
         return block.attended if self._effect.keeps_attention else 0.0
 
     def _logits(self, stage: int) -> float:
@@ -224,7 +224,7 @@ class MemoryModel:
         return self._sum(stage).weights
 
     def _numbers(self, blocks: tuple[BlockCost, ...] | list[BlockCost]) -> _Weights:
-        """Numbers of parameters of blocks: unsharded, sharded, and sharded trained ones."""
+        """Numbers of parameters of blocks on one rank: unsharded, sharded, and sharded trained parameters."""
         dense = sum(block.parameters * block.count for block in blocks)
         experts = sum(block.expert_parameters * block.count for block in blocks)
         trained = sum((block.parameters - block.frozen) * block.count for block in blocks)
@@ -265,7 +265,7 @@ def _trained(block: BlockCost) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """Point in a backward: gradients so far, activations freed since its begin, and temporary bytes."""
+    """Memory at one point of a backward, in bytes: gradients so far, freed activations, and temporary tensors."""
 
     gradients: float
     released_activations: float
@@ -274,5 +274,5 @@ class _Point:
 
     @property
     def total(self) -> float:
-        """Bytes in addition to the begin of the backward."""
+        """Bytes in use at this point minus activations that were freed since the backward began."""
         return self.gradients + self.workspace - self.released_activations - self.released_logits

@@ -30,8 +30,8 @@ class Group:
 def seconds(operation: Operation, size: float, group: Group, device: Device) -> float:
     """Time of a collective, over the network between machines or the links within one.
 
-    Counts ring algorithms: each rank receives the other ranks' data once, for an all-reduce twice. Ranks on one machine
-    share data received over the network, except in an all-to-all.
+    Assumes ring algorithms: each rank receives the other ranks' data once, and twice in an all-reduce. Ranks on one
+    machine share data received over the network, except in an all-to-all.
 
     Args:
         operation: kind of collective.

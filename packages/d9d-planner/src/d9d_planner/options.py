@@ -53,7 +53,7 @@ class Options:
         return own or [spec for spec in specs if spec not in needy]
 
     def strategies(self, axis: str) -> list[StrategySpec]:
-        """Strategies for an axis."""
+        """Strategies that the search may use for a mesh axis."""
         return self._by_axis[axis]
 
     def expert_groups(self, mesh: Mesh) -> list[int]:
@@ -64,11 +64,11 @@ class Options:
         return [ep for ep in divisors(experts) if covers(ep, mesh)]
 
     def parallel(self, mesh: Mesh, waits: bool) -> list[list[PluginConfig]]:
-        """Lists of strategies for the axes of a mesh, in several settings; empty if an axis has no strategy.
+        """Alternative lists of strategies, with settings, for the axes of a mesh; empty if an axis has no strategy.
 
         Args:
             mesh: sizes of the axes.
-            waits: whether to include data-parallel settings that reduce after the last microbatch.
+            waits: whether to include settings of data-parallel strategies that delay reductions to the last microbatch.
         """
         used = [axis for axis in ("tp", "cp", "ep") if mesh.sizes()[axis] > 1]
         several = [list(choice) for choice in product(*(self._of_axis(axis) for axis in used))]

@@ -33,7 +33,7 @@ class Prediction:
 
     @cached_property
     def ranks(self) -> list[Memory]:
-        """Memory of each pipeline rank.
+        """Predicted peak memory of each pipeline rank.
 
         Raises:
             D9dError: the model or the schedule does not support the layout.

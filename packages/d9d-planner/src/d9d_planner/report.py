@@ -27,7 +27,7 @@ def memory_line(prediction: Prediction) -> str:
 
 
 def largest(prediction: Prediction) -> str:
-    """Text with the three largest parts of the predicted memory that a layout chooses, and others above a half."""
+    """Text with the three largest parts of the memory that depend on the layout, and other parts above a half."""
     parts = {name: size for name, size in _parts(prediction).items() if size >= 0.05 * _GIB}
     chosen = sorted((name for name in parts if name not in _NOT_CHOSEN), key=lambda name: -parts[name])[:3]
     others = [name for name in parts if name in _NOT_CHOSEN and parts[name] > prediction.memory.needed / 2]
@@ -35,11 +35,11 @@ def largest(prediction: Prediction) -> str:
 
 
 def advice(prediction: Prediction, usual: str) -> str:
-    """Next action if a job does not fit: the usual one, unless no job can fit.
+    """Advice for a job that does not fit: ``usual``, unless the device is too small for any job.
 
     Args:
         prediction: predicted memory, and the device.
-        usual: next action if a smaller job can fit.
+        usual: advice if a smaller job could fit.
     """
     outside = prediction.memory.outside
     if outside < prediction.device.memory:
@@ -95,6 +95,6 @@ def plan_table(found: Found, rows: Sequence[Prediction]) -> Table:
 
 
 def _bound(prediction: Prediction) -> str:
-    """Limits of a layout: the largest part of its time, and its memory if nearly full."""
+    """Text about the limits of a layout: the largest part of its time, and memory if it is more than 90 % full."""
     full = prediction.memory.needed / prediction.device.memory
     return prediction.time.bound + (f", memory {full:.0%} full" if full > 0.9 else "")

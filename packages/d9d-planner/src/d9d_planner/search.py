@@ -41,7 +41,7 @@ class Found:
 
     @property
     def pareto(self) -> list[Prediction]:
-        """Pareto front: layouts for which no other one is both faster and smaller."""
+        """Pareto front: layouts such that no other layout is both faster and needs less memory."""
         front: list[Prediction] = []
         for prediction in self.ranked:
             if not front or prediction.memory.needed < front[-1].memory.needed:
@@ -79,7 +79,7 @@ def search(workload: Workload, devices: int, device: Device) -> Found:
 
 
 def refusal(workload: Workload, devices: int, device: Device) -> D9dError | None:
-    """Reason why the model does not support the first layout, which splits nothing; ``None`` if it does."""
+    """Reason why the model does not support the simplest layout, which splits no dimension; ``None`` if it does."""
     for layout in layouts(workload, devices, device.node):
         try:
             Prediction(workload, layout, device).least_time  # noqa: B018 - the value is cached
@@ -112,7 +112,7 @@ def _by_least_time(workload: Workload, devices: int, device: Device) -> list[Pre
 
 
 def _scheduled(base: Prediction) -> Iterator[Prediction]:
-    """Yield the layout with each schedule; unchanged without pipeline ranks."""
+    """Yield the layout with each available schedule; if ``pp`` is 1, yield only the layout itself."""
     if base.layout.mesh.pp == 1:
         yield base
         return

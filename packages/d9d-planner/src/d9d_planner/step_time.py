@@ -138,7 +138,7 @@ class TimeModel:
         return [self._found[id(stage)] for stage in self._stages]
 
     def _busy(self, hosts: list[int], tallies: list[_Tally]) -> list[float]:
-        """Seconds that each pipeline rank computes for a microbatch."""
+        """Seconds of computation of each pipeline rank for one microbatch."""
         busy = [0.0] * self._layout.mesh.pp
         for host, tally in zip(hosts, tallies, strict=True):
             busy[host] += tally.forward + tally.backward
@@ -198,7 +198,7 @@ class TimeModel:
             tally.add(name, count * ahead, count * (back + again * ahead))
 
     def _exposed(self, taken: float, beside: float) -> float:
-        """Seconds that communication adds to concurrent computation: its excess, and the computation's slowdown."""
+        """Seconds that overlapped communication adds: its excess over the computation, and the slowdown it causes."""
         return max(0.0, taken - beside) + self._device.interference * min(taken, beside)
 
     def _op(self, kind: str, flops: float, traffic: float) -> float:
@@ -215,7 +215,7 @@ class TimeModel:
         return max(flops / rate, traffic / device.copy_bytes)
 
     def _exchanges(self, exchanges: Iterable[Exchange]) -> dict[str, float]:
-        """Name of an axis in the report -> seconds of its collectives."""
+        """Seconds of the collectives of each mesh axis, by the name of the axis in the report."""
         found: dict[str, float] = {}
         for exchange in exchanges:
             name = _AXES[exchange.axis]
@@ -300,7 +300,7 @@ class TimeModel:
         return [(block.parameters, self._groups.shards), (block.expert_parameters, self._groups.expert_shards)]
 
     def _numbers(self, blocks: Iterable[BlockCost]) -> float:
-        """Number of a block list's parameters that this rank updates."""
+        """Number of the parameters in a list of blocks that this rank updates."""
         parts = (
             (number / group.size if self._effect.shards else number) * block.count
             for block in blocks
@@ -324,8 +324,8 @@ class TimeModel:
     def _ends(self) -> float:
         """Seconds of data-parallel communication that no computation hides.
 
-        Exposed are the first gather and the last reduction of parameters outside blocks, and reductions after the last
-        microbatch as far as they exceed its backward. If no strategy reduces gradients, they are all-reduced over
+        These are the first gather and the last reduction of parameters outside blocks, and the part of the reductions
+        after the last microbatch that exceeds its backward. If no strategy reduces gradients, they are all-reduced over
         ``cp`` after the last backward.
         """
         effect, cp = self._effect, axis_group(self._layout.mesh, "cp")

@@ -71,7 +71,7 @@ class Workload:
 
     @cached_property
     def length(self) -> int:
-        """Number of positions of a sample: the largest in the data, or else the model's ``max_positions``."""
+        """Number of positions of a sample: the largest in the data, or ``max_positions`` of the model if unknown."""
         lengths = sample_lengths(self.job.data)
         if lengths is not None and lengths.most is not None:
             if lengths.fixed is None:
@@ -237,7 +237,7 @@ class Workload:
         return self._steady_schedule(layout)[1]
 
     def _steady_schedule(self, layout: Layout) -> tuple[list[int], list[list[Moment]]]:
-        """Hosts and states of a layout, from a few microbatches: further ones repeat the same states."""
+        """Hosts and memory states of a layout, from a few microbatches, because more microbatches repeat the states."""
         if layout.pipeline is None:
             return [0], [[Moment(((0, 1),), 0, frozenset((0,) if layout.microbatches > 1 else ()))]]
         count = min(layout.microbatches, steady(layout.mesh.pp))

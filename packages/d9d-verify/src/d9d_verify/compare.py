@@ -1,4 +1,4 @@
-"""Comparison of a layout's measurement with the reference."""
+"""Comparison of a layout's measurement with the reference, which is a measurement of one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Verdict:
 
     @classmethod
     def failure(cls, layout: str, why: str) -> Verdict:
-        """Verdict on a layout that could not be measured."""
+        """Make the verdict for a layout that could not be measured."""
         nothing = (math.nan, "nothing")
         return cls(layout, math.nan, math.nan, nothing, nothing, nothing, (0, why))
 
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def compare(layout: str, measured: Measurement, reference: Measurement, limits: Limits) -> Verdict:
-    """Compare a layout's measurement with the reference, step by step.
+    """Compare a layout's measurement with the reference (one process), step by step.
 
     Initial weights, and values that several ranks have, must be bitwise equal; other values must be within limits.
 

@@ -114,10 +114,10 @@ class Limits:
 
 
 def _noise(reference: Measurement, sound: Sequence[Measurement]) -> dict[str, float]:
-    """Gradients without a direction of their own, whose true value is zero: name -> largest length.
+    """Gradients that consist of rounding errors only, because their true value is zero: name -> largest length.
 
-    Examples are biases of keys, on which attention weights do not depend, and queries that see one key only. Their
-    directions differ freely between correct runs, so they must not widen the limits of other gradients.
+    Examples are gradients of key biases, on which attention weights do not depend, and of queries that see one key
+    only. Their directions differ freely between correct runs, so they must not widen the limits of other gradients.
     """
     angles: dict[str, list[float]] = {}
     lengths: dict[str, float] = {}
@@ -210,7 +210,7 @@ def _before_clipping(measured: Measurement, step: int) -> float:
 
 
 def _update(name: str, step: int, was: Tensor, now: Tensor, were: Tensor, then: Tensor) -> Iterator[Deviation]:
-    """Deviations of an update, and of the weights' length, which shows missing weight decay."""
+    """Deviations of a parameter's update, and of the norm of its weights, which reveals missing weight decay."""
     update, expected = now.double() - was.double(), then.double() - were.double()
     yield Deviation("update", name, step, distance(update, expected, _rounding(then)))
     length = (now.double().norm() - then.double().norm()).abs().item() / max(then.double().norm().item(), 1e-30)
@@ -220,7 +220,7 @@ def _update(name: str, step: int, was: Tensor, now: Tensor, were: Tensor, then: 
 
 
 def _rounding(tensor: Tensor) -> float:
-    """Length of the error if 0.1 % of the elements, at least one, are rounded the other way."""
+    """Norm of the error if 0.1 % of a tensor's elements, at least one, are rounded in the other direction."""
     if not tensor.is_floating_point() or not tensor.numel():
         return 0.0
     largest = tensor.abs().max().item()

@@ -34,7 +34,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout to verify: a mesh, strategies and overrides of a job.
+    """Layout to verify: sizes of the mesh, strategies, schedule and overrides of a job.
 
     Attributes:
         name: name of the layout in messages.
@@ -114,7 +114,7 @@ def parse_layout(text: str, job: Job) -> Layout:
 
 
 def _split(text: str) -> list[str]:
-    """Parts between the commas that are in no brackets, without spaces around them."""
+    """Split a text at commas outside of brackets, and strip spaces."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -195,7 +195,7 @@ def _length(job: Job, steps: int, batch: int) -> dict[str, Any]:
 
 
 def _stages(job: Job, layouts: Sequence[Layout]) -> tuple[int, list[int]]:
-    """Number of microbatches with which every layout's pipeline works, and number of stages in each layout."""
+    """Number of microbatches that the schedule of every layout supports, and number of stages in each layout."""
     count = min(max(job.microbatches, 2), 3)
     schedules = [_schedule(job, layout) for layout in layouts]
     widest = max(layout.mesh.get("pp", 1) for layout in layouts)
@@ -277,7 +277,7 @@ def layout_dependence(stage: nn.Module) -> list[str]:
 
 
 def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Sequence[int]) -> PluginConfig:
-    """Config of the user's model with sizes of its family's tiny config, as far as data, meshes and stages allow."""
+    """Config of the user's model with sizes from its record's tiny config, as far as data, meshes and stages allow."""
     spec = selection.model.spec
     assert isinstance(spec, ModelSpec)
     mine, tiny = _sizes(job.model), {} if spec.tiny is None else _sizes(spec.tiny.load()())

@@ -38,9 +38,9 @@ class Rate:
     """Learning rate of the measured steps: high enough for visible updates, and past the warm-up.
 
     Attributes:
-        factor: multiplier of the schedule's factors.
+        factor: multiplier of the learning rates of the job's schedule.
         first: step of the schedule that is used for the first measured step.
-        loud: whether one more step follows, with :data:`LOUD` times the learning rate.
+        loud: whether one more step follows, with :data:`LOUD` times the learning rate, to make updates more visible.
     """
 
     factor: float = 1.0
@@ -48,7 +48,7 @@ class Rate:
     loud: bool = False
 
     def on(self, schedule: LrSchedule, steps: int) -> LrSchedule:
-        """Schedule for the measured steps."""
+        """Learning-rate schedule for the measured steps, from the job's schedule."""
         return lambda step: self.factor * (LOUD if step >= steps else 1.0) * schedule(self.first + step)
 
 
@@ -68,9 +68,9 @@ class Resume:
 class Witness:
     """Subscriber that records the values of each step on this rank.
 
-    With a ``guide``, this rank's gradients are replaced by the reference's after they are recorded, and buffers are
-    replaced after each step. So every step starts like the reference's: rounding errors do not accumulate over steps,
-    and optimizers are compared with equal gradients.
+    With a ``guide``, this rank's gradients are replaced by the gradients of the reference after they are recorded, and
+    buffers are replaced after each step. So every step starts from the same values as in the reference: rounding errors
+    do not accumulate over steps, and optimizers are compared with equal gradients.
 
     Args:
         guide: measurement of the reference.
@@ -131,8 +131,8 @@ class Witness:
 class Jitter:
     """Subscriber that perturbs the output of each layer, and each gradient, by up to half of the last bit, at random.
 
-    Correct kernels, layouts and summation orders differ by that much, so consequences, such as a token that goes to
-    another expert, or another rounding in the matrix products of Muon, are no errors.
+    Correct kernels, layouts and summation orders differ by as much. So differences that these perturbations cause, such
+    as a token that goes to another expert, or another rounding in the matrix products of Muon, are not errors.
 
     Args:
         seed: seed of the perturbations.
@@ -194,8 +194,8 @@ def measure(
         guide: measurement of the reference that each step starts from; see :class:`Witness`.
         rate: learning rate of the steps; by default the job's.
         resume: a save, and optionally a load, between two steps.
-        elsewhere: whether to vary the rounding as a correct run might (see :class:`Jitter`), and, with a single
-            pipeline stage, to reverse the order of microbatches.
+        elsewhere: whether to vary the rounding within the differences between correct runs (see :class:`Jitter`), and,
+            with a single pipeline stage, to reverse the order of microbatches.
         seed: seed of the varied rounding.
 
     Raises:
@@ -227,7 +227,8 @@ def measure(
 def probe(job: Job, topology: Topology, steps: int) -> tuple[Rate, float]:
     """Find a learning rate for the measurement, and the gradient norm of the first step. Collective over all ranks.
 
-    Updates then change the median parameter by :data:`VISIBLE` of its length, and the schedule is past its warm-up.
+    With this rate, an update changes the median parameter by :data:`VISIBLE` of its norm, and the schedule is past its
+    warm-up.
     """
     witness = Witness()
     trainer: Trainer = job.build(lambda _text: None, topology, observers=[witness])
@@ -248,7 +249,7 @@ def probe(job: Job, topology: Topology, steps: int) -> tuple[Rate, float]:
 
 
 def _parameters(found: Measurement) -> list[tuple[Tensor, Tensor]]:
-    """Trained parameters before and after the first step."""
+    """Trained parameters of a measurement before and after the first step."""
     before, after = found.under("start/model"), found.under("0/model")
     return [(before[name], after[name]) for name in found.under("0/gradients")]
 
@@ -276,7 +277,7 @@ def _forget(trainer: Trainer) -> None:
 
 
 def _here(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Optimizer state of this rank, without states of other ranks' parameters, which are on the meta device."""
+    """Optimizer state of this rank, without the states of other ranks' parameters, which are on the meta device."""
     return {name: tensor for name, tensor in state.items() if tensor.device.type != "meta"}
 
 

@@ -73,7 +73,7 @@ class Measurement:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Measurement:
-        """Merge the records of all ranks; the first rank's come first."""
+        """Merge the records of all ranks, given in the order of ranks."""
         merged = cls()
         differing: dict[str, None] = {}
         for record in records:
@@ -108,7 +108,7 @@ class Measurement:
         return {name[len(prefix) + 1 :]: t for name, t in self.tensors.items() if name.startswith(f"{prefix}/")}
 
     def guide(self) -> Measurement:
-        """Values that guide other runs: gradients, and buffers and frozen parameters after each step."""
+        """Values for :class:`~d9d_verify.measure.Witness`: gradients, and buffers and frozen parameters after each step."""
         parameters = {name.split("/", 2)[2] for name in self.tensors if name.split("/", 2)[1] == "gradients"}
         return Measurement(
             tensors={
@@ -169,5 +169,5 @@ def _joined(parts: Mapping[tuple[int, ...], Tensor]) -> Tensor:
 
 
 def _nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Tensor of NaN (zeros for integers), so that parts that no rank has are detected."""
+    """Tensor of NaN (zeros for integers), so that elements which no rank has recorded are detected."""
     return torch.full(shape, torch.nan if like.is_floating_point() else 0, dtype=like.dtype)

@@ -117,9 +117,9 @@ def _tensors(checkpoint: Checkpoint, scope: str) -> dict[str, torch.Tensor]:
 
 
 def unlike_state(saved: Checkpoint | None, expected: Checkpoint | None, limits: Limits) -> str | None:
-    """Compare the rest of a layout's checkpoint with the reference's; return a problem, or ``None``.
+    """Compare data position, counters and metrics of a checkpoint with the reference; return a problem or ``None``.
 
-    The position in the data and the counters must be equal, the state of metrics equal up to rounding.
+    The position in the data and the counters must be equal; the states of metrics must be equal up to rounding.
     """
     if saved is None or expected is None:
         return "no checkpoint was saved"
@@ -193,10 +193,10 @@ def _reference(
     *,
     routes: bool,
 ) -> tuple[Measurement, list[Measurement]]:
-    """Measure the reference, and correct variants with other rounding, kernels and dtypes.
+    """Measure the reference, and variants of it that are also correct but use other rounding, kernels and dtypes.
 
-    If a router chooses experts for tokens, in a narrow dtype, there are more variants: a token that goes to another
-    expert changes the largest load at once by more than rounding, and only some variants move one.
+    If a router chooses experts in a narrow dtype, more variants are measured: a token that goes to another expert
+    changes the largest expert load by more than rounding, and this happens in some variants only.
 
     Raises:
         TrainingError: the reference could not be measured.
@@ -228,7 +228,7 @@ def _run(
     reference: Path | None = None,
     sound: int = 0,
 ) -> Measurement | str:
-    """Run a layout, or the reference with its variants; return the measurement, or the cause of a failure."""
+    """Run the processes of a layout, or of the reference with its variants; return the measurement or the failure."""
     directory.mkdir(exist_ok=True)
     plan = {"steps": steps, "reference": str(reference) if reference else None, "sound": sound}
     (directory / "plan.json").write_text(json.dumps(plan))
@@ -238,7 +238,7 @@ def _run(
 
 
 def _job(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Values of a job that writes only into this directory."""
+    """Values of a job with its run and checkpoint directories moved into ``directory``."""
     # Use the user's cache of prepared data.
     cache = Path(values["run"]["dir"]) / ".cache"
     if cache.is_dir():

@@ -47,7 +47,7 @@ def compare_directions(
 ) -> tuple[float, float]:
     """Largest ``1 - cos`` and largest relative difference of norms between two tensors, or between their rows.
 
-    Two zero vectors are equal in both; a zero and a non-zero vector differ by 1 in both.
+    For two zero vectors, both results are 0; for a zero and a non-zero vector, both are 1.
     """
     shape = (1, -1) if by == "tensor" or actual.dim() == 0 else (-1, actual.shape[-1])
     first, second = actual.detach().double().reshape(shape), expected.detach().double().reshape(shape)

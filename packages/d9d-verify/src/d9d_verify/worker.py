@@ -1,4 +1,4 @@
-"""Process of the reference or of a layout, started by :mod:`d9d_verify.run`."""
+"""Code of a process that measures the reference or a layout, started by :mod:`d9d_verify.run`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from d9d_verify.measurement import Measurement, read_all
 
 
 def main(directory: Path) -> None:
-    """Run the measurement of ``plan.json`` in ``directory``, as one of the processes of its job."""
+    """Run the measurement that ``plan.json`` in ``directory`` describes, as one process of its job."""
     try:
         with Job.load(directory / "job.json").joined(ProcessEnv.from_environment(os.environ)) as topology:
             measure_plan(directory, topology)
@@ -40,7 +40,7 @@ def _place(error: BaseException) -> str:
 
 
 def measure_plan(directory: Path, topology: Topology) -> None:
-    """Run the measurement of ``plan.json``, and write the records to the directory. Collective over all ranks."""
+    """Run the measurement that ``plan.json`` describes, and write this rank's records. Collective over all ranks."""
     plan = json.loads((directory / "plan.json").read_text())
     if plan["reference"] is None:
         _reference(directory, topology, plan["steps"], plan["sound"])

@@ -40,7 +40,7 @@ class SampleLosses:
     coefficients: Mapping[str, float]
 
     def difference(self, other: SampleLosses, where: str, confidence: float = 0.95) -> Difference:
-        """Difference of the mean losses: these minus the other model's.
+        """Mean losses of this model minus the mean losses of another model.
 
         Args:
             other: losses of another model on the same data.

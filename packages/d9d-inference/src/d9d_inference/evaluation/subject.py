@@ -124,7 +124,7 @@ def find_subject(target: str | Job, request: Request, registry: Registry) -> Sub
 
 
 def same_data(other: Subject, first: Subject) -> Subject:
-    """Subject with the data and layout of another one, for a comparison.
+    """Find the second model of a comparison, and give it the data and layout of the first.
 
     Raises:
         JobError: the model's job does not fit this data or layout.
@@ -244,7 +244,7 @@ def _section(datasets: Mapping[str, Any], metrics: Sequence[Any]) -> dict[str, A
 
 
 def _is_found(job: Job) -> bool:
-    """Whether the model of other weights is found by their ``model_type``, as the record of the job's model states."""
+    """Whether the record of the job's model lists model types, by which the model of other weights is found."""
     spec = job.registry.find("model", job.model.selector).spec
     return isinstance(spec, ModelSpec) and bool(spec.model_types)
 

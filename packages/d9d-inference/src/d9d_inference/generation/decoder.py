@@ -141,12 +141,11 @@ class Decoder:
         """Continue the sequences of microbatches until all, on all ranks, have ended or reached the length limit.
 
         Collective over all ranks, with equal numbers of microbatches. Ranks along data-parallel axes have different
-        sequences. The others agree on tokens by an all-reduce, and all ranks stop together.
+        sequences. Ranks with the same sequences agree on tokens by an all-reduce, and all ranks stop together.
 
         Args:
             pack: microbatches on the device: ``tokens`` int64 [B, S], ``rows`` int64 [B], -1 for fillers, and
-                optionally
-                ``lengths`` int64 [B] of right-padded sequences, each at least 1.
+                optionally ``lengths`` int64 [B] of right-padded sequences, each at least 1.
 
         Returns:
             The sequences of each microbatch.

@@ -348,7 +348,7 @@ def _streamer(library: Any, tokenizer: Any) -> Any:
 
 
 def _check_sizes(file: str, values: Any, depth: int = 0) -> None:
-    """Check the sizes in a ``config.json``, because a library creates that many modules before it fails.
+    """Check the sizes in a ``config.json``, because transformers would create that many modules before it fails.
 
     Raises:
         CheckpointError: a number of layers, heads and so on is larger than in any model.

@@ -47,7 +47,7 @@ class Updates:
     tensor: int
 
     def of(self, blocks: Iterable[BlockCost]) -> Update:
-        """Update of all trained parameters of blocks."""
+        """Cost of updating all trained parameters of some blocks on one rank."""
         if self.cost.of_weight is None:
             return self._uniform_update(tuple(blocks))
         parts = [part for block in blocks for part in self._weight_updates(block)]
@@ -55,7 +55,7 @@ class Updates:
         return sum((update for update, _ in parts), Update(workspace=largest))
 
     def _uniform_update(self, blocks: tuple[BlockCost, ...]) -> Update:
-        """Update of blocks with equal costs for all parameters; fast, as searches call it often."""
+        """Cost of updating blocks if all parameters cost the same; fast, because searches call it often."""
         cost, number, largest = self.cost, 0.0, 0.0
         for block in blocks:
             _, own = uneven_shards(block, self.shards)
@@ -69,7 +69,7 @@ class Updates:
         )
 
     def _weight_updates(self, block: BlockCost) -> Iterator[tuple[Update, float]]:
-        """Updates of the weights of a block, with their temporary bytes, and of parameters that no op names."""
+        """Costs of updating each weight of a block, with its temporary bytes, and the parameters that no op names."""
         assert self.cost.of_weight is not None
         left = {
             False: block.count * (block.parameters - block.frozen),
@@ -90,7 +90,7 @@ class Updates:
         yield self._update(left[True], self.expert_shards, self.cost), 0.0
 
     def _matrix(self, weight: Weight, number: float, cost: OptimizerCost) -> Update:
-        """Update of equal weights, whose full matrices may be updated on other ranks than the ones with the shards."""
+        """Cost of updating equal weights whose full matrices may have to be sent to the ranks that update them."""
         ranks = self._ranks(weight)
         update = self._update(number, ranks, cost)
         split = self.tensor if weight.cut is not None else 1

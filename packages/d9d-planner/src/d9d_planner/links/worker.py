@@ -1,4 +1,4 @@
-"""Process of one device that measures collectives with the others; see :mod:`d9d_planner.links.measure`."""
+"""Code of one process per device that measures collectives; see :mod:`d9d_planner.links.measure`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts of a run as HTML tables: key values, layout, start-up, plugins, environment, job, differences of jobs."""
+"""HTML tables about runs: key values, layout, start-up, plugins, environment, job, differences between jobs."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _chart(group: str, runs: list[str], curves: Sequence[tuple[str, str, Points]
 
 
 def _around_one_value(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Range of the y axis if all values are equal, such as a constant learning rate; plotly would show -1 to 1."""
+    """Range of the y axis for a curve of equal values, such as a constant learning rate; plotly's would be -1 to 1."""
     values = {value for trace in traces for value in trace["y"]}
     if len(values) != 1 or not (value := values.pop()):
         return {}

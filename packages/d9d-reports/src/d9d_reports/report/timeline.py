@@ -33,7 +33,7 @@ _MOST = 6000
 
 
 class Box(NamedTuple):
-    """Computation of a rank, in units of a forward; in an overlapped pair, the forward is drawn first."""
+    """Box of a chart: one computation of a rank, in units of a forward. Overlapped pairs are drawn forward first."""
 
     rank: int
     action: MicrobatchAction

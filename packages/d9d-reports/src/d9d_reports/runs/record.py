@@ -61,7 +61,7 @@ class RunRecord:
 
     @cached_property
     def status(self) -> Status:
-        """Status; ``failed`` is known for sweeps only; ``stopped`` runs have a checkpoint, ``started`` runs none."""
+        """Status of the run. Only sweeps record ``failed``; ``stopped`` means that a checkpoint exists, ``started`` not."""
         if not self.job:
             return "damaged"
         checkpoints = _checkpoints(self.directory, self.job)

@@ -1,1 +1,1 @@
-"""Certificates: which layouts and features compute the same for one model."""
+"""Certificates: lists of the layouts and features in which a model computes the same as in one process."""

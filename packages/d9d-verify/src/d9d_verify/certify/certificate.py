@@ -52,7 +52,7 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing differs."""
+        """Whether no layout or feature differs."""
         return all(cell.standing != "differs" for cell in self.cells)
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Certificate:
 
 
 def fingerprint(config: PluginConfig) -> str:
-    """SHA-256 of a config's canonical JSON, without the place of its weights."""
+    """SHA-256 of a config's canonical JSON, without the field ``pretrained``, the location of weights."""
     values = {name: value for name, value in config.model_dump(mode="json").items() if name != "pretrained"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

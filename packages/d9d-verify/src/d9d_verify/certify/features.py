@@ -1,4 +1,4 @@
-"""Checks of a model that need one process: numbers of transformers, documents in one sample, files and back.
+"""Checks of a model in one process: parity with transformers, documents packed in a sample, export and import.
 
 Shapes: S positions, V words of the vocabulary.
 """
@@ -33,7 +33,7 @@ _LEAK = 1e-6
 
 
 def packing(stage: nn.Module) -> Cell:
-    """Check that a document in a sample does not depend on its neighbour, and is computed as it is alone.
+    """Check that a document packed with another one gives the same outputs as the document alone.
 
     Args:
         stage: whole language model, under the meta device.
@@ -103,10 +103,10 @@ def parity(stage: nn.Module, spec: ModelSpec, config: Any) -> Cell:
 
 
 def _of_transformers(form: Any, config: Any, state: dict[str, Tensor]) -> Any:
-    """Model of transformers that reads exported weights.
+    """Load exported weights into transformers' implementation of the model.
 
     Raises:
-        ValueError: it lacks some of its weights, or does not know others.
+        ValueError: the export lacks weights of the transformers model, or has weights that the model does not have.
     """
     transformers: Any = importlib.import_module("transformers")  # not required: only this check needs it
     from safetensors.torch import save_file
@@ -131,7 +131,7 @@ def _initialised(stage: nn.Module) -> nn.Module:
 
 
 def export(stage: nn.Module, spec: ModelSpec, config: Any) -> Cell:
-    """Check that weights go to files and back bit for bit, and that the config does.
+    """Check that export and import restore the weights bit for bit, and the config.
 
     Args:
         stage: whole model, under the meta device.
@@ -162,5 +162,5 @@ def _logits(model: nn.Module, **inputs: Tensor) -> Tensor:
 
 
 def _deviation(a: Tensor, b: Tensor, least: float = 1e-30) -> float:
-    """Largest difference, relative to the largest number of the first tensor, or to ``least`` if that is larger."""
+    """Largest absolute difference, relative to the largest magnitude in ``a``, which counts as at least ``least``."""
     return ((a - b).abs().max() / a.abs().max().clamp(min=least)).item()

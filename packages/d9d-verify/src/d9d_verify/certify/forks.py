@@ -1,4 +1,4 @@
-"""Processes of layouts, forked from a server that has imported the libraries: one starts in a tenth of a second."""
+"""Starts the processes of a layout by forking a server that has imported the libraries, in 0.1 s per process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LAST_SECONDS = 2.0
 
 
 def forking_launch(patience: float) -> Launch:
-    """Launch that forks processes where the system can; elsewhere it starts interpreters.
+    """Return a launch function that forks processes on Linux, and starts new interpreters on other systems.
 
     Args:
-        patience: seconds in which a layout must end.
+        patience: seconds after which a layout's processes that have not ended are killed.
     """
     if sys.platform != "linux":  # elsewhere libraries do not survive a fork
         return launch_processes
@@ -52,14 +52,14 @@ def forking_launch(patience: float) -> Launch:
 
 
 def ended(processes: Sequence[BaseProcess], patience: float) -> str | None:
-    """Wait for processes.
+    """Wait until all processes have ended, or a failure or timeout occurs.
 
     Args:
         processes: started processes.
-        patience: seconds in which another one must end.
+        patience: seconds within which at least one more process must end.
 
     Returns:
-        First failure; ``None`` if there was none.
+        Text of the first failure; ``None`` if there was none.
     """
     failure, running = None, {process.sentinel: process for process in processes}
     while running:
@@ -76,7 +76,7 @@ def ended(processes: Sequence[BaseProcess], patience: float) -> str | None:
 
 
 def _run(directory: Path, environ: Mapping[str, str]) -> None:
-    """Run one rank, with its output in a file."""
+    """Run one rank in the forked process, with its output redirected to a file."""
     os.environ.update(environ)
     output = os.open(directory / f"output-{environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):

@@ -1,4 +1,4 @@
-"""Certification of a model: its own config, shrunk, in every layout."""
+"""Certifies a model: shrinks its config and runs it in every layout."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def certify(
 
 
 def _with_few_words(model: Any) -> dict[str, Any]:
-    """Values of a config with a small vocabulary, without weights: words of no sample take most of the time."""
+    """Values of a config without weights and with a small vocabulary, because unused tokens cost the most time."""
     if isinstance(model, Resizable):
         model = model.resized({name: _WORDS for name in model.sizes() if name == "vocab_size"})
     values: dict[str, Any] = model.model_dump(mode="json", exclude={"pretrained"})
@@ -138,7 +138,7 @@ def _model(target: str, registry: Registry) -> Mapping[str, Any]:
 
 
 def _in_layouts(job: Job, layouts: Sequence[Layout], note: Note, launch: Launch) -> list[Cell]:
-    """One cell for each layout; refused layouts are not run."""
+    """Results, one cell for each layout; layouts that a check refuses are not run."""
     chosen = [_choose(job, layout) for layout in layouts]
     run = [layout for layout, refusal, _ in chosen if refusal is None]
     verdicts = {verdict.layout: verdict for verdict in (verify(job, run, _STEPS, note, launch) if run else ())}
@@ -155,7 +155,7 @@ def _cell(verdict: Verdict, remark: str) -> Cell:
 
 
 def _choose(job: Job, layout: Layout) -> tuple[Layout, str | None, str]:
-    """Layout to run, or why it is refused, and a remark if it has other strategies than the given one."""
+    """Choose the layout to run; also return why it is refused, if so, and a remark if its strategy was replaced."""
     refusal = _refusal(job, layout)
     if refusal is not None and layout.name in _OTHERWISE:
         other = replace(layout, parallel=_OTHERWISE[layout.name])
@@ -165,7 +165,7 @@ def _choose(job: Job, layout: Layout) -> tuple[Layout, str | None, str]:
 
 
 def _refusal(job: Job, layout: Layout) -> str | None:
-    """First line of the error with which a layout is refused before training; ``None`` if it is not."""
+    """First line of the error if a check refuses the layout before training; ``None`` if the layout is accepted."""
     try:
         values = layout_values(scaled_values(job, [layout], _STEPS), layout, ())
         Job.from_values(values, registry=job.registry).plan()
@@ -175,7 +175,7 @@ def _refusal(job: Job, layout: Layout) -> str | None:
 
 
 def _with_lora(job: Job, note: Note, launch: Launch) -> Cell:
-    """Cell of LoRA, of a rank that fits all matrices."""
+    """Result for LoRA, with the first of several LoRA ranks that the model does not refuse."""
     cell: Cell | None = None
     for rank in _LORA_RANKS:
         try:

@@ -33,7 +33,7 @@ class CertificateTokens:
 
     @property
     def facts(self) -> State:
-        """Vocabulary size and sequence length."""
+        """Facts of the data: vocabulary size and sequence length."""
         return {"vocab_size": self._config.vocab_size, "sequence_length": self._config.sequence_length}
 
     def next_pack(self) -> Pack:
@@ -49,11 +49,11 @@ class CertificateTokens:
         return [{"tokens": tokens, "targets": ids} for tokens, ids in zip(*parts, strict=True)]
 
     def state(self) -> State:
-        """Number of packs taken."""
+        """Position of the stream: the number of packs that were drawn."""
         return {"packs": self._packs}
 
     def load_state(self, state: State) -> None:
-        """Continue after the packs taken."""
+        """Continue after the packs that were drawn when the state was saved."""
         self._packs = int(str(state["packs"]))
 
     def save_assets(self, directory: Path) -> None:
