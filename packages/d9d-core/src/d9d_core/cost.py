@@ -251,7 +251,7 @@ class StrategyCost:
     Attributes:
         shards: whether parameters, gradients and optimizer state are sharded over the data-parallel view of the mesh.
         gathers: how often a block's full parameters are all-gathered in the compute dtype for a forward and a backward:
-            0; 1, if they are kept from forward to backward; or 2.
+            ``never``; ``once``, if they are kept from forward to backward; or ``twice``.
         reduces: when gradients are reduced over data-parallel ranks. ``each``: during the backward of each microbatch.
             ``replicas_last``: to shards in each microbatch, over replicas in the last one. ``last``: during the
             backward of the last microbatch; full gradients are kept until then.

@@ -108,7 +108,7 @@ class Measurement:
         return {name[len(prefix) + 1 :]: t for name, t in self.tensors.items() if name.startswith(f"{prefix}/")}
 
     def guide(self) -> Measurement:
-        """Values for :class:`~d9d_verify.measure.Witness`: gradients, and buffers and frozen parameters after each step."""
+        """Values for :class:`~d9d_verify.measure.Witness`: gradients, and each step's buffers and frozen parameters."""
         parameters = {name.split("/", 2)[2] for name in self.tensors if name.split("/", 2)[1] == "gradients"}
         return Measurement(
             tensors={

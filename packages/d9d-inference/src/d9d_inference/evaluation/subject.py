@@ -124,7 +124,7 @@ def find_subject(target: str | Job, request: Request, registry: Registry) -> Sub
 
 
 def same_data(other: Subject, first: Subject) -> Subject:
-    """Find the second model of a comparison, and give it the data and layout of the first.
+    """Give ``other``, the second model of a comparison, the data and layout of ``first``.
 
     Raises:
         JobError: the model's job does not fit this data or layout.
