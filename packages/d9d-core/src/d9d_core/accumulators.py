@@ -96,7 +96,7 @@ class AccumulatedMetric:
         return dict(self._state)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the accumulated tensors by saved or merged ones."""
+        """Replace the accumulated tensors by saved or merged tensors."""
         self._state = {name: state[name] for name in self._state}
 
     def reset(self) -> None:

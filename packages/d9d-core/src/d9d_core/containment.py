@@ -39,7 +39,7 @@ def exits_raised() -> Iterator[None]:
 
 @contextmanager
 def directory_kept() -> Iterator[None]:
-    """Restore the working directory after the block: paths of a job, such as ``run.dir``, are relative to it."""
+    """Restore the working directory after the block, because paths of a job, such as ``run.dir``, depend on it."""
     try:
         before = Path.cwd()
     except OSError:  # it was deleted

@@ -290,7 +290,7 @@ class StrategyCost:
 
 @dataclass(frozen=True, slots=True)
 class AdapterCost:
-    """Cost that a fine-tuning method adds to one weight, for one microbatch; the rest of the model is frozen.
+    """Cost that a fine-tuning method adds to one weight, for one microbatch; all other weights are frozen.
 
     Attributes:
         trains: whether the weight itself is trained.

@@ -35,9 +35,9 @@ once, in the order of the sources, even if the config shuffles. A stream opened 
 - Its facts include ``samples`` and ``rows``, the number of output rows. A row is a sample, a document of a packed
   sample, or one text of a sample with several texts. A stream without the fact ``rows`` cannot make one pass and is
   refused.
-- Pack p holds the samples [p * batch_size, (p + 1) * batch_size); rank r of R has the r-th of R equal runs of them.
-  After the last sample, packs are padded with fillers (samples that do not count), so an epoch may be smaller than a
-  batch; all later packs hold only fillers.
+- Pack p holds the samples [p * batch_size, (p + 1) * batch_size); rank r of R has the r-th of R equal slices of these
+  samples. After the last sample, packs are padded with fillers (samples that do not count), so an epoch may be smaller
+  than a batch; all later packs hold only fillers.
 - Every microbatch of B entries has ``rows``, int64 [B]: the row number of each entry (the number of its first row if
   the entry is packed), or -1 for a filler. Fillers come last in their microbatch. A filler has valid token ids, and
   targets of -100. In datasets of texts that are compared with each other, a filler has ``lengths`` 0, so that

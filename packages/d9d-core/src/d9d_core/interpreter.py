@@ -23,7 +23,7 @@ def python_command() -> list[str]:
 
 @contextmanager
 def children_import_as_here() -> Iterator[None]:
-    """Make child processes started inside the block, such as by ``multiprocessing``, find this process's modules."""
+    """Make child processes that are started inside the block search for modules in the same places as this process."""
     if _SAFE in os.environ or _imports_from_working_directory():
         yield
         return

@@ -58,7 +58,7 @@ class Table:
     def __post_init__(self) -> None:
         if self.rows and len(self.rows) != len(self.values):
             raise ValueError(
-                f"a table of {len(self.values)} rows has {len(self.rows)} names for them; name each or none"
+                f"a table of {len(self.values)} rows has {len(self.rows)} row names; give one name per row, or none"
             )
 
 

@@ -309,7 +309,7 @@ class SharesAttention(Protocol):
             function: ``(query, key, value, documents, window)``, and then ``sinks`` [N] if the core has learned sinks:
                 query, key and value have shape [B, S / cp, heads, D];
                 ``documents`` is int64 [B, S], or ``None`` if a sample is one document; ``window`` is the number of
-                positions that a query sees, or ``None`` for all earlier ones. Returns [B, S / cp, N, D]. If the
+                positions that a query sees, or ``None`` for all earlier positions. Returns [B, S / cp, N, D]. If the
                 function has ``prepare(documents, length, window, device)``, ``documents`` may be replaced by its
                 result, which is computed once for all layers. If the function has op slots
                 (:class:`d9d_core.traits.HasOps`), the core lists them as its own, and adds facts about its attention to

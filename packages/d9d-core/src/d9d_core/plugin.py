@@ -211,7 +211,7 @@ class ConfiguredSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(ConfiguredSpec):
-    """A model family. ``build(config, stage: Stage) -> nn.Module``, called under the meta device.
+    """Record of a model family. ``build(config, stage: Stage) -> nn.Module``, called under the meta device.
 
     Attributes:
         hugging_face: a :class:`d9d_weights.hugging_face.format.HuggingFaceFormat`, for export and import.
@@ -264,7 +264,7 @@ class StrategySpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec(ConfiguredSpec):
-    """A pipeline schedule. ``build(config) -> Schedule``, imported without torch.
+    """Record by which a plugin declares a pipeline schedule. ``build(config) -> Schedule``, imported without torch.
 
     Attributes:
         handlers: ``(config, executor: Executor) -> Mapping[type[Action], Handler]`` for actions that core itself does
@@ -322,12 +322,12 @@ class InferenceTaskSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class WriterSpec(ConfiguredSpec):
-    """An output format of inference jobs. ``build(config) -> Writer``."""
+    """Record by which a plugin declares an output format of inference jobs. ``build(config) -> Writer``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSpec(ConfiguredSpec):
-    """A dataset. ``build(config, context: DataContext) -> DataStream``.
+    """Record by which a plugin declares a dataset. ``build(config, context: DataContext) -> DataStream``.
 
     Attributes:
         gives: tensors in every microbatch -> number of dimensions; ``None`` if unknown. ``"inner"``: the tensors that
@@ -345,7 +345,7 @@ class DatasetSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSpec(ConfiguredSpec):
-    """A metric over the task's observations. ``build(config) -> Metric``.
+    """Record by which a plugin declares a metric over the task's observations. ``build(config) -> Metric``.
 
     Attributes:
         reads: names of the task's observations that the metric requires; empty if it reads tallies of modules, or if
@@ -361,12 +361,12 @@ class MetricSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerSpec(ConfiguredSpec):
-    """A tracker. ``build(config) -> Tracker``."""
+    """Record by which a plugin declares a tracker. ``build(config) -> Tracker``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeftSpec(ConfiguredSpec):
-    """A fine-tuning method. ``build(config) -> PeftMethod``.
+    """Record by which a plugin declares a fine-tuning method. ``build(config) -> PeftMethod``.
 
     Attributes:
         cost: ``(config, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost`` of one weight, given its
@@ -379,7 +379,7 @@ class PeftSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(ConfiguredSpec):
-    """An optimizer. ``build(config, parameters: Mapping[str, nn.Parameter]) -> Optimizer``.
+    """Record of an optimizer. ``build(config, parameters: Mapping[str, nn.Parameter]) -> Optimizer``.
 
     Attributes:
         cost: ``(config, width: int) -> OptimizerCost`` for parameters of ``width`` bytes, imported without torch, for
@@ -391,12 +391,12 @@ class OptimizerSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class LrScheduleSpec(ConfiguredSpec):
-    """A learning-rate schedule. ``build(config, total_steps: int) -> LrSchedule``."""
+    """Record by which a plugin declares a learning-rate schedule. ``build(config, total_steps: int) -> LrSchedule``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubscriberSpec(ConfiguredSpec):
-    """A subscriber to events of the training loop. ``build(config) -> Subscriber``."""
+    """Record by which a plugin declares a subscriber to events of training. ``build(config) -> Subscriber``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,7 +428,7 @@ class KernelSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthCheckSpec(Spec):
-    """A health check of ``d9d doctor``. ``run() -> Health``."""
+    """Record by which a plugin declares a health check of ``d9d doctor``. ``run() -> Health``."""
 
     run: Ref
 
@@ -450,7 +450,7 @@ class JobCheckSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSpec(Spec):
-    """A sub-command of ``d9d``.
+    """Record by which a plugin declares a sub-command of ``d9d``.
 
     Attributes:
         app: a ``typer.Typer``, imported when the command is used.

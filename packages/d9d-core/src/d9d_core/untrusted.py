@@ -149,7 +149,7 @@ def parse_json(content: bytes, strict: bool = False, limit: int = MAX_JSON_BYTES
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError("it has half of a surrogate pair (such as \\ud800), which is not valid text") from error
+            raise ValueError("a text has half of a surrogate pair (such as \\ud800), which is invalid") from error
     return value
 
 
@@ -166,7 +166,7 @@ def _whole(text: str) -> int:
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"it has the number {text[:20]}, which is too large")
+        raise ValueError(f"the number {text[:20]} is too large")
     return number
 
 

@@ -33,8 +33,8 @@ def prepare_fsdp_gradients(root: nn.Module) -> None:
 def keep_fsdp_gradients(root: FSDPModule) -> None:
     """Add up gradients that were computed outside of FSDP2's backward, in every unit under ``root``.
 
-    They are accumulated in the dtype that FSDP2 uses for unsharded gradients. Call this after such gradients were
-    computed and before further ones are.
+    The gradients are accumulated in the dtype that FSDP2 uses for unsharded gradients. Call this function each time
+    after gradients were computed outside of FSDP2's backward, before the next gradients are computed.
     """
     for group in _fsdp_groups(root):
         for parameter in group.fsdp_params:

@@ -90,7 +90,7 @@ class Job(JoinsProcesses, JobFile):
         Args:
             note: called with one line of text for each warning and at the start of long operations.
             topology: rank and process groups, from :meth:`joined`; by default, a single process.
-            observers: subscribers in addition to the ones in the job file.
+            observers: subscribers in addition to the subscribers in the job file.
             interrupts: stop requests, which may already have arrived; by default, signals received during training.
             owning: take ownership of the run's directory now, instead of for the duration of training. A second process
                 for the same run then fails before it reads data or weights.

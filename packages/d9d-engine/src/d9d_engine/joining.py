@@ -53,7 +53,7 @@ class JoinsProcesses(LoadedJob):
     def composed(self, note: Callable[[str], None], topology: Topology | None) -> Iterator[Root[Any, Any]]:
         """Resolve the job's components in this process, and yield the root from which they are built.
 
-        Names and layout are checked before torch is imported, the rest once the device is known.
+        Names and layout are checked before torch is imported, capabilities once the device is known.
 
         Args:
             note: prints a warning or a line about a long operation; called on the main rank only.

@@ -25,7 +25,7 @@ TORCH = frozenset({"import:torch"})
 
 @hookimpl
 def d9d_trackers() -> Iterator[TrackerSpec]:
-    """Trackers ``console`` and ``jsonl``."""
+    """Declare the trackers ``console`` and ``jsonl``."""
     yield TrackerSpec(
         name="console",
         summary="One line of text per logged step.",
@@ -42,7 +42,7 @@ def d9d_trackers() -> Iterator[TrackerSpec]:
 
 @hookimpl
 def d9d_subscribers() -> Iterator[SubscriberSpec]:
-    """Subscriber ``early_stopping``."""
+    """Declare the subscriber ``early_stopping``."""
     yield SubscriberSpec(
         name="early_stopping",
         summary="Ends the run when a logged series gets no better.",
@@ -53,7 +53,7 @@ def d9d_subscribers() -> Iterator[SubscriberSpec]:
 
 @hookimpl
 def d9d_views() -> Iterator[ViewSpec]:
-    """Views of the mesh that strategies share."""
+    """Declare the views of the mesh that strategies share."""
     pipeline, replicate, tensor = (ViewDim(axis, (axis,)) for axis in ("pp", "dp_replicate", "tp"))
     yield ViewSpec(
         name="dense",
@@ -84,7 +84,7 @@ def d9d_views() -> Iterator[ViewSpec]:
 
 @hookimpl
 def d9d_health_checks() -> Iterator[HealthCheckSpec]:
-    """Health checks of torch, of the device and of the network."""
+    """Declare the health checks of torch, of the device and of the network."""
     yield HealthCheckSpec(
         name="torch",
         summary="torch imports",
@@ -106,7 +106,7 @@ def d9d_health_checks() -> Iterator[HealthCheckSpec]:
 
 @hookimpl
 def d9d_job_checks() -> Iterator[JobCheckSpec]:
-    """Job check ``plan``: builds the model on the meta device, with strategies and kernels."""
+    """Declare the job check ``plan``: builds the model on the meta device, with strategies and kernels."""
     yield JobCheckSpec(
         name="plan",
         summary="Model, strategies and kernels, without a GPU.",
@@ -117,7 +117,7 @@ def d9d_job_checks() -> Iterator[JobCheckSpec]:
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Commands ``train`` and ``explain``."""
+    """Declare the commands ``train`` and ``explain``."""
     yield CommandSpec(
         name="train",
         summary="Train a job, or resume it from its newest checkpoint.",

@@ -93,7 +93,7 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
         Args:
             note: called with one line of text for each warning and at the start of long operations.
             topology: rank and process groups, from :meth:`joined`; by default, a single process.
-            observers: subscribers in addition to the ones in the job file.
+            observers: subscribers in addition to the subscribers in the job file.
             interrupts: stop requests, which may already have arrived; by default, signals received during the run.
             owning: take ownership of the run's directory now; see :meth:`d9d_engine.job.Job.build`.
 

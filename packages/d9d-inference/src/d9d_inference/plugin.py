@@ -14,7 +14,7 @@ TORCH = frozenset({"import:torch"})
 
 @hookimpl
 def d9d_subscribers() -> Iterator[SubscriberSpec]:
-    """Subscriber ``samples``."""
+    """Declare the subscriber ``samples``."""
     yield SubscriberSpec(
         name="samples",
         summary="Continuations of fixed prompts during training.",
@@ -26,7 +26,7 @@ def d9d_subscribers() -> Iterator[SubscriberSpec]:
 
 @hookimpl
 def d9d_writers() -> Iterator[WriterSpec]:
-    """Writers ``jsonl`` and ``parquet``."""
+    """Declare the writers ``jsonl`` and ``parquet``."""
     yield WriterSpec(
         name="jsonl",
         summary="One JSON object per row.",
@@ -44,7 +44,7 @@ def d9d_writers() -> Iterator[WriterSpec]:
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Commands ``infer``, ``evaluate`` and ``generate``."""
+    """Declare the commands ``infer``, ``evaluate`` and ``generate``."""
     yield CommandSpec(
         name="infer",
         summary="Run a model over data, and write one row of output for each input row.",

@@ -37,13 +37,13 @@ class PositionParts:
         return self._task.split_positions(microbatch, self._positions)
 
     def join(self, kept: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """Tensors of full samples, on the first rank; ``None`` on the others. Collective over ``cp``."""
+        """Tensors of full samples, on the first rank; ``None`` on other ranks. Collective over ``cp``."""
         names = sorted(self._task.of_positions & kept.keys())
         joined = {name: self._gathered(kept[name]) for name in names}
         return {**kept, **joined} if self._positions.rank == 0 else None
 
     def _gathered(self, own: Tensor) -> Tensor:
-        """Gather the parts [B, S / R, ...] of all ranks to [B, S, ...] on the first rank; others return their part."""
+        """Gather parts [B, S / R, ...] of all ranks to [B, S, ...] on the first rank; other ranks return their part."""
         sent = own.contiguous()
         if self._positions.rank:
             dist.gather(sent, group=self._group, group_dst=0)

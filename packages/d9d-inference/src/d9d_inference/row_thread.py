@@ -58,7 +58,7 @@ class RowThread:
         self._thread = threading.Thread(target=self._run, name="d9d-rows", daemon=True)
 
     def put(self, pack: KeptPack) -> None:
-        """Queue a pack; waits while two others are queued.
+        """Queue a pack; waits while two earlier packs are queued.
 
         Raises:
             Exception: the exception of an earlier pack.
@@ -113,7 +113,7 @@ def joined_rows(task: InferenceTask, microbatches: Sequence[Mapping[str, Tensor]
     """Make the rows of several microbatches, without fillers, in order of their numbers.
 
     Raises:
-        BuildError: the task's columns are not the declared ones, or have different lengths.
+        BuildError: the task returned other columns than it declares, or columns of different lengths.
     """
     names = list(task.columns)
     columns: dict[str, list[object]] = {name: [] for name in names}

@@ -1,4 +1,4 @@
-"""Inference run: one pass over the data, forward only; rows are written while the next ones are computed."""
+"""Inference run: one pass over the data, forward only; rows are written while the next rows are computed."""
 
 from __future__ import annotations
 

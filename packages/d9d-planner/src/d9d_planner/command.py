@@ -107,7 +107,7 @@ def with_memory(device: Device, memory: int | None) -> Device:
 
 
 def accepted(found: Found, job: JobFile, most: int) -> list[Prediction]:
-    """Fastest layouts, then the most memory-saving ones, that pass the job's checks."""
+    """Layouts that pass the job's checks: the fastest layouts, then the layouts that need the least memory."""
     chosen: list[Prediction] = []
     for prediction in [*found.ranked[: 4 * most], *found.pareto]:
         if prediction in chosen:

@@ -66,7 +66,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Numbers of parameters on a rank: unsharded, sharded, and sharded trained ones."""
+    """Numbers of parameters on a rank: unsharded, sharded, and trained parameters after sharding."""
 
     whole: float
     shards: float
@@ -224,7 +224,7 @@ class MemoryModel:
         return self._sum(stage).weights
 
     def _numbers(self, blocks: tuple[BlockCost, ...] | list[BlockCost]) -> _Weights:
-        """Numbers of parameters of blocks on one rank: unsharded, sharded, and sharded trained parameters."""
+        """Numbers of parameters of blocks on one rank: unsharded, sharded, and trained parameters after sharding."""
         dense = sum(block.parameters * block.count for block in blocks)
         experts = sum(block.expert_parameters * block.count for block in blocks)
         trained = sum((block.parameters - block.frozen) * block.count for block in blocks)

@@ -11,7 +11,7 @@ D9D_API = 2
 
 @hookimpl
 def d9d_job_checks() -> Iterator[JobCheckSpec]:
-    """Job check ``prediction``."""
+    """Declare the job check ``prediction``."""
     yield JobCheckSpec(
         name="prediction",
         summary="Predicted memory of the device that needs the most.",
@@ -23,7 +23,7 @@ def d9d_job_checks() -> Iterator[JobCheckSpec]:
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Command ``plan``."""
+    """Declare the command ``plan``."""
     yield CommandSpec(
         name="plan",
         summary="Find the fastest layout of a job that fits, without a GPU.",

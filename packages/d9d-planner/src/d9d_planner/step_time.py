@@ -251,7 +251,7 @@ class TimeModel:
             tally.add("elementwise", 0.0, added / device.copy_bytes)
 
     def _gather(self, blocks: Iterable[BlockCost]) -> tuple[float, float]:
-        """Seconds of gathering all parameters of blocks, and bytes of the copies for it.
+        """Seconds of all-gathering all parameters of blocks, and bytes of the copies that this needs.
 
         Shards are gathered directly into the parameters, after a cast to the compute dtype; offloaded parameters go
         through a buffer.
@@ -269,7 +269,7 @@ class TimeModel:
         return taken, moved
 
     def _reduce(self, blocks: Iterable[BlockCost]) -> tuple[float, float, float]:
-        """Seconds of reducing all gradients of blocks to shards, and over replicas, and bytes of the copies for it.
+        """Seconds of reducing all gradients of blocks to shards, and over replicas, and bytes of the copies for this.
 
         Gradients with the parameters' dtype are reduced to shards in place, unless parameters are offloaded.
         """

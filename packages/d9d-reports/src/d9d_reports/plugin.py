@@ -14,7 +14,7 @@ TORCH = frozenset({"import:torch"})
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Commands ``sweep``, ``runs`` and ``report``."""
+    """Declare the commands ``sweep``, ``runs`` and ``report``."""
     yield CommandSpec(
         name="sweep",
         summary="Train a job with every combination of given values.",

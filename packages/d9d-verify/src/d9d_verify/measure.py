@@ -58,7 +58,7 @@ class Resume:
 
     Attributes:
         step: number of steps before the save.
-        load: directory of the other run's checkpoints; ``None`` continues without a load.
+        load: directory of the checkpoints of another run to load; ``None`` continues without a load.
     """
 
     step: int

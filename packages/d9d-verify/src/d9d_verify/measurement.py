@@ -104,7 +104,7 @@ class Measurement:
         return [self.numbers[f"{step}/{what}"] for step in range(self.steps)]
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """Tensors whose names begin with ``prefix/``, by the rest of their names."""
+        """Tensors whose names begin with ``prefix/``, by their names without the prefix."""
         return {name[len(prefix) + 1 :]: t for name, t in self.tensors.items() if name.startswith(f"{prefix}/")}
 
     def guide(self) -> Measurement:

@@ -14,7 +14,7 @@ TORCH = frozenset({"import:torch"})
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """Commands ``verify`` and ``certify``."""
+    """Declare the commands ``verify`` and ``certify``."""
     yield CommandSpec(
         name="verify",
         summary="Check that layouts of a job compute the same as one process.",
@@ -31,7 +31,7 @@ def d9d_commands() -> Iterator[CommandSpec]:
 
 @hookimpl
 def d9d_datasets() -> Iterator[DatasetSpec]:
-    """Dataset of certificates."""
+    """Declare the dataset of certificates."""
     yield DatasetSpec(
         name="certificate_tokens",
         summary="Token ids drawn at random, in samples of one document.",

@@ -24,7 +24,7 @@ _OURS = {
 
 
 def check_job(job: JobFile, world_size: int | None, memory: int | None = None) -> None:
-    """Run the checks of a job that the installed packages provide, and print the names of the missing ones.
+    """Run the job checks of the installed packages, and print which checks are left out and how to install them.
 
     Args:
         job: the job.

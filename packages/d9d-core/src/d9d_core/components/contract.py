@@ -186,7 +186,7 @@ def check_mapping(chosen: Chosen, call: str, value: object, kind: type) -> None:
     """Check that a component returned a mapping from names to values of one type.
 
     Raises:
-        BuildError: the value is not such a mapping.
+        BuildError: the value is not a mapping, or a key or value has a wrong type.
     """
     check_returned(chosen, call, value, Mapping)
     assert isinstance(value, Mapping)
@@ -212,7 +212,7 @@ def check_optimizer(chosen: Chosen, optimizer: Optimizer) -> None:
     """Check the state, description and learning rate that an optimizer returns.
 
     Raises:
-        BuildError: one of them has a wrong type.
+        BuildError: the state, description or learning rate has a wrong type.
     """
     from torch import Tensor
 

@@ -99,7 +99,7 @@ class Document:
 
         Args:
             location: location of the value.
-            whole: whether all fields of the value matter, so that an override of one of them is named.
+            whole: whether the value as a whole matters, so that an override of any of its fields is named.
         """
         for length in range(len(location), 0, -1):
             part = location[:length]

@@ -30,7 +30,7 @@ def choose(registry: Registry, kind: str, where: str, config: PluginConfig) -> C
 
 
 def _inside(section: Section, where: str) -> Iterator[tuple[str, str, PluginConfig]]:
-    """Component configs that are fields of a section, with kind and field name; nested ones are left out."""
+    """Component configs that are fields of a section, with kind and field name; configs inside them are left out."""
     for name, field in type(section).model_fields.items():
         kind = _kind((*field.metadata, field.annotation))
         yield from _found(getattr(section, name), f"{where}.{name}", kind)

@@ -217,7 +217,7 @@ def _read_json(text: str, source: str) -> tuple[Any, dict[Location, int]]:
 
 
 def _undated(values: Any) -> Any:
-    """Values with dates and times as strings, as in the other formats."""
+    """Values of a TOML file with dates and times converted to strings, as in YAML and JSON files."""
     if isinstance(values, dict):
         return {key: _undated(value) for key, value in values.items()}
     if isinstance(values, list):

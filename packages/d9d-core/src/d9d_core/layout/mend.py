@@ -98,7 +98,7 @@ def _with_used_axes(job: BaseJob, registry: Registry) -> BaseJob:
 
 
 def _addable(job: BaseJob, axis: str, registry: Registry) -> Iterator[PluginConfig]:
-    """Configs of strategies or schedules that use an axis and fit the other components of the job."""
+    """Configs of installed strategies or schedules that use an axis and fit the other components of the job."""
     if axis == "pp":
         entries = registry.entries("schedule")
     else:

@@ -76,7 +76,7 @@ class Chosen:
         return self.entry.spec
 
     def family(self) -> Iterator[Chosen]:
-        """This record and all nested ones."""
+        """This record and the records of all nested components."""
         yield self
         for inner, _ in self.inner:
             yield from inner.family()
@@ -191,7 +191,7 @@ class Judge:
                 self._provided.setdefault(f"strategy:{item.spec.name}", item.where)
 
     def verdicts(self, item: Chosen) -> list[Verdict]:
-        """Verdicts on tokens that the record requires or conflicts with, and on undeclared ones that it provides."""
+        """Verdicts on tokens that the record requires or conflicts with, and on undeclared tokens that it provides."""
         return [
             *(self._required(item, token) for token in sorted(item.spec.requires)),
             *(self._refused(item, token) for token in sorted(item.spec.conflicts)),

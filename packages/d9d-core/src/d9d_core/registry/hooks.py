@@ -89,94 +89,94 @@ KINDS = (
 
 @hookspec
 def d9d_models() -> Iterable[ModelSpec]:  # type: ignore[empty-body]
-    """Model families, selected by ``model``."""
+    """Yield the records of model families, which section ``model`` of a job file selects."""
 
 
 @hookspec
 def d9d_strategies() -> Iterable[StrategySpec]:  # type: ignore[empty-body]
-    """Parallel strategies, selected by ``parallel``."""
+    """Yield the records of parallel strategies, which section ``parallel`` of a job file selects."""
 
 
 @hookspec
 def d9d_schedules() -> Iterable[ScheduleSpec]:  # type: ignore[empty-body]
-    """Pipeline schedules, selected by ``pipeline``."""
+    """Yield the records of pipeline schedules, which section ``pipeline`` of a job file selects."""
 
 
 @hookspec
 def d9d_tasks() -> Iterable[TaskSpec]:  # type: ignore[empty-body]
-    """Tasks, selected by ``task``."""
+    """Yield the records of tasks, which section ``task`` of a job file selects."""
 
 
 @hookspec
 def d9d_inference_tasks() -> Iterable[InferenceTaskSpec]:  # type: ignore[empty-body]
-    """Tasks of inference jobs, selected by their ``task``."""
+    """Yield the records of inference tasks, which section ``task`` of an inference job selects."""
 
 
 @hookspec
 def d9d_writers() -> Iterable[WriterSpec]:  # type: ignore[empty-body]
-    """Formats of the output of inference jobs, selected by their ``writer``."""
+    """Yield the records of output formats, which section ``writer`` of an inference job selects."""
 
 
 @hookspec
 def d9d_datasets() -> Iterable[DatasetSpec]:  # type: ignore[empty-body]
-    """Datasets, selected by ``data``."""
+    """Yield the records of datasets, which section ``data`` of a job file selects."""
 
 
 @hookspec
 def d9d_metrics() -> Iterable[MetricSpec]:  # type: ignore[empty-body]
-    """Metrics, selected by ``metrics``."""
+    """Yield the records of metrics, which section ``metrics`` of a job file selects."""
 
 
 @hookspec
 def d9d_trackers() -> Iterable[TrackerSpec]:  # type: ignore[empty-body]
-    """Trackers, selected by ``trackers``."""
+    """Yield the records of trackers, which section ``trackers`` of a job file selects."""
 
 
 @hookspec
 def d9d_peft_methods() -> Iterable[PeftSpec]:  # type: ignore[empty-body]
-    """Fine-tuning methods, selected by ``peft``."""
+    """Yield the records of fine-tuning methods, which section ``peft`` of a job file selects."""
 
 
 @hookspec
 def d9d_optimizers() -> Iterable[OptimizerSpec]:  # type: ignore[empty-body]
-    """Optimizers, selected by ``optimizer``."""
+    """Yield the records of optimizers, which section ``optimizer`` of a job file selects."""
 
 
 @hookspec
 def d9d_lr_schedules() -> Iterable[LrScheduleSpec]:  # type: ignore[empty-body]
-    """Learning-rate schedules, selected by ``lr_schedule``."""
+    """Yield the records of learning-rate schedules, which section ``lr_schedule`` of a job file selects."""
 
 
 @hookspec
 def d9d_kernels() -> Iterable[KernelSpec]:  # type: ignore[empty-body]
-    """Backends of ops, selected by ``kernels``."""
+    """Yield the records of kernels (backends of ops), which section ``kernels`` of a job file selects."""
 
 
 @hookspec
 def d9d_subscribers() -> Iterable[SubscriberSpec]:  # type: ignore[empty-body]
-    """Subscribers to events of the training loop, selected by ``subscribers``."""
+    """Yield the records of subscribers to events, which section ``subscribers`` of a job file selects."""
 
 
 @hookspec
 def d9d_views() -> Iterable[ViewSpec]:  # type: ignore[empty-body]
-    """Views of the grid of ranks, for strategies."""
+    """Yield the records of views of the mesh, which strategies use."""
 
 
 @hookspec
 def d9d_health_checks() -> Iterable[HealthCheckSpec]:  # type: ignore[empty-body]
-    """Health checks of ``d9d doctor``."""
+    """Yield the records of health checks, which ``d9d doctor`` runs."""
 
 
 @hookspec
 def d9d_job_checks() -> Iterable[JobCheckSpec]:  # type: ignore[empty-body]
-    """Checks of a job that ``d9d check`` runs in addition to its own."""
+    """Yield the records of job checks, which ``d9d check`` runs in addition to its own checks."""
 
 
 @hookspec
 def d9d_commands() -> Iterable[CommandSpec]:  # type: ignore[empty-body]
-    """Extra sub-commands of ``d9d``."""
+    """Yield the records of additional sub-commands of ``d9d``."""
 
 
 @hookspec
 def d9d_capabilities() -> Iterable[CapabilitySpec]:  # type: ignore[empty-body]
-    """Capability tokens under the plugin's own namespace."""
+    """Yield the records of capability tokens in the plugin's own namespace."""

@@ -51,7 +51,7 @@ class Manifest:
     def differences(self, other: Manifest, mine: str, theirs: str) -> list[str]:
         """Differences between two manifests, one line per plugin.
 
-        ``mine`` and ``theirs`` name the sides (``rank 0``).
+        ``mine`` and ``theirs`` are names of the two sides in the lines, such as ``rank 0``.
         """
 
         def say(facts: Mapping[str, Any] | None) -> str:

@@ -96,7 +96,7 @@ class Registry:
         return [entry for key, same in self._table["kernel"].items() if key.startswith(f"{op}.") for entry in same]
 
     def conflicts(self, among: Collection[str] | None = None) -> list[str]:
-        """Messages about names that several plugins declare; only using such a name is an error.
+        """Messages about names that several plugins declare; it is an error only to use such a name.
 
         Names of foundation commands are left out: these commands always take precedence.
 

@@ -86,8 +86,8 @@ class ShardPlanner(SavePlanner):
             found = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if found != math.prod(entry.size):
                 raise CheckpointError(
-                    f"the shards of '{name}' have {found} numbers, the tensor {math.prod(entry.size)}; "
-                    "ranks hold different meshes"
+                    f"the saved shards of '{name}' have {found} elements, but the tensor has {math.prod(entry.size)}; "
+                    "check that all ranks use the same mesh"
                 )
         return all_plans, Metadata(dict(table))
 

@@ -1,4 +1,4 @@
-"""Save of one checkpoint, with the removal of old ones."""
+"""Saves one checkpoint, and then removes old checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SaveJob:
     kept_before: Sequence[int] = ()
 
     def run(self, ready: Callable[[], Mapping[str, LocalShards]], stall: float | None) -> SaveReport:
-        """Write the checkpoint, publish it and remove old ones. Collective over ``group``.
+        """Write and publish the checkpoint, and remove old checkpoints. Collective over ``group``.
 
         Args:
             ready: returns the shards that this rank writes, with their final values.

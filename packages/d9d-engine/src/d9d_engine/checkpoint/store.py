@@ -59,7 +59,7 @@ class CheckpointStore:
         keep: number of newest checkpoints to keep, or retention rules; ``None`` keeps all.
         topology: rank, device, meshes and process groups of this process.
         asynchronous: write in the background during training, from copies in host memory.
-        timeout: how long ranks wait for each other while one of them reads or writes.
+        timeout: how long ranks wait for a rank that reads or writes.
         tolerate: number of storage failures in a row after which a save is repeated; see :meth:`save`.
         warn: called with a text on the first rank, in the writing thread.
     """
@@ -167,7 +167,7 @@ class CheckpointStore:
         return [Path(self._storage.location(folder(step))) for step in steps_in(self._storage)]
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """Newest usable checkpoint, the same on all ranks; damaged ones are reported and skipped.
+        """Newest usable checkpoint, the same on all ranks; damaged checkpoints are reported and skipped.
 
         Folders that do not have the name of their own step, such as ``step-7`` or a renamed copy, are reported and
         ignored. Each rank verifies a part of the files. Collective over all ranks.
@@ -241,7 +241,7 @@ class CheckpointStore:
         wait: bool = False,
         late_values: Callable[[], Mapping[str, Any]] = dict,
     ) -> bool:
-        """Write a checkpoint, then remove surplus ones. Collective over all ranks.
+        """Write a checkpoint, then remove surplus checkpoints. Collective over all ranks.
 
         An asynchronous save returns once copies have been started: call :meth:`before_mutation` before the tensors
         change; :meth:`poll` reports the completed save. A previous save that is still running is waited for.

@@ -83,7 +83,8 @@ def _full_parameters(module: nn.Module, device: torch.device, sharded: Set[int])
 class Undrawn(TorchFunctionMode):
     """Mode that skips drawing values for meta tensors, and creates empty meta tensors directly.
 
-    On the meta device, torch runs both in Python, and the first call imports the compiler, which takes two seconds.
+    On the meta device, torch implements these operations in Python, and their first call imports the compiler, which
+    takes two seconds.
     """
 
     def __torch_function__(

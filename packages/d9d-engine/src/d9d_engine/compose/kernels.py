@@ -73,7 +73,8 @@ def bind_kernels(
         judge: evaluates the capabilities that a backend requires or excludes.
         deterministic: refuse backends that are not declared deterministic.
         compiled: names of compiled modules; submodules are included.
-        outside_graph: names of modules in compiled ones whose ops run outside the graph; submodules are included.
+        outside_graph: names of modules inside compiled modules whose ops run outside the graph; submodules are
+            included.
         documents: whether samples hold several documents; ``None`` if unknown.
         checkpointed: names of modules under activation checkpointing; submodules are included.
 

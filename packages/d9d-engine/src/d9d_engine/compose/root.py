@@ -93,7 +93,7 @@ def compose_root(
 def build_task(job: JobConfig, selection: Selection, topology: Topology) -> Task:
     """Build a job's task, and attach the topology if the task uses it. Collective over all ranks.
 
-    Losses may depend on the task's communication, so training and measurements both build the task here.
+    Training, evaluation and measurements all build the task here, because its losses may depend on communication.
     """
     task: Task = instantiate(selection.task, job.task)
     if isinstance(task, UsesTopology):

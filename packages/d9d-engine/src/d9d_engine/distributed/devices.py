@@ -13,7 +13,7 @@ __all__ = ["load_kernels_eagerly", "share_hardware_queues"]
 
 
 def choose_device(name: str) -> torch.device:
-    """Choose a device: ``auto`` is the accelerator that torch reports, or else the CPU; others are device names.
+    """Choose a device: ``auto`` is the accelerator that torch reports, or else the CPU; other names are torch's.
 
     Raises:
         JobError: this machine has no such device.

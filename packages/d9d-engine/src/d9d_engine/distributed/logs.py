@@ -61,7 +61,7 @@ def log_lines(level: str | None, is_main: bool) -> Iterator[None]:
     If the program has handlers, only the level is set.
 
     Args:
-        level: lowest level; by default ``info`` on the main rank and ``warning`` on the others.
+        level: lowest level to print; by default ``info`` on the main rank and ``warning`` on other ranks.
         is_main: whether this is the main rank.
     """
     logger = logging.getLogger(NAME)

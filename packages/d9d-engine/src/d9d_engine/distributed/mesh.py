@@ -119,8 +119,8 @@ class Topology:
 
         Args:
             axes: base axes.
-            purpose: each purpose has a separate group, so that its messages do not wait for others; such a group
-                supports tensors of this process's device only.
+            purpose: each purpose has a separate group, so that its messages do not wait for messages of other groups; a
+                group with a purpose supports tensors of this process's device only.
             blocks: largest number of thread blocks of a collective's kernel, if the backend supports a limit.
         """
         if not self.is_distributed:

@@ -132,7 +132,7 @@ def run_module(
         Cause of the first failure, or ``None``.
 
     Raises:
-        KeyboardInterrupt: this process was asked to stop; all others have ended.
+        KeyboardInterrupt: this process was asked to stop; all processes that it started have ended.
     """
     with signals_received() as signals:
         ended = run_ranks(("-m", module, *arguments), processes, signals, patience, environ, output)
@@ -164,7 +164,7 @@ def signals_received() -> Iterator[list[int]]:
 
 
 def cause(failed: Sequence[Rank], name_of: Callable[[int], str]) -> Failure:
-    """Choose the original failure among the failed processes; the others failed as a consequence.
+    """Choose the original failure among the failed processes; the other processes failed as a consequence.
 
     Args:
         failed: at least one process, without processes that the launcher ended.

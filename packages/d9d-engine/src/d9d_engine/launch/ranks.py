@@ -179,7 +179,7 @@ class Ranks:
         return told
 
     def _note_ends(self) -> str | None:
-        """Record ended processes; return the signal that ended the first of them before training, if one did."""
+        """Record ended processes; return the signal that ended the first of these processes before training, if any."""
         told = None
         for rank in self.ranks:
             if rank.exit_code is not None or (code := rank.process.poll()) is None:

@@ -152,7 +152,7 @@ class _Transfer:
         self._device = device if self._beside is None else self._beside.device
 
     def start(self, pack: Pack) -> _Transferred:
-        """Start to copy a pack; it is received later, maybe in another thread."""
+        """Start to copy a pack; the caller calls ``receive`` of the result later, maybe in another thread."""
         if self._split is not None:
             pack = [self._split(microbatch) for microbatch in pack]
         if self._device.type == "cpu":

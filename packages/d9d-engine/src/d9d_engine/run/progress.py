@@ -124,7 +124,7 @@ class ProgressBar:
             self._progress.update(self._task, completed=step, shown=self.text)
 
     def logged(self, values: Mapping[str, float]) -> None:
-        """Show these values until newer ones are logged; ignores series that the bar does not show."""
+        """Show logged values until newer values are logged; ignores series that the bar does not show."""
         self._logged.update({name: values[name] for name in _SHOWN if name in values})
 
     def saved(self, step: int) -> None:

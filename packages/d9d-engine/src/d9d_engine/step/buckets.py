@@ -70,7 +70,7 @@ class Buckets:
     """Buckets that are all-reduced as soon as their gradients exist, in the same order on every rank.
 
     Gradients are computed from the last layer to the first, so buckets are filled in reverse order of registration. A
-    bucket is launched once it and all earlier ones are complete. Ranks on which a gradient is missing launch the
+    bucket is launched once it and all earlier buckets are complete. Ranks on which a gradient is missing launch the
     remaining buckets at the end in the same order, so that collectives match.
 
     Args:

@@ -22,8 +22,8 @@ MIB = 2**20
 class Gradients:
     """Gradients of the trained parameters between backward and optimizer.
 
-    Gradients that a strategy reduces itself (FSDP2) are left to the strategy. All others are all-reduced here in
-    buckets: during the last microbatch's backward, or after it if a strategy communicates during the backward. A
+    Gradients that a strategy reduces itself (FSDP2) are left to the strategy. All other gradients are all-reduced here
+    in buckets: during the last microbatch's backward, or after it if a strategy communicates during the backward. A
     parameter without a gradient in a step, on some or all ranks, gets a zero gradient, so that a step has the same
     result in every layout.
 
@@ -137,8 +137,8 @@ def _members(parameters: Mapping[str, nn.Parameter], ownership: Ownership, topol
         if len(set(operations.values())) > 1:
             parts = " and ".join(f"by {operation} over {axis}" for axis, operation in operations.items())
             raise BuildError(
-                f"the gradient of '{name}' would be reduced {parts} at once; the strategy that owns one of them must "
-                "reduce it itself"
+                f"the gradient of '{name}' would be reduced {parts} at once; the strategy that owns one reduction must "
+                "perform it itself"
             )
         view = ownership.views.get(name)
         group = None

@@ -160,7 +160,7 @@ class Statistics:
     def tensors(self) -> dict[str, Tensor]:
         """Merged state of all metrics, ``"<metric>/<name>"`` -> tensor, equal on all ranks. Collective over the group.
 
-        Afterwards the first rank holds the merged state and the others start from zero, as after a load, so that a
+        Afterwards the first rank holds the merged state and the other ranks start from zero, as after a load, so that a
         resumed run adds the same numbers in the same order.
         """
         if self._group is None:

@@ -93,7 +93,7 @@ def check_replicas(
 ) -> None:
     """Check that a strategy which lets replicas of a parameter diverge can make them equal again.
 
-    A checkpoint holds one replica of each parameter, so the others would be lost silently.
+    A checkpoint holds one replica of each parameter, so other replicas would be lost silently.
 
     Args:
         parameters: name -> trained parameter, after all strategies.

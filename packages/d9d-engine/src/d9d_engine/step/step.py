@@ -80,7 +80,7 @@ class TrainStep:
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """Put the optimizer's evaluation weights into the model inside the block, if it has separate ones."""
+        """Put the optimizer's evaluation weights into the model inside the block, if the optimizer has such weights."""
         if not isinstance(self.optimizer, AveragesWeights):
             yield
             return

@@ -79,7 +79,7 @@ class Ties:
 
     @torch.no_grad()
     def copy_values(self) -> None:
-        """Copy the values of the first copy to the others; call this after the first copy has changed."""
+        """Copy the values of the first copy to the other copies; call this after the first copy has changed."""
         for tie in self.ties:
             for other in tie.others:
                 local(other).copy_(local(tie.first))

@@ -46,7 +46,7 @@ class Alarm:
     Alarms are numbered; after a withdrawn alarm, the next number is used.
 
     Args:
-        store: store with a separate connection, because the main thread may block the other one.
+        store: store with a separate connection, because the main thread may block its own connection.
         rank: rank of this process.
         world_size: number of processes.
         tell: reports a failure to the user; see ``failure.FailureReporter.tell``.

@@ -98,7 +98,7 @@ class Identity:
 
 
 def agree(store: Store, env: ProcessEnv, identity: Identity, timeout: float) -> None:
-    """Compare this rank's identity with all others. Collective over all ranks, through the store.
+    """Check through the store that all ranks have the same identity. Collective over all ranks.
 
     Args:
         store: store without values under its prefix.

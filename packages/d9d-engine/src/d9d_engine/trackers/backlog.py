@@ -22,7 +22,7 @@ class Backlog:
 
     Args:
         step: step up to which the tracker has flushed all entries.
-        room: largest number of entries; older ones are dropped.
+        room: largest number of entries; older entries are dropped.
     """
 
     def __init__(self, step: int, room: int) -> None:

@@ -28,11 +28,11 @@ class ConsoleTracker:
 
 
 class ConsoleRun:
-    """Open run of the tracker ``console``.
+    """Prints the values of one run, for the tracker ``console``.
 
     Args:
         total_steps: number of steps of the run.
-        series: patterns of the series to show; ``None`` for the default ones.
+        series: patterns of the series to show; ``None`` for the default series.
     """
 
     def __init__(self, total_steps: int, series: Sequence[str] | None = None) -> None:

@@ -35,7 +35,7 @@ class JsonlTracker:
 
 
 class JsonlRun:
-    """Open run of the tracker ``jsonl``."""
+    """Writes the files of one run, for the tracker ``jsonl``."""
 
     def __init__(self, run: RunInfo, picture: bool, lengths: Json = None) -> None:
         self._run = run

@@ -22,7 +22,8 @@ _PATHS = 1500
 def draw_table(history: TableHistory, path: Path, title: str) -> None:
     """Draw a table as SVG heat maps: its mean over the logged steps, and the last logged step.
 
-    If the table has a neutral value, that value is white, lower ones blue and higher ones red; missing values are grey.
+    If the table has a neutral value, this value is white, lower values are blue and higher values red; missing values
+    are grey.
 
     Raises:
         PluginError: matplotlib is not installed.

@@ -110,7 +110,7 @@ def _origin(run: Path | None) -> str | None:
 
 
 def _copy_tokenizer(source: Path, target: Path, note: Callable[[str], None]) -> None:
-    """Replace tokenizer files by the ones that the run wrote at its start."""
+    """Replace tokenizer files by the tokenizer files that the run wrote at its start."""
     if not source.is_dir():
         note(f"no tokenizer from the run's data: {source} does not exist; name one with --tokenizer DIR")
         return

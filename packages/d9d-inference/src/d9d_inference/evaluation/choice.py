@@ -40,7 +40,7 @@ def choose_checkpoint(store: CheckpointStore, which: Which, warn: Callable[[str]
 
 
 def _best(store: CheckpointStore, steps: list[int]) -> int:
-    """Step of the best checkpoint; of equally good ones, the newest."""
+    """Step of the best checkpoint; of equally good checkpoints, the newest."""
     rule = store.retention.best
     if rule is None:
         raise CheckpointError(f"{store.directory}: the job has no 'checkpoint.best', which defines the best checkpoint")

@@ -188,7 +188,7 @@ def _load(checkpoint: Checkpoint, forward: ForwardModel, topology: Topology) -> 
 
 @torch.no_grad()
 def _average(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], slot: str, weight: float) -> None:
-    """Replace the trained weights by averaged ones, computed from an optimizer slot. Collective over all ranks."""
+    """Replace the trained weights by averages, computed from an optimizer slot. Collective over all ranks."""
     table = checkpoint.manifest["tensors"]
     slots = {name: f"optimizer/{name.removeprefix(_MODEL)}/{slot}" for name in tensors}
     others = {

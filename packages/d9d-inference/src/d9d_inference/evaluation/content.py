@@ -20,7 +20,7 @@ _MOST = 64 * 2**20
 
 
 def dataset_of(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Dataset section for a file, by its content: conversations or documents, each of them one sample.
+    """Dataset section for a file, by its content: conversations or documents, with one sample for each.
 
     JSON lines with ``messages``, or with ``prompt`` and ``completion``, are conversations; JSON lines with ``text``,
     and text files, are documents.

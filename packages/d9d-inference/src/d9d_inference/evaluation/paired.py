@@ -31,7 +31,8 @@ class Difference:
     """Paired difference of two models' mean losses on the same samples, with its confidence interval.
 
     Attributes:
-        mean: mean loss of the first model minus the other's; below 0 the first model is better.
+        mean: mean loss of the first model minus the mean loss of the other; if it is below 0, the first model is
+            better.
         standard_error: standard error of the mean.
         low, high: ends of the confidence interval.
         confidence: confidence level of the interval.
@@ -56,7 +57,7 @@ def compare(first: Values, other: Values, weights: Values, coefficients: Values,
 
     Args:
         first: [n, T] sums of each sample's loss terms under the first model.
-        other: [n, T] sums under the other model.
+        other: [n, T] sums of each sample's loss terms under the other model.
         weights: [n, T] weights, which do not depend on the model.
         coefficients: [T] coefficients of the terms in the loss.
         confidence: confidence level, such as 0.95.

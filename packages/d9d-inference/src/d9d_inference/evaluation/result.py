@@ -42,7 +42,7 @@ class Report:
     Attributes:
         first: values of the model.
         other: values of the model to compare with; ``None`` without one.
-        differences: set -> mean loss of the first model minus the other's.
+        differences: set -> mean loss of the first model minus mean loss of the other model, with a confidence interval.
     """
 
     first: Evaluated

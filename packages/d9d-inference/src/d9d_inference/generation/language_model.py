@@ -73,7 +73,7 @@ class Decoding:
             raise JobError("--top-p: it has no effect at temperature 0, which takes the most probable token")
 
     def arguments(self) -> dict[str, Any]:
-        """Fields of transformers' ``GenerationConfig``."""
+        """Return these settings as fields of transformers' ``GenerationConfig``."""
         given: dict[str, Any] = {**self.further, "max_new_tokens": self.max_new_tokens}
         if self.temperature is not None:
             given["do_sample"] = self.temperature > 0

@@ -14,8 +14,8 @@ def array_script(
 ) -> str:
     """Make the script of a Slurm array job, with one task per run, in order.
 
-    Tasks that are submitted again skip finished runs and continue the others, as ``d9d train`` does. SIGTERM, which
-    Slurm sends before the time limit, lets a run save.
+    Tasks that are submitted again skip finished runs and continue unfinished runs, as ``d9d train`` does. SIGTERM,
+    which Slurm sends before the time limit, lets a run save.
 
     Args:
         runs: combinations of the grid.

@@ -61,7 +61,7 @@ class RunRecord:
 
     @cached_property
     def status(self) -> Status:
-        """Status of the run; only sweeps record ``failed``; unlike ``started`` runs, ``stopped`` ones have a checkpoint."""
+        """Status of the run. Only sweeps record ``failed``; a checkpoint distinguishes ``stopped`` from ``started``."""
         if not self.job:
             return "damaged"
         checkpoints = _checkpoints(self.directory, self.job)
